@@ -1,0 +1,56 @@
+# Everything starts here: `make train` and `make test` work on a fresh clone.
+# They need Python 3.11 or newer with its venv module, and make.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# What `make train` trains on; by default every GPU, or two ranks on the CPU where there is none.
+DEVICES ?=
+ARGS ?=
+# Test processes, and further arguments of pytest: make test TESTS=tests/plan PYTEST_ARGS=-x
+JOBS ?= auto
+TESTS ?= tests
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint drills clean
+
+help: ## show this list
+	@echo "make train    set up, then train the HAR task on every GPU, or on two CPU ranks without one"
+	@echo "              (make train DEVICES=gpu:0 ARGS='--epochs 5')"
+	@echo "make test     set up, then lint and the whole test suite, with coverage"
+	@echo "make setup    make $(VENV) and install Lockstep with the tested versions"
+	@echo "make lint     ruff (rules and format) and mypy"
+	@echo "make drills   the long repetitions of fault drills and fuzzing"
+	@echo "make clean    remove $(VENV), caches and builds; never a run"
+
+setup: $(STAMP) ## make .venv and install
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON) here. fix: install Python 3.11 or newer, or say where it is: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1), Lockstep needs 3.11 or newer. fix: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) lacks the venv module. fix: install it (Debian, Ubuntu: apt install python3-venv), or make PYTHON=/path/to/another/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: setup ## train on what the machine has
+	@devices="$(DEVICES)"; \
+	[ -n "$$devices" ] || devices=$$($(RUN) -c 'from lockstep.hardware import get_available_gpus as gpus; print("all" if gpus() else "cpu,cpu")') || exit; \
+	set -x; exec $(RUN) -m lockstep train har --devices "$$devices" $(ARGS)
+
+test: lint ## lint, then every test
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)
+
+lint: setup ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+drills: setup ## long repetitions
+	$(RUN) -m pytest -m drill --timeout 3600 $(PYTEST_ARGS) $(TESTS)
+
+clean: ## remove what can be made again
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis htmlcov .coverage .coverage.*
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Checkpoints: atomic folders with hashes, saved beside training. Only ``host`` and ``content`` import torch."""

@@ -1,0 +1,179 @@
+"""The two files of a checkpoint that hold tensors: ``model.safetensors`` and ``trainer.pt``.
+
+Both are hashed as they are written, in one pass. ``model.safetensors`` is laid out here rather than
+by the library's ``save_file``, which cannot hash, and tells of a full disk without an error number;
+tests read the files with the library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.manifest import Digest
+from lockstep.errors import CheckpointError
+
+#: https://github.com/huggingface/safetensors#format
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class HashingFile:
+    """A new file that hashes what is written. ``error`` keeps the operating system's refusal.
+
+    torch's C++ archive writer turns an exception of ``write`` into one without an error number.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=0)
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            done = 0
+            while done < len(view):
+                done += self._file.write(view[done:])
+        except OSError as error:
+            self.error = error
+            raise
+        self._hash.update(view)
+        self._size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        pass
+
+    def sync(self) -> Digest:
+        """Make the content durable; returns its size and hash."""
+        os.fsync(self._file.fileno())
+        return Digest(size=self._size, sha256=self._hash.hexdigest())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_model(file: HashingFile, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Write CPU tensors in the safetensors format; returns names that are the same tensor as another.
+
+    Tensors that are the same memory (tied weights) are written once: the result maps each of the
+    other names to the one written. Views that merely overlap are written separately.
+
+    Raises:
+        OSError: the file cannot be written.
+        CheckpointError: a tensor that the format has no form for.
+    """
+    aliases: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    written: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or tensor.device.type != "cpu":
+            raise CheckpointError(
+                f"cannot save the model's {name}",
+                why=f"safetensors has no form for a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}",
+                fix="register it as a buffer that is not persistent, or keep it in another dtype",
+            )
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        if tensor.numel() and memory in first:
+            aliases[name] = first[memory]
+        else:
+            first[memory] = name
+            written[name] = tensor
+
+    # Wide types first, as the library does, so that every tensor is aligned to its item size.
+    order = sorted(written, key=lambda name: (-written[name].itemsize, name))
+    header: dict[str, Any] = {}
+    offset = 0
+    for name in order:
+        tensor = written[name]
+        end = offset + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        packed = written[name].detach().resolve_conj().resolve_neg().contiguous()
+        file.write(packed.reshape(-1).view(torch.uint8).numpy())
+    return aliases
+
+
+def read_model(path: Path, aliases: dict[str, str]) -> dict[str, Tensor]:
+    """What :func:`write_model` wrote. Raises :class:`CheckpointError`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+        return {**tensors, **{name: tensors[other] for name, other in aliases.items()}}
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        raise unreadable(path, error) from None
+
+
+def write_trainer(file: HashingFile, state: dict[str, Any]) -> None:
+    """Write a state with :func:`torch.save`. Raises :class:`OSError`."""
+    try:
+        torch.save(state, cast(IO[bytes], file))
+    except Exception:
+        if file.error is not None:
+            raise file.error from None
+        raise
+
+
+def check_trainer(path: Path) -> None:
+    """Make sure that a state just written can be read again without running code.
+
+    Raises:
+        CheckpointError: it holds an object of a class that ``weights_only=True`` refuses.
+    """
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        names = re.findall(r"GLOBAL ([\w.]+)", str(error))
+        raise CheckpointError(
+            "the training state cannot be saved",
+            why=f"it holds an object of {names[0]}" if names else f"it could not be read again: {str(error)[:300]}",
+            fix="keep tensors, numbers, text, lists and dicts in the task's and the optimizer's state_dict",
+        ) from None
+
+
+def read_trainer(path: Path) -> dict[str, Any]:
+    """What :func:`write_trainer` wrote; runs no code of the file's. Raises :class:`CheckpointError`."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises whatever its layers raise: pickle, zip, C++
+        raise unreadable(path, error) from None
+    if not isinstance(state, dict):
+        raise unreadable(path, TypeError("it holds no mapping"))
+    return state
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"cannot read {path}", why=f"{type(error).__name__}: {str(error)[:300]}", fix="resume from an older checkpoint"
+    )

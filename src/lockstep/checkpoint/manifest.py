@@ -1,0 +1,125 @@
+"""``manifest.json``: what a checkpoint holds, and the hashes that prove it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CheckpointError, RunFolderError
+from lockstep.telemetry.files import plain, read_json
+
+FORMAT_VERSION = 1
+MODEL = "model.safetensors"
+TRAINER = "trainer.pt"
+MANIFEST = "manifest.json"
+
+_OWN_KEYS = {"format_version", "step", "files", "aliases", "checksum"}
+_MAX_BYTES = 64 << 20
+_FIX = "an older checkpoint is used where there is one"
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Size in bytes and hash of a file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """``extra`` is what the run itself wants to say; it lies beside the keys of ours."""
+
+    step: int
+    files: Mapping[str, Digest]
+    aliases: Mapping[str, str]
+    extra: Mapping[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of the file. ``checksum`` is the hash of all the rest."""
+        taken = _OWN_KEYS & self.extra.keys()
+        assert not taken, f"the manifest's own keys cannot be given: {taken}"
+        content = {
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            "files": {name: asdict(digest) for name, digest in self.files.items()},
+            "aliases": dict(self.aliases),
+            **plain(self.extra),
+        }
+        return {**content, "checksum": _checksum(content)}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in ``folder``.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a newer format.
+    """
+    path = folder / MANIFEST
+    try:
+        content = read_json(path, max_bytes=_MAX_BYTES)
+    except RunFolderError as error:
+        raise CheckpointError(error.what, why=error.why, fix=_FIX) from None
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} was written by a newer version of Lockstep",
+            why=f"its format is {version}; this version reads up to {FORMAT_VERSION}",
+            fix="upgrade: pip install --upgrade lockstep-train",
+        )
+    if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
+        raise CheckpointError(f"{path} is damaged", why="its content does not match its checksum", fix=_FIX)
+    try:
+        return Manifest(
+            step=int(content["step"]),
+            files={
+                name: Digest(int(content["files"][name]["size"]), str(content["files"][name]["sha256"]))
+                for name in (MODEL, TRAINER)
+            },
+            aliases={str(name): str(other) for name, other in content["aliases"].items()},
+            extra={key: value for key, value in content.items() if key not in _OWN_KEYS},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged", why=f"{type(error).__name__}: {error}", fix=_FIX) from None
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Compare the files in ``folder`` with their hashes in ``manifest``.
+
+    Raises:
+        CheckpointError: names the first file that is missing or differs, and how.
+    """
+    for name, expected in manifest.files.items():
+        path = folder / name
+        try:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                found = "" if size != expected.size else hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}", why=error.strerror or str(error), fix=_FIX) from None
+        if size != expected.size:
+            why = f"it has {size:,} bytes; {expected.size:,} were written"
+        elif found != expected.sha256:
+            why = f"its sha256 is {found[:12]}…; {expected.sha256[:12]}… was written"
+        else:
+            continue
+        raise CheckpointError(f"{path} is damaged", why=why, fix=_FIX)
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_in(name: str) -> int | None:
+    """The step of a checkpoint's folder name; ``None`` for any other name."""
+    match = re.fullmatch(r"step-([0-9]{8,15})", name)
+    return int(match[1]) if match and folder_name(int(match[1])) == name else None
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()

@@ -1,0 +1,1 @@
+"""The command ``lockstep``: :mod:`~lockstep.cli.main` and one module per verb. Imports no torch."""

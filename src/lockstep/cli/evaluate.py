@@ -1,0 +1,53 @@
+"""``lockstep evaluate``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from lockstep.cli.output import (
+    DEFAULT_RUNS_DIR,
+    AsJson,
+    RunRef,
+    RunsDir,
+    checkpoint_choice,
+    find,
+    print_json,
+)
+
+app = App(
+    name="evaluate",
+    usage="Usage: lockstep evaluate RUN [OPTIONS]",
+    help_epilogue="Example:\n  lockstep evaluate last --split val --checkpoint last",
+)
+
+
+@app.default
+def evaluate(
+    run: RunRef,
+    /,
+    *,
+    split: Annotated[Literal["test", "val"], Parameter(help="Which data to evaluate on. Default: test.")] = "test",
+    checkpoint: Annotated[
+        str, Parameter(metavar="best|last|STEP", help="Which weights to evaluate. Default: best.")
+    ] = "best",
+    devices: Annotated[
+        str | None, Parameter(help="The device to compute on. Default: gpu:0 if there is one, else cpu.")
+    ] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    """Print the metrics of a checkpoint."""
+    chosen = checkpoint_choice(checkpoint)
+    found = find(run, runs_dir)
+    from lockstep.launch import run as launcher
+    from lockstep.telemetry.console import value_text
+    from lockstep.telemetry.tables import print_table
+
+    result = launcher.evaluate(found, split=split, devices=devices, checkpoint=chosen)
+    if as_json:
+        print_json(result, sys.stdout)
+        return
+    print_table(("metric", "value"), [(name, value_text(value)) for name, value in result.items()], sys.stdout)

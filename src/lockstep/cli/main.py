@@ -1,0 +1,111 @@
+"""The command line: which verbs there are, and how a command ends.
+
+A verb's module is imported when the verb is used, and torch when the verb needs it, so that ``lockstep --help``
+answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, Group, Parameter
+
+from lockstep.cli.output import print_error
+from lockstep.errors import LockstepError, UsageError
+
+INTERRUPTED = 130
+
+HELP = "Train one PyTorch task on any set of devices: the same samples, loss and schedule on one as on many."
+EPILOGUE = """\
+Try it:
+  lockstep devices                       # what is here
+  lockstep plan har --devices cpu,cpu    # what would happen, and why
+  lockstep train har --devices cpu,cpu   # train; two ranks on the CPU
+  lockstep show last                     # what came out
+
+RUN is a run's folder, its id, the beginning of its id, or `last`.
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 or 143 stopped by a signal after a checkpoint."""
+
+
+def lockstep_version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("lockstep-train")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"
+
+
+app = App(
+    name="lockstep",
+    help=HELP,
+    usage="Usage: lockstep COMMAND [OPTIONS]",
+    help_epilogue=EPILOGUE,
+    help_format="plaintext",
+    default_parameter=Parameter(show_default=False),  # the texts say it, with what it means
+    version=lockstep_version,
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+app["--help"].group = app["--version"].group = Group("Help", sort_key=9)
+
+_BEFORE, _RUNNING, _AFTER, _OTHER = (
+    Group(name, sort_key=position)
+    for position, name in enumerate(("Before a run", "Training", "Runs and results", "Other"))
+)
+#: Verbs in the order of the help page: name, group, one line. Module and function have the verb's name.
+VERBS = (
+    ("devices", _BEFORE, "List the devices that are here, their free memory and who uses them."),
+    ("plan", _BEFORE, "Show what `train` with the same flags would do, and why; starts nothing."),
+    ("train", _RUNNING, "Train a task."),
+    ("resume", _RUNNING, "Go on with an unfinished run, on the same devices or on others."),
+    ("stop", _RUNNING, "Ask a run to end with a checkpoint, and wait until it has."),
+    ("runs", _AFTER, "List the runs, newest first."),
+    ("show", _AFTER, "Show one run: its state, plan, metrics, checkpoints and logs."),
+    ("evaluate", _AFTER, "Compute the metrics of a run's checkpoint on its validation or test data."),
+    ("export", _AFTER, "Write a run's weights (safetensors), and if asked its program (torch.export)."),
+    ("version", _OTHER, "Show the versions of Lockstep, Python and the libraries it uses."),
+    ("completion", _OTHER, "Print or install a completion script for your shell."),
+)
+for _position, (_verb, _group, _help) in enumerate(VERBS):
+    app.command(f"lockstep.cli.{_verb}:app", name=_verb, help=_help, group=_group, sort_key=_position)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code.
+
+    Args:
+        argv: what follows ``lockstep`` on the command line; ``None`` takes this process's.
+    """
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    try:
+        result = app(tokens, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except CycloptsError as error:
+        return _fail(_as_usage_error(error, tokens))
+    except LockstepError as error:
+        return _fail(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. The interpreter flushes again when it ends: give it nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+def _fail(error: LockstepError) -> int:
+    print_error(error, sys.stderr, rank=os.environ.get("RANK", "0"))
+    return error.exit_code
+
+
+def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
+    """The parser's complaint in the form of all our errors."""
+    error.verbose = False
+    what, asked, suggestion = str(error).strip().partition(" Did you mean ")
+    verb = next((token for token in tokens if token in {name for name, _, _ in VERBS}), None)
+    command = f"lockstep {verb} --help" if verb else "lockstep --help"
+    fix = f"did you mean {suggestion}" if asked else f"`{command}` says what is possible"
+    return UsageError(what[:1].lower() + what[1:], fix=fix)

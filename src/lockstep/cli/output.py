@@ -1,0 +1,69 @@
+"""How commands speak: one JSON document or a table on standard output, errors on standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+from cyclopts import Parameter
+
+from lockstep.errors import LockstepError, UsageError
+
+if TYPE_CHECKING:
+    from lockstep.telemetry.rundir import RunDir
+
+RunRef = Annotated[str, Parameter(help="The run: its folder, id, the beginning of its id, or `last`.")]
+RunsDir = Annotated[Path, Parameter(name="--runs-dir", help="Where runs are looked for. Default: runs.")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON document instead of tables.")]
+Sets = Annotated[
+    list[str] | None,
+    Parameter(
+        name="--set",
+        negative="",
+        metavar="KEY=VALUE",
+        help="Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be given again.",
+    ),
+]
+
+DEFAULT_RUNS_DIR = Path("runs")
+
+
+def print_json(document: Mapping[str, Any], stream: TextIO) -> None:
+    """One document; numbers that JSON does not have become null."""
+    from lockstep.telemetry.files import plain
+
+    stream.write(json.dumps(plain(document), indent=2) + "\n")
+
+
+def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> None:
+    """What, why and fix. Under torchrun or srun every rank fails alike: all but the first say it in a line."""
+    from lockstep.telemetry.tables import is_terminal, say
+
+    if rank != "0":
+        say(f"rank {rank}: error: {error.what.splitlines()[0] if error.what else error.code}", stream)
+        return
+    coloured = is_terminal(stream) and not os.environ.get("NO_COLOR")
+    say(f"\x1b[1;31merror:\x1b[0m {error}" if coloured else f"error: {error}", stream)
+
+
+def find(ref: str, runs_dir: Path) -> RunDir:
+    """The run that ``ref`` means. Raises :class:`~lockstep.errors.RunFolderError`."""
+    from lockstep.telemetry.rundir import find_run
+
+    return find_run(ref, runs_dir)
+
+
+def checkpoint_choice(text: str) -> str | int:
+    """``best``, ``last``, or the number of a step.
+
+    Raises:
+        UsageError: neither.
+    """
+    if text in {"best", "last"}:
+        return text
+    if text.isascii() and text.isdigit():
+        return int(text)
+    raise UsageError(f"--checkpoint {text!r} is no checkpoint", fix="write best, last, or a step such as 1200")

@@ -1,0 +1,46 @@
+"""``lockstep resume``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, Sets, find
+
+EPILOGUE = """\
+The run goes on from its newest whole checkpoint, in the middle of an epoch if that is where it stands, and sees
+exactly the samples that it had not yet seen. On other devices the global batch stays what it was.
+
+Examples:
+  lockstep resume last
+  lockstep resume run-1a2b3c4d --devices gpu:0"""
+
+app = App(name="resume", usage="Usage: lockstep resume RUN [OPTIONS]", help_epilogue=EPILOGUE)
+
+
+@app.default
+def resume(
+    run: RunRef,
+    /,
+    *,
+    devices: Annotated[
+        str | None, Parameter(help="Devices by name, comma-separated. Default: those of the run so far.")
+    ] = None,
+    rescale_batch: Annotated[
+        bool,
+        Parameter(negative="", help="Keep the batch per device instead of the global batch: another run from here on."),
+    ] = False,
+    set: Sets = None,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> int:
+    """Resume a run; the exit code of the run."""
+    from lockstep.config.load import merge, parse_set
+
+    overrides: dict[str, Any] = {}
+    for pair in set or ():
+        overrides = merge(overrides, parse_set(pair))
+    found = find(run, runs_dir)
+    from lockstep.launch import run as launcher
+
+    return launcher.resume(found, devices=devices, rescale_batch=rescale_batch, overrides=overrides).exit_code

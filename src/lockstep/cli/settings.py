@@ -1,0 +1,314 @@
+"""The flags of ``train`` and ``plan``: which setting each one overrides, in one table.
+
+A flag overrides only when it is given; otherwise the configuration files, the task's own defaults and the
+general ones decide, in this order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from cyclopts import Group, Parameter
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, find
+from lockstep.errors import UsageError
+
+_DEVICES = Group("Devices", sort_key=1)
+_TRAINING = Group("Training", sort_key=2)
+FILES = Group("Data and files", sort_key=3)
+_OTHER = Group("Any other setting", sort_key=4)
+_ALIASES = Group("Other spellings", sort_key=5)
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Marks a flag with the setting that it overrides."""
+
+    key: str
+
+
+def _flag(help: str, group: Group, **more: Any) -> Parameter:
+    return Parameter(help=help, group=group, negative="", **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the flags say; ``None`` where a flag was not given."""
+
+    devices: Annotated[
+        str | None,
+        Overrides("hardware.selected_devices"),
+        _flag(
+            "Devices by name, comma-separated: cpu, gpu:0, or all for every GPU. One named twice carries two ranks "
+            "(cpu,cpu). Default: gpu:0 if there is one, else cpu.",
+            _DEVICES,
+            metavar="DEVICE,...",
+        ),
+    ] = None
+    strategy: Annotated[
+        Literal["auto", "single", "dp", "ddp", "fsdp", "pipeline"] | None,
+        Overrides("hardware.strategy"),
+        _flag("How several devices share the work. Default: auto (single on one device, ddp on several).", _DEVICES),
+    ] = None
+    precision: Annotated[
+        Literal["32", "16-mixed", "bf16-mixed"] | None,
+        Overrides("hardware.precision"),
+        _flag("Number format of the forward pass; 16-mixed scales the loss. Default: 32.", _DEVICES),
+    ] = None
+    engine: Annotated[
+        Literal["native", "lightning"] | None,
+        Overrides("training.engine"),
+        _flag("Lockstep's own loop or Lightning's Trainer. Default: native.", _DEVICES),
+    ] = None
+    reproducibility: Annotated[
+        Literal["fast", "exact"] | None,
+        Overrides("training.reproducibility"),
+        _flag("exact: the same weights bit for bit on 1, 2, 4 or 8 ranks, at some cost. Default: fast.", _DEVICES),
+    ] = None
+    epochs: Annotated[
+        int | None,
+        Overrides("training.epochs"),
+        _flag("Passes over the training data. Default: 20.", _TRAINING),
+    ] = None
+    max_steps: Annotated[
+        int | None,
+        Overrides("training.max_steps"),
+        _flag("Stop after so many optimizer steps. Default: no limit.", _TRAINING),
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        Overrides("training.batch_size"),
+        _flag("Samples per device and micro-batch. Default: 32.", _TRAINING),
+    ] = None
+    global_batch_size: Annotated[
+        int | None,
+        Overrides("training.global_batch_size"),
+        _flag(
+            "Samples per optimizer step over all devices; batch and accumulation follow from it. "
+            "Default: batch size x devices x accumulation.",
+            _TRAINING,
+        ),
+    ] = None
+    grad_accum_steps: Annotated[
+        int | None,
+        Overrides("training.accumulate"),
+        _flag("Micro-batches per device and optimizer step. Default: 1.", _TRAINING),
+    ] = None
+    lr: Annotated[
+        float | None,
+        Overrides("optimizer.lr"),
+        _flag(
+            "Learning rate per optimizer step; used as it is unless --lr-scaling is given. Default: 0.001.", _TRAINING
+        ),
+    ] = None
+    lr_scaling: Annotated[
+        Literal["none", "linear", "sqrt"] | None,
+        Overrides("optimizer.lr_scaling"),
+        _flag("Scale the learning rate with the global batch. Default: none.", _TRAINING),
+    ] = None
+    warmup_epochs: Annotated[
+        float | None,
+        Overrides("scheduler.warmup_epochs"),
+        _flag("Linear warm-up of the learning rate, in epochs (fractions allowed). Default: 2.", _TRAINING),
+    ] = None
+    weight_decay: Annotated[
+        float | None,
+        Overrides("optimizer.weight_decay"),
+        _flag("Weight decay of the optimizer. Default: 0.0001.", _TRAINING),
+    ] = None
+    max_grad_norm: Annotated[
+        float | None,
+        Overrides("training.max_grad_norm"),
+        _flag(
+            "Clip the gradient to this norm; off with --set training.max_grad_norm=null. Default: 1.",
+            _TRAINING,
+        ),
+    ] = None
+    early_stopping_patience: Annotated[
+        int | None,
+        Overrides("training.early_stopping_patience"),
+        _flag("Evaluations without improvement before the run stops; 0 is off. Default: 7.", _TRAINING),
+    ] = None
+    seed: Annotated[
+        int | None,
+        Overrides("training.seed"),
+        _flag("Seeds parameters, data order, augmentation and dropout. Default: 42.", _TRAINING),
+    ] = None
+    init_from: Annotated[
+        str | None,
+        Overrides("init_from"),
+        _flag(
+            "A run (folder, id or `last`) or a checkpoint folder to take the weights from; training starts anew. "
+            "Default: weights drawn from the seed.",
+            _TRAINING,
+            metavar="RUN",
+        ),
+    ] = None
+    fast_dev_run: Annotated[
+        bool | None,
+        Overrides("debug.fast_dev_run"),
+        _flag("One training step and one validation batch, to see that all of it runs. Default: off.", _TRAINING),
+    ] = None
+    data_dir: Annotated[
+        Path | None,
+        Overrides("data.data_dir"),
+        _flag("Folder that holds the task's data. Default: the data that comes with the task.", FILES),
+    ] = None
+    download: Annotated[
+        bool | None,
+        Overrides("data.download"),
+        _flag("Let the task download its data set into --data-dir. Default: off.", FILES),
+    ] = None
+    num_workers: Annotated[
+        int | None,
+        Overrides("data.num_workers"),
+        _flag("Processes that load data, per rank. Default: chosen by the plan.", FILES),
+    ] = None
+    save_dir: Annotated[
+        Path | None,
+        Overrides("save_dir"),
+        _flag("The run's folder. Default: a new folder in --runs-dir.", FILES),
+    ] = None
+    runs_dir: Annotated[
+        Path | None,
+        Overrides("runs_dir"),
+        _flag("Where new run folders are made. Default: runs.", FILES),
+    ] = None
+    log_interval: Annotated[
+        int | None,
+        Overrides("telemetry.log_interval"),
+        _flag("Optimizer steps between logged values. Default: 50.", FILES),
+    ] = None
+    config: Annotated[
+        list[Path] | None,
+        _flag("A YAML file with settings; later files win. May be given again.", _OTHER, metavar="FILE"),
+    ] = None
+    set: Annotated[
+        list[str] | None,
+        _flag(
+            "Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be given again.",
+            _OTHER,
+            metavar="KEY=VALUE",
+        ),
+    ] = None
+    multi_gpu: Annotated[
+        Literal["ddp", "dp"] | None,
+        _flag("--strategy ddp or dp, on every GPU unless devices are named.", _ALIASES),
+    ] = None
+    gpu_ids: Annotated[
+        str | None,
+        _flag("--devices by number: 0,1,3 is gpu:0,gpu:1,gpu:3.", _ALIASES, metavar="N,..."),
+    ] = None
+    mode: Annotated[
+        str | None,
+        Overrides("task.mode"),
+        _flag("--set task.mode=...: how the har task turns a window's channels into samples.", _ALIASES),
+    ] = None
+    no_amp: Annotated[
+        bool | None,
+        _flag("--precision 32.", _ALIASES, name="--no-amp"),
+    ] = None
+
+
+#: Used where no flag is given.
+NO_SETTINGS = Settings()
+
+
+def flag_table() -> dict[str, str]:
+    """Every flag that stands for one setting, and that setting's key: ``{"--epochs": "training.epochs", …}``."""
+    hints = get_type_hints(Settings, include_extras=True)
+    return {
+        "--" + field.name.replace("_", "-"): mark.key
+        for field in dataclasses.fields(Settings)
+        for mark in hints[field.name].__metadata__
+        if isinstance(mark, Overrides)
+    }
+
+
+def to_mapping(
+    settings: Settings, task: str | None, *, ranks_are_given: bool | None = None
+) -> tuple[str, dict[str, Any]]:
+    """The task's name, and the nested settings that files, ``--set`` and flags give, later over earlier.
+
+    Args:
+        ranks_are_given: whether torchrun or srun has started the ranks; ``None`` reads the environment.
+
+    Raises:
+        UsageError: no task, or flags that contradict each other.
+        ConfigError: a file or a ``--set`` that cannot be read.
+    """
+    from lockstep.config import load
+
+    if ranks_are_given is None:
+        from lockstep.hardware.world import read_world
+
+        ranks_are_given = read_world(os.environ).from_outside
+    overrides: dict[str, Any] = {}
+    for flag, key in flag_table().items():
+        value = getattr(settings, flag.removeprefix("--").replace("-", "_"))
+        if value is not None:
+            _put(overrides, key, str(value) if isinstance(value, Path) else value)
+    for key, value in _aliases(settings, ranks_are_given).items():
+        _put(overrides, key, value)
+    mapping = load(settings.config or (), settings.set or (), overrides)
+    if settings.init_from is not None:
+        mapping["init_from"] = _weights_folder(settings.init_from, Path(str(mapping.get("runs_dir", DEFAULT_RUNS_DIR))))
+    section = mapping.get("task")
+    name = task or (section.get("name") if isinstance(section, dict) else None)
+    if not isinstance(name, str) or not name:
+        raise UsageError(
+            "no task was named", fix="write for example `lockstep train har`, or set task.name in a --config file"
+        )
+    if isinstance(section, dict) or section is None:
+        mapping["task"] = {**(section or {}), "name": name}
+    return name, mapping
+
+
+def _weights_folder(ref: str, runs_dir: Path) -> str:
+    """A folder as it is; else the run that ``ref`` means."""
+    return ref if Path(ref).exists() else str(find(ref, runs_dir).path)
+
+
+def _aliases(settings: Settings, ranks_are_given: bool) -> dict[str, Any]:
+    """What document 001's spellings mean."""
+    result: dict[str, Any] = {}
+    if settings.gpu_ids is not None:
+        if settings.devices is not None:
+            raise _contradiction("--gpu-ids", "--devices", "they both name the devices")
+        result["hardware.selected_devices"] = _gpu_names(settings.gpu_ids)
+    if settings.multi_gpu is not None:
+        if settings.strategy not in (None, settings.multi_gpu):
+            raise _contradiction(f"--multi-gpu {settings.multi_gpu}", f"--strategy {settings.strategy}", "")
+        result["hardware.strategy"] = settings.multi_gpu
+        if settings.devices is None and settings.gpu_ids is None and not ranks_are_given:
+            result["hardware.selected_devices"] = "all"
+    if settings.no_amp:
+        if settings.precision not in (None, "32"):
+            raise _contradiction("--no-amp", f"--precision {settings.precision}", "--no-amp means --precision 32")
+        result["hardware.precision"] = "32"
+    return result
+
+
+def _gpu_names(numbers: str) -> list[str]:
+    names = [number.strip() for number in numbers.split(",")]
+    if not all(name.isascii() and name.isdigit() for name in names):
+        raise UsageError(
+            f"--gpu-ids {numbers!r} is not a list of GPU numbers",
+            fix="write for example --gpu-ids 0,1, or --devices gpu:0,gpu:1",
+        )
+    return [f"gpu:{int(name)}" for name in names]
+
+
+def _contradiction(one: str, other: str, why: str) -> UsageError:
+    return UsageError(f"{one} and {other} contradict each other", why=why, fix="give one of them")
+
+
+def _put(mapping: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        mapping = mapping.setdefault(section, {})
+    mapping[last] = value

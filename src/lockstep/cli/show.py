@@ -1,0 +1,92 @@
+"""``lockstep show``."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from cyclopts import App
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, print_json
+from lockstep.cli.runs import local_time, summary
+
+if TYPE_CHECKING:
+    from lockstep.telemetry.rundir import RunDir
+
+app = App(name="show", usage="Usage: lockstep show RUN [OPTIONS]")
+
+
+@app.default
+def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT_RUNS_DIR) -> None:
+    """Print all that is known of a run."""
+    found = find(run, runs_dir)
+    details = describe(found)
+    if as_json:
+        print_json(details, sys.stdout)
+    else:
+        _print(details)
+
+
+def describe(run: RunDir) -> dict[str, Any]:
+    """One document: record, judged status, plan, epochs, checkpoints and logs."""
+    from lockstep.errors import RunFolderError
+
+    try:
+        plan = run.plan()
+    except RunFolderError:
+        plan = {}  # it failed before there was one
+    return {
+        **summary(run),
+        "plan": plan,
+        "metrics": {"epochs": run.epochs()},
+        "checkpoints": _checkpoints(run),
+        "logs": sorted(str(file) for file in run.logs.glob("*.log")),
+        "config": str(run.config_file),
+    }
+
+
+def _checkpoints(run: RunDir) -> list[str]:
+    return sorted(str(folder) for folder in run.checkpoints.glob("step-*") if (folder / "manifest.json").exists())
+
+
+def _print(details: dict[str, Any]) -> None:
+    from lockstep.telemetry.console import print_plan, value_text
+    from lockstep.telemetry.tables import print_table, say
+
+    placement = details["placement"] or {}
+    rows = [
+        ("run", details["id"]),
+        ("name", details["name"]),
+        ("task", details["task"]),
+        ("status", details["status"]),
+        ("attempt", details["attempt"]),
+        ("step", _of(details["step"], details["total_steps"])),
+        ("epoch", _of(details["epoch"], details["epochs"])),
+        ("started", local_time(details["started_at"])),
+        ("completed", local_time(details["completed_at"])),
+        ("devices", ", ".join(placement.get("devices", ()))),
+        ("strategy", placement.get("strategy")),
+        ("process", f"{details['pid']} on {details['host']}"),
+        ("command", " ".join(details["command"])),
+        ("best epoch", details["best_epoch"]),
+        *((f"best {name}", value) for name, value in details["best_metric"].items()),
+        *details["final_metrics"].items(),
+        ("folder", details["path"]),
+    ]
+    print_table(("", ""), [(name, value_text(value)) for name, value in rows if value not in (None, "")], sys.stdout)
+    say("", sys.stdout)
+    print_plan(details["plan"], sys.stdout)
+    epochs = details["metrics"]["epochs"]
+    if epochs:
+        say("", sys.stdout)
+        last = [(name, value_text(value)) for name, value in epochs[-1].items()]
+        print_table(("last epoch", ""), last, sys.stdout)
+    say("", sys.stdout)
+    files = [("checkpoint", path) for path in details["checkpoints"]] + [("log", path) for path in details["logs"]]
+    print_table(("files", ""), [*files, ("configuration", details["config"])], sys.stdout)
+    if details["error"]:
+        say(f"\nerror: {details['error']}", sys.stdout)
+
+
+def _of(done: int | None, total: int | None) -> str | None:
+    return None if done is None else f"{done}/{total}" if total else str(done)

@@ -1,0 +1,32 @@
+"""``lockstep stop``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, find
+
+app = App(
+    name="stop",
+    usage="Usage: lockstep stop RUN [OPTIONS]",
+    help_epilogue="The run ends after the step it is in; `lockstep resume RUN` goes on with it.",
+)
+
+
+@app.default
+def stop(
+    run: RunRef,
+    /,
+    *,
+    timeout: Annotated[float, Parameter(help="How long to wait for its end, in seconds. Default: 60.")] = 60.0,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    """Stop a run and print what became of it."""
+    found = find(run, runs_dir)
+    from lockstep.launch import run as launcher
+    from lockstep.telemetry.tables import say
+
+    say(f"{found.read().id}: {launcher.stop(found, timeout)}", sys.stdout)

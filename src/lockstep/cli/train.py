@@ -1,0 +1,50 @@
+"""``lockstep train``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from lockstep.cli.settings import FILES, NO_SETTINGS, Settings, to_mapping
+
+EPILOGUE = """\
+Examples:
+  lockstep train har                                   # gpu:0 if there is one, else the CPU
+  lockstep train har --devices all --epochs 10         # every GPU
+  lockstep train har --devices cpu,cpu                 # rehearse two ranks on the CPU
+  lockstep train har --config configs/har/two_gpu.yaml --lr 2e-3
+  lockstep train my_task.py:MyTask --save-dir runs/mine --resume
+  torchrun --nproc_per_node=2 -m lockstep train har    # each process is a rank
+
+Ctrl-C once ends the run with a checkpoint; `lockstep resume last` goes on with it."""
+
+TaskName = Annotated[
+    str | None,
+    Parameter(
+        name="task",
+        help="What to train: har, path/to/file.py:Class or package.module:Class. Default: task.name of --config.",
+    ),
+]
+
+app = App(name="train", usage="Usage: lockstep train [TASK] [OPTIONS]", help_epilogue=EPILOGUE)
+
+
+@app.default
+def train(
+    task: TaskName = None,
+    /,
+    *,
+    settings: Annotated[Settings, Parameter(name="*")] = NO_SETTINGS,
+    resume: Annotated[
+        bool,
+        Parameter(
+            negative="", group=FILES, help="Go on with the unfinished run in --save-dir; on a fresh folder just start."
+        ),
+    ] = False,
+) -> int:
+    """Train a task; the exit code of the run."""
+    name, mapping = to_mapping(settings, task)
+    from lockstep.launch.run import train_from_mapping
+
+    return train_from_mapping(name, mapping, resume=resume).exit_code

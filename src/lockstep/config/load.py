@@ -1,0 +1,175 @@
+"""From YAML files, ``--set`` pairs and flags to one frozen :class:`RunConfig`, and back."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from lockstep.config.sections import RunConfig, TaskSection
+from lockstep.errors import ConfigError
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def resolve(*layers: Mapping[str, Any]) -> RunConfig:
+    """Merge nested mappings, later over earlier, and validate the result.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest right one) or a bad value.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge(merged, layer)
+    try:
+        return RunConfig.model_validate(merged)
+    except ValidationError as error:
+        raise explain(error, RunConfig) from None
+
+
+def load(
+    files: Iterable[Path] = (), sets: Iterable[str] = (), overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read files in order (each with its ``defaults:`` first), then ``a.b=c`` pairs, then flags.
+
+    Returns the merged mapping, not yet validated, so that a task's own defaults can go under it.
+    """
+    merged: dict[str, Any] = {}
+    for file in files:
+        merged = merge(merged, read_file(Path(file)))
+    for pair in sets:
+        merged = merge(merged, parse_set(pair))
+    return merge(merged, overrides or {})
+
+
+def read_file(path: Path, _trail: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """One YAML (or JSON) file with the files named under ``defaults:`` merged beneath it.
+
+    Names are relative to the file that gives them; the ending ``.yaml`` may be left out.
+    """
+    path = path.resolve()
+    if path in _trail:
+        cycle = " → ".join(p.name for p in (*_trail, path))
+        raise ConfigError(f"the files name each other as defaults: {cycle}", fix="remove one of the entries")
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} is larger than 1 MiB", why="a configuration is a short text", fix="check the path")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}", fix="check the path given to --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}", why=str(error), fix="check that it is a readable text file") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path} is not valid YAML", why=str(error)[:500], fix="mend the line that it names") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path} does not hold settings", why="its top level must be a mapping", fix="write `section:` lines")
+    defaults = content.pop("defaults", [])
+    if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
+        raise ConfigError(f"`defaults` in {path} must be a list of file names", fix="write `defaults: [base_config]`")
+    merged: dict[str, Any] = {}
+    for name in defaults:
+        base = path.parent / name
+        if not base.exists() and base.suffix not in {".yaml", ".yml", ".json"}:
+            base = base.with_name(base.name + ".yaml")
+        merged = merge(merged, read_file(base, (*_trail, path)))
+    return merge(merged, content)
+
+
+def parse_set(pair: str) -> dict[str, Any]:
+    """``training.batch_size=64`` → ``{"training": {"batch_size": 64}}``; the value is read as YAML."""
+    key, equals, text = pair.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(part.isidentifier() for part in parts):
+        raise ConfigError(f"--set {pair!r} is not of the form section.key=value", fix="for example --set training.epochs=5")
+    try:
+        value = yaml.safe_load(text)
+        if isinstance(value, str):
+            value = _number(value)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--set {key}: the value is not valid YAML", why=str(error)[:300], fix="quote it") from None
+    for part in reversed(parts):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 reads ``1e-3`` as text; people mean the number."""
+    try:
+        return float(text) if text.lower().lstrip("+-")[:1].isdigit() else text
+    except ValueError:
+        return text
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested merge; anything that is not a mapping is replaced whole."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        result[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def dump(config: RunConfig) -> str:
+    """The whole configuration as YAML; ``load`` of it gives the same configuration."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of :class:`RunConfig`, with a description of each setting."""
+    return RunConfig.model_json_schema()
+
+
+def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> ConfigError:
+    """One :class:`ConfigError` for all that pydantic found wrong with ``model``'s input."""
+    problems, fixes = [], []
+    for item in error.errors():
+        place = prefix + ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            near = _nearest(item["loc"], model)
+            problems.append(f"unknown key {place}")
+            fixes.append(f"did you mean {prefix}{near}?" if near else "docs/configuration.md lists every key")
+        elif place:
+            given = item.get("input")
+            shown = "" if isinstance(given, dict) else f" (given: {given!r})"
+            problems.append(f"{place}: {message[:1].lower() + message[1:]}{shown}")
+        else:
+            problems.append(message)
+    return ConfigError("; ".join(problems), fix="; ".join(dict.fromkeys(fixes)) or "change the value named above")
+
+
+def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
+    """The known key most like the unknown one, looked for in its section first, then everywhere."""
+    *parents, wrong = (str(part) for part in location)
+    here: type[BaseModel] | None = model
+    for parent in parents:
+        field = here.model_fields.get(parent) if here else None
+        here = field.annotation if field and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
+    if here:
+        close = difflib.get_close_matches(wrong, here.model_fields, n=1, cutoff=0.6)
+        if close:
+            return ".".join([*parents, close[0]])
+    everywhere = {key.rpartition(".")[2]: key for key in reversed(all_keys(model))}
+    close = difflib.get_close_matches(wrong, everywhere, n=1, cutoff=0.75)
+    return everywhere[close[0]] if close else None
+
+
+def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key of a settings model, sections excluded."""
+    keys = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys += all_keys(kind, f"{prefix}{name}.")
+            if kind is TaskSection:
+                continue
+        else:
+            keys.append(prefix + name)
+    return keys

@@ -1,0 +1,217 @@
+"""The settings of a run: one frozen section for each owner, composed by :class:`RunConfig`.
+
+Sections hold values and the checks that need nothing but the value. What depends on the machine
+or on the data (is this GPU here, does the batch divide) is decided by ``hardware`` and ``plan``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+Precision = Literal["32", "16-mixed", "bf16-mixed"]
+Strategy = Literal["auto", "single", "dp", "ddp", "fsdp", "pipeline"]
+
+
+def _switch(value: object) -> object:
+    """YAML reads a bare ``on`` or ``off`` as a boolean; the setting means the word."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
+
+
+class Section(BaseModel):
+    """A group of settings: immutable, complete, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class TaskSection(Section):
+    """Which task, and its own settings beside the name (``task.<setting>``)."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    name: str = Field("har", description="a built-in task, or path/to/file.py:Class, or package.module:Class")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class HardwareConfig(Section):
+    selected_devices: tuple[str, ...] | None = Field(
+        None, description='"cpu", "gpu:0", …; a device named twice carries two ranks. Unset: gpu:0 if there is one, else cpu'
+    )
+    precision: Precision = Field("32", description="32, 16-mixed (with loss scaling) or bf16-mixed")
+    strategy: Strategy = Field("auto", description="auto: single on one device, ddp on several")
+
+    @field_validator("selected_devices", mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _precision_text(cls, value: object) -> object:
+        return "32" if value == 32 and not isinstance(value, bool) else value
+
+
+class TrainingConfig(Section):
+    epochs: int = Field(20, ge=1, description="passes over the training data")
+    max_steps: int | None = Field(None, ge=1, description="stop after so many optimizer steps")
+    max_time_s: float | None = Field(None, gt=0, description="stop, with a checkpoint, after so many seconds")
+    batch_size: int = Field(32, ge=1, description="samples per device and micro-batch")
+    global_batch_size: int | None = Field(
+        None, ge=1, description="fixes the global batch; batch and accumulation per rank follow from it"
+    )
+    accumulate: int = Field(1, ge=1, description="micro-batches per rank and optimizer step")
+    tail: Literal["spread", "merge", "drop"] = Field(
+        "spread", description="the last, short batch: spread over the ranks, merged into the batch before it, or dropped"
+    )
+    max_grad_norm: float | None = Field(1.0, gt=0, description="clip the global gradient norm; null: off")
+    early_stopping_patience: int = Field(7, ge=0, description="evaluations without improvement before stopping; 0: off")
+    seed: int = Field(42, ge=0, lt=2**63, description="seeds parameters, order, augmentation and dropout")
+    reproducibility: Literal["fast", "exact"] = Field(
+        "fast", description="exact: the same weights bit for bit on any world size that divides the lanes"
+    )
+    lanes: int = Field(8, ge=1, le=1024, description="virtual ranks of exact mode; a power of two")
+    engine: Literal["native", "lightning"] = Field("native", description="Lockstep's loop or Lightning's Trainer")
+    threads: int | None = Field(None, ge=1, description="intra-op threads per rank; unset: chosen by the plan")
+    compile: bool = Field(False, description="compile the model with torch.compile")
+    max_skipped_share: float = Field(
+        0.5, gt=0, le=1, description="end the run when more than this share of the last 100 steps had no finite gradient"
+    )
+
+    @field_validator("lanes")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("must be a power of two (1, 2, 4, 8, …)")
+        return value
+
+
+class OptimizerConfig(Section):
+    name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="the optimizer; a task may bring its own")
+    lr: float = Field(1e-3, gt=0, description="learning rate; what runs, unless lr_scaling says otherwise")
+    weight_decay: float = Field(1e-4, ge=0, description="decoupled from the gradient in adamw, added to it in adam and sgd")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="adam and adamw")
+    eps: float = Field(1e-8, gt=0, description="adam and adamw")
+    momentum: float = Field(0.9, ge=0, lt=1, description="sgd")
+    nesterov: bool = Field(False, description="sgd")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="scale lr with the global batch, relative to base_batch_size"
+    )
+    base_batch_size: int | None = Field(None, ge=1, description="the batch that lr was tuned for; unset: training.batch_size")
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("each must be at least 0 and below 1")
+        return value
+
+
+class SchedulerConfig(Section):
+    name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant"] = Field(
+        "cosine", description="how the learning rate goes on after the warm-up"
+    )
+    warmup_epochs: float = Field(2.0, ge=0, description="linear warm-up, in epochs (fractions allowed)")
+    warmup_steps: int | None = Field(None, ge=0, description="linear warm-up, in optimizer steps; wins over warmup_epochs")
+    min_lr: float = Field(1e-6, ge=0, description="where cosine and poly end; no schedule goes below it")
+    step_epochs: float = Field(10.0, gt=0, description="step: multiply by gamma every so many epochs")
+    milestones: tuple[float, ...] = Field((), description="multistep: the epochs at which to multiply by gamma")
+    gamma: float = Field(0.1, gt=0, le=1, description="step and multistep: the factor")
+    power: float = Field(1.0, gt=0, description="poly: the exponent")
+    decay: float = Field(0.96, gt=0, le=1, description="exponential: the factor per decay_steps")
+    decay_steps: int = Field(10_000, ge=1, description="exponential: optimizer steps per factor")
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _none(cls, value: object) -> object:
+        return "constant" if value in (None, "none") else value
+
+
+class DataConfig(Section):
+    data_dir: Path | None = Field(None, description="where the task's data lies; unset: the task's embedded data")
+    download: bool = Field(False, description="let the task download its named data set into data_dir")
+    num_workers: int | None = Field(None, ge=0, description="loader processes per rank; unset: chosen by the plan")
+    prefetch_factor: int | None = Field(None, ge=1, description="batches in flight per worker; unset: chosen by the plan")
+    persistent_workers: bool | None = Field(None, description="keep workers between epochs; unset: chosen by the plan")
+    pin_memory: bool | None = Field(None, description="page-locked host memory; unset: on for GPUs")
+
+
+class DistributedConfig(Section):
+    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl with a GPU per rank, else gloo")
+    find_unused_parameters: bool = Field(False, description="let parameters take no part in a step (costs a graph walk)")
+    sync_batchnorm: Switch = Field("auto", description="batch statistics over all ranks; auto: on with several ranks")
+    bucket_cap_mb: float | None = Field(None, gt=0, description="size of a gradient bucket; unset: torch's default")
+    timeout_s: float = Field(600.0, gt=0, description="how long a collective may wait for a rank")
+
+
+class ValidationConfig(Section):
+    every_epochs: int = Field(1, ge=1, description="evaluate at the end of every so many epochs")
+    every_steps: int | None = Field(None, ge=1, description="also evaluate every so many optimizer steps")
+    batch_size: int | None = Field(None, ge=1, description="samples per device; unset: training.batch_size")
+    sanity_steps: int = Field(1, ge=0, description="validation batches before training, to fail early; 0: off")
+
+
+class CheckpointConfig(Section):
+    every_steps: int | None = Field(None, ge=1, description="save every so many optimizer steps, besides each epoch's end")
+    every_s: float | None = Field(None, gt=0, description="save when so many seconds have passed since the last save")
+    keep_last: int = Field(2, ge=1, description="how many of the newest checkpoints stay; the best always stays")
+    monitor: str | None = Field(None, description="what 'best' means, e.g. val_loss; unset: the task's choice")
+    mode: Literal["min", "max"] | None = Field(None, description="unset: min for losses and error rates, else max")
+
+
+class TelemetryConfig(Section):
+    log_interval: int = Field(50, ge=1, description="optimizer steps between rows of steps.jsonl")
+    tensorboard: Switch = Field("auto", description="auto: on when it is installed")
+    progress: Literal["auto", "bar", "plain", "off"] = Field(
+        "auto", description="auto: a bar on a terminal, plain lines elsewhere; off: warnings and the summary only"
+    )
+    record_samples: bool = Field(False, description="record the sample indices of every step (for audits and tests)")
+
+
+class LaunchConfig(Section):
+    max_restarts: int = Field(0, ge=0, description="restarts from the newest verified checkpoint after a rank failed")
+    stop_grace_s: float = Field(30.0, gt=0, description="how long ranks may take to end after a stop before they are killed")
+
+
+class DebugConfig(Section):
+    fast_dev_run: bool = Field(False, description="one training step and one validation batch, to see that all of it runs")
+    overfit_batches: int | None = Field(None, ge=1, description="train on only so many global batches, again and again")
+    detect_anomaly: bool = Field(False, description="torch's anomaly detection: slow, names the operator that made a NaN")
+
+
+class RunConfig(Section):
+    """Everything that makes a run, resolved and frozen; ``config.yaml`` of a run is this object."""
+
+    name: str | None = Field(None, max_length=200, description="a label for people; the run's id is chosen by Lockstep")
+    save_dir: Path | None = Field(None, description="the run folder itself; unset: runs_dir/<run id>")
+    runs_dir: Path = Field(Path("runs"), description="where run folders are made")
+    init_from: Path | None = Field(None, description="a run or checkpoint to take the weights from; training starts anew")
+    task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
+    hardware: HardwareConfig = Field(default_factory=HardwareConfig)  # type: ignore[arg-type]
+    training: TrainingConfig = Field(default_factory=TrainingConfig)  # type: ignore[arg-type]
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)  # type: ignore[arg-type]
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)  # type: ignore[arg-type]
+    data: DataConfig = Field(default_factory=DataConfig)  # type: ignore[arg-type]
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)  # type: ignore[arg-type]
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)  # type: ignore[arg-type]
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)  # type: ignore[arg-type]
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)  # type: ignore[arg-type]
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)  # type: ignore[arg-type]
+    debug: DebugConfig = Field(default_factory=DebugConfig)  # type: ignore[arg-type]
+
+    @model_validator(mode="after")
+    def _one_way_to_fix_the_batch(self) -> RunConfig:
+        t = self.training
+        if t.global_batch_size is not None and t.accumulate != 1:
+            raise ValueError(
+                "training.global_batch_size and training.accumulate are both set: the global batch fixes the "
+                "accumulation; drop one of them"
+            )
+        return self

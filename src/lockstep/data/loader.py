@@ -1,0 +1,232 @@
+"""Input of one rank: from the plan's windows to batches, fetched ahead of the step.
+
+There is no sampler. :func:`windows` walks the plan; each window names the samples of this rank as a
+slice of the order; :func:`fetch` turns indices into a batch; a loader runs ``fetch`` ahead of the
+step, in a thread (data in memory) or in worker processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.data.randomness import sample_rng, worker_init
+from lockstep.plan import BatchPlan, LoaderPlan
+
+Indices = npt.NDArray[np.int64]
+Collate = Callable[[Sequence[Any]], Any]
+
+
+class SampleOrder(Protocol):
+    """A pure function from positions of an epoch to sample indices."""
+
+    def slice(self, epoch: int, start: int, stop: int) -> Indices: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The samples of one micro-batch. ``part`` is the lane (exact) or the micro-batch's place (fast).
+
+    A ``ghost`` is fetched only so that an empty rank can join a collective forward; it counts nothing.
+    """
+
+    epoch: int
+    part: int
+    indices: Indices
+    ghost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One optimizer step of one rank. ``irregular``: some rank has fewer micro-batches than another."""
+
+    epoch: int
+    start: int
+    stop: int
+    requests: tuple[Request, ...]
+    irregular: bool
+
+    @property
+    def size(self) -> int:
+        """Samples of the whole step, over all ranks."""
+        return self.stop - self.start
+
+
+def windows(
+    batch: BatchPlan, order: SampleOrder, *, rank: int, epoch: int, position: int, epochs: int, ghosts: bool
+) -> Iterator[Window]:
+    """Every window from (epoch, position) to the end of the last epoch, as rank ``rank`` sees it.
+
+    Args:
+        epoch: counted from 0.
+        position: samples of that epoch already used.
+        ghosts: give a rank without samples one to replay (for models whose forward is collective).
+    """
+    while epoch < epochs:
+        span = batch.window(position)
+        if span is None:
+            epoch, position = epoch + 1, 0
+            continue
+        yield _window(batch, order, rank, epoch, span, ghosts)
+        position = span[1]
+
+
+def _window(batch: BatchPlan, order: SampleOrder, rank: int, epoch: int, span: tuple[int, int], ghosts: bool) -> Window:
+    start, stop = span
+    shares = batch.split(stop - start)
+    mine = shares[rank]
+    most = max(len(share) for share in shares)
+    first_part = rank * len(mine) if batch.lanes else 0
+    requests = [
+        Request(epoch, first_part + place, order.slice(epoch, start + a, start + b)) for place, (a, b) in enumerate(mine)
+    ]
+    irregular = batch.lanes is None and any(len(share) != most for share in shares)
+    if irregular and ghosts:
+        replay = order.slice(epoch, start, start + 1)
+        requests += [Request(epoch, place, replay, ghost=True) for place in range(len(mine), most)]
+    return Window(epoch, start, stop, tuple(requests), irregular)
+
+
+def fetch(dataset: Any, collate: Collate, seed: int, epoch: int, indices: Indices) -> Any:
+    """One batch: keyed samples, a whole-batch gather, or samples one by one.
+
+    ``__getitems__`` may return a list of samples (torch's convention, collated) or a finished batch.
+    """
+    if hasattr(dataset, "sample"):
+        return collate([dataset.sample(int(i), sample_rng(seed, epoch, int(i))) for i in indices])
+    if hasattr(dataset, "__getitems__"):
+        items = dataset.__getitems__(indices)
+        return collate(items) if isinstance(items, list) else items
+    return collate([dataset[int(i)] for i in indices])
+
+
+class Batches(Protocol):
+    """Yields the batch of every request, in order; :meth:`close` may be called at any time."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def close(self) -> None: ...
+
+
+def make_loader(
+    dataset: Any, collate: Collate, seed: int, requests: Iterable[Request], plan: LoaderPlan, rank: int
+) -> Batches:
+    """The loader that the plan asks for."""
+    if plan.num_workers == 0:
+        return ThreadLoader(dataset, collate, seed, requests, depth=plan.prefetch_factor, pin=plan.pin_memory)
+    return WorkerLoader(dataset, collate, seed, requests, plan, rank)
+
+
+class ThreadLoader:
+    """Fetches in one thread, ``depth`` batches ahead: whole-batch gathers release the GIL."""
+
+    def __init__(
+        self, dataset: Any, collate: Collate, seed: int, requests: Iterable[Request], *, depth: int = 2, pin: bool = False
+    ) -> None:
+        self._fetch = lambda r: fetch(dataset, collate, seed, r.epoch, r.indices)
+        self._requests = requests
+        self._pin = pin
+        self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        # SimpleQueue is implemented in C: a semaphore of tokens costs a fifth of threading.Semaphore.
+        self._tokens: SimpleQueue[bool] = SimpleQueue()
+        for _ in range(max(1, depth)):
+            self._tokens.put(True)
+        self._thread = threading.Thread(target=self._work, name="lockstep-loader", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            for request in self._requests:
+                if not self._tokens.get():
+                    return
+                batch = () if len(request.indices) == 0 else self._fetch(request)
+                self._ready.put((_pinned(batch) if self._pin else batch, None))
+            self._ready.put((None, StopIteration()))
+        except BaseException as error:  # handed to the training thread, which raises it
+            self._ready.put((None, error))
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            batch, error = self._ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield batch
+            self._tokens.put(True)
+
+    def close(self) -> None:
+        self._tokens.put(False)
+        while self._thread.is_alive():
+            # The thread may hold real tokens before it meets the closing one.
+            self._tokens.put(False)
+            self._thread.join(timeout=0.05)
+
+
+def _pinned(batch: Any) -> Any:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch)
+
+
+class _Keyed:
+    """What worker processes hold: a request's key is (epoch, index)."""
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+
+    def __getitems__(self, request: list[Request]) -> Any:
+        r = request[0]
+        return () if len(r.indices) == 0 else fetch(self._dataset, self._collate, self._seed, r.epoch, r.indices)
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+class WorkerLoader:
+    """Fetches in processes, through torch's DataLoader; one iterator spans all epochs when workers persist."""
+
+    def __init__(
+        self, dataset: Any, collate: Collate, seed: int, requests: Iterable[Request], plan: LoaderPlan, rank: int
+    ) -> None:
+        self._keyed = _Keyed(dataset, collate, seed)
+        self._requests, self._plan = requests, plan
+        self._init = worker_init(seed, rank)
+        self._iterator: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._plan.persistent_workers:
+            yield from self._run(self._requests)
+            return
+        for _, requests in groupby(self._requests, key=lambda request: request.epoch):
+            yield from self._run(requests)
+
+    def _run(self, requests: Iterable[Request]) -> Iterator[Any]:
+        from torch.utils.data import DataLoader
+
+        loader = DataLoader(
+            self._keyed,  # type: ignore[arg-type]
+            batch_sampler=([request] for request in requests),  # type: ignore[arg-type]
+            collate_fn=_as_is,
+            num_workers=self._plan.num_workers,
+            prefetch_factor=self._plan.prefetch_factor,
+            pin_memory=self._plan.pin_memory,
+            worker_init_fn=self._init,
+        )
+        self._iterator = iter(loader)
+        try:
+            yield from self._iterator
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        # Dropping the iterator is DataLoader's own way of ending its workers.
+        self._iterator = None

@@ -1,0 +1,323 @@
+"""One attempt of one rank, from top to bottom: set up, train, evaluate, record."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint.store import CheckpointStore, Snapshot
+from lockstep.checkpoint.writer import BackgroundWriter
+from lockstep.config import RunConfig
+from lockstep.data.loader import Request, Window, make_loader, windows
+from lockstep.data.order import Order
+from lockstep.engine.batchnorm import convert
+from lockstep.engine.collectives import Collectives
+from lockstep.engine.fit import Fit, TimedBatches
+from lockstep.engine.loop import training_steps
+from lockstep.engine.precision import Precision
+from lockstep.engine.resume import check_fits, load_shared, load_weights, weights_from
+from lockstep.engine.runtime import check_pins, pins, rank_device, runtime
+from lockstep.engine.state import TrainState
+from lockstep.engine.strategy import DataParallelStrategy, DdpStrategy, SingleStrategy, Strategy
+from lockstep.engine.task import DataSettings, Datasets, Task
+from lockstep.engine.update import Update, build_optimizer
+from lockstep.errors import LockstepError
+from lockstep.events import CheckpointSaved, Fanout, Note, RunEnded, Sink
+from lockstep.hardware.world import World
+from lockstep.plan import Plan
+from lockstep.telemetry.files import JsonLines, write_json
+from lockstep.telemetry.rundir import Heartbeat, RunDir
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How an attempt ended. ``metrics`` are the final ones: ``val_…`` of the last evaluation and ``test_…``."""
+
+    status: str
+    exit_code: int
+    run_dir: Path
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    best_epoch: int | None = None
+    best_metric: dict[str, float] = field(default_factory=dict)
+
+
+def run_attempt(
+    run_dir: RunDir,
+    world: World,
+    task: Task,
+    config: RunConfig,
+    plan: Plan,
+    *,
+    attempt: int,
+    sink: Sink,
+    stop_signal: Callable[[], int | None],
+    datasets: Datasets | None = None,
+) -> RunResult:
+    """Train until the plan is fulfilled, or a stop is agreed on. Called once per rank.
+
+    Args:
+        sink: where events go; used on rank 0 only.
+        stop_signal: the signal that asked this process to stop, if any.
+        datasets: already opened ones (in the process that made the plan).
+
+    Raises:
+        LockstepError: what went wrong; on rank 0 the run folder says so too.
+    """
+    sink = sink if world.is_main else Fanout()
+    device = rank_device(tuple(plan.placement["devices"]), world)
+    heartbeat = Heartbeat()
+    writer: BackgroundWriter | None = None
+    fit: Fit | None = None
+    try:
+        with runtime(plan, device, world, config.distributed.timeout_s, detect_anomaly=config.debug.detect_anomaly):
+            collectives = Collectives(world, timeout_s=config.distributed.timeout_s)
+            if world.is_main:
+                heartbeat.start(run_dir, total=plan.total_steps)
+                writer = BackgroundWriter(
+                    CheckpointStore(run_dir.checkpoints),
+                    lambda step, path, best: sink.emit(CheckpointSaved(step, path, best)),
+                )
+            datasets = datasets or open_data(task, config, collectives)
+            snapshot = _newest(run_dir, collectives, sink)
+            fit = _assemble(run_dir, world, task, config, plan, datasets, device, collectives, snapshot)
+            fit.attempt, fit.sink, fit.writer = attempt, sink, writer
+            fit.stop_requested = lambda: stop_signal() is not None
+            fit.heartbeat = heartbeat.beat
+            return _train_and_finish(fit, run_dir, world, stop_signal)
+    except BaseException as error:
+        _record_failure(sink, fit, error)
+        raise
+    finally:
+        if writer is not None:
+            writer.close()
+        heartbeat.stop()
+        sink.close()
+
+
+def open_data(task: Task, config: RunConfig, collectives: Collectives) -> Datasets:
+    """``prepare()`` once per node, then the data sets on every rank."""
+    task.data = DataSettings(config.data.data_dir, config.data.download, config.training.seed)
+    with collectives.main_first(per_node=True):
+        if collectives.local_rank == 0:
+            task.prepare()
+    return task.datasets()
+
+
+def _newest(run_dir: RunDir, collectives: Collectives, sink: Sink) -> Snapshot | None:
+    store = CheckpointStore(run_dir.checkpoints)
+    step: int | None = None
+    if collectives.is_main:
+        store.clean_temporary()
+        step = store.newest_verified(lambda message: sink.emit(Note("warning", message)))
+        if step is not None:
+            store.discard_after(step)
+    step = collectives.broadcast(step)
+    return None if step is None else load_shared(store, step, collectives)
+
+
+def _assemble(
+    run_dir: RunDir,
+    world: World,
+    task: Task,
+    config: RunConfig,
+    plan: Plan,
+    datasets: Datasets,
+    device: torch.device,
+    collectives: Collectives,
+    snapshot: Snapshot | None,
+) -> Fit:
+    model = task.model()
+    if snapshot is None and config.init_from is not None:
+        load_weights(model, collectives.broadcast(weights_from(config.init_from)), config.init_from)
+    if plan.sync_batchnorm:
+        model = convert(model, None)
+    model = model.to(device)
+    precision = Precision(plan.placement["precision"], device, plan.pre_scale)
+    optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, plan.schedule.lr)
+    update = Update(model, optimizer, plan.schedule, precision, config.training.max_grad_norm)
+    here = pins(device, plan)
+    state = TrainState()
+    if snapshot is not None:
+        check_fits(snapshot.manifest, plan)
+        if plan.reproducibility == "exact":
+            check_pins(snapshot.manifest["pins"], here)
+        load_weights(model, snapshot.model, run_dir.path)
+        update.load_state_dict(snapshot.trainer["update"])
+        task.load_state_dict(snapshot.trainer["task"])
+        state = TrainState.from_state_dict(snapshot.trainer["state"])
+    return Fit(
+        task=task,
+        config=config,
+        plan=plan,
+        datasets=datasets,
+        strategy=_strategy(task, model, config, plan, precision, device, world),
+        update=update,
+        precision=precision,
+        state=state,
+        collectives=collectives,
+        device=device,
+        sink=Fanout(),
+        writer=None,
+        attempt=1,
+        run_dir=run_dir.path,
+        stop_requested=lambda: False,
+        heartbeat=lambda step, total: None,
+        pins=here,
+    )
+
+
+def _strategy(
+    task: Task, model: nn.Module, config: RunConfig, plan: Plan, precision: Precision, device: torch.device, world: World
+) -> Strategy:
+    seed = plan.seed
+    if plan.reproducibility == "exact":
+        from lockstep.engine.exact import ExactStrategy
+
+        return ExactStrategy(task, model, precision, device, seed=seed, rank=world.rank, world_size=world.size)
+    compiled: Any = torch.compile(model) if config.training.compile else model
+    if plan.placement["strategy"] == "dp":
+        devices = [rank_device([name], World()) for name in plan.placement["devices"]]
+        return DataParallelStrategy(task, model, precision, devices, seed=seed)
+    if world.size == 1:
+        return SingleStrategy(task, model, precision, device, seed=seed, forward=compiled)
+    return DdpStrategy(
+        task,
+        model,
+        precision,
+        device,
+        seed=seed,
+        rank=world.rank,
+        world_size=world.size,
+        collective_forward=plan.sync_batchnorm,
+        find_unused_parameters=config.distributed.find_unused_parameters,
+        bucket_cap_mb=config.distributed.bucket_cap_mb,
+        forward=compiled,
+    )
+
+
+def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Callable[[], int | None]) -> RunResult:
+    fit.start()
+    if fit.state.step < fit.plan.total_steps:
+        _train(fit, run_dir, world)
+    else:
+        fit.ended_by = "completed"
+    completed = fit.ended_by == "completed"
+    fit.save()
+    if fit.writer is not None:
+        fit.writer.wait()
+    final = {name: value for name, value in fit.state.best_metric.items() if not completed}
+    if completed:
+        final = _test_the_best(fit, run_dir)
+    status = "completed" if completed else "stopped"
+    state = fit.state
+    fit.sink.emit(RunEnded(status, state.step, final, state.best_epoch, state.best_metric, fit.elapsed_s))
+    signal_number = stop_signal() or 0
+    exit_code = 0 if completed or fit.ended_by == "time is up" else 128 + (signal_number or 15)
+    return RunResult(status, exit_code, run_dir.path, state.step, final, state.best_epoch, dict(state.best_metric))
+
+
+def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
+    plan, state = fit.plan, fit.state
+    order = make_order(plan)
+    walk = _walk(fit, order, world)
+    requests = chain.from_iterable(window.requests for window in _walk(fit, order, world))
+    loader = make_loader(fit.datasets.train, fit.task.collate, plan.seed, requests, plan.loader, world.rank)
+    batches = TimedBatches(iter(loader))
+    recorder = _recorder(fit, run_dir, world)
+    fit.strategy.module.train()
+    waited_s = 0.0
+    try:
+        for result in training_steps(
+            walk,
+            batches,
+            fit.strategy,
+            fit.update,
+            state,
+            epoch_over=lambda stop: plan.batch.window(stop) is None,
+            requested=fit.requested,
+            norm_every=fit.config.telemetry.log_interval,
+        ):
+            recorder(result.window, result.step)
+            fit.after_step(result, batches.waited_s - waited_s)
+            waited_s = batches.waited_s
+            if fit.ended_by is not None:
+                break
+    finally:
+        loader.close()
+
+
+def _walk(fit: Fit, order: Any, world: World) -> Iterator[Window]:
+    return windows(
+        fit.plan.batch,
+        order,
+        rank=world.rank,
+        epoch=fit.state.epoch,
+        position=fit.state.position,
+        epochs=fit.plan.epochs,
+        ghosts=fit.plan.sync_batchnorm,
+    )
+
+
+class _Subset:
+    """A fixed part of the data, in an order of its own (``debug.overfit_batches``)."""
+
+    def __init__(self, indices: Any, order: Order) -> None:
+        self._indices, self._order = indices, order
+
+    def slice(self, epoch: int, start: int, stop: int) -> Any:
+        return self._indices[self._order.slice(epoch, start, stop)]
+
+
+def make_order(plan: Plan) -> Order | _Subset:
+    """The order of samples of a run."""
+    whole = Order(plan.task.train_samples, plan.seed)
+    if plan.overfit_samples is None:
+        return whole
+    return _Subset(whole.slice(0, 0, plan.overfit_samples), Order(plan.overfit_samples, plan.seed))
+
+
+def _recorder(fit: Fit, run_dir: RunDir, world: World) -> Callable[[Window, int], None]:
+    """Writes the sample indices of every step of this rank, when ``telemetry.record_samples`` is on."""
+    if not fit.config.telemetry.record_samples:
+        return lambda window, step: None
+    file = JsonLines(run_dir.path / f"samples-rank{world.rank}.jsonl")
+
+    def record(window: Window, step: int) -> None:
+        indices: list[int] = []
+        for request in window.requests:
+            if not request.ghost:
+                indices += request.indices.tolist()
+        file.append({"attempt": fit.attempt, "step": step, "epoch": window.epoch + 1, "indices": indices})
+
+    return record
+
+
+def _test_the_best(fit: Fit, run_dir: RunDir) -> dict[str, float]:
+    """Final metrics: those of the best weights on the test set, beside the best validation's."""
+    store = CheckpointStore(run_dir.checkpoints)
+    best = fit.collectives.broadcast(store.step_of("best") if fit.collectives.is_main else None)
+    if best is not None and best != fit.state.step and fit.datasets.test is not None:
+        load_weights(fit.strategy.module, load_shared(store, best, fit.collectives).model, run_dir.path)
+    numbers, tables = fit.test()
+    if tables and fit.collectives.is_main:
+        write_json(run_dir.path / "tables.json", tables)
+    return {**fit.state.best_metric, **numbers}
+
+
+def _record_failure(sink: Sink, fit: Fit | None, error: BaseException) -> None:
+    text = str(error) if isinstance(error, LockstepError) else "".join(traceback.format_exception(error))
+    step = fit.state.step if fit else 0
+    elapsed = fit.elapsed_s if fit else 0.0
+    # The folder may be what failed; then the first error is the one to tell.
+    try:
+        sink.emit(RunEnded("failed", step, {}, None, {}, elapsed, error=text))
+    except LockstepError:
+        pass

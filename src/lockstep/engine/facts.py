@@ -1,0 +1,110 @@
+"""What the plan must know of a task, found out without a GPU and without a trace in the random state."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from lockstep.engine.batchnorm import has_batchnorm
+from lockstep.engine.task import Datasets, Task
+from lockstep.errors import DataError, TaskError, UnsupportedError
+from lockstep.plan import TaskFacts
+
+PROBES = 16
+
+
+def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
+    """Sizes of the data sets and traits of the model.
+
+    Raises:
+        UnsupportedError: an iterable data set.
+        DataError: a data set without length, or an empty one.
+    """
+    for split in ("train", "val", "test"):
+        check_dataset(getattr(datasets, split), split)
+    model = _blueprint(task)
+    return TaskFacts(
+        name=name,
+        train_samples=len(datasets.train),
+        val_samples=0 if datasets.val is None else len(datasets.val),
+        test_samples=0 if datasets.test is None else len(datasets.test),
+        parameters=sum(p.numel() for p in model.parameters()),
+        has_batchnorm=has_batchnorm(model),
+        whole_batches=hasattr(datasets.train, "__getitems__") and not hasattr(datasets.train, "sample"),
+        fingerprint=fingerprint(datasets.train),
+    )
+
+
+def check_dataset(dataset: Any, split: str) -> None:
+    if dataset is None and split != "train":
+        return
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
+        raise UnsupportedError(
+            f"the {split} data set is iterable",
+            why="its samples have no index, so no rank can know which ones are its own, and a resume would repeat some",
+            fix="give it __len__ and __getitem__ (a map-style data set), for example over an index of its records",
+        )
+    if not hasattr(dataset, "__len__") or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "sample")):
+        raise DataError(
+            f"the {split} data set has no length or no items",
+            why=f"{type(dataset).__name__} needs __len__ and __getitem__ (or sample)",
+            fix="return map-style data sets from Task.datasets()",
+        )
+    if len(dataset) == 0:
+        raise DataError(f"the {split} data set is empty", fix="check data.data_dir, or return None for a split that you lack")
+
+
+def _blueprint(task: Task) -> nn.Module:
+    """The model without its memory where possible: many models can be built on the meta device."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                model = task.model()
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError("the task's model() did not return a module", why=f"it returned {type(model).__name__}", fix="return an nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise TaskError("the model has no trainable parameters", fix="leave requires_grad on for some parameters")
+    return model
+
+
+def fingerprint(dataset: Any) -> str:
+    """Length and a hash of up to 16 samples spread over the data set: tells a resume that the data changed.
+
+    A data set with a ``fingerprint()`` of its own is asked instead.
+    """
+    if hasattr(dataset, "fingerprint"):
+        return f"{len(dataset)}:{dataset.fingerprint()}"
+    digest = hashlib.sha256()
+    for index in sorted({int(i) for i in np.linspace(0, len(dataset) - 1, PROBES)}):
+        if hasattr(dataset, "sample"):
+            sample = dataset.sample(index, np.random.Generator(np.random.Philox(index)))
+        else:
+            sample = dataset[index]
+        _feed(digest, sample)
+    return f"{len(dataset)}:{digest.hexdigest()[:16]}"
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        digest.update(str((value.dtype, value.shape)).encode() + np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, dict):
+        for key in value:
+            digest.update(str(key).encode())
+            _feed(digest, value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _feed(digest, item)
+    elif isinstance(value, (int, float, str, bytes, bool, type(None), np.generic)):
+        digest.update(repr(value).encode())
+    else:
+        digest.update(pickle.dumps(type(value)))

@@ -1,0 +1,320 @@
+"""The verbs of a run: what happens around the steps. One object an attempt, the same calls on every rank."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint.policy import SavePolicy, retained
+from lockstep.checkpoint.store import Snapshot
+from lockstep.checkpoint.writer import BackgroundWriter
+from lockstep.config import RunConfig
+from lockstep.engine.collectives import Collectives
+from lockstep.engine.evaluate import evaluate
+from lockstep.engine.loop import StepResult
+from lockstep.engine.meter import LossMeter
+from lockstep.engine.precision import Precision
+from lockstep.engine.state import TrainState
+from lockstep.engine.strategy import Flags, Strategy
+from lockstep.engine.task import Datasets, Task
+from lockstep.engine.update import Update
+from lockstep.errors import NonFiniteError
+from lockstep.events import EpochEnded, Evaluated, Note, RunStarted, Sink, StepLogged
+from lockstep.plan import Plan
+from lockstep.telemetry.throughput import Throughput
+
+
+class TimedBatches:
+    """Passes batches on and adds up how long the step waited for them, in seconds."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._next = batches.__next__
+        self._clock = time.perf_counter
+        self.waited_s = 0.0
+
+    def __iter__(self) -> TimedBatches:
+        return self
+
+    def __next__(self) -> Any:
+        before = self._clock()
+        batch = self._next()
+        self.waited_s += self._clock() - before
+        return batch
+
+
+@dataclass
+class Fit:
+    """What one attempt trains with. Rank 0 alone has real ``sink`` and ``writer``."""
+
+    task: Task
+    config: RunConfig
+    plan: Plan
+    datasets: Datasets
+    strategy: Strategy
+    update: Update
+    precision: Precision
+    state: TrainState
+    collectives: Collectives
+    device: torch.device
+    sink: Sink
+    writer: BackgroundWriter | None
+    attempt: int
+    run_dir: Path
+    stop_requested: Callable[[], bool]
+    heartbeat: Callable[[int, int], None]
+    pins: Mapping[str, Any]
+    scalars: dict[str, float] = field(default_factory=dict)
+    ended_by: str | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config.checkpoint
+        self._policy = SavePolicy(config.every_steps, config.every_s, step=self.state.step)
+        self._speed = Throughput()
+        self._started = time.monotonic()
+        self._earlier_s = self.state.elapsed_s
+        self._meter = LossMeter(self.device)
+        self._meter.reset(self.state.epoch_loss, self.state.epoch_count)
+        self._hooks = list(self.task.hooks())
+        monitor, mode = self.task.monitor
+        self._monitor = config.monitor or monitor
+        self._mode = config.mode or (mode if self._monitor == monitor else _natural_mode(self._monitor))
+        self._skipped_at_log = float(self.update.skipped)
+        self._step_at_log = self.state.step
+        self._evaluated_at = self._saved_at = -1
+        self._improved = False
+
+    # Before the first step.
+
+    def start(self) -> None:
+        total = self.plan.total_steps
+        self._emit(RunStarted(self.run_dir, self.attempt, self.state.step, total, self.plan.as_dict()))
+        for note in self.plan.notes:
+            self._emit(Note("info", note))
+        if self.config.validation.sanity_steps and self.datasets.val is not None and self.state.step == 0:
+            self._evaluate(self.datasets.val, chunks=self.config.validation.sanity_steps * self.collectives.size)
+        self._interval = self._speed.mark()
+        self._epoch_mark = self._speed.mark()
+        self._interval_sums = self._meter.read()
+
+    # Around every step.
+
+    def requested(self) -> Flags:
+        """What this rank asks all ranks to agree on; clocks are rank 0's alone."""
+        stop = float(self.stop_requested())
+        if not self.collectives.is_main:
+            return Flags(stop=stop)
+        limit = self.config.training.max_time_s
+        time_up = float(limit is not None and time.monotonic() - self._started > limit)
+        return Flags(stop, time_up, float(self._policy.due(self.state.step + 1)))
+
+    def after_step(self, result: StepResult, waited_s: float) -> None:
+        self._meter.add(result.loss_total, result.loss_count)
+        self._speed.add(result.window.size, waited_s)
+        self.heartbeat(result.step, self.plan.total_steps)
+        for hook, every in self._hooks:
+            if result.step % every == 0:
+                self.scalars.update(hook(result, self.strategy.module) or {})
+        if result.step % self.config.telemetry.log_interval == 0 or result.step == self.plan.total_steps:
+            self._log(result)
+        every_steps = self.config.validation.every_steps
+        if every_steps and result.step % every_steps == 0 and not result.epoch_ended:
+            self._validate_between_epochs()
+        if result.epoch_ended:
+            self._end_epoch(result)
+        flags = result.flags or Flags()
+        if flags.save and not result.epoch_ended:
+            self.save()
+        if self.ended_by is None:
+            self.ended_by = self._reason_to_end(result, flags)
+
+    def _reason_to_end(self, result: StepResult, flags: Flags) -> str | None:
+        if result.step >= self.plan.total_steps:
+            return "completed"
+        if flags.stop:
+            return "stopped"
+        if flags.time_up:
+            return "time is up"
+        return None
+
+    def _log(self, result: StepResult) -> None:
+        total, count = self._meter.read()
+        before_total, before_count = self._interval_sums
+        items = count - before_count
+        speed = self._speed.since(self._interval)
+        skipped = float(self.update.skipped)
+        self.state.skipped_steps = int(skipped)
+        norm = self.update.grad_norm
+        self._emit(
+            StepLogged(
+                attempt=self.attempt,
+                step=result.step,
+                epoch=result.window.epoch + 1,
+                samples_seen=self.state.samples_seen,
+                loss=(total - before_total) / items if items else math.nan,
+                lr=result.lr,
+                grad_norm=None if norm is None else float(norm),
+                samples_per_s=speed.samples_per_s,
+                data_wait_share=speed.data_wait_share,
+                skipped_steps=int(skipped),
+                scalars=dict(self.scalars),
+            )
+        )
+        self._interval, self._interval_sums = self._speed.mark(), (total, count)
+        self._check_skipped(result.step, skipped)
+
+    def _check_skipped(self, step: int, skipped: float) -> None:
+        """End a run that goes nowhere. ``skipped`` is reduced, so every rank raises or none does."""
+        steps = step - self._step_at_log
+        if steps < min(100, self.plan.total_steps):
+            return
+        share = (skipped - self._skipped_at_log) / steps
+        self._step_at_log, self._skipped_at_log = step, skipped
+        if share > self.config.training.max_skipped_share:
+            raise NonFiniteError(
+                f"{share:.0%} of the last {steps} steps had no finite gradient and were skipped",
+                why="the loss or its gradient is NaN or infinite",
+                fix="lower the learning rate, use bf16-mixed or 32 instead of 16-mixed, or find the operator with "
+                "--set debug.detect_anomaly=true",
+            )
+
+    # At the end of an epoch.
+
+    def _end_epoch(self, result: StepResult) -> None:
+        total, count = self._meter.read()
+        speed = self._speed.since(self._epoch_mark)
+        epoch = result.window.epoch + 1
+        row: dict[str, float] = {"train_loss": total / count if count else math.nan}
+        last = result.step >= self.plan.total_steps
+        improved = False
+        if self.datasets.val is not None and (epoch % self.config.validation.every_epochs == 0 or last):
+            metrics = self._validate()
+            row |= metrics
+            improved = self._judge({**row, **metrics}, epoch)
+        row |= {"lr": result.lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
+        self.state.epoch, self.state.position = self.state.epoch + 1, 0
+        self._meter.reset()
+        self._interval_sums = (0.0, 0.0)
+        self._epoch_mark = self._speed.mark()
+        self._emit(EpochEnded(self.attempt, epoch, result.step, row, improved))
+        self.save(best=improved)
+
+    def _validate_between_epochs(self) -> None:
+        if self.datasets.val is None:
+            return
+        metrics = self._validate()
+        self._emit(Evaluated(self.attempt, self.state.epoch + 1, self.state.step, metrics))
+        if self._judge(metrics, self.state.epoch + 1):
+            self.save(best=True)
+
+    def _validate(self) -> dict[str, float]:
+        with self._speed.paused():
+            self.strategy.synchronise_buffers()
+            chunks = self.collectives.size if self.config.debug.fast_dev_run else None
+            values = self._evaluate(self.datasets.val, chunks)
+        return {f"val_{name}": value for name, value in values.items() if isinstance(value, float | int)}
+
+    def _judge(self, metrics: Mapping[str, float], epoch: int) -> bool:
+        """Is this the best so far? Values are equal on all ranks, so all of them stop, or none."""
+        value = metrics.get(self._monitor)
+        if value is None:
+            self._emit(Note("warning", f"There is no {self._monitor!r} to judge by; there is {', '.join(metrics)}."))
+            return False
+        best = self.state.best_value
+        better = math.isfinite(value) and (best is None or (value < best if self._mode == "min" else value > best))
+        if better:
+            self.state.best_value, self.state.best_epoch, self.state.best_step = value, epoch, self.state.step
+            self.state.best_metric = {name: v for name, v in metrics.items() if name.startswith("val_")}
+            self.state.evaluations_without_gain = 0
+            return True
+        self.state.evaluations_without_gain += 1
+        patience = self.config.training.early_stopping_patience
+        if patience and self.state.evaluations_without_gain >= patience:
+            self.ended_by = "completed"
+            self._emit(Note("info", f"Early stopping: {self._monitor} has not improved for {patience} evaluations."))
+        return False
+
+    def _evaluate(self, dataset: Any, chunks: int | None = None) -> dict[str, Any]:
+        return evaluate(
+            self.task,
+            self.strategy.module,
+            dataset,
+            self.collectives,
+            batch_size=self.plan.eval_batch_size,
+            device=self.device,
+            precision=self.precision,
+            loader=self.plan.loader,
+            seed=self.plan.seed,
+            chunks=chunks,
+        )
+
+    def test(self) -> tuple[dict[str, float], dict[str, Any]]:
+        """Metrics of the test set as ``(numbers, tables)``: a confusion matrix is a table."""
+        if self.datasets.test is None:
+            return {}, {}
+        chunks = self.collectives.size if self.config.debug.fast_dev_run else None
+        values = {f"test_{name}": value for name, value in self._evaluate(self.datasets.test, chunks).items()}
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, float | int)}
+        return numbers, {name: value for name, value in values.items() if name not in numbers}
+
+    # Checkpoints.
+
+    def save(self, *, best: bool = False) -> None:
+        """Collective: buffers are merged on all ranks, then rank 0 writes in the background."""
+        if self._saved_at == self.state.step and not best:
+            return
+        self._saved_at = self.state.step
+        self.strategy.synchronise_buffers()
+        self._policy.saved(self.state.step)
+        if self.writer is None:
+            return
+        copy = self.writer.to_host({"model": self.strategy.module.state_dict(), "trainer": self.trainer_state()})
+        keep = retained(
+            [*self.writer.store.steps(), self.state.step], self.config.checkpoint.keep_last, self.state.best_step
+        )
+        snapshot = Snapshot(self.state.step, copy["model"], copy["trainer"], self.manifest())
+        self.writer.submit(snapshot, best=best, keep=keep)
+
+    def trainer_state(self) -> dict[str, Any]:
+        self.state.epoch_loss, self.state.epoch_count = self._meter.read()
+        self.state.elapsed_s = self.elapsed_s
+        return {
+            "state": self.state.state_dict(),
+            "update": self.update.state_dict(),
+            "task": self.task.state_dict(),
+        }
+
+    def manifest(self) -> dict[str, Any]:
+        """What decides whether a checkpoint fits: compared at resume, readable without torch."""
+        return {
+            "attempt": self.attempt,
+            "epoch": self.state.epoch,
+            "position": self.state.position,
+            "samples_seen": self.state.samples_seen,
+            "seed": self.plan.seed,
+            "global_batch": self.plan.batch.global_batch,
+            "lanes": self.config.training.lanes,
+            "reproducibility": self.plan.reproducibility,
+            "fingerprint": self.plan.task.fingerprint,
+            "pins": json.loads(json.dumps(dict(self.pins))),
+            "best": dict(self.state.best_metric),
+        }
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training, earlier attempts included."""
+        return self._earlier_s + time.monotonic() - self._started
+
+    def _emit(self, event: Any) -> None:
+        self.sink.emit(event)
+
+
+def _natural_mode(monitor: str) -> str:
+    return "min" if any(word in monitor for word in ("loss", "error", "wer", "cer", "mse", "mae", "perplexity")) else "max"
+

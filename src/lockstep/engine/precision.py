@@ -1,0 +1,58 @@
+"""All of mixed precision in one object: autocast around the forward pass, loss scaling around the backward."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GROWTH_INTERVAL = 2000
+
+
+class Precision:
+    """``32``, ``16-mixed`` or ``bf16-mixed`` on one device.
+
+    Gradients leave the backward pass multiplied by :meth:`seed`: the plan's power-of-two pre-scale, times
+    the dynamic loss scale in fp16 (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). The update
+    divides by both in the same multiplication that applies the denominator.
+    """
+
+    def __init__(self, kind: str, device: torch.device, pre_scale: float) -> None:
+        self.kind = kind
+        self._device = device
+        self._dtype = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}[kind]
+        self._pre_scale = torch.tensor(pre_scale, device=device)
+        self._seed = self._pre_scale
+        self._scale: Tensor | None = None
+        if kind == "16-mixed":
+            self._scale = torch.tensor(2.0**16, device=device)
+            self._good_steps = torch.tensor(0, dtype=torch.int32, device=device)
+            self._seed = self._pre_scale * self._scale
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
+
+    def seed(self) -> Tensor:
+        """What ``backward`` starts from, shape (): exact, since both factors are powers of two."""
+        return self._seed
+
+    def update(self, found_inf: Tensor) -> None:
+        """After a step: halve the loss scale on overflow, double it after 2,000 good steps. No host sync."""
+        if self._scale is None:
+            return
+        # torch.amp.GradScaler's own kernel; the class itself would read found_inf on the host every step.
+        torch._amp_update_scale_(self._scale, self._good_steps, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
+        self._seed = self._pre_scale * self._scale
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._scale is None:
+            return {}
+        return {"scale": float(self._scale), "good_steps": int(self._good_steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._scale is not None and state:
+            self._scale.fill_(state["scale"])
+            self._good_steps.fill_(state["good_steps"])
+            self._seed = self._pre_scale * self._scale

@@ -1,0 +1,109 @@
+"""Going on from a checkpoint: what must agree, and putting everything back in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep.checkpoint.store import CheckpointStore, Snapshot
+from lockstep.engine.collectives import Collectives
+from lockstep.errors import CheckpointError
+from lockstep.plan import Plan
+
+
+def load_shared(store: CheckpointStore, step: int, collectives: Collectives) -> Snapshot:
+    """The checkpoint of ``step``, read and verified by rank 0 and handed to all ranks. Collective.
+
+    Raises:
+        CheckpointError: on every rank, when it cannot be read.
+    """
+    found: Snapshot | CheckpointError | None = None
+    if collectives.is_main:
+        try:
+            found = store.load(step)
+        except CheckpointError as error:
+            found = error
+    found = collectives.broadcast(found)
+    if isinstance(found, CheckpointError):
+        raise found
+    assert found is not None
+    return found
+
+
+def check_fits(manifest: dict[str, Any], plan: Plan) -> None:
+    """Refuse a checkpoint of other data or another order of it.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
+    if manifest.get("fingerprint") != plan.task.fingerprint:
+        raise CheckpointError(
+            "the training data is not what this run was trained on",
+            why=f"its fingerprint was {manifest.get('fingerprint')}, here it is {plan.task.fingerprint}",
+            fix="point data.data_dir at the same data, or start a new run with --init-from",
+        )
+    if manifest.get("seed") != plan.seed:
+        raise CheckpointError(
+            f"the run's seed is {manifest.get('seed')}, not {plan.seed}",
+            why="another seed means another order: samples would repeat and others would be left out",
+            fix="leave training.seed as it was",
+        )
+
+
+def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) -> None:
+    """Put ``weights`` into ``model``.
+
+    Raises:
+        CheckpointError: names or shapes differ; the model is as it was.
+    """
+    own = model.state_dict()
+    missing, surplus = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    shapes = [
+        f"{key} {tuple(weights[key].shape)} → {tuple(own[key].shape)}"
+        for key in own.keys() & weights.keys()
+        if own[key].shape != weights[key].shape
+    ]
+    problems = [
+        *([f"missing {', '.join(missing[:5])}"] if missing else []),
+        *([f"unknown {', '.join(surplus[:5])}"] if surplus else []),
+        *([f"shapes {'; '.join(sorted(shapes)[:5])}"] if shapes else []),
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the weights in {source} do not fit the model",
+            why="; ".join(problems),
+            fix="use the task settings with which they were trained",
+        )
+    model.load_state_dict(weights)
+
+
+def weights_from(source: Path) -> dict[str, Any]:
+    """Weights for ``--init-from``: a run folder (its best, else last checkpoint), a checkpoint, or a safetensors file.
+
+    Raises:
+        CheckpointError: there are none, or they are corrupt.
+    """
+    if source.is_file() and source.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return dict(load_file(source))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {source}", why=str(error), fix="check the file") from None
+    folder = source / "checkpoints"
+    store, step = CheckpointStore(folder if folder.is_dir() else source.parent), None
+    if folder.is_dir():
+        step = store.step_of("best")
+        step = store.step_of("last") if step is None else step
+    elif source.name.startswith("step-") and source.name[5:].isdigit():
+        step = int(source.name[5:])
+    if step is None:
+        raise CheckpointError(
+            f"{source} holds no weights",
+            why="it is neither a run folder with checkpoints, nor a checkpoint, nor a .safetensors file",
+            fix="give one of these to --init-from",
+        )
+    return dict(store.load(step).model)

@@ -1,0 +1,122 @@
+"""The process-wide state that training needs, set on entry and given back on exit."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import CheckpointError, DeviceError
+from lockstep.hardware.world import World
+from lockstep.plan import Plan
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def rank_device(devices: Sequence[str], world: World) -> torch.device:
+    """The device of this rank: ``devices`` has one entry per local rank, or one for all of them."""
+    name = devices[world.local_rank % len(devices)]
+    if name == "cpu":
+        return torch.device("cpu")
+    index = int(name.partition(":")[2])
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise DeviceError(
+            f"{name} is not available to rank {world.rank}",
+            why=f"torch sees {torch.cuda.device_count()} GPU(s) in this process",
+            fix="check CUDA_VISIBLE_DEVICES and `lockstep devices`",
+        )
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def runtime(plan: Plan, device: torch.device, world: World, timeout_s: float, *, detect_anomaly: bool) -> Iterator[None]:
+    """Threads, seeds, determinism and the process group of an attempt; the caller's own come back afterwards."""
+    threads, python_state, numpy_state = torch.get_num_threads(), random.getstate(), np.random.get_state()
+    torch_state = torch.random.get_rng_state()
+    deterministic, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    kernels = (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32)
+    workspace = os.environ.get(_CUBLAS)
+    torch.set_num_threads(plan.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if plan.reproducibility == "exact":
+        os.environ[_CUBLAS] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32 = False, True, False, False
+    started = _join(plan, device, world, timeout_s)
+    try:
+        seed_everything(plan.seed)
+        with torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True):
+            yield
+    finally:
+        if started:
+            dist.destroy_process_group()
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32 = kernels
+        if workspace is None:
+            os.environ.pop(_CUBLAS, None)
+        else:
+            os.environ[_CUBLAS] = workspace
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.random.set_rng_state(torch_state)
+
+
+def _join(plan: Plan, device: torch.device, world: World, timeout_s: float) -> bool:
+    if world.size == 1 or dist.is_initialized():
+        return False
+    dist.init_process_group(
+        backend=str(plan.placement["backend"]),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if plan.placement["backend"] == "nccl" else None,
+    )
+    return True
+
+
+def seed_everything(seed: int) -> None:
+    """One seed on every rank: parameters start equal. Order, augmentation and dropout have keys of their own."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def pins(device: torch.device, plan: Plan) -> dict[str, Any]:
+    """What changes bits besides the run's own settings: recorded with every plan and checkpoint."""
+    model = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device_model": model,
+        "threads": plan.threads,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+    }
+
+
+def check_pins(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Refuse to go on with an exact run where bits would differ.
+
+    Raises:
+        CheckpointError: naming everything that differs.
+    """
+    differing = [f"{key} {saved.get(key)!r} → {value!r}" for key, value in here.items() if saved.get(key) != value]
+    if differing:
+        raise CheckpointError(
+            "this run is exact, and here its bits would differ",
+            why="; ".join(differing),
+            fix="resume where these agree, or give up exactness with --set training.reproducibility=fast",
+        )

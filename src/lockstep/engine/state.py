@@ -1,0 +1,38 @@
+"""Where a run stands: counters, the running epoch's sums, and what 'best' has been so far."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class TrainState:
+    """``step`` counts optimizer steps, ``micro_step`` micro-batches of rank 0; sizes are in samples.
+
+    ``epoch`` counts from 0 and ``position`` is how many samples of it are used. ``epoch_loss`` and
+    ``epoch_count`` sum the loss over the epoch so far, over all ranks.
+    """
+
+    step: int = 0
+    micro_step: int = 0
+    epoch: int = 0
+    position: int = 0
+    samples_seen: int = 0
+    skipped_steps: int = 0
+    epoch_loss: float = 0.0
+    epoch_count: float = 0.0
+    elapsed_s: float = 0.0
+    best_value: float | None = None
+    best_epoch: int | None = None
+    best_step: int | None = None
+    best_metric: dict[str, float] = field(default_factory=dict)
+    evaluations_without_gain: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> TrainState:
+        known = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
+        return cls(**known)

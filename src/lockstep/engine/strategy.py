@@ -1,0 +1,302 @@
+"""How the gradient of one step comes about: who runs which micro-batch, and how sums are reduced.
+
+The loop sees :class:`Strategy` and nothing below it. After :meth:`Strategy.gradients` every rank holds, in
+``p.grad``, the same reduced sum of gradients (times ``precision.seed()``, over ``divisor``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lockstep.data.loader import Window
+from lockstep.data.randomness import dropout_seed
+from lockstep.engine.batchnorm import ghost, merge_running_stats
+from lockstep.engine.precision import Precision
+from lockstep.engine.task import Loss, Task
+from lockstep.errors import TaskError
+
+#: On a GPU, reading the agreed flags costs a host sync; they are read every so many steps.
+FLAG_INTERVAL = 16
+
+
+class Flags(NamedTuple):
+    """Requests that all ranks must agree on: they travel with the step's count, as sums over ranks."""
+
+    stop: float = 0.0
+    time_up: float = 0.0
+    save: float = 0.0
+
+
+class Reduced(NamedTuple):
+    """Sums over all ranks and micro-batches of a step. ``flags`` is ``None`` when they were not read."""
+
+    total: Tensor
+    count: Tensor | float
+    divisor: float
+    flags: Flags | None
+
+
+class Strategy(Protocol):
+    """``module`` is the bare model: what is saved, evaluated and optimized."""
+
+    module: nn.Module
+
+    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced: ...
+
+    def synchronise_buffers(self) -> None: ...
+
+
+class LossModule(nn.Module):
+    """``task.loss`` as a module, so that a wrapper around it sees every method of the model that the task calls."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = task.loss
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        total, count = self._loss(self.model, batch)
+        return total, count
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Every tensor of a nested batch on ``device``, asynchronously from pinned memory."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch.to(device, non_blocking=True) if hasattr(batch, "to") else batch
+
+
+def check_loss(loss: Any) -> Loss:
+    """What a task returned, as a :class:`Loss`; called once, before training.
+
+    Raises:
+        TaskError: it is a mean, a vector, or not a pair.
+    """
+    fix = "return Loss(total, count): F.cross_entropy(…, reduction='sum') and the number of items"
+    if not isinstance(loss, tuple) or len(loss) != 2:
+        raise TaskError("the task's loss is not a sum and a count", why=f"it returned {type(loss).__name__}", fix=fix)
+    total, count = loss
+    if not isinstance(total, Tensor) or total.numel() != 1 or total.dim() != 0:
+        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise TaskError("the task's loss total is not a scalar tensor", why=f"it is {shape}", fix=fix)
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise TaskError("the task's loss count is not one number", why=f"its shape is {tuple(count.shape)}", fix=fix)
+    return Loss(total, count)
+
+
+class SeededDropout:
+    """Seeds the device's generator before each micro-batch; free for models that draw nothing."""
+
+    def __init__(self, seed: int, device: torch.device, model: nn.Module) -> None:
+        self._seed = seed
+        self._active = draws_random_numbers(model)
+        if device.type == "cuda":
+            torch.cuda.init()
+            self._generator = torch.cuda.default_generators[device.index or 0]
+        else:
+            self._generator = torch.default_generator
+
+    def __call__(self, step: int, part: int) -> None:
+        if self._active:
+            self._generator.manual_seed(dropout_seed(self._seed, step, part))
+
+
+#: Modules of torch that are known to draw nothing in their forward pass; any other may.
+_SILENT = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Flatten,
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm,
+    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool1d, nn.Softmax, nn.LogSoftmax, nn.Embedding,
+)  # fmt: skip
+
+
+def draws_random_numbers(model: nn.Module) -> bool:
+    """Whether a forward pass may draw: false only if every leaf is known not to, since seeding is cheap."""
+    return any(not next(module.children(), None) and not isinstance(module, _SILENT) for module in model.modules())
+
+
+class SingleStrategy:
+    """One process. Also the arithmetic that the others build on."""
+
+    def __init__(
+        self,
+        task: Task,
+        module: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        *,
+        seed: int,
+        rank: int = 0,
+        forward: nn.Module | None = None,
+    ) -> None:
+        self.module = module
+        self._forward: nn.Module = LossModule(task, module if forward is None else forward)
+        self._precision = precision
+        self._device = device
+        self._moves = device.type != "cpu"
+        self._draw = SeededDropout(seed, device, module)
+        self._rank = rank
+
+    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        self._clear()
+        total, count = self._run(window, batches, step)
+        return Reduced(total, count, 1.0, flags)
+
+    def synchronise_buffers(self) -> None:
+        pass
+
+    def _clear(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def _run(self, window: Window, batches: Iterator[Any], step: int) -> tuple[Tensor, Tensor | float]:
+        """Forward and backward of every micro-batch; local sums."""
+        totals: Tensor | None = None
+        counts: Tensor | float = 0.0
+        for place, _ in enumerate(window.requests):
+            total, count = self._forward_pass(next(batches), step, self._rank if place == 0 else self._rank + (place << 16))
+            self._backward(total)
+            totals = total.detach() if totals is None else totals + total.detach()
+            counts = counts + (count.detach() if isinstance(count, Tensor) else count)
+        assert totals is not None, "a single process always has samples"
+        return totals, counts
+
+    def _forward_pass(self, batch: Any, step: int, part: int) -> tuple[Tensor, Tensor | int]:
+        if self._moves:
+            batch = to_device(batch, self._device)
+        self._draw(step, part)
+        with self._precision.autocast():
+            total, count = self._forward(batch)
+        return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total, count
+
+    def _backward(self, total: Tensor) -> None:
+        seed = self._precision.seed()
+        total.backward(seed if total.dtype == seed.dtype else seed.to(total.dtype))
+
+
+class DataParallelStrategy(SingleStrategy):
+    """torch's DataParallel: one process, the model replicated over several GPUs for each micro-batch.
+
+    It wraps the model alone, so the task's loss must call the model itself, not other methods of it.
+    """
+
+    def __init__(
+        self, task: Task, module: nn.Module, precision: Precision, devices: list[torch.device], *, seed: int
+    ) -> None:
+        super().__init__(
+            task, module, precision, devices[0], seed=seed, forward=DataParallel(module, device_ids=devices)
+        )
+
+
+class DdpStrategy(SingleStrategy):
+    """One process a rank; torch's DistributedDataParallel overlaps the reduction with the last backward.
+
+    The count (and the flags) are reduced beside the backward. A window in which some rank has fewer
+    micro-batches is reduced by hand after the backward, on every rank alike.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        module: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+        collective_forward: bool,
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: float | None = None,
+        forward: nn.Module | None = None,
+    ) -> None:
+        super().__init__(task, module, precision, device, seed=seed, rank=rank, forward=forward)
+        self._ddp = DistributedDataParallel(
+            self._forward,
+            broadcast_buffers=False,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=bucket_cap_mb,
+        )
+        self._forward = self._ddp
+        self._world_size = world_size
+        self._collective_forward = collective_forward
+        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
+        self._samples_since_merge = 0
+
+    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        self._clear()
+        self._sums.zero_()
+        if any(flags):
+            self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
+        work: dist.Work | None = None
+        real = [request for request in window.requests if not request.ghost]
+        for place, request in enumerate(real):
+            last = place == len(real) - 1 and not window.irregular
+            batch = next(batches)
+            # What no_sync() does, without a context manager per micro-batch.
+            self._ddp.require_backward_grad_sync = last
+            total, count = self._forward_pass(batch, step, self._rank + (place << 16))
+            self._sums[0] += total.detach()
+            self._sums[1] += count
+            if last:
+                work = dist.all_reduce(self._sums, async_op=True)
+            self._backward(total)
+            self._samples_since_merge += len(request.indices)
+        if window.irregular:
+            self._ghosts(len(window.requests) - len(real), batches)
+            self._reduce_by_hand()
+            work = dist.all_reduce(self._sums, async_op=True)
+        assert work is not None
+        work.wait()
+        divisor = 1.0 if window.irregular else float(self._world_size)
+        return Reduced(self._sums[0].clone(), self._sums[1].clone(), divisor, self._read_flags(step))
+
+    def _read_flags(self, step: int) -> Flags | None:
+        if self._device.type != "cpu" and step % FLAG_INTERVAL:
+            return None
+        return Flags(*self._sums[2:].tolist())
+
+    def _ghosts(self, number: int, batches: Iterator[Any]) -> None:
+        """Join the collective forwards of ranks that have more samples; leave no trace in the gradients."""
+        if number == 0:
+            return
+        kept = [parameter.grad for parameter in self.module.parameters()]
+        self._ddp.require_backward_grad_sync = False
+        for _ in range(number):
+            self._clear()
+            with ghost(self.module):
+                total, _ = self._forward_pass(next(batches), 0, 0)
+                self._backward(total)
+        for parameter, gradient in zip(self.module.parameters(), kept, strict=True):
+            parameter.grad = gradient
+
+    def _reduce_by_hand(self) -> None:
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        for dtype in {p.dtype for p in parameters}:
+            gradients = [p.grad for p in parameters if p.dtype == dtype and p.grad is not None]
+            flat = torch.cat([g.reshape(-1) for g in gradients])
+            dist.all_reduce(flat)
+            pieces = flat.split([g.numel() for g in gradients])
+            torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)])
+
+    def synchronise_buffers(self) -> None:
+        """BatchNorm's running statistics, merged by samples; with synchronised BatchNorm they agree already."""
+        if not self._collective_forward:
+            merge_running_stats(self.module, self._samples_since_merge, None)
+        self._samples_since_merge = 0

@@ -1,0 +1,125 @@
+"""What is trained: the :class:`Task`. It knows nothing about devices, ranks or files of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torchmetrics import MetricCollection
+
+
+class Loss(NamedTuple):
+    """A *sum* of losses and the number of items it sums, not a mean.
+
+    ``total`` is a scalar tensor with a gradient; ``count`` a number or a scalar tensor. Sums can be
+    added over ranks and micro-batches without weighting mistakes; means cannot.
+    """
+
+    total: Tensor
+    count: Tensor | int
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Map-style data sets: ``len()`` and ``[i]``, or ``__getitems__(indices)`` for whole batches.
+
+    A data set may offer ``sample(index, rng)`` instead of ``[i]``: ``rng`` is a NumPy generator keyed by
+    (seed, epoch, index), so that augmentation is the same for any number of ranks and workers.
+    """
+
+    train: Any
+    val: Any = None
+    test: Any = None
+
+
+class TaskConfig(BaseModel):
+    """Base of ``Task.Config``: frozen, closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Where a task finds its data: the run's ``data`` section, handed to the task before ``prepare``."""
+
+    data_dir: Any = None
+    download: bool = False
+    seed: int = 42
+
+
+class Task:
+    """Subclass this, or write a class with the same methods.
+
+    Args:
+        config: the task's own settings; ``None`` takes the defaults of ``Config``.
+    """
+
+    Config: ClassVar[type[BaseModel]] = TaskConfig
+    #: Settings of the run that suit this task better than the general defaults, as in a YAML file.
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    #: What 'best' means when the run does not say: a key of the metrics row, and its direction.
+    monitor: ClassVar[tuple[str, str]] = ("val_loss", "min")
+
+    config: Any
+    data: DataSettings = DataSettings()
+
+    def __init__(self, config: BaseModel | None = None) -> None:
+        self.config = config if config is not None else self.Config()
+
+    def prepare(self) -> None:
+        """Make or fetch the data; called once per node, before any data set is opened."""
+
+    def datasets(self) -> Datasets:
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+        """Tensors with one row per sample, in the order of the batch: what ``metrics().update`` takes."""
+        raise NotImplementedError
+
+    def metrics(self) -> MetricCollection:
+        raise NotImplementedError
+
+    # Optional from here on.
+
+    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Tensor, ...]]:
+        """Loss and rows of one validation batch; override it to share the forward pass."""
+        return self.loss(model, batch), self.evaluate(model, batch)
+
+    def optimizer(self, model: nn.Module) -> Optimizer | None:
+        """An optimizer of the task's own (parameter groups included); ``None``: the run's settings.
+
+        The run's schedule multiplies the learning rate of every group.
+        """
+        return None
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Samples to a batch; the default is torch's ``default_collate``."""
+        from torch.utils.data import default_collate
+
+        return default_collate(list(samples))
+
+    def hooks(self) -> Sequence[tuple[Callable[..., Mapping[str, float] | None], int]]:
+        """``(function, every)`` pairs: ``function(step_result, model)`` after every ``every`` steps.
+
+        What a hook returns is logged as scalars.
+        """
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the task itself that a checkpoint should keep."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass

@@ -1,0 +1,102 @@
+"""Every error that Lockstep raises on purpose.
+
+::
+
+    LockstepError            what, why, fix; exit code 1
+    ├── UsageError           wrong usage or configuration: exit code 2, before anything starts
+    │   ├── ConfigError      a key, a value or a combination of settings
+    │   ├── DeviceError      a device or precision that this machine does not have
+    │   ├── TaskError        a task that cannot be found, imported or used
+    │   ├── DataError        data that is missing, empty, broken or out of range
+    │   ├── RunFolderError   a run folder that is missing, in use, foreign, newer or read-only
+    │   ├── CheckpointError  a checkpoint that is missing, corrupt or does not fit
+    │   └── UnsupportedError a combination that Lockstep refuses by name
+    └── RunError             something that failed in mid-run: exit code 1
+        ├── RankFailed       one rank failed; the others are collateral
+        ├── StorageError     the run folder could not be written
+        └── NonFiniteError   too many steps without a finite gradient
+"""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """An error for people: what happened, why, and how to mend it."""
+
+    code = "ERROR"
+    exit_code = 1
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.why = why
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(f"why: {self.why}")
+        if self.fix:
+            lines.append(f"fix: {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments do not survive the default pickling of exceptions between ranks.
+        return (_rebuild, (type(self), self.what, self.why, self.fix))
+
+    def as_dict(self) -> dict[str, str]:
+        """The one JSON shape of an error: ``code``, ``message``, ``why``, ``fix``."""
+        return {"code": self.code, "message": self.what, "why": self.why, "fix": self.fix}
+
+
+def _rebuild(kind: type[LockstepError], what: str, why: str, fix: str) -> LockstepError:
+    return kind(what, why=why, fix=fix)
+
+
+class UsageError(LockstepError):
+    code = "WRONG_USAGE"
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    code = "INVALID_CONFIG"
+
+
+class DeviceError(UsageError):
+    code = "GPU_NOT_AVAILABLE"
+
+
+class TaskError(UsageError):
+    code = "TASK_NOT_USABLE"
+
+
+class DataError(UsageError):
+    code = "DATA_NOT_USABLE"
+
+
+class RunFolderError(UsageError):
+    code = "RUN_NOT_USABLE"
+
+
+class CheckpointError(UsageError):
+    code = "CHECKPOINT_NOT_USABLE"
+
+
+class UnsupportedError(UsageError):
+    code = "NOT_SUPPORTED"
+
+
+class RunError(LockstepError):
+    code = "RUN_FAILED"
+
+
+class RankFailed(RunError):
+    code = "RANK_FAILED"
+
+
+class StorageError(RunError):
+    code = "STORAGE_FAILED"
+
+
+class NonFiniteError(RunError):
+    code = "NON_FINITE"

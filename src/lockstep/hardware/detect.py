@@ -1,0 +1,199 @@
+"""What this machine has to train on.
+
+NVIDIA's GPUs are described by NVML, anything else by a short-lived process that asks torch; the calling
+process imports no torch and holds no context on any GPU. ``gpu:i`` is what torch here calls ``cuda:i``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lockstep.hardware.device import Device, GpuUser, gigabytes
+from lockstep.hardware.nvml import Nvml, NvmlGpu, open_nvml
+from lockstep.hardware.probe import ProbedDevice, TorchBuild, probe, read_torch_build, worth_probing
+from lockstep.hardware.visible import visible_gpus
+
+__all__ = ["Device", "GpuUser", "detect_devices", "find_devices", "get_available_gpus"]
+
+CPU_PRECISIONS = ("32", "16-mixed", "bf16-mixed")
+
+
+def detect_devices(*, refresh: bool = False) -> list[Device]:
+    """The CPU, then every GPU, then accelerators that are not supported yet.
+
+    Looks once a process; ``refresh`` looks again (free memory and users change).
+    """
+    if refresh:
+        _detected.cache_clear()
+    return list(_detected())
+
+
+def get_available_gpus() -> list[dict[str, Any]]:
+    """The GPUs that Lockstep can train on: ``index``, ``name`` and ``memory_gb`` (1e9 bytes) of each."""
+    return [
+        {"index": device.index, "name": device.name, "memory_gb": device.memory_gb}
+        for device in detect_devices()
+        if device.kind == "gpu" and device.supported
+    ]
+
+
+@functools.cache
+def _detected() -> tuple[Device, ...]:
+    build = read_torch_build()
+    ask = probe if worth_probing(build) else list[ProbedDevice]
+    nvml = open_nvml()
+    if nvml is None:
+        return tuple(find_devices(os.environ, build, None, ask))
+    with nvml:
+        return tuple(find_devices(os.environ, build, nvml, ask))
+
+
+def find_devices(
+    environ: Mapping[str, str], build: TorchBuild, nvml: Nvml | None, ask_torch: Callable[[], list[ProbedDevice]]
+) -> list[Device]:
+    """Put together what the sources say.
+
+    Args:
+        environ: where ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` stand.
+        build: what torch was built for.
+        nvml: the NVIDIA driver's library, or ``None``.
+        ask_torch: called only when NVML cannot tell; raises ``OSError`` when torch cannot either.
+    """
+    gpus = nvml.gpus() if nvml else []
+    if nvml and gpus:
+        problem = _driver_problem(build, nvml)
+        order = _nvml_order(gpus, environ)
+        if problem or order is not None:
+            chosen = gpus if order is None else [gpus[position] for position in order]
+            return [_cpu(), *(_nvidia(index, gpu, build, problem) for index, gpu in enumerate(chosen))]
+    try:
+        found = ask_torch()
+    except OSError as error:
+        problem = f"torch cannot use it: {error}"
+        note = "" if gpus else f"the search for accelerators failed: {error}"
+        return [_cpu(note), *(_nvidia(index, gpu, build, problem) for index, gpu in enumerate(gpus))]
+    return [_cpu(), *(_probed(device, build, nvml, gpus) for device in found)]
+
+
+def _nvml_order(gpus: Sequence[NvmlGpu], environ: Mapping[str, str]) -> list[int] | None:
+    """CUDA's order of the visible GPUs as positions in NVML's; ``None`` where only CUDA knows.
+
+    CUDA puts the fastest GPU first unless told to follow the bus; among equal GPUs that is the bus order too.
+    """
+    if any(gpu.mig for gpu in gpus):
+        return None
+    by_bus = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if not by_bus and len({gpu.name for gpu in gpus}) > 1:
+        return None
+    return visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), [gpu.uuid for gpu in gpus])
+
+
+def _driver_problem(build: TorchBuild, nvml: Nvml) -> str:
+    """Why this torch cannot use NVIDIA GPUs with this driver; empty when it can."""
+    if build.cuda is None:
+        kind = "ROCm" if build.hip else "XPU" if build.xpu else "CPU"
+        return f"the installed torch is a {kind} build: install the CUDA build"
+    driver = nvml.driver_cuda()
+    # Within a major version any driver runs any build: "CUDA minor version compatibility".
+    if driver[0] < int(build.cuda.partition(".")[0]):
+        return f"the driver supports CUDA {driver[0]}.{driver[1]}, torch needs {build.cuda}: update the driver"
+    return ""
+
+
+def _nvidia(index: int, gpu: NvmlGpu, build: TorchBuild, problem: str) -> Device:
+    problem = problem or _capability_problem(gpu.capability, build)
+    return Device(
+        id=f"gpu:{index}",
+        kind="gpu",
+        name=gpu.name,
+        memory_gb=gigabytes(gpu.total or 0),
+        free_gb=None if gpu.free is None else gigabytes(gpu.free),
+        users=gpu.users,
+        precisions=() if problem else cuda_precisions(gpu.capability),
+        uuid=gpu.uuid or None,
+        supported=not problem,
+        note=problem or _precision_note(gpu.capability),
+    )
+
+
+def _probed(device: ProbedDevice, build: TorchBuild, nvml: Nvml | None, gpus: Sequence[NvmlGpu]) -> Device:
+    """A device that torch numbered, with what NVML knows about it."""
+    if device.kind != "cuda":
+        return Device(
+            id=f"{device.kind}:{device.index}",
+            kind=device.kind,
+            name=device.name,
+            memory_gb=gigabytes(device.total),
+            precisions=(),
+            supported=False,
+            note=f"{device.kind} is not supported yet: Lockstep trains on CUDA and ROCm GPUs and on CPUs",
+        )
+    known = _known(device.uuid, nvml, gpus)
+    rocm = build.hip is not None
+    return Device(
+        id=f"gpu:{device.index}",
+        kind="gpu",
+        name=device.name,
+        memory_gb=gigabytes(device.total),
+        free_gb=None if device.free is None else gigabytes(device.free),
+        users=known.users if known else (),
+        # Every GPU that ROCm supports computes in both 16-bit formats.
+        precisions=CPU_PRECISIONS if rocm else cuda_precisions(device.capability),
+        uuid=(known.uuid if known else device.uuid) or None,
+        note="" if rocm else _precision_note(device.capability),
+    )
+
+
+def _known(uuid: str, nvml: Nvml | None, gpus: Sequence[NvmlGpu]) -> NvmlGpu | None:
+    """NVML's record of a GPU or MIG slice that torch names by a bare UUID."""
+    if nvml is None or not uuid:
+        return None
+    whole = next((gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") == uuid), None)
+    return whole or nvml.by_uuid(f"MIG-{uuid}")
+
+
+def cuda_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
+    """What an NVIDIA GPU of a compute capability computes at full speed.
+
+    Half precision has tensor cores since 7.0 (Volta), bfloat16 since 8.0 (Ampere); torch emulates bfloat16
+    before that, slower than single precision. Source: CUDA C++ Programming Guide, "Compute Capabilities".
+    """
+    return (
+        "32",
+        *(("16-mixed",) if capability >= (7, 0) else ()),
+        *(("bf16-mixed",) if capability >= (8, 0) else ()),
+    )
+
+
+def _precision_note(capability: tuple[int, int]) -> str:
+    if capability >= (8, 0):
+        return ""
+    return f"compute capability {capability[0]}.{capability[1]}: bf16-mixed needs 8.0, 16-mixed 7.0"
+
+
+def _capability_problem(capability: tuple[int, int], build: TorchBuild) -> str:
+    """CUDA 13 dropped what came before Turing (its release notes, "Deprecated Architectures")."""
+    if build.cuda and int(build.cuda.partition(".")[0]) >= 13 and (0, 0) < capability < (7, 5):
+        major, minor = capability
+        return f"compute capability {major}.{minor} is older than CUDA {build.cuda} supports: install torch for CUDA 12"
+    return ""
+
+
+def _cpu(note: str = "") -> Device:
+    """The CPU: it computes in every precision, in half precision only slowly (torch emulates it)."""
+    from lockstep.hardware.host import cpu_name, usable_cores, usable_memory
+
+    total, free = usable_memory()
+    return Device(
+        id="cpu",
+        kind="cpu",
+        name=cpu_name(),
+        memory_gb=gigabytes(total),
+        free_gb=gigabytes(free),
+        precisions=CPU_PRECISIONS,
+        note=note,
+        cores=usable_cores(),
+    )

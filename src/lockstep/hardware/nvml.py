@@ -1,0 +1,149 @@
+"""NVIDIA's management library behind a small seam: facts about GPUs without a CUDA context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from types import TracebackType
+from typing import Any, Protocol
+
+from lockstep.hardware.device import GpuUser, gigabytes
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlGpu:
+    """One GPU (or MIG slice). Memory in bytes, ``None`` where the driver does not say."""
+
+    uuid: str
+    name: str
+    capability: tuple[int, int]
+    total: int | None
+    free: int | None
+    users: tuple[GpuUser, ...] = ()
+    mig: bool = False
+
+
+class Nvml(Protocol):
+    """What Lockstep asks of NVML; use it as a context manager."""
+
+    def gpus(self) -> list[NvmlGpu]:
+        """Every GPU in the order of the PCI bus, whatever ``CUDA_VISIBLE_DEVICES`` says."""
+        ...
+
+    def by_uuid(self, uuid: str) -> NvmlGpu | None:
+        """One GPU or MIG slice by its identifier."""
+        ...
+
+    def driver_cuda(self) -> tuple[int, int]:
+        """The newest CUDA version that the driver supports."""
+        ...
+
+    def __enter__(self) -> Nvml: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class FakeNvml:
+    """A machine with the GPUs that it is given: the fake that ships with the seam."""
+
+    def __init__(self, gpus: Sequence[NvmlGpu] = (), *, driver: tuple[int, int] = (13, 0)) -> None:
+        self._gpus = list(gpus)
+        self._driver = driver
+
+    def gpus(self) -> list[NvmlGpu]:
+        return list(self._gpus)
+
+    def by_uuid(self, uuid: str) -> NvmlGpu | None:
+        return next((gpu for gpu in self._gpus if gpu.uuid == uuid), None)
+
+    def driver_cuda(self) -> tuple[int, int]:
+        return self._driver
+
+    def __enter__(self) -> FakeNvml:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class PyNvml:
+    """The driver's own NVML, through nvidia-ml-py.
+
+    Args:
+        library: the module ``pynvml``, or something with its functions.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._lib = library
+
+    def gpus(self) -> list[NvmlGpu]:
+        count = self._lib.nvmlDeviceGetCount()
+        return [self._describe(self._lib.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
+
+    def by_uuid(self, uuid: str) -> NvmlGpu | None:
+        handle = self._ask(self._lib.nvmlDeviceGetHandleByUUID, uuid.encode())
+        return None if handle is None else self._describe(handle)
+
+    def driver_cuda(self) -> tuple[int, int]:
+        version = self._lib.nvmlSystemGetCudaDriverVersion_v2()  # 1000 × major + 10 × minor
+        return version // 1000, version % 1000 // 10
+
+    def __enter__(self) -> PyNvml:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ask(self._lib.nvmlShutdown)
+
+    def _ask(self, function: Any, *args: Any) -> Any:
+        """The answer, or ``None`` where this driver or device has none."""
+        try:
+            return function(*args)
+        except self._lib.NVMLError:
+            return None
+
+    def _describe(self, handle: Any) -> NvmlGpu:
+        memory = self._ask(self._lib.nvmlDeviceGetMemoryInfo, handle)
+        mig = self._ask(self._lib.nvmlDeviceGetMigMode, handle)
+        parent = self._ask(self._lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
+        capability = self._ask(self._lib.nvmlDeviceGetCudaComputeCapability, handle if parent is None else parent)
+        return NvmlGpu(
+            uuid=_text(self._ask(self._lib.nvmlDeviceGetUUID, handle)),
+            name=_text(self._ask(self._lib.nvmlDeviceGetName, handle)) or "NVIDIA GPU",
+            capability=capability or (0, 0),
+            total=memory and int(memory.total),
+            free=memory and int(memory.free),
+            users=self._users(handle),
+            mig=parent is not None or bool(mig and mig[0]),
+        )
+
+    def _users(self, handle: Any) -> tuple[GpuUser, ...]:
+        users = []
+        for process in self._ask(self._lib.nvmlDeviceGetComputeRunningProcesses, handle) or ():
+            # The driver knows the name even where the process lives in another container.
+            name = PurePath(_text(self._ask(self._lib.nvmlSystemGetProcessName, process.pid))).name
+            memory = None if process.usedGpuMemory is None else gigabytes(process.usedGpuMemory)
+            users.append(GpuUser(pid=int(process.pid), name=name or "unknown", memory_gb=memory))
+        return tuple(users)
+
+
+def open_nvml() -> PyNvml | None:
+    """The driver's NVML, started; ``None`` where there is no NVIDIA driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return PyNvml(pynvml)
+
+
+def _text(value: Any) -> str:
+    """Old drivers' bindings return bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

@@ -1,0 +1,324 @@
+"""From a selection of devices to a placement: who computes where, how they talk, and why.
+
+Pure: the devices that were detected, the settings and the world come in as values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+from lockstep.config import DistributedConfig, HardwareConfig
+from lockstep.errors import ConfigError, DeviceError, UnsupportedError
+from lockstep.hardware.device import Device
+from lockstep.hardware.selection import Selection, choose_default, describe, find, parse, select
+from lockstep.hardware.world import World
+
+Accelerator = Literal["gpu", "cpu"]
+Backend = Literal["nccl", "gloo"]
+ResolvedStrategy = Literal["single", "dp", "ddp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a selection of devices resolves to. Every choice has its reason.
+
+    Attributes:
+        accelerator: ``gpu`` or ``cpu``; never both.
+        devices: the devices of this node: one per rank, repeats included; with ``dp``, those of the one rank.
+        strategy: ``single``, ``dp`` or ``ddp``.
+        backend: how ranks talk; ``None`` with one rank.
+        world_size: ranks on all nodes.
+        nodes: machines.
+        precision: ``32``, ``16-mixed`` or ``bf16-mixed``.
+        reasons: why, for accelerator, devices, strategy, backend, world_size and precision.
+        notes: what was ignored or changed, for people to see.
+    """
+
+    accelerator: Accelerator
+    devices: tuple[str, ...]
+    strategy: ResolvedStrategy
+    backend: Backend | None
+    world_size: int
+    nodes: int
+    precision: str
+    reasons: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as ``placement.json`` keeps them."""
+        return {**asdict(self), "devices": list(self.devices), "notes": list(self.notes)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Placement:
+        """The inverse of :meth:`as_dict`."""
+        return cls(**{**values, "devices": tuple(values["devices"]), "notes": tuple(values["notes"])})
+
+    def torch_device(self, local_rank: int = 0) -> str:
+        """What torch calls the device of a rank of this node (with ``dp``, its first): ``"cpu"``, ``"cuda:0"``."""
+        return self.devices[local_rank].replace("gpu", "cuda")
+
+
+def resolve_placement(
+    config: HardwareConfig, distributed: DistributedConfig, world: World, detected: Sequence[Device]
+) -> Placement:
+    """Decide where a run computes.
+
+    Args:
+        config: which devices, strategy and precision are wanted.
+        distributed: which backend is wanted.
+        world: whether somebody else started the ranks already, and how many.
+        detected: what this machine has.
+
+    Raises:
+        DeviceError: a selection that is empty, malformed, absent, or does not fit the ranks; a precision
+            that a chosen device lacks.
+        ConfigError: settings that contradict each other.
+        UnsupportedError: a combination that Lockstep refuses by name.
+    """
+    if config.strategy in {"fsdp", "pipeline"}:
+        raise UnsupportedError(
+            f"strategy {config.strategy} is not available yet",
+            why="this version trains with single, dp and ddp",
+            fix="use --strategy auto: it takes ddp on several devices",
+        )
+    # One process under a launcher may still drive several GPUs with dp; otherwise the launcher's world wins.
+    given = world if world.from_outside and (world.size > 1 or config.strategy != "dp") else None
+    selection = _for_ranks(config, given, detected) if given else _selected(config, detected)
+    devices = selection.devices
+    accelerator: Accelerator = "cpu" if devices[0] == "cpu" else "gpu"
+    notes = list(selection.notes)
+    strategy, strategy_reason = _strategy(config.strategy, devices, given, notes)
+    ranks = given.size if given else len(devices)
+    backend, backend_reason = _backend(distributed.backend, strategy, devices, notes)
+    precision_reason = _precision(config.precision, devices, detected)
+    notes += [] if given else _occupied(devices, detected)
+    return Placement(
+        accelerator=accelerator,
+        devices=devices,
+        strategy=strategy,
+        backend=backend,
+        world_size=ranks if strategy == "ddp" else 1,
+        nodes=given.nodes if given else 1,
+        precision=config.precision,
+        reasons={
+            "accelerator": _accelerator_reason(accelerator, selection, detected),
+            "devices": selection.reason,
+            "strategy": strategy_reason,
+            "backend": backend_reason,
+            "world_size": _world_reason(strategy, devices, given),
+            "precision": precision_reason,
+        },
+        notes=tuple(notes),
+    )
+
+
+def resolve_hardware(selected_devices: list[str], detected: Sequence[Device] | None = None) -> dict[str, Any]:
+    """A selection as arguments of a Lightning ``Trainer``.
+
+    Args:
+        selected_devices: ``"cpu"`` and ``"gpu:<index>"``; the CPU is dropped beside a GPU.
+        detected: what the machine has; ``None`` looks.
+
+    Returns:
+        ``accelerator`` (``"gpu"`` or ``"cpu"``), ``devices`` (the indices of the GPUs; 1 for the CPU, which is
+        one process) and ``strategy`` (``"auto"`` for one device, ``"ddp"`` for several).
+
+    Raises:
+        DeviceError: an empty selection, a device that is malformed, absent or named twice.
+    """
+    if detected is None:
+        from lockstep.hardware.detect import detect_devices
+
+        detected = detect_devices()
+    devices = select(parse(selected_devices), detected).devices
+    repeated = [device for device, count in Counter(devices).items() if count > 1]
+    if repeated:
+        raise DeviceError(
+            f"{repeated[0]} is named twice",
+            why="a Lightning Trainer takes each device once",
+            fix="name each device once, or train with Lockstep's own engine, where a repeated device carries two ranks",
+        )
+    if devices == ("cpu",):
+        return {"accelerator": "cpu", "devices": 1, "strategy": "auto"}
+    indices = [find(device, detected).index for device in devices]
+    return {"accelerator": "gpu", "devices": indices, "strategy": "ddp" if len(indices) > 1 else "auto"}
+
+
+def _selected(config: HardwareConfig, detected: Sequence[Device]) -> Selection:
+    """The selection of a run that Lockstep itself starts: one rank per named device."""
+    if config.selected_devices is None:
+        return choose_default(detected)
+    return select(parse(config.selected_devices), detected)
+
+
+def _for_ranks(config: HardwareConfig, world: World, detected: Sequence[Device]) -> Selection:
+    """One device for each rank of this node, where a launcher has started the ranks already."""
+    ranks = world.local_size
+    if config.selected_devices is None:
+        return _share_out(ranks, world, detected)
+    selection = select(parse(config.selected_devices), detected)
+    if len(selection.devices) == ranks:
+        reason = f"{selection.reason}: one for each of the node's {_count(ranks, 'process')}, in order"
+        return Selection(selection.devices, reason, selection.notes)
+    if selection.devices == ("cpu",):
+        reason = f"cpu is selected, for each of the node's {_count(ranks, 'process')}"
+        return Selection(("cpu",) * ranks, reason, selection.notes)
+    number = len(selection.devices)
+    raise DeviceError(
+        f"{_count(number, 'device')} selected, but {world.launcher} started {_count(ranks, 'process')} on this node",
+        why="each process is one rank already, with one device of its own",
+        fix=f"start {_count(number, 'process')} per node, name {_count(ranks, 'device')}, or leave --devices out",
+    )
+
+
+def _share_out(ranks: int, world: World, detected: Sequence[Device]) -> Selection:
+    """Devices for ``ranks`` processes of this node when none were named: the first GPUs, else the CPU."""
+    gpus = [device.id for device in detected if device.kind == "gpu" and device.supported]
+    if len(gpus) >= ranks:
+        return Selection(tuple(gpus[:ranks]), f"one GPU for each of the node's {_count(ranks, 'process')}")
+    if not gpus:
+        reason = f"no GPU that Lockstep can use, so each of the node's {_count(ranks, 'process')} computes on the CPU"
+        return Selection(("cpu",) * ranks, reason)
+    shared = ",".join(gpus[index % len(gpus)] for index in range(ranks))
+    fix = f"start {_count(len(gpus), 'process')} per node, share with `--devices {shared}`, or use `--devices cpu`"
+    if world.launcher == "slurm":
+        fix += "; where srun hides the other GPUs from a task, start it with --gpu-bind=none"
+    raise DeviceError(
+        f"{_count(ranks, 'process')} on this node, but {_count(len(gpus), 'GPU')}",
+        why=f"{world.launcher} started more processes than there are GPUs, and sharing one is never a silent choice",
+        fix=fix,
+    )
+
+
+def _strategy(
+    wanted: str, devices: tuple[str, ...], world: World | None, notes: list[str]
+) -> tuple[ResolvedStrategy, str]:
+    """The strategy and its reason; ``world`` only when a launcher has started several ranks."""
+    ranks = world.size if world else len(devices)
+    if wanted == "dp":
+        return _data_parallel(devices, world, notes)
+    if wanted == "single" and ranks > 1:
+        what = f"{world.launcher} started {_count(ranks, 'process')}" if world else f"{ranks} devices are selected"
+        raise ConfigError(
+            f"strategy single takes one device, but {what}",
+            fix="use --strategy auto, or select one device"
+            if not world
+            else "use --strategy auto, or start one process",
+        )
+    if ranks > 1:
+        reason = "as set" if wanted == "ddp" else "several devices: one process each, gradients averaged by all-reduce"
+        return "ddp", reason if not world else f"{reason}; {world.launcher} started {_count(ranks, 'process')}"
+    if wanted == "ddp":
+        notes.append("ddp on one device has nothing to synchronise: it runs as single")
+    return "single", "one device: this process alone"
+
+
+def _data_parallel(devices: tuple[str, ...], world: World | None, notes: list[str]) -> tuple[ResolvedStrategy, str]:
+    """``dp``: one process drives several distinct GPUs."""
+    if world:
+        raise ConfigError(
+            f"strategy dp is one process, but {world.launcher} started {world.size}",
+            fix=f"use --strategy ddp, or start without {world.launcher}",
+        )
+    if devices[0] == "cpu":
+        raise UnsupportedError(
+            "strategy dp needs GPUs",
+            why="it copies the model to several GPUs from one process; a CPU is one device",
+            fix="use --strategy ddp, for example with --devices cpu,cpu",
+        )
+    if len(set(devices)) < len(devices):
+        raise UnsupportedError(
+            f"strategy dp cannot use a device twice ({', '.join(devices)})",
+            why="it has one process, and a repeated device stands for two",
+            fix="name each GPU once, or use --strategy ddp",
+        )
+    if len(devices) == 1:
+        notes.append("dp on one device has nothing to split: it runs as single")
+        return "single", "one device: this process alone"
+    notes.append("ddp is faster than dp: dp copies the model to every GPU in every step, from one process")
+    return "dp", "as set: one process drives all selected GPUs"
+
+
+def _backend(
+    wanted: str, strategy: ResolvedStrategy, devices: tuple[str, ...], notes: list[str]
+) -> tuple[Backend | None, str]:
+    """How ranks talk, and why."""
+    if strategy != "ddp":
+        if wanted != "auto":
+            notes.append(f"distributed.backend={wanted} is ignored: there is one rank")
+        return None, "one rank: nobody to talk to"
+    on_cpu, repeated = devices[0] == "cpu", len(set(devices)) < len(devices)
+    if wanted == "nccl" and (on_cpu or repeated):
+        raise ConfigError(
+            f"backend nccl cannot connect {'ranks on a CPU' if on_cpu else 'two ranks on one GPU'}",
+            why="nccl talks between distinct GPUs",
+            fix="leave distributed.backend at auto, which takes gloo here",
+        )
+    if wanted != "auto":
+        if wanted == "gloo" and not on_cpu and not repeated:
+            notes.append("gloo stages GPU tensors through the host; nccl would be faster between distinct GPUs")
+        return cast(Backend, wanted), "as set"
+    if on_cpu:
+        return "gloo", "ranks on a CPU talk over gloo"
+    if repeated:
+        return "gloo", "nccl refuses two ranks on one GPU, so gloo, staged through the host"
+    return "nccl", "distinct GPUs: nccl is the fastest between them"
+
+
+def _precision(wanted: str, devices: tuple[str, ...], detected: Sequence[Device]) -> str:
+    """The reason for the precision; refused when a chosen device lacks it."""
+    chosen = [find(device, detected) for device in dict.fromkeys(devices)]
+    for device in chosen:
+        if wanted not in device.precisions:
+            raise DeviceError(
+                f"precision {wanted} is not supported on {device.id} ({device.name})",
+                why=f"it supports {', '.join(device.precisions)}" + (f"; {device.note}" if device.note else ""),
+                fix=f"use --precision {device.precisions[-1]}, or select another device",
+            )
+    on_gpu = devices[0] != "cpu"
+    if wanted == "32":
+        faster = on_gpu and all("bf16-mixed" in device.precisions for device in chosen)
+        return "single precision" + (f"; bf16-mixed would be faster on {chosen[0].name}" if faster else "")
+    if wanted == "16-mixed":
+        return "as set: half precision with loss scaling" + ("" if on_gpu else "; slow on a CPU, good for a rehearsal")
+    return "as set: bfloat16 where it is safe, single precision elsewhere"
+
+
+def _occupied(devices: tuple[str, ...], detected: Sequence[Device]) -> list[str]:
+    """A note for each chosen GPU that other processes use already."""
+    chosen = [find(device, detected) for device in dict.fromkeys(devices)]
+    return [f"{device.id} is in use: {describe_users(device)}" for device in chosen if device.users]
+
+
+def describe_users(device: Device) -> str:
+    """``python (pid 123, 20.1 GB), …``."""
+    return ", ".join(
+        f"{user.name} (pid {user.pid}" + (f", {user.memory_gb} GB)" if user.memory_gb is not None else ")")
+        for user in device.users
+    )
+
+
+def _accelerator_reason(accelerator: Accelerator, selection: Selection, detected: Sequence[Device]) -> str:
+    if accelerator == "gpu":
+        return "a GPU is selected" if selection.explicit else "there is a GPU"
+    if selection.explicit:
+        return "the CPU is selected"
+    unusable = [device for device in detected if device.kind != "cpu" and not device.supported]
+    return f"no GPU that Lockstep can use ({describe(unusable)})" if unusable else "there is no GPU"
+
+
+def _world_reason(strategy: ResolvedStrategy, devices: tuple[str, ...], world: World | None) -> str:
+    if world:
+        nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
+        return f"{world.launcher} started {_count(world.size, 'process')}{nodes}"
+    if strategy == "dp":
+        return "dp is one process"
+    return "one device" if len(devices) == 1 else "one rank for each selected device, repeats included"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = {"process": "processes"}.get(noun, noun + "s")
+    return f"{number} {noun if number == 1 else plural}"

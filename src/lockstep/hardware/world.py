@@ -1,0 +1,124 @@
+"""Who am I among the processes: rank and world size, read from the environment that a launcher left.
+
+Three launchers are known: torch's agent (``torchrun``, ``torch.distributed.launch`` and Lockstep's
+own launcher), SLURM's ``srun``, and none. Contract of the variables:
+https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables and ``man srun``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lockstep.errors import ConfigError
+
+Launcher = Literal["none", "torchrun", "lockstep", "slurm"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One process among ``size``; node ``node_rank`` holds ``local_size`` of them."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    launcher: Launcher = "none"
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.local_size)
+
+    @property
+    def from_outside(self) -> bool:
+        """True when somebody else started the ranks, so that their number is given."""
+        return self.launcher in {"torchrun", "slurm"}
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_world(environ: Mapping[str, str]) -> World:
+    """The world that ``environ`` describes; a single process when it describes none.
+
+    Raises:
+        ConfigError: the variables are incomplete or contradict each other.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _checked(
+            World(
+                rank=_number(environ, "RANK"),
+                size=_number(environ, "WORLD_SIZE"),
+                local_rank=_number(environ, "LOCAL_RANK", environ["RANK"]),
+                local_size=_number(environ, "LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]),
+                node_rank=_number(environ, "GROUP_RANK", "0"),
+                launcher="lockstep" if environ.get("LOCKSTEP_LAUNCHER") else "torchrun",
+            )
+        )
+    # An interactive `salloc` or `sbatch` shell sets SLURM_JOB_ID too; only `srun` sets the step's rank.
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        size = _number(environ, "SLURM_STEP_NUM_TASKS")
+        nodes = _number(environ, "SLURM_STEP_NUM_NODES", "1")
+        return _checked(
+            World(
+                rank=_number(environ, "SLURM_PROCID"),
+                size=size,
+                local_rank=_number(environ, "SLURM_LOCALID", "0"),
+                local_size=-(-size // nodes),
+                node_rank=_number(environ, "SLURM_NODEID", "0"),
+                launcher="slurm",
+            )
+        )
+    return World()
+
+
+def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = environ.get(name, default)
+    if text is None or not text.lstrip("-").isdigit():
+        raise ConfigError(
+            f"the environment variable {name} is {text!r}, not a number",
+            why="the launcher sets it for every rank",
+            fix="start the ranks with torchrun, srun or `lockstep train --devices …`, or unset RANK and WORLD_SIZE",
+        )
+    return int(text)
+
+
+def _checked(world: World) -> World:
+    if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size):
+        raise ConfigError(
+            f"rank {world.rank} of {world.size} (local {world.local_rank} of {world.local_size}) cannot be",
+            why="RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE contradict each other",
+            fix="start the ranks with torchrun, srun or `lockstep train --devices …`",
+        )
+    return world
+
+
+def rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
+    """``MASTER_ADDR`` and ``MASTER_PORT`` where the launcher gave none (SLURM); empty where it did.
+
+    All ranks derive the same port from the job's number, in the range that is free for private use.
+    """
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return {}
+    job = int(environ.get("SLURM_JOB_ID", "0")) * 64 + int(environ.get("SLURM_STEP_ID", "0"))
+    nodes = environ.get("SLURM_STEP_NODELIST", "127.0.0.1")
+    return {
+        "MASTER_ADDR": environ.get("MASTER_ADDR", first_host(nodes)),
+        "MASTER_PORT": environ.get("MASTER_PORT", str(49152 + job % 16384)),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a SLURM node list: ``n[03-05,9],m1`` → ``n03`` (format: ``man scontrol``, hostlist)."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket or "," in head:
+        return head.split(",")[0]
+    inside, _, after = rest.partition("]")
+    number = inside.replace("-", ",").split(",")[0]
+    return head + number + after.split(",")[0]

@@ -1,0 +1,121 @@
+"""Several ranks on this machine: :func:`launch` starts them through a launcher process and waits.
+
+The chain is caller → launcher (:mod:`lockstep.launch.launcher`, torch's elastic agent) → ranks
+(:mod:`lockstep.launch.worker`). Nothing of it runs in the caller, which may be a script without a
+main guard, a notebook, a thread or a server's child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+
+from lockstep.errors import RunFolderError, StorageError
+from lockstep.launch import environment, failure, lifetime
+from lockstep.launch.output import Relay
+from lockstep.launch.signals import StopRequest, exit_code, held_back
+from lockstep.telemetry.rundir import RunDir, read_json, write_json
+
+#: How long the launcher may take to end when it has been told to kill everything.
+_KILL_S = 10.0
+
+
+def launch(
+    run_dir: RunDir,
+    ranks: int,
+    *,
+    environ: Mapping[str, str] | None = None,
+    stop_grace_s: float = 30.0,
+    max_restarts: int = 0,
+    detached: bool = False,
+    worker_module: str = "lockstep.launch.worker",
+) -> int:
+    """Run ``ranks`` ranks of the run on this machine and wait until all have ended.
+
+    In the main thread, SIGINT and SIGTERM stop the run: the ranks write a checkpoint and end. A
+    second SIGINT kills them. The handlers of the caller are back on return. In another thread the
+    caller's handlers stay as they are.
+
+    After a failure, :func:`lockstep.launch.failure.collect` tells what happened.
+
+    Args:
+        run_dir: a run that exists.
+        ranks: how many, at least 1.
+        environ: variables for the ranks, besides this process's own; LOCKSTEP_THREADS, the intra-op
+            threads of each rank (default: OMP_NUM_THREADS, or 1), among them.
+        stop_grace_s: how long ranks may take to end after a stop was requested, seconds.
+        max_restarts: how often all ranks are started again after one has failed.
+        detached: let the run go on when this process ends; otherwise it is stopped then, in good order.
+        worker_module: what every rank runs, as ``python -m MODULE RUN_FOLDER``.
+
+    Returns:
+        0: done; 1: failed; 2: wrong usage; 130 or 143: stopped by SIGINT or SIGTERM after a
+        checkpoint (also 130 without one, after a second SIGINT).
+    """
+    try:
+        failure.clear(run_dir.logs)
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write in {run_dir.logs}",
+            why=str(error),
+            fix="change its permissions, or choose another --save-dir",
+        ) from error
+    launch_id = uuid.uuid4().hex
+    command = [
+        *(sys.executable, "-P", "-m", "lockstep.launch.launcher", str(run_dir.path.resolve())),
+        *("--ranks", str(ranks), "--worker-module", worker_module),
+        *("--stop-grace-s", str(stop_grace_s), "--max-restarts", str(max_restarts)),
+        *(() if detached else ("--parent-pid", str(os.getpid()))),
+    ]
+    relay = Relay()
+    with held_back():
+        process = subprocess.Popen(
+            command,
+            env=environment.for_launcher({**os.environ, **(environ or {})}, launch_id, sys.path),
+            stdin=subprocess.DEVNULL,
+            stdout=relay.stdout,
+            stderr=relay.stderr,
+            start_new_session=True,
+        )
+        stop = StopRequest(on_request=process.send_signal).install()
+    try:
+        code = relay.wait(process)
+    except KeyboardInterrupt:
+        code = _kill(process)
+    finally:
+        stop.restore()
+        if process.poll() is None or process.returncode < 0:
+            process.kill()
+            process.wait()
+            lifetime.kill_marked(environment.LAUNCH_ID, launch_id)
+    return code if code >= 0 else _ended_by_signal(run_dir, -code)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> int:
+    """The user will not wait. Returns the exit code."""
+    process.send_signal(signal.SIGQUIT)
+    try:
+        process.wait(_KILL_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+    return exit_code(signal.SIGINT)
+
+
+def _ended_by_signal(run_dir: RunDir, number: int) -> int:
+    """The launcher could not write down its own end."""
+    if number in (signal.SIGINT, signal.SIGTERM):
+        return exit_code(number)
+    path = run_dir.logs / failure.LAUNCHER_FILE
+    try:
+        content = read_json(path)
+    except RunFolderError:
+        content = {}
+    name = signal.Signals(number).name
+    with contextlib.suppress(StorageError):  # then the exit code has to say enough
+        write_json(path, {**content, "error": f"the launcher was killed by signal {number} ({name})", "exit_code": 1})
+    return 1

@@ -1,0 +1,106 @@
+"""Weights and a program of a run, for use without Lockstep."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RunFolderError, UnsupportedError
+from lockstep.launch.afterwards import example_batch, find_checkpoint, model_inputs, reopen
+from lockstep.telemetry.files import write_json
+from lockstep.telemetry.rundir import RunDir
+
+EXAMPLE = '''"""Loads what `lockstep export` wrote; needs torch{extra}, not Lockstep."""
+from pathlib import Path
+
+import torch
+{imports}
+here = Path(__file__).parent
+{body}'''
+
+PROGRAM_BODY = '''program = torch.export.load(here / "model.pt2").module()
+inputs = torch.load(here / "example_inputs.pt", weights_only=True)
+with torch.no_grad():
+    output = program(*inputs["args"], **inputs["kwargs"])
+print("output:", tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__)
+'''
+
+WEIGHTS_BODY = '''weights = load_file(here / "weights.safetensors")
+print(len(weights), "tensors,", sum(w.numel() for w in weights.values()), "values")
+# model = YourModel(…); model.load_state_dict(weights)
+'''
+
+
+def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: bool = True) -> dict[str, Any]:
+    """Write ``weights.safetensors``, ``model.pt2`` (torch.export), ``metadata.json`` and ``load_example.py`` to ``out``.
+
+    The program's first dimension is dynamic: any batch size.
+
+    Raises:
+        RunFolderError: ``out`` holds something already. UnsupportedError: torch cannot export the model.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunFolderError(f"{out} is not empty", why="an export never overwrites", fix="give another folder with --out")
+    snapshot = find_checkpoint(run, checkpoint)
+    building = out.with_name(out.name + ".partial")
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        building.mkdir(parents=True)
+        from safetensors.torch import save_file
+
+        save_file({key: value.contiguous().clone() for key, value in snapshot.model.items()}, building / "weights.safetensors")
+        if program:
+            _write_program(run, snapshot.model, building)
+        record = run.read()
+        metadata = {
+            "run": record.id,
+            "task": record.task,
+            "step": snapshot.step,
+            "versions": record.versions,
+            "metrics": snapshot.manifest.get("best", {}),
+            "task_settings": run.config().task.model_dump(mode="json"),
+        }
+        write_json(building / "metadata.json", metadata)
+        _write_example(building, program)
+        if out.exists():
+            out.rmdir()
+        building.rename(out)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {out}", why=str(error), fix="choose another --out") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return {"out": str(out), "step": snapshot.step, "files": sorted(file.name for file in out.iterdir())}
+
+
+def _write_program(run: RunDir, weights: dict[str, Any], folder: Path) -> None:
+    import torch
+
+    task, datasets = reopen(run.config())
+    model = task.model()
+    model.load_state_dict(weights)
+    args, kwargs = model_inputs(task, model.eval(), example_batch(task, datasets))
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+
+    def first_dynamic(value: Any) -> Any:
+        return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() and len(tensors) else None
+
+    shapes = (tuple(first_dynamic(a) for a in args), {k: first_dynamic(v) for k, v in kwargs.items()})
+    try:
+        exported = torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes[0] if not kwargs else (*shapes[0], shapes[1]))
+    except Exception as error:  # torch.export has many error types of its own
+        raise UnsupportedError(
+            "torch cannot export this model as a program",
+            why=f"{type(error).__name__}: {str(error)[:300]}",
+            fix="export the weights alone (--no-program)",
+        ) from error
+    torch.export.save(exported, folder / "model.pt2")
+    torch.save({"args": args, "kwargs": kwargs}, folder / "example_inputs.pt")
+
+
+def _write_example(folder: Path, program: bool) -> None:
+    if program:
+        text = EXAMPLE.format(extra="", imports="", body=PROGRAM_BODY)
+    else:
+        text = EXAMPLE.format(extra=" and safetensors", imports="from safetensors.torch import load_file\n", body=WEIGHTS_BODY)
+    (folder / "load_example.py").write_text(text, encoding="utf-8")

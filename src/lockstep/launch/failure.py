@@ -1,0 +1,297 @@
+"""One failure, one block: which rank failed first, why, and what mends it.
+
+Three sources, all in the run's ``logs/``: what a rank wrote about its own error
+(``rank-<r>.error.json``), how its process ended (``launcher.json``: a killed rank writes nothing),
+and the last lines of its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import textwrap
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LockstepError, RankFailed, RunFolderError, UsageError
+from lockstep.launch.causes import Cause, find_cause, is_lost_peer
+from lockstep.launch.output import MARK, log_file
+from lockstep.telemetry.rundir import RunDir, read_json, write_json
+
+LAUNCHER_FILE = "launcher.json"
+#: How many of a rank's last lines a report shows.
+LAST_LINES = 10
+
+_WRONG_USAGE = 2
+_MAX_BYTES = 4 << 20
+_TAIL_BYTES = 64 << 10
+
+
+# --- what a failing rank leaves ------------------------------------------------------------------
+
+
+def error_file(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.error.json"
+
+
+def record(logs: Path, rank: int, error: BaseException) -> None:
+    """Write ``rank-<r>.error.json``. Raises :class:`~lockstep.errors.StorageError`."""
+    write_json(
+        error_file(logs, rank),
+        {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "type": _type_name(error),
+            "message": _message(error),
+            "traceback": "".join(traceback.format_exception(error)),
+            "error": error.as_dict() if isinstance(error, LockstepError) else None,
+            "exit_code": exit_code_of(error),
+        },
+    )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a rank that ``error`` ended."""
+    if isinstance(error, LockstepError):
+        return error.exit_code
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return 1
+
+
+def _type_name(error: BaseException) -> str:
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return f"the process was ended by sys.exit({error.code})"
+    return str(error)
+
+
+def clear(logs: Path) -> None:
+    """Remove what an earlier start left. Raises :class:`OSError`."""
+    for path in [logs / LAUNCHER_FILE, *logs.glob("rank-*.error.json")]:
+        path.unlink(missing_ok=True)
+
+
+# --- what the reader makes of it -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed. ``exit_code`` is negative for a signal; ``error`` is a Lockstep error's own words.
+
+    ``time``: seconds since the epoch, the earliest at which it can have failed.
+    """
+
+    rank: int
+    time: float
+    exit_code: int | None
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+    error: Mapping[str, str] | None = None
+    host: str = ""
+    pid: int | None = None
+    last_lines: tuple[str, ...] = ()
+    ended_by_launcher: bool = False
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the signal that killed it, or ``None``."""
+        return _signal_name(-self.exit_code) if self.exit_code is not None and self.exit_code < 0 else None
+
+    @property
+    def is_usage_error(self) -> bool:
+        return self.error is not None and self.exit_code == _WRONG_USAGE
+
+    @property
+    def is_collateral(self) -> bool:
+        """Whether this is what the failure of another rank looks like from here."""
+        if self.type:
+            return is_lost_peer(self.type, self.message)
+        return self.ended_by_launcher or (self.signal == "SIGABRT" and is_lost_peer("", "\n".join(self.last_lines)))
+
+    def headline(self) -> str:
+        if self.signal and not self.type:
+            return f"was killed by signal {-(self.exit_code or 0)} ({self.signal})"
+        if not self.type:
+            return f"ended with exit code {self.exit_code} without an error of its own"
+        first = self.message.strip().splitlines()[:1]
+        return f"failed: {': '.join([self.type, *first])}"
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Why a start of all ranks failed.
+
+    ``first`` is the rank that failed by itself, ``None`` when only the launcher did; ``others`` failed
+    after it or because of it.
+    """
+
+    ranks: int
+    first: RankFailure | None
+    others: tuple[RankFailure, ...]
+    cause: Cause | None
+    launcher_error: str = ""
+
+    @property
+    def what(self) -> str:
+        """Which rank failed first and with what, on one line (more, if the error's message has more)."""
+        if self.first is None:
+            return self.launcher_error.strip().splitlines()[-1]
+        if self.first.is_usage_error and self.first.error:
+            return self.first.error["message"]
+        return f"rank {self.first.rank} of {self.ranks} {self.first.headline()}"
+
+    @property
+    def why(self) -> str:
+        """Why, if the error says it or the cause is known."""
+        if self.first and self.first.error:
+            return self.first.error["why"]
+        return self.cause.why if self.cause else ""
+
+    @property
+    def fix(self) -> str:
+        """What mends it, if that is known."""
+        if self.first and self.first.error:
+            return self.first.error["fix"]
+        return self.cause.fix if self.cause else ""
+
+    def details(self) -> str:
+        """The traceback and last lines of the first rank to fail, and how many others there are."""
+        first, blocks = self.first, []
+        if first is None:
+            if self.launcher_error.strip() != self.what:
+                blocks.append(textwrap.indent(self.launcher_error.rstrip(), "  "))
+        elif first.is_usage_error:
+            return ""
+        else:
+            if first.traceback:
+                blocks.append(textwrap.indent(first.traceback.rstrip(), "  "))
+            if first.last_lines:
+                blocks.append(f"last lines of logs/rank-{first.rank}.log:")
+                blocks.append(textwrap.indent("\n".join(first.last_lines), "  "))
+        if self.others:
+            blocks.append(_collateral(self.others))
+        return "\n".join(blocks)
+
+    def as_error(self) -> LockstepError:
+        """The report as an exception, whose text is the whole block.
+
+        A usage error that a rank raised comes back as what it was, exit code included.
+        """
+        if self.first and self.first.is_usage_error and self.first.error:
+            kind = _usage_error_class(self.first.error["code"])
+            return kind(self.what, why=self.why, fix=self.fix)
+        return RankFailed("\n".join(filter(None, [self.what, self.details()])), why=self.why, fix=self.fix)
+
+    def format(self) -> str:
+        """The one block that people read: plain text, no newline at its end."""
+        return str(self.as_error())
+
+
+def _usage_error_class(code: str) -> type[LockstepError]:
+    kinds: list[type[LockstepError]] = [UsageError, *UsageError.__subclasses__()]
+    return next((kind for kind in kinds if kind.code == code), UsageError)
+
+
+def collect(run_dir: RunDir) -> FailureReport | None:
+    """What the newest start in ``run_dir`` left about a failure; ``None`` when there was none."""
+    launcher = _read(run_dir.logs / LAUNCHER_FILE)
+    exits = {end["rank"]: end for end in launcher.get("exits", []) if isinstance(end, dict) and "rank" in end}
+    paths = run_dir.logs.glob("rank-*.error.json")
+    errors = {error["rank"]: error for error in map(_read, paths) if "rank" in error}
+    failures = [_rank_failure(run_dir.logs, rank, errors.get(rank), exits.get(rank)) for rank in {*errors, *exits}]
+    failures = [failure for failure in failures if failure.exit_code not in (0, None) and not _stopped(failure)]
+    launcher_error = str(launcher.get("error") or "")
+    if not launcher_error and all(failure.ended_by_launcher for failure in failures):
+        return None
+    failures.sort(key=lambda failure: (failure.is_collateral, failure.time, failure.rank))
+    first = failures[0] if failures and not (launcher_error and failures[0].is_collateral) else None
+    return FailureReport(
+        ranks=int(launcher.get("ranks") or len(failures)),
+        first=first,
+        others=tuple(failure for failure in failures if failure is not first),
+        cause=_cause(first, launcher_error),
+        launcher_error=launcher_error,
+    )
+
+
+def _collateral(others: Sequence[RankFailure]) -> str:
+    names = ", ".join(str(failure.rank) for failure in sorted(others, key=lambda failure: failure.rank))
+    if len(others) == 1:
+        return f"1 other rank ended because of it or after it (rank {names})."
+    return f"{len(others)} other ranks ended because of it or after it (ranks {names})."
+
+
+def _stopped(failure: RankFailure) -> bool:
+    return not failure.type and failure.exit_code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+def _cause(first: RankFailure | None, launcher_error: str) -> Cause | None:
+    if first is None:
+        return find_cause(launcher_error)
+    if first.type:
+        return find_cause(f"{first.type}: {first.message}", first.signal)
+    return find_cause("\n".join(first.last_lines), first.signal)
+
+
+def _rank_failure(logs: Path, rank: int, error: Mapping[str, Any] | None, end: Mapping[str, Any] | None) -> RankFailure:
+    error, end = error or {}, end or {}
+    code = error.get("exit_code", end.get("code"))
+    return RankFailure(
+        rank=rank,
+        # A killed rank may be seen only after the ranks that missed it have written down theirs.
+        time=float(error.get("time") or end.get("alive_at") or 0.0),
+        exit_code=code,
+        type=str(error.get("type", "")),
+        message=str(error.get("message", "")),
+        traceback=str(error.get("traceback", "")),
+        error=error.get("error"),
+        host=str(error.get("host", "")),
+        pid=error.get("pid", end.get("pid")),
+        last_lines=last_lines(log_file(logs, rank)),
+        ended_by_launcher=bool(end.get("ended_by_launcher")) and not error,
+    )
+
+
+def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
+    """The last lines that a rank wrote since it began; Lockstep's own, its traceback included, left out."""
+    text = ""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    before, mark, after = text.rpartition(f"{MARK}rank ")
+    if mark and f"{MARK}process " not in after:
+        text = before
+    _, mark, own = text.rpartition(f"{MARK}process ")
+    lines = own.splitlines()[1:] if mark else text.splitlines()
+    # A progress bar redraws its line.
+    drawn = (line.rsplit("\r", 1)[-1].rstrip() for line in "\n".join(lines).split("\n"))
+    return tuple(line for line in drawn if line)[-count:]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(RunFolderError):
+        content = read_json(path, max_bytes=_MAX_BYTES)
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,77 @@
+"""Which run folder: a new one, or that of an unfinished run, and what may change when it goes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.config import RunConfig, resolve
+from lockstep.errors import ConfigError, RunFolderError
+from lockstep.telemetry.rundir import RunDir, new_run_id
+
+
+def create_folder(config: RunConfig) -> RunDir:
+    """The folder of a new run: ``save_dir``, or a fresh one under ``runs_dir``. Raises :class:`RunFolderError`."""
+    run_id = new_run_id()
+    path = config.save_dir or config.runs_dir / run_id
+    return RunDir.create(path, config, run_id=run_id, command=sys.argv)
+
+
+def overrides_of(config: RunConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    if isinstance(config, RunConfig):
+        return config.model_dump(exclude_unset=True, mode="json")
+    return dict(config or {})
+
+
+def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
+    """The run to go on with, if ``--resume`` was given and the folder holds one."""
+    if not resume:
+        return None
+    if config.save_dir is None:
+        raise ConfigError(
+            "--resume needs to know which run", why="no --save-dir was given", fix="add --save-dir DIR, or use `lockstep resume RUN`"
+        )
+    if not (config.save_dir / "run.json").exists():
+        return None
+    run = RunDir.open(config.save_dir)
+    refuse_running(run)
+    return run
+
+
+def refuse_running(run: RunDir) -> None:
+    record = run.read()
+    if run.judge(record) in {"running", "pending"}:
+        raise RunFolderError(
+            f"run {record.id} is still {run.judge(record)}",
+            why=f"process {record.pid} on {record.host} is at it",
+            fix=f"wait for it, or `lockstep stop {record.id}` first",
+        )
+
+
+def changed_config(run: RunDir, changes: Mapping[str, Any]) -> RunConfig:
+    """The run's configuration with ``changes``; its task and seed stay what they were.
+
+    Raises:
+        ConfigError: a change that would make it another run.
+    """
+    old = run.config()
+    new = resolve(old.model_dump(mode="json"), {key: value for key, value in changes.items() if key != "save_dir"})
+    fixed = {
+        "task": (old.task, new.task),
+        "training.seed": (old.training.seed, new.training.seed),
+        "training.lanes": (old.training.lanes, new.training.lanes),
+        "data.data_dir": (old.data.data_dir, new.data.data_dir),
+    }
+    for name, (before, after) in fixed.items():
+        if before != after and not (name == "data.data_dir" and before and after):
+            raise ConfigError(
+                f"{name} differs from that of run {run.read().id}",
+                why="a resumed run sees the same samples in the same order",
+                fix="leave it as it was, or start a new run with --init-from",
+            )
+    return new
+
+
+def warn(message: str) -> None:
+    sys.stderr.write(f"warning: {message}\n")

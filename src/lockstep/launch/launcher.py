@@ -1,0 +1,182 @@
+"""The launcher process that :func:`lockstep.launch.elastic.launch` starts.
+
+::
+
+    python -m lockstep.launch.launcher RUN --ranks N
+
+It lives in a session of its own, so a terminal's Ctrl-C reaches only the process that started it,
+which passes it on. Its exit code is that of all ranks together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lockstep.errors import LockstepError, StorageError
+from lockstep.launch import environment, failure, lifetime, signals
+from lockstep.launch.supervise import Supervisor
+from lockstep.telemetry.rundir import RunDir, write_json
+
+if TYPE_CHECKING:
+    from lockstep.launch.agent import RankAgent
+
+#: How long killed ranks are waited for.
+_KILL_S = 5.0
+
+
+@dataclass
+class Launch:
+    """One launch: what was asked for, and what is written to ``logs/launcher.json``."""
+
+    run_dir: RunDir
+    ranks: int
+    worker_module: str
+    stop_grace_s: float
+    max_restarts: int
+    parent_pid: int | None
+    stop: signals.StopRequest
+    starts: int = 0
+    supervisor: Supervisor | None = None
+    error: str = ""
+    started_at: float = field(default_factory=time.time)
+
+    def start(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> Supervisor:
+        """All ranks have been started, for the first time or again."""
+        if self.starts:
+            self._forget_errors()
+        self.starts += 1
+        self.supervisor = Supervisor(processes, stop_requested=self.stop_requested, stop_grace_s=self.stop_grace_s)
+        self.write()
+        return self.supervisor
+
+    def stop_requested(self) -> int | None:
+        # Whoever started the run is gone, without having asked for anything: its run ends in good order.
+        if self.parent_pid is not None and os.getppid() != self.parent_pid:
+            self.stop.request(signal.SIGTERM)
+        return self.stop.requested
+
+    def write(self, exit_code: int | None = None) -> None:
+        """Keep ``launcher.json`` up to date; a full disk must not end the ranks."""
+        supervisor = self.supervisor
+        content: dict[str, Any] = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "ranks": self.ranks,
+            "started_at": self.started_at,
+            "starts": self.starts,
+            "pids": supervisor.pids if supervisor else {},
+            "exits": [end.as_dict() for _, end in sorted(supervisor.exits.items())] if supervisor else [],
+            "stop_requested": signal.Signals(self.stop.requested).name if self.stop.requested else None,
+            "error": self.error,
+            "exit_code": exit_code,
+        }
+        try:
+            write_json(self.run_dir.logs / failure.LAUNCHER_FILE, content)
+        except StorageError as error:
+            logging.getLogger(__name__).error("%s", error)
+
+    def _forget_errors(self) -> None:
+        with contextlib.suppress(OSError):
+            failure.clear(self.run_dir.logs)
+
+
+def main(argv: list[str]) -> int:
+    """Run all ranks; returns the exit code: 0, 1 failed, 2 wrong usage, 130 or 143 stopped."""
+    arguments = _parse(argv)
+    stop = signals.StopRequest().install()
+    signal.signal(signal.SIGQUIT, _interrupt)
+    signals.accept()
+    launch = Launch(RunDir(arguments.run), **{k: v for k, v in vars(arguments).items() if k != "run"}, stop=stop)
+    _keep_quiet(launch.run_dir.logs / "launcher.log")
+    launch.write()
+    code = 1
+    try:
+        code = _run(launch)
+    except KeyboardInterrupt:
+        code = signals.exit_code(signal.SIGINT)
+    except LockstepError as error:
+        launch.error = str(error)
+    except Exception:
+        launch.error = traceback.format_exc()
+    finally:
+        _end(launch)
+        launch.write(exit_code=code)
+    return code
+
+
+def _run(launch: Launch) -> int:
+    # Children are told who they belong to before there are any.
+    lifetime.make_lifeline()
+    environment.announce_launcher(os.environ)
+    agent = _make_agent(launch)
+    agent.run()
+    assert launch.supervisor is not None, "an agent that returns has started its ranks"
+    if launch.supervisor.forced:
+        launch.error = f"the ranks were killed, since they had not ended {launch.stop_grace_s:g} s after the stop"
+    return launch.supervisor.exit_code
+
+
+def _make_agent(launch: Launch) -> RankAgent:
+    from lockstep.launch.agent import make_agent  # torch, a second
+
+    return make_agent(
+        # -P: what happens to lie in the working folder does not shadow a module.
+        ("-P", "-m", launch.worker_module, str(launch.run_dir.path)),
+        launch.ranks,
+        launch_id=os.environ.get(environment.LAUNCH_ID, str(os.getpid())),
+        max_restarts=launch.max_restarts,
+        stop=launch.stop,
+        supervise=launch.start,
+    )
+
+
+def _end(launch: Launch) -> None:
+    """Leave no rank behind, whatever happened."""
+    if launch.supervisor is None:
+        return
+    launch.supervisor.kill()
+    deadline = time.monotonic() + _KILL_S
+    with contextlib.suppress(LockstepError, KeyboardInterrupt):
+        while not launch.supervisor.check() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _keep_quiet(log: Path) -> None:
+    """The agent's own messages go to a file; the terminal belongs to rank 0."""
+    handler: logging.Handler = logging.NullHandler()
+    with contextlib.suppress(OSError):
+        handler = logging.FileHandler(log, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m lockstep.launch.launcher", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--worker-module", default="lockstep.launch.worker")
+    parser.add_argument("--stop-grace-s", type=float, default=30.0)
+    parser.add_argument("--max-restarts", type=int, default=0)
+    parser.add_argument("--parent-pid", type=int, help="stop the run when this process, the parent, ends")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

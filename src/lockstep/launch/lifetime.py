@@ -1,0 +1,117 @@
+"""Processes that end when the process that needs them ends, however it ends.
+
+Two means, each with a gap that the other one covers:
+
+* the parent-death signal (Linux, ``man 2 prctl``, PR_SET_PDEATHSIG): cannot be missed, but fires when
+  the *thread* that started the process ends, so it is for processes started from a main thread;
+* a pipe whose write end only the parent has: works everywhere and follows the process, but needs a
+  thread of the child that still gets to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_now() -> NoReturn:
+    """End this process at once, with all its process group if it leads one (as every rank does)."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(128 + signal.SIGKILL)
+
+
+def die_with_parent(parent_pid: int) -> bool:
+    """Let the kernel kill this process when ``parent_pid`` ends; end now if that has happened already.
+
+    Call it early, in the child. The signal follows the thread that started this process: see above.
+
+    Returns:
+        False where the kernel has no such signal (not Linux).
+    """
+    if sys.platform != "linux":
+        return False
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    set_up = bool(prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) == 0)
+    if os.getppid() != parent_pid:  # it ended before prctl could see it
+        end_now()
+    return set_up
+
+
+def watch_pipe(fd: int, on_close: Callable[[], object] = end_now) -> threading.Thread:
+    """Call ``on_close`` from a daemon thread once the write end of the pipe ``fd`` is closed."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(fd, 4096):
+                pass
+        on_close()
+
+    thread = threading.Thread(target=watch, name="lockstep-lifeline", daemon=True)
+    thread.start()
+    return thread
+
+
+def make_lifeline() -> int:
+    """Make standard input of this process's future children a pipe that closes when this process ends.
+
+    Standard input is the one file that every child inherits, whoever starts it. The children call
+    :func:`take_lifeline`. Returns the write end, which stays open until the process ends.
+    """
+    reading, writing = os.pipe()
+    os.dup2(reading, 0)
+    os.close(reading)
+    return writing
+
+
+def take_lifeline() -> int:
+    """The pipe of :func:`make_lifeline`, taken from standard input, which becomes empty."""
+    lifeline = os.dup(0)  # not inheritable: this process's own children get the empty one
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return lifeline
+
+
+def bind_loader_worker(*, started_by_main_thread: bool = False) -> None:
+    """In a data loader's worker: end with the process that started it, and leave Ctrl-C to that process.
+
+    Works for any child of :mod:`multiprocessing`, whatever its start method.
+
+    Args:
+        started_by_main_thread: also use the parent-death signal; wrong for workers that outlive the
+            thread that started them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    watch_pipe(parent.sentinel)
+    if started_by_main_thread and os.getppid() == parent.pid:  # a fork server's children have another parent
+        die_with_parent(parent.pid)
+
+
+def kill_marked(variable: str, value: str) -> list[int]:
+    """Kill every process of this machine that was started with ``variable=value`` in its environment.
+
+    The last resort for descendants whose ancestors are gone. Never this process. Returns their numbers.
+    """
+    killed = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(variable) == value:
+                process.kill()
+                killed.append(process.pid)
+    return killed

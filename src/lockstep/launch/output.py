@@ -1,0 +1,168 @@
+"""Where the output of ranks goes: rank 0 speaks, the others write to their logs."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import logging
+import os
+import selectors
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+#: Begins every line that Lockstep itself writes into a rank's log.
+MARK = "--- lockstep: "
+
+
+def log_file(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"
+
+
+# --- in a rank -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def rank_output(logs: Path, rank: int) -> Iterator[None]:
+    """Send what this rank prints to its log, below the file descriptors, so native code's output too.
+
+    Rank 0 keeps its terminal; its log gets a copy of Python's warnings and log records. All is as
+    before on leaving.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    with log_file(logs, rank).open("a", buffering=1, encoding="utf-8", errors="backslashreplace") as log:
+        log.write(f"{MARK}process {os.getpid()} begins as rank {rank}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
+        with _copied_to(log) if rank == 0 else _redirected_to(log):
+            yield
+
+
+@contextlib.contextmanager
+def _redirected_to(log: TextIO) -> Iterator[None]:
+    _flush()
+    saved = [(fd, _duplicate(fd)) for fd in (1, 2)]
+    for fd, _ in saved:
+        os.dup2(log.fileno(), fd)
+    try:
+        yield
+    finally:
+        _flush()
+        for fd, copy in saved:
+            if copy is None:
+                os.close(fd)
+            else:
+                os.dup2(copy, fd)
+                os.close(copy)
+
+
+def _duplicate(fd: int) -> int | None:
+    try:
+        return os.dup(fd)
+    except OSError:  # the caller has no such stream, as a daemon
+        return None
+
+
+@contextlib.contextmanager
+def _copied_to(log: TextIO) -> Iterator[None]:
+    root, show = logging.getLogger(), warnings.showwarning
+    copy = logging.StreamHandler(log)
+    copy.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    added: list[logging.Handler] = [copy]
+    if not root.handlers:
+        # What logging does by itself as long as there is no handler at all.
+        terminal = logging.StreamHandler()
+        terminal.setLevel(logging.WARNING)
+        added.append(terminal)
+
+    def show_and_copy(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        log.write(warnings.formatwarning(message, category, filename, lineno, line))
+        show(message, category, filename, lineno, file, line)
+
+    for handler in added:
+        root.addHandler(handler)
+    warnings.showwarning = show_and_copy
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+        for handler in added:
+            root.removeHandler(handler)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+# --- in the process that started the launcher ----------------------------------------------------
+
+
+class Relay:
+    """Lets a child process speak through this process's ``sys.stdout`` and ``sys.stderr``.
+
+    Where they are the process's own files the child inherits them, so a progress bar finds its
+    terminal. Where they are something else (a notebook, a test's capture, a redirection) the child
+    writes to pipes, and :meth:`wait` passes on what comes.
+    """
+
+    def __init__(self) -> None:
+        _flush()
+        self.stdout = _for_child(sys.stdout, sys.__stdout__)
+        self.stderr = _for_child(sys.stderr, sys.__stderr__)
+        self._targets = (sys.stdout, sys.stderr)
+
+    def wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for the child's end while passing on what it writes; its return code."""
+        pipes = [(p, t) for p, t in zip((process.stdout, process.stderr), self._targets, strict=True) if p is not None]
+        with selectors.DefaultSelector() as selector:
+            for pipe, target in pipes:
+                os.set_blocking(pipe.fileno(), False)
+                decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+                selector.register(pipe, selectors.EVENT_READ, (target, decoder))
+            # A process that outlives the child may keep the pipes open, so their end is not awaited.
+            while selector.get_map() and process.poll() is None:
+                _pass_on(selector, timeout_s=0.1)
+            code = process.wait()
+            while selector.get_map() and _pass_on(selector, timeout_s=0.0):
+                pass
+        for pipe, _ in pipes:
+            pipe.close()
+        return code
+
+
+def _for_child(stream: Any, original: Any) -> int:
+    if stream is None:
+        return subprocess.DEVNULL
+    if stream is original:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            return int(stream.fileno())
+    return subprocess.PIPE
+
+
+def _pass_on(selector: selectors.BaseSelector, timeout_s: float) -> bool:
+    """Move what is there. Returns whether there was anything."""
+    ready = selector.select(timeout_s)
+    for key, _ in ready:
+        target, decoder = key.data
+        try:
+            chunk = os.read(key.fd, 65_536)
+        except BlockingIOError:
+            continue
+        if not chunk:
+            selector.unregister(key.fileobj)
+        # A run does not end because nobody can hear it any more.
+        with contextlib.suppress(OSError, ValueError):
+            target.write(decoder.decode(chunk, final=not chunk))
+            target.flush()
+    return bool(ready)

@@ -1,0 +1,132 @@
+"""From a name and settings to a task, a placement and a plan: what happens before any rank starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config import RunConfig, resolve
+from lockstep.engine.facts import inspect_task
+from lockstep.engine.task import DataSettings, Datasets, Task
+from lockstep.errors import ConfigError
+from lockstep.hardware.detect import detect_devices
+from lockstep.hardware.resolve import Placement, resolve_placement
+from lockstep.hardware.world import World, read_world
+from lockstep.plan import Plan, ResumePoint, TaskFacts
+from lockstep.plan import make_plan as compute_plan
+from lockstep.tasks.registry import find_task, make_task
+from lockstep.telemetry.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A task with its data opened, and the plan to train it."""
+
+    task: Task
+    config: RunConfig
+    datasets: Datasets
+    facts: TaskFacts
+    placement: Placement
+    plan: Plan
+
+
+def settle(
+    task: Task | type[Task] | str | None, config: RunConfig | Mapping[str, Any] | None
+) -> tuple[Task, RunConfig]:
+    """The task as an object and the complete configuration: general defaults < the task's < what was given.
+
+    Raises:
+        TaskError, ConfigError: an unknown task, key or value.
+    """
+    given = config.model_dump(exclude_unset=True, mode="json") if isinstance(config, RunConfig) else dict(config or {})
+    named = given.get("task") or {}
+    if not isinstance(named, Mapping):
+        raise ConfigError("`task` must be a section", why=f"it is {named!r}", fix="write `task: {name: har}`")
+    if isinstance(task, Task):
+        kind: type[Task] = type(task)
+    elif isinstance(task, type):
+        kind = task
+    else:
+        task = task or str(named.get("name", "har"))
+        kind = find_task(task)
+    settings = {key: value for key, value in named.items() if key != "name"}
+    if isinstance(task, Task):
+        if settings:
+            raise ConfigError(
+                f"task settings {', '.join(settings)} are given beside a task object",
+                why="the object has its settings already",
+                fix="pass the task's class or name, or set them where the object is made",
+            )
+        built = task
+    else:
+        built = make_task(kind, settings)
+    name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
+    section = {"name": _absolute(name), **built.config.model_dump(mode="json")}
+    whole = resolve(kind.defaults, {**given, "task": section})
+    built.data = DataSettings(whole.data.data_dir, whole.data.download, whole.training.seed)
+    return built, whole
+
+
+def _absolute(name: str) -> str:
+    """A file's task must be found again from any folder."""
+    place, colon, attribute = name.rpartition(":")
+    return f"{Path(place).resolve()}{colon}{attribute}" if place.endswith(".py") else name
+
+
+def prepare(
+    task: Task | type[Task] | str | None,
+    config: RunConfig | Mapping[str, Any] | None,
+    *,
+    resume: ResumePoint | None = None,
+    world: World | None = None,
+) -> Prepared:
+    """Everything up to the plan; opens the data, starts nothing.
+
+    Raises:
+        UsageError: what was asked for cannot be.
+    """
+    built, whole = settle(task, config)
+    placement = place(whole, world or read_world(os.environ))
+    built.prepare()
+    return plan_for(built, whole, placement, built.datasets(), resume)
+
+
+def place(config: RunConfig, world: World) -> Placement:
+    """The placement of a run on this machine."""
+    return resolve_placement(config.hardware, config.distributed, world, detect_devices())
+
+
+def plan_for(
+    task: Task, config: RunConfig, placement: Placement, datasets: Datasets, resume: ResumePoint | None
+) -> Prepared:
+    """The plan for data that is open already."""
+    facts = inspect_task(task, datasets, config.task.name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    plan = compute_plan(config, placement, facts, cores=cores, resume=resume)
+    return Prepared(task, config, datasets, facts, placement, plan)
+
+
+def make_plan(task: Task | type[Task] | str | None = None, config: RunConfig | Mapping[str, Any] | None = None) -> Plan:
+    """The plan that :func:`lockstep.train` would use, with its reasons; starts nothing."""
+    return prepare(task, config).plan
+
+
+def resume_point(run_dir: RunDir, *, hold: bool, report: Callable[[str], None]) -> ResumePoint | None:
+    """Where the newest verified checkpoint of a run stands; ``None`` when there is none."""
+    store = CheckpointStore(run_dir.checkpoints)
+    step = store.newest_verified(report)
+    if step is None:
+        return None
+    manifest = store.verify(step).extra
+    return ResumePoint(
+        step=step,
+        epoch=manifest["epoch"],
+        position=manifest["position"],
+        samples_seen=manifest["samples_seen"],
+        global_batch=manifest["global_batch"],
+        hold=hold,
+    )

@@ -1,0 +1,231 @@
+"""Starting, resuming, evaluating and stopping runs: what the command line and the library call."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import RunConfig, dump, resolve
+from lockstep.config.load import merge
+from lockstep.engine.attempt import RunResult, run_attempt
+from lockstep.engine.task import Task
+from lockstep.errors import ConfigError, LockstepError, RunFolderError, UnsupportedError, UsageError
+from lockstep.hardware.world import World, read_world
+from lockstep.launch.carry import load_task, pack_task
+from lockstep.launch.folder import changed_config, create_folder, existing_run, overrides_of, refuse_running, warn
+from lockstep.launch.outside import train_as_rank
+from lockstep.launch.prepare import Prepared, make_plan, place, plan_for, prepare, resume_point, settle
+from lockstep.launch.signals import StopRequest
+from lockstep.plan import Plan, ResumePoint
+from lockstep.telemetry.files import write_text
+from lockstep.telemetry.rundir import RunDir, new_run_id
+from lockstep.telemetry.sinks import standard_sinks
+
+__all__ = ["RunResult", "evaluate", "make_plan", "plan_from_mapping", "resume", "run_rank", "stop", "train", "train_from_mapping"]
+
+
+def train(
+    task: Task | type[Task] | str | None = None,
+    config: RunConfig | Mapping[str, Any] | None = None,
+    *,
+    resume: bool = False,
+) -> RunResult:
+    """Train ``task`` as ``config`` says, on the devices that it names; returns when the run has ended.
+
+    One device trains in this process, several in processes of their own, so this may be called from a
+    script without a main guard, a notebook or a server. Under ``torchrun`` or ``srun`` this process is one rank.
+
+    Args:
+        task: an object, a class, or a name as on the command line; ``None`` takes ``config.task``.
+        config: a :class:`RunConfig`, or a nested mapping of the settings that differ from the defaults.
+        resume: go on with the unfinished run in ``save_dir``; on a fresh folder just start.
+
+    Raises:
+        UsageError: before anything starts. RunError: when the run fails.
+    """
+    world = read_world(os.environ)
+    built, whole = settle(task, config)
+    if whole.training.engine == "lightning":
+        raise UnsupportedError("engine: lightning is not available yet", fix="use training.engine=native")
+    if world.from_outside:
+        return train_as_rank(built, whole, world, resume=resume, given=config)
+    existing = existing_run(whole, resume)
+    if existing is not None:
+        return _go_on(existing, built, overrides_of(config), hold=True)
+    prepared = _prepare(built, whole, None, world)
+    run_dir = create_folder(prepared.config)
+    return _start(prepared, run_dir, resumed_from=0)
+
+
+def train_from_mapping(task_name: str, mapping: Mapping[str, Any], *, resume: bool) -> RunResult:
+    """:func:`train` for a task's name and nested settings."""
+    return train(task_name, mapping, resume=resume)
+
+
+def plan_from_mapping(task_name: str, mapping: Mapping[str, Any]) -> Plan:
+    """:func:`make_plan` for a task's name and nested settings."""
+    return make_plan(task_name, mapping)
+
+
+def resume(
+    run: RunDir, *, devices: str | None = None, rescale_batch: bool = False, overrides: Mapping[str, Any] | None = None
+) -> RunResult:
+    """Go on with a run from its newest verified checkpoint, on the same devices or on others.
+
+    Raises:
+        RunFolderError: the run is still going, or its task lives in a script.
+    """
+    refuse_running(run)
+    if run.config().task.name.startswith("__main__:"):
+        raise RunFolderError(
+            "this run's task lives in a script or notebook",
+            why="its class can only be made by running that again",
+            fix="call lockstep.train(task, config, resume=True) there, with the same save_dir",
+        )
+    changes: dict[str, Any] = dict(overrides or {})
+    if devices is not None:
+        changes = merge(changes, {"hardware": {"selected_devices": devices}})
+    return _go_on(run, None, changes, hold=not rescale_batch)
+
+
+def _go_on(run: RunDir, task: Task | None, changes: Mapping[str, Any], *, hold: bool) -> RunResult:
+    config = changed_config(run, changes)
+    if task is None:
+        task, config = settle(config.task.name, config)
+    point = resume_point(run, hold=hold, report=warn)
+    prepared = _prepare(task, config, point, read_world(os.environ))
+    if dump(config) != dump(run.config()):
+        write_text(run.config_file, dump(config))
+    return _start(prepared, run, resumed_from=point.step if point else 0)
+
+
+def _prepare(task: Task, config: RunConfig, point: ResumePoint | None, world: World) -> Prepared:
+    placement = place(config, world)
+    task.prepare()
+    return plan_for(task, config, placement, task.datasets(), point)
+
+
+def _start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
+    attempt = run.begin_attempt(prepared.plan.as_dict(), prepared.placement.as_dict(), resumed_from)
+    if prepared.placement.world_size == 1:
+        sinks = standard_sinks(run, prepared.config, sys.stdout)
+        with StopRequest() as stop_request:
+            return run_attempt(
+                run,
+                World(),
+                prepared.task,
+                prepared.config,
+                prepared.plan,
+                attempt=attempt,
+                sink=sinks,
+                stop_signal=lambda: stop_request.requested,
+                datasets=prepared.datasets,
+            )
+    return _launch(prepared, run)
+
+
+def _launch(prepared: Prepared, run: RunDir) -> RunResult:
+    from lockstep.launch import elastic, failure
+
+    pack_task(run, prepared.task, prepared.config)
+    code = elastic.launch(
+        run,
+        prepared.placement.world_size,
+        environ={"LOCKSTEP_THREADS": str(prepared.plan.threads)},
+        stop_grace_s=prepared.config.launch.stop_grace_s,
+        max_restarts=prepared.config.launch.max_restarts,
+    )
+    record = run.read()
+    if code and record.status not in {"stopped", "completed"}:
+        report = failure.collect(run)
+        if report is not None:
+            run.update(status="failed", error=report.format())
+            raise report.as_error()
+        run.update(status="failed", error=f"the launcher ended with exit code {code}")
+    return result_of(run, code)
+
+
+def result_of(run: RunDir, exit_code: int) -> RunResult:
+    """What the run folder says of an attempt that other processes made."""
+    record = run.read()
+    beat = run.progress()
+    return RunResult(
+        status=record.status,
+        exit_code=exit_code,
+        run_dir=run.path,
+        step=beat.step if beat else 0,
+        metrics=dict(record.final_metrics),
+        best_epoch=record.best_epoch,
+        best_metric=dict(record.best_metric),
+    )
+
+
+def run_rank(run: RunDir, world: World) -> int:
+    """Body of a process that Lockstep's launcher started: one rank of the attempt that was prepared."""
+    config = run.config()
+    task = load_task(run, config)
+    plan = Plan.model_validate(run.plan())
+    with StopRequest() as stop_request:
+        result = run_attempt(
+            run,
+            world,
+            task,
+            config,
+            plan,
+            attempt=run.read().attempt,
+            sink=standard_sinks(run, config, sys.stdout),
+            stop_signal=lambda: stop_request.requested,
+        )
+    return result.exit_code
+
+
+def evaluate(
+    run: RunDir, *, split: str = "test", devices: str | None = None, checkpoint: str | int = "best"
+) -> dict[str, Any]:
+    """Metrics of a checkpoint on the ``val`` or ``test`` data, on one device.
+
+    Raises:
+        UsageError: no such split, checkpoint or device.
+    """
+    from lockstep.launch.afterwards import evaluate_checkpoint
+
+    return evaluate_checkpoint(run, split=split, devices=devices, checkpoint=checkpoint)
+
+
+def stop(run: RunDir, timeout: float = 60.0) -> str:
+    """Ask a run to end with a checkpoint; the status that it then has.
+
+    The process is the one of the newest heartbeat, known by number and time of creation.
+
+    Raises:
+        RunFolderError: the run is not running here, or is still there after ``timeout`` seconds.
+    """
+    import signal
+    import socket
+
+    record = run.read()
+    status = run.judge(record)
+    if status not in {"running", "pending"}:
+        raise RunFolderError(f"run {record.id} is {status}, not running", fix="`lockstep runs` lists the runs")
+    beat = run.progress()
+    if beat is None or beat.host != socket.gethostname():
+        raise RunFolderError(
+            f"run {record.id} runs on {record.host}", why="a signal reaches only this host", fix="run `lockstep stop` there"
+        )
+    os.kill(beat.pid, signal.SIGTERM)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        status = run.status()
+        if status not in {"running", "pending"}:
+            return status
+        time.sleep(0.1)
+    raise RunFolderError(
+        f"run {record.id} is still {status} after {timeout:g} s",
+        why="it ends after the step it is in, with a checkpoint",
+        fix=f"wait longer (--timeout), or kill process {beat.pid}: no checkpoint is lost",
+    )

@@ -1,0 +1,115 @@
+"""Stop requests: SIGINT and SIGTERM ask a run to end with a checkpoint.
+
+The run's loop looks at :attr:`StopRequest.requested` between steps; nothing is interrupted. Who
+called gets its own handlers back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Self
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def exit_code(signum: int) -> int:
+    """The exit code of a process that a signal stopped: 130 for SIGINT, 143 for SIGTERM (POSIX shells)."""
+    return 128 + signum
+
+
+class StopRequest:
+    """Remembers the first SIGINT or SIGTERM; a second SIGINT raises :class:`KeyboardInterrupt`.
+
+    A context manager. In a thread other than the main one, where Python allows no handlers, only
+    :meth:`request` can ask for a stop. One may be installed inside another: what the outer one had
+    received counts for the inner one, and the other way round once the inner one is gone.
+
+    Args:
+        on_request: called once with the signal's number, from the signal handler.
+    """
+
+    def __init__(self, on_request: Callable[[int], object] | None = None) -> None:
+        self._on_request = on_request
+        self._requested: int | None = None
+        self._interrupts = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> int | None:
+        """The signal that asked first, or ``None``."""
+        return self._requested
+
+    def request(self, signum: int = signal.SIGTERM) -> None:
+        """Ask for a stop as if ``signum`` had arrived; only the first request counts."""
+        if self._requested is None:
+            self._requested = int(signum)
+            if self._on_request is not None:
+                self._on_request(self._requested)
+
+    def install(self) -> Self:
+        """Take over SIGINT and SIGTERM. Again: take them back from a library that replaced the handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) is None:
+                continue  # a handler from outside Python: it could not be given back
+            previous = signal.signal(signum, self._receive)
+            if signum not in self._previous:
+                self._previous[signum] = previous
+                outer = _owner(previous)
+                if outer is not None and outer is not self:
+                    self._interrupts = max(self._interrupts, outer._interrupts)
+                    if outer.requested is not None:
+                        self.request(outer.requested)
+        return self
+
+    def restore(self) -> None:
+        """Give SIGINT and SIGTERM back to the handlers that had them before :meth:`install`."""
+        while self._previous:
+            signum, previous = self._previous.popitem()
+            signal.signal(signum, previous)
+            outer = _owner(previous)
+            if outer is not None and self._requested is not None:
+                outer._interrupts = max(self._interrupts, outer._interrupts)
+                outer.request(self._requested)
+
+    def __enter__(self) -> Self:
+        return self.install()
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        self.request(signum)
+
+
+def _owner(handler: Any) -> StopRequest | None:
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopRequest) else None
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back in this thread; processes started meanwhile begin like that.
+
+    So a signal that arrives before such a process has handlers waits until it calls :func:`accept`,
+    instead of ending it half-started.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def accept() -> None:
+    """Let the signals through that whoever started this process held back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -1,0 +1,127 @@
+"""Classifiers of short sensor windows. Each maps ``(batch, channels, time)`` to logits ``(batch, classes)``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Cnn(nn.Module):
+    """Convolution blocks over time, then mean and maximum over time, then a linear layer.
+
+    A block is convolution, batch normalisation, ReLU and a maximum over pairs of time steps. The mean
+    tells how a channel behaves over the window, the maximum whether a pattern occurs in it at all.
+
+    Args:
+        widths: output channels of each block.
+        kernels: kernel size of each block (odd).
+        length: time steps of a window; it must be at least ``2 ** len(widths)``.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        classes: int,
+        length: int,
+        *,
+        widths: Sequence[int] = (64, 128, 128),
+        kernels: Sequence[int] = (7, 5, 3),
+        dropout: float = 0.3,
+    ) -> None:
+        super().__init__()
+        if length < 2 ** len(widths):
+            raise ValueError(f"{len(widths)} blocks halve the time axis to nothing: windows have only {length} steps")
+        blocks: list[nn.Module] = []
+        for width, kernel in zip(widths, kernels, strict=True):
+            blocks += [
+                # Batch normalisation has a bias of its own.
+                nn.Conv1d(channels, width, kernel, padding=kernel // 2, bias=False),
+                nn.BatchNorm1d(width),
+                nn.ReLU(),
+                nn.MaxPool1d(2),
+            ]
+            channels = width
+        self.features = nn.Sequential(*blocks)
+        self.head = nn.Sequential(nn.Dropout(dropout), nn.Linear(2 * channels, classes))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        features = self.features(samples)
+        logits: Tensor = self.head(torch.cat([features.mean(dim=2), features.amax(dim=2)], dim=1))
+        return logits
+
+
+class Mlp(nn.Module):
+    """Fully connected layers over the flattened window: ``channels·length`` → hidden layers → classes.
+
+    With one channel of 561 features and ``hidden=(128,)`` it is the classic 561-128-6 network.
+    """
+
+    def __init__(
+        self, channels: int, classes: int, length: int, *, hidden: Sequence[int] = (128,), dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Flatten()]
+        width = channels * length
+        for size in hidden:
+            layers += [nn.Linear(width, size), nn.ReLU()]
+            # A dropout of 0 would still cost a call per step.
+            layers += [nn.Dropout(dropout)] if dropout else []
+            width = size
+        self.layers = nn.Sequential(*layers, nn.Linear(width, classes))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        logits: Tensor = self.layers(samples)
+        return logits
+
+
+class Transformer(nn.Module):
+    """A pre-norm encoder over patches of time, with fixed sine positions; the mean over patches is classified.
+
+    After "Attention Is All You Need" (Vaswani et al., 2017) and, for the patches, "An Image is Worth
+    16×16 Words" (Dosovitskiy et al., 2021).
+
+    Args:
+        width: features of a patch; a multiple of ``heads`` and of 2.
+        patch: time steps of a patch; a last, incomplete patch is left out.
+    """
+
+    positions: Tensor
+
+    def __init__(
+        self,
+        channels: int,
+        classes: int,
+        length: int,
+        *,
+        width: int = 64,
+        depth: int = 2,
+        heads: int = 4,
+        patch: int = 5,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if width % heads or width % 2:
+            raise ValueError(f"the width {width} must be even and a multiple of the {heads} heads")
+        if length < patch:
+            raise ValueError(f"windows have only {length} steps: too few for patches of {patch}")
+        self.embed = nn.Conv1d(channels, width, patch, stride=patch)
+        self.register_buffer("positions", _sine_positions(length // patch, width), persistent=False)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 2 * width, dropout, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.Dropout(dropout), nn.Linear(width, classes))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        patches = self.embed(samples).transpose(1, 2) + self.positions
+        logits: Tensor = self.head(self.encoder(patches).mean(dim=1))
+        return logits
+
+
+def _sine_positions(steps: int, width: int) -> Tensor:
+    """Sine and cosine positions of section 3.5 of Vaswani et al. (2017); shape ``(steps, width)``."""
+    angles = torch.arange(steps)[:, None] * torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+    return torch.stack([angles.sin(), angles.cos()], dim=2).reshape(steps, width)

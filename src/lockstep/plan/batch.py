@@ -1,0 +1,177 @@
+"""Which samples of an epoch make a step, and who puts which of them through the model.
+
+Pure arithmetic on positions. An epoch is a line of ``samples`` positions; a step takes a *window* of it;
+a window falls into contiguous *parts* (ranks, or lanes in exact mode), a part into *micro-batches*.
+Item j of n goes to part ⌊jP/n⌋, so the split over P·Q parts refines the split over P parts.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from lockstep.errors import ConfigError, DataError
+
+Span = tuple[int, int]
+Tail = Literal["spread", "merge", "drop"]
+
+
+class BatchPlan(BaseModel):
+    """Sizes in samples. ``batch_size`` is the largest micro-batch of one device.
+
+    ``ranks`` processes share every window; each holds ``devices_per_rank`` devices (more than one
+    under ``dp`` only). ``least_window`` and ``least_part`` are 2 where BatchNorm needs two samples.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    samples: int
+    global_batch: int
+    batch_size: int
+    accumulate: int
+    ranks: int
+    devices_per_rank: int = 1
+    lanes: int | None = None
+    tail: Tail = "spread"
+    least_window: int = 1
+    least_part: int = 1
+
+    @property
+    def steps_per_epoch(self) -> int:
+        full, rest = divmod(self.samples, self.global_batch)
+        if rest == 0 or self.tail == "drop":
+            return full
+        merged = self.tail == "merge" or rest < self.least_window
+        return max(1, full) if merged else full + 1
+
+    def window(self, position: int) -> Span | None:
+        """The slice of the epoch that the step at ``position`` takes; ``None`` when the epoch is over."""
+        rest = self.samples - position
+        if rest <= 0 or (self.tail == "drop" and rest < self.global_batch):
+            return None
+        left_over = rest - self.global_batch
+        swallow = left_over < self.global_batch if self.tail == "merge" else left_over < self.least_window
+        if self.tail != "drop" and swallow:
+            return position, self.samples
+        return position, position + self.global_batch
+
+    def split(self, size: int) -> tuple[tuple[Span, ...], ...]:
+        """Micro-batches of each rank, as spans within a window of ``size`` items; () for an empty rank."""
+        if self.lanes is None:
+            return _split_ranks(size, self.ranks, self.batch_size * self.devices_per_rank, self.least_part)
+        return _split_lanes(size, self.ranks, self.lanes, self.least_part)
+
+
+@lru_cache(maxsize=256)
+def _split_ranks(size: int, ranks: int, limit: int, least: int) -> tuple[tuple[Span, ...], ...]:
+    shares = parts(size, ranks, least)
+    longest = max(stop - start for start, stop in shares)
+    micro_batches = -(-longest // limit)
+    return tuple(
+        tuple((start + a, start + b) for a, b in parts(stop - start, micro_batches, least) if b > a) for start, stop in shares
+    )
+
+
+@lru_cache(maxsize=256)
+def _split_lanes(size: int, ranks: int, lanes: int, least: int) -> tuple[tuple[Span, ...], ...]:
+    # Empty lanes keep their place: the summation tree has a leaf for each.
+    spans = parts(size, lanes, least)
+    per_rank = lanes // ranks
+    return tuple(spans[r * per_rank : (r + 1) * per_rank] for r in range(ranks))
+
+
+def parts(size: int, count: int, least: int = 1) -> tuple[Span, ...]:
+    """``count`` contiguous spans; each holds at least ``least`` items or none (the last ones stay empty)."""
+    used = max(1, min(count, size // least))
+    bounds = [-(-index * size // used) for index in range(used + 1)]
+    return tuple(zip(bounds, bounds[1:], strict=False)) + ((size, size),) * (count - used)
+
+
+def resolve_batch(
+    *,
+    samples: int,
+    ranks: int,
+    devices_per_rank: int,
+    batch_size: int,
+    accumulate: int,
+    global_batch_size: int | None,
+    tail: Tail,
+    lanes: int | None,
+    has_batchnorm: bool,
+    sync_batchnorm: bool,
+) -> tuple[BatchPlan, dict[str, str]]:
+    """Sizes of a run and the reason of each.
+
+    Raises:
+        ConfigError: a global batch that the ranks cannot share.
+        DataError: fewer samples than one step needs.
+    """
+    devices = ranks * devices_per_rank
+    reasons: dict[str, str] = {}
+    if global_batch_size is None:
+        global_batch = batch_size * devices * accumulate
+        reasons["global_batch"] = f"{batch_size} per device × {devices} device(s) × {accumulate} micro-batch(es)"
+        reasons["batch_size"] = "as configured"
+        reasons["accumulate"] = "as configured"
+    else:
+        global_batch = global_batch_size
+        if global_batch < devices:
+            raise ConfigError(
+                f"global batch {global_batch} cannot be shared by {devices} devices",
+                why="each device needs at least one sample of every full step",
+                fix=f"use at most {global_batch} devices or set training.global_batch_size to at least {devices}",
+            )
+        share = -(-global_batch // devices)
+        accumulate = -(-share // batch_size)
+        batch_size = -(-share // accumulate)
+        uneven = "" if global_batch % devices == 0 else f", unevenly ({global_batch // devices} or {share} each)"
+        reasons["global_batch"] = f"held at {global_batch} and shared by {devices} device(s){uneven}"
+        reasons["batch_size"] = f"a device's share of {share} in {accumulate} micro-batch(es) of at most the configured size"
+        reasons["accumulate"] = f"a device's share of {share} does not fit in fewer micro-batches"
+    plan = BatchPlan(
+        samples=samples,
+        global_batch=global_batch,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        ranks=ranks,
+        devices_per_rank=devices_per_rank,
+        lanes=lanes,
+        tail=tail,
+        least_window=2 if has_batchnorm else 1,
+        least_part=2 if has_batchnorm and not sync_batchnorm else 1,
+    )
+    reasons["tail"] = _check_tail(plan)
+    return plan, reasons
+
+
+def _check_tail(plan: BatchPlan) -> str:
+    if plan.global_batch < plan.least_window:
+        raise ConfigError(
+            f"a global batch of {plan.global_batch} is too small for a model with BatchNorm",
+            why="batch statistics of one sample are the sample itself",
+            fix="set training.batch_size to at least 2",
+        )
+    if plan.samples < plan.least_window:
+        raise DataError(
+            f"the training set has {plan.samples} sample(s)",
+            why="BatchNorm needs at least 2 samples in a batch" if plan.samples else "there is nothing to train on",
+            fix="check data.data_dir and the split",
+        )
+    rest = plan.samples % plan.global_batch
+    if plan.tail == "drop" and plan.samples < plan.global_batch:
+        raise ConfigError(
+            f"tail: drop leaves no step: {plan.samples} samples are fewer than the global batch {plan.global_batch}",
+            why="drop leaves out the last, short batch of an epoch",
+            fix="use tail: spread, or a smaller batch",
+        )
+    if rest == 0:
+        return f"{plan.samples} samples fill every step of {plan.global_batch}; there is no short batch"
+    if plan.tail == "drop":
+        return f"the last {rest} samples of each epoch are left out, as configured"
+    if plan.tail == "merge":
+        return f"the last {rest} samples join the step before, as configured"
+    if rest < plan.least_window:
+        return f"the last {rest} sample joins the step before: BatchNorm cannot take one sample alone"
+    return f"the last {rest} samples make a step of their own, spread over the ranks, and none is dropped"

@@ -1,0 +1,91 @@
+"""Learning rate as a pure function of the optimizer step.
+
+Every schedule begins with a linear warm-up whose first step already runs at ``lr / warmup_steps``, not
+at zero (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.2), and never falls below ``min_lr``.
+Steps are those of the plan. Since a resume holds the global batch, the same step has seen the same
+number of samples on any devices.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from lockstep.config import SchedulerConfig
+
+
+class Schedule(BaseModel):
+    """``at(step)`` gives the learning rate of the step that follows ``step`` finished ones.
+
+    ``offset`` moves the origin when a resume changes the global batch (``--rescale-batch``), so that
+    the schedule goes on at the same share of the data.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant"]
+    lr: float
+    total_steps: int
+    steps_per_epoch: int
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+    step_epochs: float = 10.0
+    milestones: tuple[float, ...] = ()
+    gamma: float = 0.1
+    power: float = 1.0
+    decay: float = 0.96
+    decay_steps: int = 10_000
+    offset: int = 0
+
+    def at(self, step: int) -> float:
+        step += self.offset
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        return max(min(self.min_lr, self.lr), self._after_warmup(step))
+
+    def _after_warmup(self, step: int) -> float:
+        done = step - self.warmup_steps
+        share = min(1.0, done / max(1, self.total_steps - self.warmup_steps))
+        epoch = step / self.steps_per_epoch
+        if self.name == "cosine":  # Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, without restarts
+            return self.min_lr + (self.lr - self.min_lr) * 0.5 * (1 + math.cos(math.pi * share))
+        if self.name == "poly":
+            return self.min_lr + (self.lr - self.min_lr) * (1 - share) ** self.power
+        if self.name == "step":
+            return self.lr * self.gamma ** math.floor(epoch / self.step_epochs)
+        if self.name == "multistep":
+            return self.lr * self.gamma ** sum(epoch >= milestone for milestone in self.milestones)
+        if self.name == "exponential":
+            return float(self.lr * self.decay ** (done / self.decay_steps))
+        return self.lr
+
+
+def resolve_schedule(
+    config: SchedulerConfig, *, lr: float, total_steps: int, steps_per_epoch: int, offset: int = 0
+) -> tuple[Schedule, str]:
+    """The schedule of a run and the reason of its warm-up length."""
+    if config.warmup_steps is not None:
+        warmup, reason = config.warmup_steps, f"warm-up over {config.warmup_steps} steps, as configured"
+    else:
+        warmup = round(config.warmup_epochs * steps_per_epoch)
+        reason = f"warm-up over {config.warmup_epochs:g} epochs of {steps_per_epoch} steps"
+    if warmup > total_steps:
+        warmup, reason = total_steps, f"{reason}, cut to the {total_steps} steps of the run"
+    schedule = Schedule(
+        name=config.name,
+        lr=lr,
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+        warmup_steps=warmup,
+        min_lr=config.min_lr,
+        step_epochs=config.step_epochs,
+        milestones=config.milestones,
+        gamma=config.gamma,
+        power=config.power,
+        decay=config.decay,
+        decay_steps=config.decay_steps,
+        offset=offset,
+    )
+    return schedule, f"{config.name} over {total_steps} optimizer steps; {reason}"

@@ -1,0 +1,262 @@
+"""What a run shows on the terminal: the plan, one progress bar or plain lines, and one summary."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from lockstep.events import CheckpointSaved, EpochEnded, Evaluated, Event, Note, RunEnded, RunStarted, StepLogged
+from lockstep.telemetry.tables import is_terminal, print_styled, print_table, rich_console, say
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+ProgressMode = Literal["auto", "bar", "plain", "off"]
+
+
+class ConsoleSink:
+    """Shows a run on ``stream``.
+
+    Args:
+        stream: where to write, usually standard output.
+        mode: ``bar`` draws a progress bar, ``plain`` writes a line per log interval and epoch, ``off`` shows
+            warnings and the end only; ``auto`` is a bar on a terminal and plain lines elsewhere.
+        clock: seconds from any fixed point, for the remaining time.
+    """
+
+    def __init__(
+        self, stream: TextIO, mode: ProgressMode = "auto", *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._mode = resolve_mode(mode, stream)
+        self._clock = clock
+        self._bar: _Bar | None = None
+        self._started: RunStarted | None = None
+        self._began = clock()
+        self._samples = (0.0, 0.0)  # seconds and samples of finished epochs, for the mean speed
+        self._noted: set[str] = set()
+
+    def emit(self, event: Event) -> None:
+        try:
+            self._show(event)
+        except Exception:
+            # Whoever drives the sinks leaves a broken one out without closing it: give the terminal back.
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Take the bar away. The stream stays open: it is the caller's."""
+        if self._bar is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.stop()
+            self._bar = None
+
+    def _show(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._start(event)
+            case StepLogged() if self._mode == "bar" and self._bar is not None:
+                self._bar.update(event, self._seconds_left(event.step))
+            case StepLogged() if self._mode == "plain":
+                self._line(step_line(event, self._total, self._seconds_left(event.step)))
+            case EpochEnded():
+                self._epoch(event)
+            case Evaluated() if self._mode != "off":
+                self._line(f"step {event.step}  {metrics_text(event.metrics)}")
+            case Note():
+                self._note(event)
+            case RunEnded():
+                self._end(event)
+            case CheckpointSaved() | _:
+                pass
+
+    @property
+    def _total(self) -> int:
+        return self._started.total_steps if self._started else 0
+
+    def _start(self, event: RunStarted) -> None:
+        self._started = event
+        self._began = self._clock()
+        if self._mode != "off":
+            self._print_plan(event)
+        if self._mode == "bar":
+            self._bar = _Bar(self._stream, event)
+
+    def _print_plan(self, event: RunStarted) -> None:
+        plan = event.plan
+        task = plan.get("task", {}).get("name", "")
+        attempt = f", attempt {event.attempt} from step {event.step}" if event.attempt > 1 else ""
+        self._line(f"{task}{attempt} → {event.run_dir}")
+        print_plan(plan, self._stream)
+        for note in plan.get("notes", ()):
+            self._note(Note("info", note))
+
+    def _epoch(self, event: EpochEnded) -> None:
+        seconds, speed = event.row.get("duration_s", 0.0), event.row.get("samples_per_s", 0.0)
+        self._samples = (self._samples[0] + seconds, self._samples[1] + seconds * speed)
+        if self._mode != "off":
+            self._line(epoch_line(event, self._started.plan.get("epochs") if self._started else None))
+
+    def _note(self, note: Note) -> None:
+        if note.message in self._noted:
+            return
+        self._noted.add(note.message)
+        if note.level == "warning":
+            self._line(f"warning: {note.message}", style="yellow")
+        elif self._mode != "off":
+            self._line(f"note: {note.message}", style="dim")
+
+    def _end(self, event: RunEnded) -> None:
+        self.close()
+        seconds, samples = self._samples
+        rows = [
+            ("status", event.status),
+            ("steps", str(event.step)),
+            *([("best epoch", str(event.best_epoch))] if event.best_epoch is not None else []),
+            *((f"best {name}", number(value)) for name, value in event.best_metric.items()),
+            *((name, number(value)) for name, value in event.final_metrics.items() if name not in _TABLE_OMITS),
+            ("time", duration(event.duration_s)),
+            *([("samples/s", f"{samples / seconds:,.0f}")] if seconds > 0 else []),
+            *([("run folder", str(self._started.run_dir))] if self._started else []),
+        ]
+        print_table(("summary", ""), rows, self._stream)
+
+    def _line(self, text: str, style: str = "") -> None:
+        if self._bar is not None:
+            self._bar.print(text, style)
+        elif style and is_terminal(self._stream):
+            print_styled(rich_console(self._stream), text, style)
+        else:
+            say(text, self._stream)
+
+    def _seconds_left(self, step: int) -> float | None:
+        """Until the last step at the speed so far, evaluations included; ``None`` when it cannot be told."""
+        first = self._started.step if self._started else 0
+        done = step - first
+        return (self._clock() - self._began) / done * (self._total - step) if done > 0 else None
+
+
+class _Bar:
+    """One line at the bottom of a terminal. It draws on events only, so it needs no thread."""
+
+    def __init__(self, stream: TextIO, started: RunStarted) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress: Progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=rich_console(stream),
+            auto_refresh=False,
+            transient=True,
+            expand=True,
+        )
+        self._epochs = started.plan.get("epochs")
+        self._total = started.total_steps
+        self._task: TaskID = self._progress.add_task(
+            "starting", total=started.total_steps, completed=started.step, status=""
+        )
+        self._progress.start()
+        self._progress.refresh()
+
+    def update(self, event: StepLogged, seconds_left: float | None) -> None:
+        parts = [f"{event.samples_per_s:,.0f} samples/s", f"loss {number(event.loss)}"]
+        if seconds_left is not None:
+            parts.append(f"{duration(seconds_left)} left")
+        parts.append(f"lr {event.lr:.2g}")
+        label = epoch_label(event.epoch, self._epochs)
+        status = fitting(parts, self._progress.console.width - len(label) - len(f"{self._total}") * 2 - _BAR_ROOM)
+        self._progress.update(self._task, completed=event.step, description=label, status=status, refresh=True)
+
+    def print(self, text: str, style: str) -> None:
+        print_styled(self._progress.console, text, style)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+#: Blanks, the slash of ``step/total``, and the shortest bar that still says something.
+_BAR_ROOM = 12
+_TABLE_OMITS = frozenset({"epoch", "step", "attempt", "lr", "samples_per_s", "duration_s"})
+
+
+def resolve_mode(mode: ProgressMode, stream: TextIO) -> ProgressMode:
+    """``auto`` is a bar on a terminal that can move its cursor, plain lines elsewhere."""
+    if mode != "auto":
+        return mode
+    return "bar" if is_terminal(stream) and os.environ.get("TERM", "") not in {"", "dumb"} else "plain"
+
+
+def print_plan(plan: Mapping[str, Any], stream: TextIO) -> None:
+    """The plan's decisions with their reasons; ``plan`` as ``Plan.as_dict()`` gives it."""
+    rows = [(choice["name"], choice["value"], choice["reason"]) for choice in plan.get("choices", ())]
+    if rows:
+        print_table(("plan", "", "why"), rows, stream)
+
+
+def fitting(parts: Sequence[str], width: int) -> str:
+    """As many of ``parts`` as ``width`` characters hold, the first one always."""
+    text = parts[0]
+    for part in parts[1:]:
+        if len(text) + 2 + len(part) > width:
+            break
+        text += f"  {part}"
+    return text
+
+
+def step_line(event: StepLogged, total: int, seconds_left: float | None) -> str:
+    parts = [f"epoch {event.epoch}", f"step {event.step}/{total}", f"loss {number(event.loss)}", f"lr {event.lr:.3g}"]
+    if event.grad_norm is not None:
+        parts.append(f"grad_norm {number(event.grad_norm)}")
+    parts.append(f"{event.samples_per_s:,.0f} samples/s")
+    if seconds_left is not None:
+        parts.append(f"{duration(seconds_left)} left")
+    parts += [f"{name} {number(value)}" for name, value in event.scalars.items()]
+    if event.skipped_steps:
+        parts.append(f"{event.skipped_steps} steps skipped")
+    return "  ".join(parts)
+
+
+def epoch_line(event: EpochEnded, epochs: int | None) -> str:
+    parts = [epoch_label(event.epoch, epochs), metrics_text(event.row)]
+    if "samples_per_s" in event.row:
+        parts.append(f"{event.row['samples_per_s']:,.0f} samples/s")
+    if "duration_s" in event.row:
+        parts.append(duration(event.row["duration_s"]))
+    return "  ".join([*parts, "best so far"] if event.improved else parts)
+
+
+def epoch_label(epoch: int, epochs: int | None) -> str:
+    return f"epoch {epoch}/{epochs}" if epochs else f"epoch {epoch}"
+
+
+def metrics_text(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {number(value)}" for name, value in values.items() if name not in _TABLE_OMITS)
+
+
+def number(value: float) -> str:
+    """Four significant digits or four decimals, whichever reads better."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.4f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.4g}"
+
+
+def value_text(value: object) -> str:
+    """Any value of a record for a table: nothing for ``None``, numbers in short, the rest as it is."""
+    if value is None:
+        return ""
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """``12.3 s``, ``4:05``, ``1:04:05``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,298 @@
+"""Files that survive a crash: atomic JSON, appended JSON lines, and bounded, suspicious reading.
+
+Writers raise :class:`StorageError`; readers raise :class:`RunFolderError`. JSON has no NaN and no
+infinity (RFC 8259, section 6), so a non-finite number is written as ``null``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RunFolderError, StorageError
+
+MAX_JSON_BYTES = 64 << 20
+MAX_JSONL_BYTES = 512 << 20
+
+#: Part of every temporary name, so that leftovers of a killed process can be told from real files.
+TEMPORARY = ".tmp-"
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_PERMISSION = {errno.EACCES, errno.EPERM}
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, obj: Any, *, durable: bool = True) -> None:
+    """Replace ``path`` by ``obj`` as JSON: readers see the old content or the new, never a part.
+
+    ``durable=False`` leaves out the fsync, for files whose loss at a power cut does not matter.
+
+    Raises:
+        StorageError: the file cannot be written; the old content is still there.
+    """
+    write_text(path, json.dumps(plain(obj), ensure_ascii=False, indent=2) + "\n", durable=durable)
+
+
+def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace ``path`` by ``text`` (UTF-8), atomically. Raises :class:`StorageError`."""
+    temporary = path.with_name(temporary_name(path.name))
+    try:
+        try:
+            with temporary.open("xb") as file:
+                file.write(text.encode("utf-8"))
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        if durable:
+            fsync_folder(path.parent)
+    except OSError as error:
+        raise storage_error(error, path) from error
+
+
+def temporary_name(name: str) -> str:
+    """A hidden name beside ``name`` that no other writer uses."""
+    return f".{name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable. Raises :class:`OSError`."""
+    descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE file systems have no fsync for folders; their renames are their own business.
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EBADF}:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON types. Non-finite numbers become ``None``, paths and times become text.
+
+    NumPy and torch scalars are taken by their ``item()``. Text that is not valid Unicode (a file
+    name of raw bytes in a command line) keeps its readable part.
+
+    Raises:
+        TypeError: a type that JSON has no form for (a programming error, not a user's).
+    """
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {_key(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(plain(item) for item in value)
+    if isinstance(value, os.PathLike):
+        return plain(os.fspath(value))
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if callable(getattr(value, "item", None)):
+        return plain(value.item())
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+def _key(key: Any) -> str:
+    if not isinstance(key, str | int):
+        raise TypeError(f"{type(key).__name__} cannot be a key in JSON")
+    return str(plain(key))
+
+
+class JsonLines:
+    """Appends rows to a JSON lines file. One writer per file.
+
+    A line that a killed writer left unfinished is cut off before the first row is appended, so
+    that every line but the last is whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mended = False
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one line. Raises :class:`StorageError`, after which the file ends where it ended before."""
+        line = json.dumps(plain(row), ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                if not self._mended:
+                    _cut_torn_line(self.path)
+                    self._mended = True
+                end = os.fstat(file.fileno()).st_size
+                try:
+                    written = file.write(line)
+                    if written != len(line):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                except OSError:
+                    os.ftruncate(file.fileno(), end)
+                    raise
+        except OSError as error:
+            raise storage_error(error, self.path) from error
+
+
+def _cut_torn_line(path: Path) -> None:
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        position = end
+        while position > 0:
+            start = max(0, position - 65_536)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                position = start + newline + 1
+                break
+            position = start
+        if position < end:
+            file.truncate(position)
+
+
+def storage_error(error: OSError, path: Path) -> StorageError:
+    """What an operating system's refusal to write ``path`` means, and what to do about it."""
+    why = error.strerror or str(error)
+    if error.errno in _NO_SPACE:
+        what, fix = (
+            f"no space left to write {path}",
+            "free some space (or raise the quota), then `lockstep resume` the run",
+        )
+    elif error.errno == errno.EROFS:
+        what, fix = f"{path} is on a read-only file system", "choose another --save-dir, or mount it writable"
+    elif error.errno in _NO_PERMISSION:
+        what, fix = f"no permission to write {path}", "change the folder's permissions, or choose another --save-dir"
+    elif error.errno in {errno.ENOENT, errno.ENOTDIR}:
+        what, fix = f"the folder of {path} is not there", "do not move or delete a run folder while the run is on"
+    else:
+        what, fix = f"cannot write {path}", "check the disk or network share that holds the run folder"
+    return StorageError(what, why=why, fix=fix)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The content of a JSON file; ``null`` stands where a number was not finite.
+
+    Raises:
+        RunFolderError: the file is missing, not a regular file, too large or not JSON.
+    """
+    return parse_json(read_bytes(path, max_bytes=max_bytes), path)
+
+
+def parse_json(content: bytes, path: Path) -> Any:
+    """``content`` of ``path`` as JSON. Raises :class:`RunFolderError`."""
+    try:
+        return json.loads(content, parse_constant=lambda _: None)
+    except (ValueError, RecursionError) as error:
+        raise RunFolderError(
+            f"{path} is damaged",
+            why=f"not valid JSON: {str(error)[:200]}",
+            fix="restore the file, or use another run folder",
+        ) from None
+
+
+def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str, Any]]:
+    """Rows of a JSON lines file; a missing file has none.
+
+    What follows the last newline is a line being written and is left out. So is a line that a power
+    cut damaged; but a file without a single good line among whole ones is no such file.
+
+    Raises:
+        RunFolderError: not a regular file, too large, or not JSON lines.
+    """
+    if not os.path.lexists(path):
+        return []
+    *lines, _torn = read_bytes(path, max_bytes=max_bytes).split(b"\n")
+    rows = [row for row in map(_row, lines) if row is not None]
+    if not rows and any(line.strip() for line in lines):
+        raise RunFolderError(
+            f"{path} is damaged",
+            why="none of its lines is a JSON object",
+            fix="remove the file; the run itself is not affected",
+        )
+    return rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def read_bytes(path: Path, *, max_bytes: int) -> bytes:
+    """The whole of a regular file of at most ``max_bytes``. Raises :class:`RunFolderError`."""
+    try:
+        # Non-blocking, because opening a named pipe would otherwise wait for a writer for ever.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise RunFolderError(f"{path} is not a regular file", fix="restore the file, or use another run folder")
+            if status.st_size > max_bytes:
+                raise RunFolderError(
+                    f"{path} is too large: {status.st_size:,} bytes",
+                    why=f"no run writes more than {max_bytes:,} bytes there",
+                    fix="restore the file, or use another run folder",
+                )
+            return file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise RunFolderError(f"there is no {path}", fix="check the path; `lockstep runs` lists the runs") from None
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"cannot read {path}", why=str(error), fix="check the path and its permissions") from None
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names in ``folder``; none when it is missing. Raises :class:`RunFolderError`."""
+    try:
+        return [entry.name for entry in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise RunFolderError(
+            f"cannot read the folder {folder}", why=str(error), fix="check the path and its permissions"
+        ) from None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder; ``False`` also where nobody may look (``Path.is_dir`` raises there)."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def absolute(path: Path) -> Path:
+    """``path`` from the root, without ``..``, links left as the user named them."""
+    return Path(os.path.abspath(path))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files and folders that killed writers left in ``folder``. Raises :class:`OSError`.
+
+    Not by process number: in a container the next process has the same one. So call it when nobody writes.
+    """
+    for name in names_in(folder):
+        if name.startswith(".") and TEMPORARY in name:
+            leftover = folder / name
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)

@@ -1,0 +1,141 @@
+"""Signs of life: ``heartbeat.json`` and what can be told from it.
+
+A run whose process was killed cannot say so. Its heartbeat names the process by host, number and
+time of creation (numbers are used again, the pair is not), so a reader on the same host knows at
+once, and a reader elsewhere knows when the beats have stopped for long enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lockstep.errors import RunFolderError, StorageError
+from lockstep.telemetry.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from lockstep.telemetry.rundir import RunDir
+
+INTERVAL_S = 1.0
+
+#: How long a run on another host may be silent. Generous: clocks differ, and NFS caches for up to a minute.
+REMOTE_SILENCE_S = 180.0
+
+#: Clock adjustments move a process's computed time of creation; a number is not used again this soon.
+_CREATED_TOLERANCE_S = 2.0
+_FRESH_S = 10.0
+_MAX_BYTES = 65_536
+
+
+class Beat(BaseModel):
+    """The content of ``heartbeat.json``. ``created`` and ``updated`` are seconds since the epoch.
+
+    ``ended``: this was the last beat, although the process (a notebook's, say) may live on.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    step: int = 0
+    total: int | None = None
+    counter: int
+    pid: int
+    created: float
+    host: str
+    updated: float
+    ended: bool = False
+
+
+def read_beat(path: Path) -> Beat | None:
+    """The newest beat; ``None`` when there is none that can be read."""
+    try:
+        return Beat.model_validate(read_json(path, max_bytes=_MAX_BYTES))
+    except (RunFolderError, ValidationError):
+        return None
+
+
+def announce(path: Path, step: int = 0, total: int | None = None, *, ended: bool = False) -> Beat:
+    """Write one beat of the calling process to ``path``: from now on it answers for the run.
+
+    The counter goes on from the beat before. Raises :class:`StorageError`.
+    """
+    before = read_beat(path)
+    beat = Beat(
+        step=step,
+        total=total,
+        counter=before.counter + 1 if before else 0,
+        pid=os.getpid(),
+        created=psutil.Process().create_time(),
+        host=socket.gethostname(),
+        updated=time.time(),
+        ended=ended,
+    )
+    write_json(path, beat.model_dump(), durable=False)
+    return beat
+
+
+def is_alive(beat: Beat, now: float) -> bool:
+    """Whether the process of ``beat`` lives, as far as can be told from this host at time ``now``."""
+    if beat.ended:
+        return False
+    silence_s = now - beat.updated
+    if beat.host != socket.gethostname():
+        return silence_s < REMOTE_SILENCE_S
+    try:
+        process = psutil.Process(beat.pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        same = abs(process.create_time() - beat.created) <= _CREATED_TOLERANCE_S
+    except psutil.AccessDenied:
+        return silence_s < REMOTE_SILENCE_S
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+    return same or silence_s < _FRESH_S
+
+
+class Heartbeat:
+    """Beats once a second from a daemon thread; telling it the step costs an assignment.
+
+    A beat that cannot be written (a full disk) is left out: a sign of life must not end a life.
+    """
+
+    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self._progress: tuple[int, int | None] = (0, None)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, run_dir: RunDir, step: int = 0, total: int | None = None) -> None:
+        """Begin to answer for the run; the first beat is there on return."""
+        assert self._thread is None, "a heartbeat is started once"
+        path = run_dir.heartbeat_file
+        self._progress = (step, total)
+        self._beat(path)
+        self._thread = threading.Thread(target=self._run, args=(path,), name="lockstep-heartbeat", daemon=True)
+        self._thread.start()
+
+    def beat(self, step: int, total: int | None) -> None:
+        """Tell the progress: optimizer steps done, and how many there will be."""
+        self._progress = (step, total)
+
+    def stop(self) -> None:
+        """Write a last beat and end the thread. May be called twice, or without a start."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, path: Path) -> None:
+        while not self._stop.wait(self._interval_s):
+            self._beat(path)
+        self._beat(path, ended=True)
+
+    def _beat(self, path: Path, ended: bool = False) -> None:
+        with contextlib.suppress(StorageError):
+            announce(path, *self._progress, ended=ended)

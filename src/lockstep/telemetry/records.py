@@ -1,0 +1,143 @@
+"""What ``run.json`` says, and which rows of a resumed run still count."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from lockstep.errors import RunFolderError
+
+FORMAT_VERSION = 1
+
+Status = Literal["pending", "running", "completed", "failed", "stopped", "lost"]
+
+#: A number of which JSON's ``null`` says that it was not finite.
+Metric = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
+class RunRecord(BaseModel):
+    """The content of ``run.json``. Times are UTC; ``pid`` and ``host`` are the process to signal.
+
+    ``status`` is what the run itself wrote last; :meth:`RunDir.status` also looks whether it lives.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    format_version: int = FORMAT_VERSION
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: str | None = None
+    task: str
+    status: Status = "pending"
+    created_at: AwareDatetime
+    started_at: AwareDatetime | None = None
+    completed_at: AwareDatetime | None = None
+    pid: int | None = None
+    host: str | None = None
+    command: list[str] = []
+    versions: dict[str, str] = {}
+    placement: dict[str, Any] | None = None
+    attempt: int = Field(default=0, ge=0)
+    best_epoch: int | None = None
+    best_metric: dict[str, Metric] = {}
+    final_metrics: dict[str, Metric] = {}
+    error: str | None = None
+    tags: list[str] = []
+
+    def changed(self, changes: Mapping[str, Any]) -> RunRecord:
+        """A record with some fields replaced. ``changes`` with an unknown key are a programming error."""
+        unknown = changes.keys() - type(self).model_fields.keys()
+        if unknown:
+            raise TypeError(f"run.json has no {', '.join(sorted(unknown))}")
+        return type(self).model_validate({**self.model_dump(), **changes})
+
+
+def parse_record(content: Any, path: Path) -> RunRecord:
+    """``content`` of ``path``, a ``run.json``, as a record.
+
+    Raises:
+        RunFolderError: another format, a newer version of it, or fields of the wrong type.
+    """
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise RunFolderError(
+            f"{path.parent} is not a run folder",
+            why="its run.json is not one of Lockstep's",
+            fix="`lockstep runs` lists the runs",
+        )
+    if version > FORMAT_VERSION:
+        raise RunFolderError(
+            f"{path.parent} was written by a newer version of Lockstep",
+            why=f"its format is {version}; this version reads up to {FORMAT_VERSION}",
+            fix="upgrade: pip install --upgrade lockstep-train",
+        )
+    try:
+        return RunRecord.model_validate(content)
+    except (ValidationError, RecursionError) as error:
+        why = (
+            "; ".join(_problem(item) for item in error.errors()[:3])
+            if isinstance(error, ValidationError)
+            else str(error)
+        )
+        raise RunFolderError(f"{path} is damaged", why=why, fix="restore the file, or use another run folder") from None
+
+
+def _problem(item: Mapping[str, Any]) -> str:
+    return f"{'.'.join(str(part) for part in item['loc'])[:100]}: {str(item['msg'])[:200]}"
+
+
+def new_run_id() -> str:
+    """``run-`` and eight hexadecimal digits."""
+    return f"run-{secrets.token_hex(4)}"
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run's numbers, without importing any of it."""
+    import platform
+    from importlib import metadata
+
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name, distribution in {"lockstep": "lockstep-train", "torch": "torch", "numpy": "numpy"}.items():
+        try:
+            found[name] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Rows that no later attempt took back, in their order.
+
+    An attempt that goes on from step ``s`` repeats what older attempts did beyond ``s``: those rows
+    are superseded. ``resumed_from`` maps an attempt to its ``s``. Rows without a usable attempt or
+    step cannot be placed and are kept, save that of several rows for one epoch the newest counts.
+    """
+    limits: dict[int, float] = {}
+    kept = []
+    for row in rows:
+        attempt, step = row.get("attempt", 1), row.get("step")
+        if isinstance(attempt, int) and isinstance(step, int | float):
+            if attempt not in limits:
+                limits[attempt] = min((s for later, s in resumed_from.items() if later > attempt), default=math.inf)
+            if step > limits[attempt]:
+                continue
+        kept.append(row)
+    return kept
+
+
+def newest_per_epoch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of several rows for one epoch, the last; in the order of their epochs' first rows."""
+    chosen: dict[Any, dict[str, Any]] = {}
+    for position, row in enumerate(rows):
+        epoch = row.get("epoch")
+        chosen[epoch if isinstance(epoch, int) else ("no epoch", position)] = row
+    return list(chosen.values())

@@ -1,0 +1,393 @@
+"""The run folder: the interface between training and everything that looks at it.
+
+One writer per file; shared files are the launcher's until rank 0 begins an attempt, then rank 0's.
+JSON files are replaced atomically, JSONL files appended (see :mod:`lockstep.telemetry.files`).
+Nothing here runs code from a folder: ``task.pkl`` is the launcher's business.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config import RunConfig, dump, resolve
+from lockstep.errors import ConfigError, RunFolderError, StorageError
+from lockstep.telemetry.creation import make_folder
+from lockstep.telemetry.files import (
+    JsonLines,
+    absolute,
+    is_folder,
+    names_in,
+    plain,
+    read_bytes,
+    read_json,
+    read_jsonl,
+    remove_leftovers,
+    storage_error,
+    temporary_name,
+    write_json,
+    write_text,
+)
+from lockstep.telemetry.heartbeat import Beat, Heartbeat, announce, is_alive, read_beat
+from lockstep.telemetry.layout import Layout
+from lockstep.telemetry.records import (
+    FORMAT_VERSION,
+    RunRecord,
+    new_run_id,
+    newest_per_epoch,
+    parse_record,
+    surviving,
+    utc_now,
+    versions,
+)
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Beat",
+    "Heartbeat",
+    "RunDir",
+    "RunRecord",
+    "find_run",
+    "list_runs",
+    "new_run_id",
+    "read_json",
+    "utc_now",
+    "write_json",
+]
+
+#: How long a run may stay pending after its creator ended: the time to hand it over to a launcher.
+PENDING_GRACE_S = 15.0
+
+_MAX_RECORD_BYTES = 4 << 20
+_MAX_CONFIG_BYTES = 256 << 10
+_updating = threading.Lock()
+
+
+class RunDir(Layout):
+    """A folder that holds one run. Make it with :meth:`create` or :meth:`open`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._steps = JsonLines(self.steps_file)
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunDir) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    # A run begins.
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig, *, run_id: str, command: Sequence[str]) -> RunDir:
+        """Make the folder of a new, pending run: whole, or not at all.
+
+        Raises:
+            RunFolderError: the folder holds a run or foreign files, or it cannot be written.
+        """
+        path = absolute(path)
+        record = RunRecord(
+            id=run_id,
+            name=plain(config.name),
+            task=plain(config.task.name),
+            created_at=utc_now(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            command=plain(list(command)),
+            versions=versions(),
+        )
+
+        def fill(folder: Path) -> None:
+            run = cls(folder)
+            for inner in (run.attempts, run.checkpoints, run.logs):
+                inner.mkdir()
+            write_text(run.config_file, dump(config))
+            announce(run.heartbeat_file)
+            write_json(run.run_file, record.model_dump())
+
+        _refuse_occupied(path)
+        try:
+            make_folder(path, fill)
+        except StorageError as error:
+            fix = error.fix if "--save-dir" in error.fix else "choose another --save-dir, or free some space there"
+            raise RunFolderError(f"cannot make the run folder {path}: {error.what}", why=error.why, fix=fix) from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """The run in ``path``. Raises :class:`RunFolderError` when there is none that can be read."""
+        run = cls(absolute(path))
+        run.read()
+        return run
+
+    def begin_attempt(self, plan: Mapping[str, Any], placement: Mapping[str, Any], resumed_from_step: int = 0) -> int:
+        """Record that the calling process trains from now on; returns the attempt's number, from 1.
+
+        Rows of older attempts beyond ``resumed_from_step`` are superseded from here on.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        numbers = [int(name) for name in names_in(self.attempts) if _is_number(name)]
+        attempt = max([self.read().attempt, *numbers]) + 1
+        folder = self.attempts / str(attempt)
+        building = self.attempts / temporary_name(str(attempt))
+        try:
+            remove_leftovers(self.path)
+            remove_leftovers(self.attempts)
+            building.mkdir(parents=True)
+            write_json(building / "plan.json", plan)
+            write_json(building / "placement.json", {**placement, "resumed_from_step": resumed_from_step})
+            building.rename(folder)
+        except OSError as error:
+            raise storage_error(error, folder) from error
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+        write_json(self.plan_file, plan)
+        announce(self.heartbeat_file, resumed_from_step)
+        self.update(
+            attempt=attempt,
+            placement=dict(placement),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            error=None,
+            completed_at=None,
+        )
+        return attempt
+
+    # What the run is.
+
+    def read(self) -> RunRecord:
+        """The content of ``run.json``. Raises :class:`RunFolderError`."""
+        if not os.path.lexists(self.run_file):
+            what = (
+                f"{self.path} is not a run folder"
+                if os.path.lexists(self.path)
+                else f"there is no run folder {self.path}"
+            )
+            raise RunFolderError(what, why="it has no run.json", fix="`lockstep runs` lists the runs")
+        return parse_record(read_json(self.run_file, max_bytes=_MAX_RECORD_BYTES), self.run_file)
+
+    def update(self, **changes: Any) -> RunRecord:
+        """Replace some fields of ``run.json``, atomically; returns the new record.
+
+        Raises:
+            StorageError: the file cannot be written; the old content is still there.
+        """
+        with _updating:
+            record = self.read().changed({key: plain(value) for key, value in changes.items()})
+            write_json(self.run_file, record.model_dump())
+        return record
+
+    def config(self) -> RunConfig:
+        """The run's frozen configuration. Raises :class:`RunFolderError`."""
+        content = read_bytes(self.config_file, max_bytes=_MAX_CONFIG_BYTES)
+        try:
+            settings = yaml.load(content, Loader=_NoAliases)
+            if not isinstance(settings, dict):
+                raise ValueError("it holds no settings")
+            return resolve(settings)
+        except (yaml.YAMLError, ValueError, TypeError, RecursionError, ConfigError) as error:
+            raise RunFolderError(
+                f"{self.config_file} is damaged", why=str(error)[:500], fix="restore the file, or start a new run"
+            ) from None
+
+    def plan(self) -> dict[str, Any]:
+        """The newest attempt's plan. Raises :class:`RunFolderError`."""
+        return _mapping(read_json(self.plan_file), self.plan_file)
+
+    def progress(self) -> Beat | None:
+        """The newest heartbeat: step, total and when; ``None`` when there is none."""
+        return read_beat(self.heartbeat_file)
+
+    def status(self, now: float | None = None) -> str:
+        """pending, running, completed, failed, stopped or lost; ``now`` is in seconds since the epoch.
+
+        A pending or running run whose process is gone is lost: at once where that can be seen, after
+        some minutes of silence when it ran on another host.
+        """
+        return self.judge(self.read(), now)
+
+    def judge(self, record: RunRecord, now: float | None = None) -> str:
+        """:meth:`status` for a ``record`` that has been read already."""
+        if record.status not in {"pending", "running"}:
+            return record.status
+        now = time.time() if now is None else now
+        beat = self.progress()
+        if beat is not None and is_alive(beat, now):
+            return record.status
+        heard = max(record.created_at.timestamp(), beat.updated if beat else 0.0)
+        if record.status == "pending" and now - heard < PENDING_GRACE_S:
+            return "pending"
+        return "lost"
+
+    # Its numbers.
+
+    def epochs(self) -> list[dict[str, Any]]:
+        """Rows of ``metrics.json``, one an epoch, without those that a later attempt took back.
+
+        Raises:
+            RunFolderError: the file is not what it should be.
+        """
+        if not os.path.lexists(self.metrics_file):
+            return []
+        rows = _mapping(read_json(self.metrics_file), self.metrics_file).get("epochs")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise RunFolderError(
+                f"{self.metrics_file} is damaged",
+                why="it has no list of epochs",
+                fix="remove the file; it holds curves only",
+            )
+        return newest_per_epoch(surviving(rows, self._resumed_from()))
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Rows of ``steps.jsonl``, one a log interval; see :meth:`epochs`."""
+        return surviving(read_jsonl(self.steps_file), self._resumed_from())
+
+    def write_epochs(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Replace the rows of ``metrics.json``. Raises :class:`StorageError`."""
+        write_json(self.metrics_file, {"epochs": list(rows)})
+
+    def append_step(self, row: Mapping[str, Any]) -> None:
+        """Add a row to ``steps.jsonl``. Raises :class:`StorageError`."""
+        self._steps.append(row)
+
+    def _resumed_from(self) -> dict[int, int]:
+        """From which step each attempt went on; attempts that cannot be read are left out."""
+        found = {}
+        for name in names_in(self.attempts):
+            if _is_number(name):
+                file = self.attempts / name / "placement.json"
+                try:
+                    step = _mapping(read_json(file, max_bytes=_MAX_RECORD_BYTES), file).get("resumed_from_step")
+                except RunFolderError:
+                    continue
+                if isinstance(step, int):
+                    found[int(name)] = step
+        return found
+
+
+def list_runs(root: Path, report: Callable[[str], None] | None = None) -> list[RunDir]:
+    """Runs in the folders right under ``root``, newest first.
+
+    Folders that hold no run are passed over; of a run that cannot be read, ``report`` hears why.
+    """
+    return [run for run, _ in _runs_and_records(Path(root), report)]
+
+
+def _runs_and_records(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[RunDir, RunRecord]]:
+    found = []
+    root = absolute(root)
+    for name in names_in(root):
+        run = RunDir(root / name)
+        if name.startswith(".") or not os.path.lexists(run.run_file):
+            continue
+        try:
+            found.append((run, run.read()))
+        except RunFolderError as error:
+            if report is not None:
+                report(f"{error.what}: {error.why}")
+    return sorted(found, key=lambda pair: (pair[1].created_at, pair[1].id), reverse=True)
+
+
+def find_run(ref: str, runs_dir: Path) -> RunDir:
+    """The run that ``ref`` means: a folder, an id, the beginning of one id, or ``last``.
+
+    The beginning may leave out ``run-``. Raises :class:`RunFolderError` when there is no such run,
+    or several.
+    """
+    if not ref or "\0" in ref:
+        raise RunFolderError("no run was named", fix="give a folder, an id, the beginning of an id, or `last`")
+    here = Path(ref)
+    if os.sep in ref or os.path.lexists(here / "run.json"):
+        return RunDir.open(here)
+    runs = _runs_and_records(runs_dir)
+    if ref == "last" and runs:
+        return runs[0][0]
+    exact = [run for run, record in runs if ref in {record.id, run.path.name}]
+    near = exact or [run for run, record in runs if record.id.startswith((ref, f"run-{ref}"))]
+    if len(near) == 1:
+        return near[0]
+    if near:
+        raise RunFolderError(
+            f"{ref!r} means several runs: {', '.join(run.path.name for run in near[:5])}",
+            fix="give more of the id, or the folder",
+        )
+    if is_folder(here):
+        return RunDir.open(here)
+    ids = [record.id for _, record in runs]
+    close = difflib.get_close_matches(ref, ids, n=1)
+    why = f"{runs_dir} holds {len(runs)} runs" if runs else f"{runs_dir} holds no runs"
+    raise RunFolderError(
+        f"there is no run {ref!r}",
+        why=why,
+        fix=f"did you mean {close[0]}?" if close else "`lockstep runs` lists the runs",
+    )
+
+
+class _NoAliases(yaml.SafeLoader):
+    """Refuses aliases, which a run's configuration never has and with which a small file can grow without bound."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it contains an alias")
+        return super().compose_node(parent, index)
+
+
+def _refuse_occupied(path: Path) -> None:
+    """Raise :class:`RunFolderError` unless ``path`` is free: missing, or an empty folder."""
+    if not os.path.lexists(path):
+        return
+    if not is_folder(path):
+        raise RunFolderError(f"{path} is a file, not a folder", fix="choose another --save-dir")
+    run = RunDir(path)
+    if os.path.lexists(run.run_file):
+        record = run.read()
+        status = run.judge(record)
+        if status == "completed":
+            raise RunFolderError(
+                f"{path} holds the finished run {record.id}",
+                why="a run folder holds one run, and it is not overwritten",
+                fix="choose another --save-dir",
+            )
+        if status in {"pending", "running"}:
+            why, fix = (
+                f"process {record.pid} on {record.host} is at it",
+                f"wait for it, or `lockstep stop {record.id}` and go on with --resume",
+            )
+        else:
+            why, fix = f"it is {status}", "add --resume to go on with it, or choose another --save-dir"
+        raise RunFolderError(f"{path} holds the unfinished run {record.id}", why=why, fix=fix)
+    names = sorted(names_in(path))
+    if names:
+        raise RunFolderError(
+            f"{path} holds files that are not a run's",
+            why=f"for example {names[0]}",
+            fix="choose another --save-dir: a missing or an empty folder",
+        )
+
+
+def _mapping(content: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise RunFolderError(
+            f"{path} is damaged",
+            why="its top level is not an object",
+            fix="restore the file, or use another run folder",
+        )
+    return content
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdigit() and len(name) < 10

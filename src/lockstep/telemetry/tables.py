@@ -1,0 +1,64 @@
+"""Tables for people: drawn on a terminal, plain aligned text elsewhere, never cut short in a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> None:
+    """Print ``rows`` under the headings ``columns`` (texts, one per column; all empty: no heading)."""
+    headed = any(columns)
+    if not is_terminal(stream):
+        say("\n".join(aligned([columns, *rows] if headed else rows)), stream)
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=headed)
+    for position, column in enumerate(columns):
+        # What identifies a row is never cut; long explanations at the end of it are wrapped.
+        table.add_column(column, overflow="fold", no_wrap=position == 0, style="bold" if position == 0 else None)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    rich_console(stream).print(table)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with columns two blanks apart."""
+    widths = [max(len(row[position]) for row in rows) for position in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Print ``text``; what the stream's encoding does not have becomes a question mark."""
+    try:
+        print(text, file=stream, flush=True)
+    except UnicodeEncodeError:
+        encoding = stream.encoding or "ascii"
+        print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):  # no such method; a closed stream
+        return False
+
+
+def rich_console(stream: TextIO) -> Console:
+    """A console that writes to ``stream`` and guesses no colours into people's texts."""
+    from rich.console import Console
+
+    return Console(file=stream, highlight=False, emoji=False)
+
+
+def print_styled(console: Console, text: str, style: str) -> None:
+    """One line of ``text`` as it is: no markup in it, no wrapping, the style on it alone."""
+    from rich.text import Text
+
+    console.print(Text(text, style=style), soft_wrap=True)

@@ -1,0 +1,108 @@
+"""Fixtures for every test: leak checks, the command line in a process of its own, markers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Before torch is imported anywhere: one thread a process, so that ranks and workers share few cores well.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests import leaks
+from tests.gloo import ROOT, clean_environment
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    leaks.mark_descendants()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_gpu():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+
+
+def _has_gpu() -> bool:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    try:
+        return bool(pynvml.nvmlDeviceGetCount() > 0)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """Fail a test that leaves processes, threads, signal handlers, variables or torch switches changed."""
+    before = leaks.take_snapshot()
+    yield
+    found = leaks.find_leaks(before)
+    if found:
+        pytest.fail("the test leaks:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@dataclass(frozen=True)
+class CliResult:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+RunCli = Callable[..., CliResult]
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path) -> RunCli:
+    """``run_cli("train", "har", …)`` runs ``python -m lockstep train har …`` and waits for its end.
+
+    Keywords: ``cwd`` (default: the test's temporary folder), ``env`` (changes to the environment),
+    ``stdin`` (text), ``timeout_s``. A command that takes longer is killed with all its processes.
+    """
+
+    def run(
+        *args: str | Path,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        stdin: str | None = None,
+        timeout_s: float = 90.0,
+    ) -> CliResult:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep", *map(str, args)],
+            cwd=cwd or tmp_path,
+            env=cli_environment(**(env or {})),
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(stdin, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            command = " ".join(["lockstep", *map(str, args)])
+            pytest.fail(f"`{command}` took longer than {timeout_s} s\n{out}\n{err}", pytrace=False)
+        return CliResult(process.returncode, out, err)
+
+    return run
+
+
+def cli_environment(**changes: str) -> dict[str, str]:
+    """What a command sees: no launcher's variables, no colours, a fixed width."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    return clean_environment(**{"PYTHONPATH": path, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120", **changes})

@@ -1,0 +1,165 @@
+"""Real ranks for tests: run a function in N fresh processes joined by a gloo process group.
+
+::
+
+    from tests.gloo import run_ranks
+
+    def add(rank: int, size: int, start: int) -> int:
+        value = torch.tensor(start + rank)
+        dist.all_reduce(value)
+        return value.item()
+
+    def test_add() -> None:
+        assert run_ranks(add, 2, 10) == [21, 21]
+
+Each rank is an interpreter of its own (as with the start method "spawn"), so the function must be
+importable, or something that cloudpickle can carry. The rendezvous is a file: no port is taken.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+ROOT = Path(__file__).resolve().parent.parent
+#: What a launcher leaves in the environment; a test's ranks and commands must not inherit it.
+LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_", "SLURM_", "LOCKSTEP_"),
+)
+#: Marks every process that a test starts, however deep; see the leak check in conftest.py.
+TOKEN_VARIABLE = "LOCKSTEP_TEST_TOKEN"
+#: How long the other ranks may take to fail by themselves after the first one did.
+GRACE_S = 3.0
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """This process's environment without a launcher's variables, for one intra-op thread."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
+    token = {TOKEN_VARIABLE: os.environ[TOKEN_VARIABLE]} if TOKEN_VARIABLE in os.environ else {}
+    return {**kept, **token, "OMP_NUM_THREADS": "1", **changes}
+
+
+def run_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 60.0, env: dict[str, str] | None = None
+) -> list[Any]:
+    """Call ``function(rank, ranks, *args)`` on every rank, inside a gloo group; results by rank.
+
+    Raises:
+        Exception: what the first rank to fail raised, with that rank's traceback as a note.
+        TimeoutError: not all ranks ended in time; they are killed, and their output is shown.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        (folder / "call.pkl").write_bytes(cloudpickle.dumps((function, args, timeout_s)))
+        processes = [_start(folder, rank, ranks, env or {}) for rank in range(ranks)]
+        try:
+            _wait(processes, folder, timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [_outcome(folder, rank)[1] for rank in range(ranks)]
+
+
+def _start(folder: Path, rank: int, ranks: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    environ = clean_environment(PYTHONPATH=os.pathsep.join(path or str(Path.cwd()) for path in sys.path), **env)
+    if sys.platform == "linux":
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    command = [sys.executable, "-m", "tests.gloo", str(folder), str(rank), str(ranks)]
+    with (folder / f"rank-{rank}.log").open("wb") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
+    """Until all ranks have ended well; raises as soon as it is clear that they will not."""
+    deadline = time.monotonic() + timeout_s
+    failed: list[int] = []
+    while True:
+        for rank, process in enumerate(processes):
+            if process.poll() not in (None, 0) and rank not in failed:
+                if not failed:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                failed.append(rank)
+        running = [rank for rank, process in enumerate(processes) if process.poll() is None]
+        if not running or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    if failed:
+        _raise(folder, failed)
+    if running:
+        logs = "\n".join(f"--- rank {rank}\n{_log(folder, rank)}" for rank in range(len(processes)))
+        raise TimeoutError(f"ranks {running} did not end within {timeout_s} s\n{logs}")
+
+
+def _raise(folder: Path, failed: list[int]) -> None:
+    """Raise the error of the rank that failed first: the others are usually collateral."""
+    silent = [rank for rank in failed if not (folder / f"outcome-{rank}.pkl").exists()]
+    if silent:
+        raise RuntimeError(f"rank {silent[0]} died without an error of its own\n{_log(folder, silent[0])}")
+    first = min(failed, key=lambda rank: _outcome(folder, rank)[2])
+    error, _, _, text = _outcome(folder, first)
+    if error is None:
+        raise RuntimeError(f"rank {first} failed after its function had returned\n{_log(folder, first)}")
+    error.add_note(f"on rank {first}:\n{text}")
+    raise error
+
+
+def _outcome(folder: Path, rank: int) -> tuple[Exception | None, Any, float, str]:
+    """(error, result, time of the end, traceback) of a rank."""
+    outcome: tuple[Exception | None, Any, float, str] = pickle.loads((folder / f"outcome-{rank}.pkl").read_bytes())
+    return outcome
+
+
+def _log(folder: Path, rank: int) -> str:
+    return (folder / f"rank-{rank}.log").read_text(errors="replace")[-4000:]
+
+
+def _main(folder: Path, rank: int, ranks: int) -> int:
+    """One rank: join the group, call the function, leave the outcome in a file."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    error, result, text = None, None, ""
+    try:
+        function, args, timeout_s = pickle.loads((folder / "call.pkl").read_bytes())
+        store = distributed.FileStore(str(folder / "store"), ranks)
+        distributed.init_process_group(
+            "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
+        )
+        warnings.simplefilter("error")
+        result = function(rank, ranks, *args)
+    except Exception as caught:
+        error, text = caught, traceback.format_exc()
+    outcome = folder / f"outcome-{rank}.pkl"
+    try:
+        content = cloudpickle.dumps((error, result, time.monotonic(), text))
+        pickle.loads(content)
+    except Exception as unpicklable:
+        error = RuntimeError(f"the outcome of rank {rank} cannot be pickled: {unpicklable}")
+        content = cloudpickle.dumps((error, None, time.monotonic(), text))
+    outcome.with_suffix(".part").write_bytes(content)
+    outcome.with_suffix(".part").replace(outcome)
+    if error is not None:
+        return 1
+    if distributed.is_initialized():
+        distributed.barrier()
+        distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,111 @@
+"""A run folder, a process that launches it, and a look at who is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.config import RunConfig
+from lockstep.telemetry.rundir import RunDir
+from tests.gloo import ROOT, clean_environment
+
+MARK = "LAUNCH_TEST_MARK"
+STUB = "tests.launch.stub_worker"
+SCRIPT = """
+import sys
+from pathlib import Path
+from lockstep.launch.elastic import launch
+from lockstep.telemetry.rundir import RunDir
+code = launch(RunDir(Path({path!r})), {ranks}, environ={{"STUB": {actions!r}}}, worker_module={module!r}, **{options!r})
+print("code", code)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run", RunConfig(), run_id="run-00000000", command=["test"])
+
+
+@dataclass
+class Caller:
+    """A process of its own that calls ``launch`` in a script read from standard input."""
+
+    run_dir: RunDir
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    process: subprocess.Popen[str] | None = None
+
+    def start(self, *actions: str, **options: Any) -> subprocess.Popen[str]:
+        script = SCRIPT.format(
+            path=str(self.run_dir.path), ranks=len(actions), actions=",".join(actions), module=STUB, options=options
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-"],
+            cwd=ROOT,
+            env=clean_environment(**{MARK: self.mark, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(script)
+        self.process.stdin.close()
+        self.process.stdin = None
+        return self.process
+
+    def wait_until_ready(self, ranks: int = 2) -> None:
+        wait_for(lambda: all((self.run_dir.path / f"ready-{rank}").exists() for rank in range(ranks)))
+
+    def launcher(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.run_dir.logs / "launcher.json").read_text())
+        return content
+
+    def descendants(self) -> list[int]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+        return [pid for pid in found if self.process is None or pid != self.process.pid]
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error, once the caller has ended."""
+        assert self.process is not None
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+    def assert_nobody_left(self) -> None:
+        wait_for(lambda: not self.descendants())
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def caller(run_dir: RunDir) -> Iterator[Caller]:
+    made = Caller(run_dir)
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        made.process.kill()
+        made.process.communicate()
+    for pid in made.descendants():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
