@@ -68,7 +68,7 @@ standard output. RUN is a run's folder, its id, the beginning of its id, or `las
 def cli_page() -> str:
     """Every verb with its usage, arguments, flags and examples."""
     from lockstep.cli.main import VERBS, app
-    from lockstep.cli.settings import flag_table
+    from lockstep.cli.settings import all_flags, flag_table
 
     keys = flag_table()
     parts = [GENERATED, CLI_INTRODUCTION, _table(("verb", "what it does"), _verb_rows(VERBS))]
@@ -77,8 +77,8 @@ def cli_page() -> str:
         usage = str(verb.usage).removeprefix("Usage: ")
         parts += [f"## lockstep {name}", verb.help, f"```\n{usage}\n```"]
         if name == "plan":
-            parts.append("Takes the flags of [train](#lockstep-train), `--resume` excepted, and")
-        parts += _flag_tables(verb, keys if name == "train" else {}, left_out=keys if name == "plan" else {})
+            parts.append("Takes the flags of [train](#lockstep-train), `--resume` excepted, and these:")
+        parts += _flag_tables(verb, keys if name == "train" else {}, left_out=all_flags() if name == "plan" else ())
         if verb.help_epilogue:
             parts.append(f"```\n{verb.help_epilogue}\n```")
     return "\n\n".join(parts) + "\n"
@@ -117,7 +117,7 @@ def _flag(argument: Argument) -> str:
     if choices:
         return f"`{name} {'|'.join(choices)}`" if name.startswith("-") else f"`{'|'.join(choices)}`"
     if not name.startswith("-") or bool in _types(argument.hint):
-        return f"`{name}`"
+        return ", ".join(f"`{spelling}`" for spelling in (name, *argument.names[1:]))
     return f"`{name} {argument.parameter.metavar or _placeholder(argument.hint)}`"
 
 

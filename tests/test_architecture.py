@@ -21,7 +21,7 @@ FLOORS = (
     *("errors", "events", "config"),
     "hardware",
     "plan",
-    *("data", "checkpoint", "telemetry"),
+    *("data", "telemetry", "checkpoint"),
     "models",
     "engine",
     "tasks",
@@ -58,7 +58,8 @@ def runtime_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             assert node.level == 0, f"line {node.lineno}: relative imports hide where they point"
             base = node.module or ""
             # `from lockstep import x` may mean the module lockstep.x.
-            yield from ((node.lineno, f"{base}.{alias.name}" if base == "lockstep" else base) for alias in node.names)
+            names = {f"{base}.{alias.name}" if base == "lockstep" else base for alias in node.names}
+            yield from ((node.lineno, name) for name in sorted(names))
         else:
             yield from runtime_imports(node)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -103,9 +104,9 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 def caller(run_dir: RunDir) -> Iterator[Caller]:
     made = Caller(run_dir)
     yield made
-    if made.process is not None and made.process.poll() is None:
-        made.process.kill()
-        made.process.communicate()
     for pid in made.descendants():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 9)
+            os.kill(pid, signal.SIGKILL)
+    if made.process is not None:
+        made.process.kill()
+        made.process.communicate()

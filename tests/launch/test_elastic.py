@@ -180,7 +180,7 @@ def test_the_caller_is_killed(caller: Caller) -> None:
     process = caller.start("with-children", "stop")
     caller.wait_until_ready()
     process.kill()
-    caller.finish()
+    process.wait()
     caller.assert_nobody_left()
     assert (caller.run_dir.path / "told-1").exists()  # it ended in good order
     assert caller.launcher()["exit_code"] == 143
@@ -191,7 +191,7 @@ def test_caller_and_launcher_are_killed(caller: Caller) -> None:
     caller.wait_until_ready()
     os.kill(caller.launcher()["pid"], signal.SIGSTOP)  # so that it cannot see what happens next
     process.kill()
-    caller.finish()
+    process.wait()
     os.kill(caller.launcher()["pid"], signal.SIGKILL)
     caller.assert_nobody_left()
 
@@ -208,7 +208,7 @@ def test_a_detached_run_goes_on_without_its_caller(caller: Caller) -> None:
     process = caller.start("stop", "stop", detached=True)
     caller.wait_until_ready()
     process.kill()
-    caller.finish()
+    process.wait()
     assert len(caller.descendants()) == 3
     os.kill(caller.launcher()["pid"], signal.SIGTERM)
     caller.assert_nobody_left()

@@ -1,4 +1,4 @@
-"""The run folder: made whole, read with suspicion, judged by its processes."""
+"""The run folder: made whole, read with suspicion."""
 
 from __future__ import annotations
 
@@ -6,29 +6,21 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.config import RunConfig, resolve
-from lockstep.errors import RunFolderError, StorageError
-from lockstep.telemetry.files import JsonLines, plain, read_jsonl
-from lockstep.telemetry.records import surviving
+from lockstep.config import resolve
+from lockstep.errors import RunFolderError
 from lockstep.telemetry.rundir import (
     FORMAT_VERSION,
     RunDir,
-    RunRecord,
-    find_run,
     list_runs,
     new_run_id,
     read_json,
@@ -36,28 +28,9 @@ from lockstep.telemetry.rundir import (
 )
 
 ON_TMP_PATH = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
-MOUNT_REFUSED = "mounting needs root"
 
-
-def make_run(path: Path, run_id: str = "run-00000001", **config: Any) -> RunDir:
-    return RunDir.create(path, resolve(config), run_id=run_id, command=["lockstep", "train", "har"])
-
-
-@contextmanager
-def tmpfs(path: Path, options: str) -> Iterator[Path]:
-    path.mkdir(exist_ok=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(MOUNT_REFUSED)
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", path], check=True)
-
-
-def everything_in(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-
+from tests.disks import make_read_only, small_disk
+from tests.telemetry.runs import everything_in, make_run
 
 # Making one.
 
@@ -78,7 +51,8 @@ def test_a_new_run_is_pending_and_says_what_the_design_lists(tmp_path: Path) -> 
 
 
 def test_the_configuration_comes_back_as_it_was(tmp_path: Path) -> None:
-    config = resolve({"optimizer": {"lr": 3e-4}, "task": {"name": "har", "mode": "é"}})
+    settings_given = {"optimizer": {"lr": 3e-4}, "task": {"name": "har", "mode": "é"}}
+    config = resolve(settings_given)
     run = RunDir.create(tmp_path / "a", config, run_id=new_run_id(), command=[])
     assert run.config() == config == RunDir.open(tmp_path / "a").config()
 
@@ -96,7 +70,7 @@ def test_an_empty_folder_becomes_the_run(tmp_path: Path) -> None:
 
 
 def test_an_empty_mounted_volume_becomes_the_run(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "volume", "size=1m") as volume:
+    with small_disk(tmp_path / "volume", "1m") as volume:
         assert make_run(volume).status() == "pending"
         assert everything_in(tmp_path)[0] == "volume", "nothing is left beside it"
 
@@ -156,8 +130,8 @@ def test_of_two_creators_one_wins(tmp_path: Path) -> None:
 
 
 def test_a_read_only_folder_is_refused_with_nothing_left(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "disk", "size=1m") as disk:
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        make_read_only(disk)
         with pytest.raises(RunFolderError, match="read-only") as caught:
             make_run(disk / "a")
         assert caught.value.exit_code == 2 and "--save-dir" in caught.value.fix and everything_in(disk) == []
@@ -165,7 +139,7 @@ def test_a_read_only_folder_is_refused_with_nothing_left(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mounted_itself", [False, True])
 def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path, mounted_itself: bool) -> None:
-    with tmpfs(tmp_path / "disk", "size=8k") as disk:
+    with small_disk(tmp_path / "disk", "8k") as disk:
         target = disk if mounted_itself else disk / "a"
         with pytest.raises(RunFolderError, match="no space left"):
             make_run(target)
@@ -297,7 +271,9 @@ ROWS = st.dictionaries(st.sampled_from(["attempt", "step", "epoch", "loss"]), JS
 
 @ON_TMP_PATH
 @given(
-    st.sampled_from(["run.json", "metrics.json", "steps.jsonl", "heartbeat.json", "config.yaml", "attempts/1/placement.json"]),
+    st.sampled_from(
+        ["run.json", "metrics.json", "steps.jsonl", "heartbeat.json", "config.yaml", "attempts/1/placement.json"]
+    ),
     st.binary(max_size=60)
     | JSON_VALUES.map(lambda value: json.dumps(value).encode())
     | st.lists(ROWS, max_size=3).map(lambda rows: json.dumps({"epochs": rows}).encode())
@@ -336,276 +312,3 @@ def test_a_configuration_cannot_run_code(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError):
         run.config()
     assert not (tmp_path / "owned").exists()
-
-
-# Rows and attempts.
-
-
-def test_attempts_are_numbered_and_keep_their_plans(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    assert run.begin_attempt({"steps": 1}, {"world_size": 2}) == 1
-    assert run.begin_attempt({"steps": 2}, {"world_size": 1}, resumed_from_step=30) == 2
-    assert run.plan() == {"steps": 2} == read_json(run.attempts / "2" / "plan.json")
-    assert read_json(run.attempts / "1" / "plan.json") == {"steps": 1}
-    assert read_json(run.attempts / "2" / "placement.json") == {"world_size": 1, "resumed_from_step": 30}
-    record = run.read()
-    assert record.attempt == 2 and record.placement == {"world_size": 1}
-
-
-def test_rows_beyond_the_checkpoint_are_superseded(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    run.begin_attempt({}, {})
-    for step in (10, 20, 30):
-        run.append_step({"attempt": 1, "step": step})
-    run.write_epochs([{"epoch": e, "attempt": 1, "step": 15 * e, "val_loss": math.inf} for e in (1, 2)])
-    assert [row["step"] for row in run.steps()] == [10, 20, 30]
-    run.begin_attempt({}, {}, resumed_from_step=20)
-    assert [row["step"] for row in run.steps()] == [10, 20], "at once, before the new attempt logs anything"
-    run.append_step({"attempt": 2, "step": 30})
-    run.write_epochs([*run.epochs(), {"epoch": 2, "attempt": 2, "step": 30}])
-    assert [(row["attempt"], row["step"]) for row in run.steps()] == [(1, 10), (1, 20), (2, 30)]
-    assert run.epochs() == [
-        {"epoch": 1, "attempt": 1, "step": 15, "val_loss": None},
-        {"epoch": 2, "attempt": 2, "step": 30},
-    ]
-
-
-@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6))
-def test_a_resumed_run_reads_like_one_that_was_never_interrupted(history: list[tuple[int, int]]) -> None:
-    rows: list[dict[str, Any]] = []
-    resumed_from: dict[int, int] = {}
-    reached = 0
-    for attempt, (back, forward) in enumerate(history, start=1):
-        start = max(0, reached - back)
-        resumed_from[attempt] = start
-        rows += [{"attempt": attempt, "step": step} for step in range(start + 1, start + forward + 1)]
-        reached = start + forward
-    assert [row["step"] for row in surviving(rows, resumed_from)] == list(range(1, reached + 1))
-
-
-def test_a_torn_last_line_is_ignored_and_mended(tmp_path: Path) -> None:
-    file = JsonLines(tmp_path / "rows.jsonl")
-    file.append({"n": 1, "loss": math.nan})
-    with file.path.open("ab") as raw:
-        raw.write(b'{"n": 2, "pad": "' + b"x" * 70_000)
-    assert read_jsonl(file.path) == [{"n": 1, "loss": None}]
-    JsonLines(file.path).append({"n": 3})
-    assert [row["n"] for row in read_jsonl(file.path)] == [1, 3]
-
-
-@ON_TMP_PATH
-@given(st.integers(0, 120))
-def test_lines_cut_anywhere_lose_only_the_last(tmp_path: Path, cut: int) -> None:
-    whole = b"".join(b'{"n":%d,"x":"%s"}\n' % (n, b"y" * n) for n in range(6))
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(whole[: min(cut, len(whole))])
-    rows = read_jsonl(path)
-    assert [row["n"] for row in rows] == list(range(whole[:cut].count(b"\n")))
-    JsonLines(path).append({"n": -1})
-    assert [row["n"] for row in read_jsonl(path)] == [*(row["n"] for row in rows), -1]
-
-
-def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "disk", "size=8k") as disk:
-        file = JsonLines(disk / "rows.jsonl")
-        file.append({"n": 0, "pad": "x" * 3000})
-        with pytest.raises(StorageError, match="no space left") as caught:
-            file.append({"n": 1, "pad": "x" * 9000})
-        assert caught.value.exit_code == 1 and file.path.read_bytes().endswith(b'"}\n')
-        file.append({"n": 2})
-        assert [row["n"] for row in read_jsonl(file.path)] == [0, 2]
-        with pytest.raises(StorageError, match="no space left"):
-            write_json(disk / "rows.jsonl", ["x" * 9000])
-        assert [row["n"] for row in read_jsonl(file.path)] == [0, 2] and everything_in(disk) == ["rows.jsonl"]
-
-
-def test_a_folder_that_vanished_is_a_storage_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="not there") as caught:
-        write_json(tmp_path / "gone" / "run.json", {})
-    assert caught.value.fix
-
-
-@given(st.floats() | st.text() | JSON_VALUES)
-def test_what_is_written_can_be_read(value: Any) -> None:
-    text = json.dumps(plain({"v": value}), allow_nan=False, ensure_ascii=False)
-    assert json.loads(text.encode("utf-8").decode("utf-8")) == plain({"v": value})
-
-
-def test_what_has_no_form_in_json_is_a_programming_error(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="object"):
-        write_json(tmp_path / "x.json", {"a": object()})
-    assert everything_in(tmp_path) == []
-
-
-def test_a_command_line_of_raw_bytes_keeps_its_readable_part(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "a", RunConfig(), run_id=new_run_id(), command=["train", os.fsdecode(b"caf\xff")])
-    assert run.read().command == ["train", "caf?"]
-
-
-# Finding runs.
-
-
-def test_runs_are_listed_newest_first_and_only_their_own_files_are_read(tmp_path: Path) -> None:
-    for n in range(5):
-        run = make_run(tmp_path / f"run-{n}", f"run-{n:08x}")
-        run.update(created_at=f"2030-01-0{(n * 2) % 5 + 1}T00:00:00Z")
-        os.mkfifo(run.metrics_file)
-        os.mkfifo(run.steps_file)
-    (tmp_path / "not-a-run").mkdir()
-    (tmp_path / ".run-x.tmp-1").mkdir()
-    (tmp_path / "notes.txt").write_text("")
-    listed = list_runs(tmp_path)
-    assert [run.read().created_at.day for run in listed] == [5, 4, 3, 2, 1]
-    assert {run.status() for run in listed} == {"pending"}
-    assert list_runs(tmp_path / "nowhere") == []
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    for day, run_id in enumerate(["run-aaaa0000", "run-aaaa1111", "run-bbbb0000"], start=1):
-        make_run(tmp_path / "runs" / run_id, run_id).update(created_at=f"2030-01-0{day}T00:00:00Z")
-    make_run(tmp_path / "runs" / "baseline", "run-cccc0000").update(created_at="2029-01-01T00:00:00Z")
-    return tmp_path / "runs"
-
-
-@pytest.mark.parametrize(
-    ("ref", "found"),
-    [
-        ("last", "run-bbbb0000"),
-        ("run-aaaa1111", "run-aaaa1111"),
-        ("run-aaaa1", "run-aaaa1111"),
-        ("bbbb", "run-bbbb0000"),
-        ("baseline", "run-cccc0000"),
-        ("run-cccc0000", "run-cccc0000"),
-    ],
-)
-def test_a_run_is_found_by_id_beginning_folder_or_last(runs: Path, ref: str, found: str) -> None:
-    assert find_run(ref, runs).read().id == found
-
-
-def test_a_run_is_found_by_path(runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert find_run(str(runs / "baseline"), tmp_path).read().id == "run-cccc0000"
-    monkeypatch.chdir(runs)
-    assert find_run("baseline", tmp_path / "elsewhere").read().id == "run-cccc0000"
-
-
-@pytest.mark.parametrize(
-    ("ref", "says"),
-    [
-        ("run-aaaa", "several runs: run-aaaa1111, run-aaaa0000"),
-        ("run-bbbb0001", "no run 'run-bbbb0001'"),
-        ("", "no run was named"),
-        ("a\0b", "no run was named"),
-        ("../runs", "not a run folder"),
-        ("some/where", "no run folder"),
-    ],
-)
-def test_a_wrong_reference_says_what_there_is(
-    runs: Path, ref: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(runs)
-    with pytest.raises(RunFolderError, match=re.escape(says)) as caught:
-        find_run(ref, runs)
-    assert caught.value.fix
-
-
-def test_last_of_no_runs_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="no run 'last'") as caught:
-        find_run("last", tmp_path)
-    assert "no runs" in caught.value.why
-
-
-# Alive or lost.
-
-WAITER = (
-    "import sys, time; from pathlib import Path; from lockstep.config import RunConfig\n"
-    "from lockstep.telemetry.rundir import Heartbeat, RunDir\n"
-    "run = RunDir.create(Path(sys.argv[1]), RunConfig(), run_id='run-00000001', command=[])\n"
-    "if sys.argv[2] == 'running':\n"
-    "    run.update(status='running'); Heartbeat().start(run, 3, 10)\n"
-    "print('go', flush=True); time.sleep(60)\n"
-)
-
-
-@pytest.fixture
-def start_elsewhere(tmp_path: Path) -> Iterator[Callable[[str], tuple[RunDir, subprocess.Popen[str]]]]:
-    """A run whose process is another one, with the status asked for."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(status: str) -> tuple[RunDir, subprocess.Popen[str]]:
-        path = tmp_path / "elsewhere"
-        process = subprocess.Popen([sys.executable, "-c", WAITER, path, status], stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout is not None and process.stdout.readline() == "go\n"
-        return RunDir.open(path), process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def test_a_killed_run_is_lost_at_once(start_elsewhere: Callable[[str], tuple[RunDir, subprocess.Popen[str]]]) -> None:
-    run, process = start_elsewhere("running")
-    assert run.status() == "running"
-    process.send_signal(signal.SIGSTOP)
-    assert run.status(now=time.time() + 9999) == "running", "a stopped process is silent, but there"
-    process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert run.status() == "lost", "a zombie is no run"
-    process.wait()
-    assert run.status() == "lost" and run.read().status == "running"
-    with pytest.raises(RunFolderError, match="unfinished run run-00000001") as caught:
-        make_run(run.path)
-    assert "--resume" in caught.value.fix
-
-
-def test_a_pending_run_outlives_its_creator_for_a_while(
-    start_elsewhere: Callable[[str], tuple[RunDir, subprocess.Popen[str]]],
-) -> None:
-    run, process = start_elsewhere("pending")
-    assert run.status(now=time.time() + 9999) == "pending", "its creator lives"
-    process.kill()
-    process.wait()
-    assert run.status() == "pending"
-    assert run.status(now=time.time() + 9999) == "lost"
-
-
-def test_a_number_used_again_by_another_process_is_not_the_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    run.update(status="running")
-    beat = read_json(run.heartbeat_file)
-    write_json(run.heartbeat_file, {**beat, "created": beat["created"] - 100})
-    assert run.status(now=beat["updated"] + 60) == "lost"
-    assert run.status(now=beat["updated"] + 1) == "running", "so fresh a beat means that the clock was set"
-
-
-def test_on_another_host_silence_decides(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    run.update(status="running")
-    beat = read_json(run.heartbeat_file)
-    write_json(run.heartbeat_file, {**beat, "host": "elsewhere.invalid", "pid": 1 << 40})
-    assert run.status(now=beat["updated"] + 100) == "running"
-    assert run.status(now=beat["updated"] + 1000) == "lost"
-
-
-def test_without_a_heartbeat_a_running_run_is_lost(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    run.update(status="running")
-    run.heartbeat_file.unlink()
-    assert run.status() == "lost"
-
-
-@pytest.mark.parametrize("status", ["completed", "failed", "stopped"])
-def test_an_ended_run_stays_what_it_is(tmp_path: Path, status: str) -> None:
-    run = make_run(tmp_path / "a")
-    run.update(status=status)
-    run.heartbeat_file.unlink()
-    assert run.status(now=time.time() + 1e9) == status
-
-
-def test_a_record_is_a_value() -> None:
-    record = RunRecord(id="run-1", task="har", created_at="2030-01-01T00:00:00Z")  # type: ignore[arg-type]
-    assert record.changed({"status": "running"}) != record

@@ -34,7 +34,7 @@ def evaluate(
         str, Parameter(metavar="best|last|STEP", help="Which weights to evaluate. Default: best.")
     ] = "best",
     devices: Annotated[
-        str | None, Parameter(help="The device to compute on. Default: gpu:0 if there is one, else cpu.")
+        str | None, Parameter(help="The device to compute on. Default: the first one of the run.", metavar="DEVICE")
     ] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
@@ -50,4 +50,6 @@ def evaluate(
     if as_json:
         print_json(result, sys.stdout)
         return
-    print_table(("metric", "value"), [(name, value_text(value)) for name, value in result.items()], sys.stdout)
+    rows = {**result, **result.get("metrics", {})}
+    rows.pop("metrics", None)
+    print_table(("", ""), [(name, value_text(value)) for name, value in rows.items()], sys.stdout)

@@ -21,7 +21,7 @@ from lockstep.cli.output import (
 app = App(
     name="export",
     usage="Usage: lockstep export RUN [OPTIONS]",
-    help_epilogue="Example:\n  lockstep export last --out model --program",
+    help_epilogue="Example:\n  lockstep export last --out model --no-program",
 )
 
 
@@ -38,8 +38,11 @@ def export(
     ] = "best",
     program: Annotated[
         bool,
-        Parameter(negative="", help="Also write the model as a torch.export program, which needs no code of the task."),
-    ] = False,
+        Parameter(
+            negative="--no-program",
+            help="Also write the model as a torch.export program, which runs without the task's code. Default: on.",
+        ),
+    ] = True,
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
@@ -54,4 +57,7 @@ def export(
     if as_json:
         print_json(result, sys.stdout)
         return
-    print_table(("exported", ""), [(name, value_text(value)) for name, value in result.items()], sys.stdout)
+    rows = [
+        (name, ", ".join(value) if isinstance(value, list) else value_text(value)) for name, value in result.items()
+    ]
+    print_table(("", ""), rows, sys.stdout)

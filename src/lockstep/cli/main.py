@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 
 from lockstep.cli.output import print_error
 from lockstep.errors import LockstepError, UsageError
@@ -41,6 +41,7 @@ def lockstep_version() -> str:
 app = App(
     name="lockstep",
     help=HELP,
+    group_parameters=Group("Options", sort_key=0),
     usage="Usage: lockstep COMMAND [OPTIONS]",
     help_epilogue=EPILOGUE,
     help_format="plaintext",
@@ -65,7 +66,11 @@ VERBS = (
     ("runs", _AFTER, "List the runs, newest first."),
     ("show", _AFTER, "Show one run: its state, plan, metrics, checkpoints and logs."),
     ("evaluate", _AFTER, "Compute the metrics of a run's checkpoint on its validation or test data."),
-    ("export", _AFTER, "Write a run's weights (safetensors), and if asked its program (torch.export)."),
+    (
+        "export",
+        _AFTER,
+        "Write a run's weights (safetensors) and program (torch.export), with an example that loads them.",
+    ),
     ("version", _OTHER, "Show the versions of Lockstep, Python and the libraries it uses."),
     ("completion", _OTHER, "Print or install a completion script for your shell."),
 )
@@ -104,6 +109,8 @@ def _fail(error: LockstepError) -> int:
 def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
     """The parser's complaint in the form of all our errors."""
     error.verbose = False
+    if isinstance(error, UnusedCliTokensError):
+        error.msg = f"more words than the command takes: {' '.join(error.unused_tokens or ())}"
     what, asked, suggestion = str(error).strip().partition(" Did you mean ")
     verb = next((token for token in tokens if token in {name for name, _, _ in VERBS}), None)
     command = f"lockstep {verb} --help" if verb else "lockstep --help"

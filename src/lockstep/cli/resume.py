@@ -25,7 +25,8 @@ def resume(
     /,
     *,
     devices: Annotated[
-        str | None, Parameter(help="Devices by name, comma-separated. Default: those of the run so far.")
+        str | None,
+        Parameter(help="Devices by name, comma-separated. Default: those of the run so far.", metavar="DEVICE,..."),
     ] = None,
     rescale_batch: Annotated[
         bool,

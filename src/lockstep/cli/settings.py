@@ -222,11 +222,20 @@ def flag_table() -> dict[str, str]:
     """Every flag that stands for one setting, and that setting's key: ``{"--epochs": "training.epochs", …}``."""
     hints = get_type_hints(Settings, include_extras=True)
     return {
-        "--" + field.name.replace("_", "-"): mark.key
+        _flag_of(field): mark.key
         for field in dataclasses.fields(Settings)
         for mark in hints[field.name].__metadata__
         if isinstance(mark, Overrides)
     }
+
+
+def all_flags() -> list[str]:
+    """Every flag of :class:`Settings`, aliases included."""
+    return [_flag_of(field) for field in dataclasses.fields(Settings)]
+
+
+def _flag_of(field: dataclasses.Field[Any]) -> str:
+    return "--" + field.name.replace("_", "-")
 
 
 def to_mapping(
@@ -239,9 +248,9 @@ def to_mapping(
 
     Raises:
         UsageError: no task, or flags that contradict each other.
-        ConfigError: a file or a ``--set`` that cannot be read.
+        ConfigError: a file or a ``--set`` that cannot be read, an unknown key, a value that cannot be.
     """
-    from lockstep.config import load
+    from lockstep.config import load, resolve
 
     if ranks_are_given is None:
         from lockstep.hardware.world import read_world
@@ -265,6 +274,7 @@ def to_mapping(
         )
     if isinstance(section, dict) or section is None:
         mapping["task"] = {**(section or {}), "name": name}
+    resolve(mapping)  # the task's own defaults are still missing, but what is wrong now is said before torch is loaded
     return name, mapping
 
 

@@ -45,8 +45,15 @@ def describe(run: RunDir) -> dict[str, Any]:
     }
 
 
-def _checkpoints(run: RunDir) -> list[str]:
-    return sorted(str(folder) for folder in run.checkpoints.glob("step-*") if (folder / "manifest.json").exists())
+def _checkpoints(run: RunDir) -> list[dict[str, Any]]:
+    from lockstep.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(run.checkpoints)
+    marks = {name: store.step_of(name) for name in ("last", "best")}
+    return [
+        {"step": step, "path": str(store.path_of(step)), **{name: step == marked for name, marked in marks.items()}}
+        for step in store.steps()
+    ]
 
 
 def _print(details: dict[str, Any]) -> None:
@@ -82,10 +89,16 @@ def _print(details: dict[str, Any]) -> None:
         last = [(name, value_text(value)) for name, value in epochs[-1].items()]
         print_table(("last epoch", ""), last, sys.stdout)
     say("", sys.stdout)
-    files = [("checkpoint", path) for path in details["checkpoints"]] + [("log", path) for path in details["logs"]]
+    files = [(_checkpoint_label(saved), saved["path"]) for saved in details["checkpoints"]]
+    files += [("log", path) for path in details["logs"]]
     print_table(("files", ""), [*files, ("configuration", details["config"])], sys.stdout)
     if details["error"]:
         say(f"\nerror: {details['error']}", sys.stdout)
+
+
+def _checkpoint_label(saved: dict[str, Any]) -> str:
+    marks = [name for name in ("last", "best") if saved[name]]
+    return f"checkpoint ({', '.join(marks)})" if marks else "checkpoint"
 
 
 def _of(done: int | None, total: int | None) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,21 +30,25 @@ class SampleOrder(Protocol):
     def slice(self, epoch: int, start: int, stop: int) -> Indices: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The samples of one micro-batch. ``part`` is the lane (exact) or the micro-batch's place (fast).
+class Request(NamedTuple):
+    """One micro-batch: positions ``start`` to ``stop`` of an epoch.
 
-    A ``ghost`` is fetched only so that an empty rank can join a collective forward; it counts nothing.
+    ``part`` is the lane (exact) or the micro-batch's place (fast). A ``ghost`` is fetched only so that an
+    empty rank can join a collective forward; it counts nothing.
     """
 
     epoch: int
     part: int
-    indices: Indices
+    start: int
+    stop: int
     ghost: bool = False
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
-@dataclass(frozen=True, slots=True)
-class Window:
+
+class Window(NamedTuple):
     """One optimizer step of one rank. ``irregular``: some rank has fewer micro-batches than another."""
 
     epoch: int
@@ -59,9 +63,7 @@ class Window:
         return self.stop - self.start
 
 
-def windows(
-    batch: BatchPlan, order: SampleOrder, *, rank: int, epoch: int, position: int, epochs: int, ghosts: bool
-) -> Iterator[Window]:
+def windows(batch: BatchPlan, *, rank: int, epoch: int, position: int, epochs: int, ghosts: bool) -> Iterator[Window]:
     """Every window from (epoch, position) to the end of the last epoch, as rank ``rank`` sees it.
 
     Args:
@@ -74,24 +76,45 @@ def windows(
         if span is None:
             epoch, position = epoch + 1, 0
             continue
-        yield _window(batch, order, rank, epoch, span, ghosts)
+        yield _window(batch, rank, epoch, span, ghosts)
         position = span[1]
 
 
-def _window(batch: BatchPlan, order: SampleOrder, rank: int, epoch: int, span: tuple[int, int], ghosts: bool) -> Window:
+def _window(batch: BatchPlan, rank: int, epoch: int, span: tuple[int, int], ghosts: bool) -> Window:
     start, stop = span
     shares = batch.split(stop - start)
     mine = shares[rank]
-    most = max(len(share) for share in shares)
+    most = max(map(len, shares))
     first_part = rank * len(mine) if batch.lanes else 0
-    requests = [
-        Request(epoch, first_part + place, order.slice(epoch, start + a, start + b)) for place, (a, b) in enumerate(mine)
-    ]
+    requests = [Request(epoch, first_part + place, start + a, start + b) for place, (a, b) in enumerate(mine)]
     irregular = batch.lanes is None and any(len(share) != most for share in shares)
     if irregular and ghosts:
-        replay = order.slice(epoch, start, start + 1)
-        requests += [Request(epoch, place, replay, ghost=True) for place in range(len(mine), most)]
+        requests += [Request(epoch, place, start, start + 1, ghost=True) for place in range(len(mine), most)]
     return Window(epoch, start, stop, tuple(requests), irregular)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where batches come from: a data set, how its samples become a batch, and in which order they are taken."""
+
+    dataset: Any
+    collate: Collate
+    seed: int
+    order: SampleOrder
+
+    def batch(self, request: Request) -> Any:
+        """The batch of ``request``; () for one without samples (an empty lane)."""
+        if request.start == request.stop:
+            return ()
+        indices = self.order.slice(request.epoch, request.start, request.stop)
+        return fetch(self.dataset, self.collate, self.seed, request.epoch, indices)
+
+
+class InOrder:
+    """The order of evaluation: index order."""
+
+    def slice(self, epoch: int, start: int, stop: int) -> Indices:
+        return np.arange(start, stop, dtype=np.int64)
 
 
 def fetch(dataset: Any, collate: Collate, seed: int, epoch: int, indices: Indices) -> Any:
@@ -115,24 +138,18 @@ class Batches(Protocol):
     def close(self) -> None: ...
 
 
-def make_loader(
-    dataset: Any, collate: Collate, seed: int, requests: Iterable[Request], plan: LoaderPlan, rank: int
-) -> Batches:
+def make_loader(source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int) -> Batches:
     """The loader that the plan asks for."""
     if plan.num_workers == 0:
-        return ThreadLoader(dataset, collate, seed, requests, depth=plan.prefetch_factor, pin=plan.pin_memory)
-    return WorkerLoader(dataset, collate, seed, requests, plan, rank)
+        return ThreadLoader(source, requests, depth=plan.prefetch_factor, pin=plan.pin_memory)
+    return WorkerLoader(source, requests, plan, rank)
 
 
 class ThreadLoader:
     """Fetches in one thread, ``depth`` batches ahead: whole-batch gathers release the GIL."""
 
-    def __init__(
-        self, dataset: Any, collate: Collate, seed: int, requests: Iterable[Request], *, depth: int = 2, pin: bool = False
-    ) -> None:
-        self._fetch = lambda r: fetch(dataset, collate, seed, r.epoch, r.indices)
-        self._requests = requests
-        self._pin = pin
+    def __init__(self, source: Source, requests: Iterable[Request], *, depth: int = 2, pin: bool = False) -> None:
+        self._source, self._requests, self._pin = source, requests, pin
         self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         # SimpleQueue is implemented in C: a semaphore of tokens costs a fifth of threading.Semaphore.
         self._tokens: SimpleQueue[bool] = SimpleQueue()
@@ -146,7 +163,7 @@ class ThreadLoader:
             for request in self._requests:
                 if not self._tokens.get():
                     return
-                batch = () if len(request.indices) == 0 else self._fetch(request)
+                batch = self._source.batch(request)
                 self._ready.put((_pinned(batch) if self._pin else batch, None))
             self._ready.put((None, StopIteration()))
         except BaseException as error:  # handed to the training thread, which raises it
@@ -176,50 +193,41 @@ def _pinned(batch: Any) -> Any:
     return pin_memory(batch)
 
 
-class _Keyed:
-    """What worker processes hold: a request's key is (epoch, index)."""
+class _ByRequest:
+    """What worker processes hold: a data set whose keys are requests."""
 
-    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
-        self._dataset, self._collate, self._seed = dataset, collate, seed
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
-    def __getitems__(self, request: list[Request]) -> Any:
-        r = request[0]
-        return () if len(r.indices) == 0 else fetch(self._dataset, self._collate, self._seed, r.epoch, r.indices)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
+    def __getitem__(self, request: Request) -> Any:
+        return self._source.batch(request)
 
 
 class WorkerLoader:
     """Fetches in processes, through torch's DataLoader; one iterator spans all epochs when workers persist."""
 
-    def __init__(
-        self, dataset: Any, collate: Collate, seed: int, requests: Iterable[Request], plan: LoaderPlan, rank: int
-    ) -> None:
-        self._keyed = _Keyed(dataset, collate, seed)
-        self._requests, self._plan = requests, plan
-        self._init = worker_init(seed, rank)
+    def __init__(self, source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int) -> None:
+        self._source, self._requests, self._plan, self._rank = source, requests, plan, rank
         self._iterator: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         if self._plan.persistent_workers:
             yield from self._run(self._requests)
             return
-        for _, requests in groupby(self._requests, key=lambda request: request.epoch):
-            yield from self._run(requests)
+        for epoch, requests in groupby(self._requests, key=lambda request: request.epoch):
+            yield from self._run(requests, epoch)
 
-    def _run(self, requests: Iterable[Request]) -> Iterator[Any]:
+    def _run(self, requests: Iterable[Request], epoch: int = 0) -> Iterator[Any]:
         from torch.utils.data import DataLoader
 
-        loader = DataLoader(
-            self._keyed,  # type: ignore[arg-type]
-            batch_sampler=([request] for request in requests),  # type: ignore[arg-type]
-            collate_fn=_as_is,
+        loader: DataLoader[Any] = DataLoader(
+            _ByRequest(self._source),  # type: ignore[arg-type]
+            sampler=requests,  # type: ignore[arg-type]
+            batch_size=None,  # a key is a whole batch already
             num_workers=self._plan.num_workers,
             prefetch_factor=self._plan.prefetch_factor,
             pin_memory=self._plan.pin_memory,
-            worker_init_fn=self._init,
+            worker_init_fn=worker_init(self._source.seed, self._rank, epoch),
         )
         self._iterator = iter(loader)
         try:

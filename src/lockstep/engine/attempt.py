@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
-from lockstep.data.loader import Request, Window, make_loader, windows
+from lockstep.data.loader import SampleOrder, Source, Window, make_loader, windows
 from lockstep.data.order import Order
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives
@@ -227,16 +227,16 @@ def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Call
 def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     plan, state = fit.plan, fit.state
     order = make_order(plan)
-    walk = _walk(fit, order, world)
-    requests = chain.from_iterable(window.requests for window in _walk(fit, order, world))
-    loader = make_loader(fit.datasets.train, fit.task.collate, plan.seed, requests, plan.loader, world.rank)
+    source = Source(fit.datasets.train, fit.task.collate, plan.seed, order)
+    requests = chain.from_iterable(window.requests for window in _walk(fit, world))
+    loader = make_loader(source, requests, plan.loader, world.rank)
     batches = TimedBatches(iter(loader))
-    recorder = _recorder(fit, run_dir, world)
+    recorder = _recorder(fit, run_dir, world, order)
     fit.strategy.module.train()
     waited_s = 0.0
     try:
         for result in training_steps(
-            walk,
+            _walk(fit, world),
             batches,
             fit.strategy,
             fit.update,
@@ -254,10 +254,9 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
         loader.close()
 
 
-def _walk(fit: Fit, order: Any, world: World) -> Iterator[Window]:
+def _walk(fit: Fit, world: World) -> Iterator[Window]:
     return windows(
         fit.plan.batch,
-        order,
         rank=world.rank,
         epoch=fit.state.epoch,
         position=fit.state.position,
@@ -276,7 +275,7 @@ class _Subset:
         return self._indices[self._order.slice(epoch, start, stop)]
 
 
-def make_order(plan: Plan) -> Order | _Subset:
+def make_order(plan: Plan) -> SampleOrder:
     """The order of samples of a run."""
     whole = Order(plan.task.train_samples, plan.seed)
     if plan.overfit_samples is None:
@@ -284,7 +283,7 @@ def make_order(plan: Plan) -> Order | _Subset:
     return _Subset(whole.slice(0, 0, plan.overfit_samples), Order(plan.overfit_samples, plan.seed))
 
 
-def _recorder(fit: Fit, run_dir: RunDir, world: World) -> Callable[[Window, int], None]:
+def _recorder(fit: Fit, run_dir: RunDir, world: World, order: SampleOrder) -> Callable[[Window, int], None]:
     """Writes the sample indices of every step of this rank, when ``telemetry.record_samples`` is on."""
     if not fit.config.telemetry.record_samples:
         return lambda window, step: None
@@ -294,7 +293,7 @@ def _recorder(fit: Fit, run_dir: RunDir, world: World) -> Callable[[Window, int]
         indices: list[int] = []
         for request in window.requests:
             if not request.ghost:
-                indices += request.indices.tolist()
+                indices += order.slice(request.epoch, request.start, request.stop).tolist()
         file.append({"attempt": fit.attempt, "step": step, "epoch": window.epoch + 1, "indices": indices})
 
     return record

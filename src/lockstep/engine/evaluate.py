@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
-from lockstep.data.loader import Indices, Request, make_loader
+from lockstep.data.loader import InOrder, Request, Source, make_loader
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import check_loss, to_device
@@ -46,16 +47,17 @@ def evaluate(
         batch_size: samples of a chunk.
         chunks: evaluate only so many chunks (a sanity check); ``None``: all.
     """
-    metrics = task.metrics() if collectives.is_main else None
+    metrics = _own_metrics(task) if collectives.is_main else None
     total = count = 0.0
     was_training = model.training
     model.eval()
-    rounds = _rounds(len(dataset), batch_size, collectives, chunks)
-    batches = make_loader(dataset, task.collate, seed, rounds, loader, collectives.rank)
+    rounds = list(_rounds(len(dataset), batch_size, collectives, chunks))
+    source = Source(dataset, task.collate, seed, InOrder())
+    batches = make_loader(source, rounds, loader, collectives.rank)
     try:
         with torch.inference_mode():
-            for indices, batch in zip(_rounds(len(dataset), batch_size, collectives, chunks), batches, strict=True):
-                mine = _chunk(task, model, batch, len(indices.indices), device, precision)
+            for request, batch in zip(rounds, batches, strict=True):
+                mine = _chunk(task, model, batch, request.size, device, precision)
                 for chunk in collectives.gather(mine) or []:
                     if chunk is not None and metrics is not None:
                         total, count = total + chunk[0], count + chunk[1]
@@ -69,17 +71,23 @@ def evaluate(
     return collectives.broadcast(result) or {}
 
 
+def _own_metrics(task: Task) -> MetricCollection:
+    """The task's metrics with their own synchronisation off: rank 0 alone has seen rows, and has seen all."""
+    metrics = task.metrics()
+    for module in metrics.modules():
+        if isinstance(module, Metric):
+            module.sync_on_compute = module._to_sync = False
+    return metrics
+
+
 def _rounds(samples: int, batch_size: int, collectives: Collectives, chunks: int | None) -> Iterator[Request]:
     """This rank's chunk of every round; an empty one when the round has none for it."""
-    import numpy as np
-
     number = -(-samples // batch_size)
     number = number if chunks is None else min(number, chunks)
     for first in range(0, number, collectives.size):
         chunk = first + collectives.rank
         start, stop = (chunk * batch_size, min((chunk + 1) * batch_size, samples)) if chunk < number else (0, 0)
-        indices: Indices = np.arange(start, stop, dtype=np.int64)
-        yield Request(0, 0, indices)
+        yield Request(0, 0, start, stop)
 
 
 def _chunk(

@@ -85,7 +85,7 @@ class Fit:
         monitor, mode = self.task.monitor
         self._monitor = config.monitor or monitor
         self._mode = config.mode or (mode if self._monitor == monitor else _natural_mode(self._monitor))
-        self._skipped_at_log = float(self.update.skipped)
+        self._skipped_at_log = self.update.skipped
         self._step_at_log = self.state.step
         self._evaluated_at = self._saved_at = -1
         self._improved = False
@@ -148,8 +148,8 @@ class Fit:
         before_total, before_count = self._interval_sums
         items = count - before_count
         speed = self._speed.since(self._interval)
-        skipped = float(self.update.skipped)
-        self.state.skipped_steps = int(skipped)
+        skipped = self.update.skipped
+        self.state.skipped_steps = skipped
         norm = self.update.grad_norm
         self._emit(
             StepLogged(
@@ -162,14 +162,14 @@ class Fit:
                 grad_norm=None if norm is None else float(norm),
                 samples_per_s=speed.samples_per_s,
                 data_wait_share=speed.data_wait_share,
-                skipped_steps=int(skipped),
+                skipped_steps=skipped,
                 scalars=dict(self.scalars),
             )
         )
         self._interval, self._interval_sums = self._speed.mark(), (total, count)
         self._check_skipped(result.step, skipped)
 
-    def _check_skipped(self, step: int, skipped: float) -> None:
+    def _check_skipped(self, step: int, skipped: int) -> None:
         """End a run that goes nowhere. ``skipped`` is reduced, so every rank raises or none does."""
         steps = step - self._step_at_log
         if steps < min(100, self.plan.total_steps):

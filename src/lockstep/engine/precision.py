@@ -23,6 +23,7 @@ class Precision:
         self.kind = kind
         self._device = device
         self._dtype = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}[kind]
+        self._pre_scale_value = pre_scale
         self._pre_scale = torch.tensor(pre_scale, device=device)
         self._seed = self._pre_scale
         self._scale: Tensor | None = None
@@ -31,12 +32,20 @@ class Precision:
             self._good_steps = torch.tensor(0, dtype=torch.int32, device=device)
             self._seed = self._pre_scale * self._scale
 
+    @property
+    def is_full(self) -> bool:
+        return self._dtype is None
+
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
 
     def seed(self) -> Tensor:
         """What ``backward`` starts from, shape (): exact, since both factors are powers of two."""
         return self._seed
+
+    def seed_value(self) -> float:
+        """:meth:`seed` as a number; synchronises with a GPU."""
+        return self._pre_scale_value if self._scale is None else self._seed.item()
 
     def update(self, found_inf: Tensor) -> None:
         """After a step: halve the loss scale on overflow, double it after 2,000 good steps. No host sync."""

@@ -7,6 +7,7 @@ The loop sees :class:`Strategy` and nothing below it. After :meth:`Strategy.grad
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,12 @@ from lockstep.engine.precision import Precision
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError
 
+#: torch 2.13 renamed the argument.
+_NO_BUFFER_BROADCAST: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
 #: On a GPU, reading the agreed flags costs a host sync; they are read every so many steps.
 FLAG_INTERVAL = 16
 
@@ -142,7 +149,9 @@ class SingleStrategy:
         forward: nn.Module | None = None,
     ) -> None:
         self.module = module
-        self._forward: nn.Module = LossModule(task, module if forward is None else forward)
+        self._task = task
+        self._model = module if forward is None else forward
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._precision = precision
         self._device = device
         self._moves = device.type != "cpu"
@@ -158,7 +167,7 @@ class SingleStrategy:
         pass
 
     def _clear(self) -> None:
-        for parameter in self.module.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
 
     def _run(self, window: Window, batches: Iterator[Any], step: int) -> tuple[Tensor, Tensor | float]:
@@ -177,9 +186,14 @@ class SingleStrategy:
         if self._moves:
             batch = to_device(batch, self._device)
         self._draw(step, part)
+        if self._precision.is_full:
+            return self._loss(batch)
         with self._precision.autocast():
-            total, count = self._forward(batch)
-        return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total, count
+            total, count = self._loss(batch)
+        return total.float(), count
+
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        return self._task.loss(self._model, batch)
 
     def _backward(self, total: Tensor) -> None:
         seed = self._precision.seed()
@@ -224,13 +238,12 @@ class DdpStrategy(SingleStrategy):
     ) -> None:
         super().__init__(task, module, precision, device, seed=seed, rank=rank, forward=forward)
         self._ddp = DistributedDataParallel(
-            self._forward,
-            broadcast_buffers=False,
+            LossModule(task, self._model),
+            **_NO_BUFFER_BROADCAST,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,
             bucket_cap_mb=bucket_cap_mb,
         )
-        self._forward = self._ddp
         self._world_size = world_size
         self._collective_forward = collective_forward
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
@@ -254,7 +267,7 @@ class DdpStrategy(SingleStrategy):
             if last:
                 work = dist.all_reduce(self._sums, async_op=True)
             self._backward(total)
-            self._samples_since_merge += len(request.indices)
+            self._samples_since_merge += request.size
         if window.irregular:
             self._ghosts(len(window.requests) - len(real), batches)
             self._reduce_by_hand()
@@ -263,6 +276,10 @@ class DdpStrategy(SingleStrategy):
         work.wait()
         divisor = 1.0 if window.irregular else float(self._world_size)
         return Reduced(self._sums[0].clone(), self._sums[1].clone(), divisor, self._read_flags(step))
+
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        loss: tuple[Tensor, Tensor | int] = self._ddp(batch)
+        return loss
 
     def _read_flags(self, step: int) -> Flags | None:
         if self._device.type != "cpu" and step % FLAG_INTERVAL:
@@ -273,18 +290,18 @@ class DdpStrategy(SingleStrategy):
         """Join the collective forwards of ranks that have more samples; leave no trace in the gradients."""
         if number == 0:
             return
-        kept = [parameter.grad for parameter in self.module.parameters()]
+        kept = [parameter.grad for parameter in self._parameters]
         self._ddp.require_backward_grad_sync = False
         for _ in range(number):
             self._clear()
             with ghost(self.module):
                 total, _ = self._forward_pass(next(batches), 0, 0)
                 self._backward(total)
-        for parameter, gradient in zip(self.module.parameters(), kept, strict=True):
+        for parameter, gradient in zip(self._parameters, kept, strict=True):
             parameter.grad = gradient
 
     def _reduce_by_hand(self) -> None:
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        parameters = self._parameters
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

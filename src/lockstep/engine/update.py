@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class Update:
     """Applies one step. Gradients arrive as sums times ``precision.seed()``; they are multiplied once.
 
     A step whose gradients are not all finite leaves the weights as they are. The decision is taken from
-    reduced values, so it is the same on every rank. On a GPU it is taken by the fused optimizer itself.
+    reduced values, so it is the same on every rank. On a GPU nothing waits for the host: the fused
+    optimizer itself leaves such a step out. On a CPU plain numbers are cheaper than tensors.
     """
 
     def __init__(
@@ -45,14 +47,20 @@ class Update:
         self._schedule = schedule
         self._precision = precision
         self._max_norm = max_norm
-        self._device = self._parameters[0].device
-        self._found_inf = torch.zeros((), device=self._device)
-        self.skipped = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._asks_host = self._device.type == "cpu" or not getattr(optimizer, "_step_supports_amp_scaling", False)
+        device = self._parameters[0].device
+        self._on_host = device.type == "cpu"
+        self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._found_inf = torch.zeros((), device=device)
+        self._skipped: Tensor | int = 0
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.lr = schedule.at(0)
-        self.grad_norm: Tensor | None = None
+        self.grad_norm: Tensor | float | None = None
+
+    @property
+    def skipped(self) -> int:
+        """Steps so far that had no finite gradient; synchronises with a GPU."""
+        return int(self._skipped)
 
     def apply(self, step: int, count: Tensor | float, divisor: float, *, want_norm: bool) -> None:
         """Finish the step that follows ``step`` finished ones.
@@ -64,29 +72,54 @@ class Update:
         """
         self._set_lr(step)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        want_norm = want_norm or self._max_norm is not None
+        if self._on_host:
+            self._apply_on_host(gradients, float(count), divisor, want_norm)
+        else:
+            self._apply_on_device(gradients, count, divisor, want_norm)
+
+    def _apply_on_host(self, gradients: list[Tensor], count: float, divisor: float, want_norm: bool) -> None:
+        factor = divisor / (self._precision.seed_value() * count) if count else math.nan
+        if want_norm:
+            self.grad_norm = norm = torch.nn.utils.get_total_norm(gradients).item() * factor
+            found = not math.isfinite(norm)
+            if self._max_norm is not None and not found:
+                factor *= min(1.0, self._max_norm / (norm + 1e-6))
+            if not found:
+                torch._foreach_mul_(gradients, factor)
+        else:
+            found = self._unscale(gradients, torch.tensor(factor)).item() != 0
+        if found:
+            self._skipped += 1
+        else:
+            self.optimizer.step()
+        if not self._precision.is_full:
+            self._precision.update(self._found_inf.fill_(float(found)))
+
+    def _apply_on_device(
+        self, gradients: list[Tensor], count: Tensor | float, divisor: float, want_norm: bool
+    ) -> None:
         # Σ count = 0 gives inf, then NaN gradients, then a skipped step, on every rank alike.
         factor = divisor / (self._precision.seed() * count)
-        self._found_inf.zero_()
-        if self._max_norm is not None or want_norm:
-            norm = torch.nn.utils.get_total_norm(gradients) * factor
-            self.grad_norm = norm
+        if want_norm:
+            self.grad_norm = norm = torch.nn.utils.get_total_norm(gradients) * factor
             if self._max_norm is not None:
                 factor = factor * (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if gradients:
-            # torch.amp.GradScaler's own kernel: multiply and test for inf and NaN in one pass.
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found_inf, factor.float())
-        self._step_unless_found()
-        self.skipped += self._found_inf
-        self._precision.update(self._found_inf)
+        found = self._unscale(gradients, factor.float())
+        if self._fused:
+            self.optimizer.found_inf, self.optimizer.grad_scale = found, None  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not found.item():
+            self.optimizer.step()
+        self._skipped = self._skipped + found
+        self._precision.update(found)
 
-    def _step_unless_found(self) -> None:
-        if self._asks_host:
-            if not self._found_inf.item():
-                self.optimizer.step()
-            return
-        self.optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
-        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-        self.optimizer.step()
+    def _unscale(self, gradients: list[Tensor], factor: Tensor) -> Tensor:
+        """Multiply by ``factor``; 1 if anything is not finite, else 0. One pass, in GradScaler's own kernel."""
+        self._found_inf.zero_()
+        if gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found_inf, factor)
+        return self._found_inf
 
     def _set_lr(self, step: int) -> None:
         self.lr = self._schedule.at(step)
@@ -95,7 +128,11 @@ class Update:
             group["lr"] = group["initial_lr"] * share
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "precision": self._precision.state_dict(), "skipped": float(self.skipped)}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "precision": self._precision.state_dict(),
+            "skipped": self.skipped,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         initial = [group["initial_lr"] for group in self.optimizer.param_groups]
@@ -103,4 +140,4 @@ class Update:
         for group, lr in zip(self.optimizer.param_groups, initial, strict=True):
             group["initial_lr"] = lr
         self._precision.load_state_dict(state["precision"])
-        self.skipped.fill_(state["skipped"])
+        self._skipped = state["skipped"]

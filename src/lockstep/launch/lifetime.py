@@ -95,6 +95,9 @@ def bind_loader_worker(*, started_by_main_thread: bool = False) -> None:
             thread that started them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if callable(signal.getsignal(signal.SIGTERM)):
+        # A forked worker inherits its rank's handler, which only takes notes: nobody could end it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return

@@ -1,0 +1,191 @@
+"""From files, ``--set`` pairs and flags to one configuration, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.config import RunConfig, dump, load, resolve
+from lockstep.config.load import all_keys, merge, parse_set, read_file
+from lockstep.errors import ConfigError
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+# files
+
+
+def test_defaults_go_under_the_file_that_names_them(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "training: {epochs: 5, batch_size: 8}\noptimizer: {lr: 0.1}\n")
+    write(tmp_path, "more.yaml", "training: {batch_size: 16}\n")
+    file = write(tmp_path, "run.yaml", "defaults: [base, more.yaml]\noptimizer: {lr: 0.2}\n")
+    assert read_file(file) == {"training": {"epochs": 5, "batch_size": 16}, "optimizer": {"lr": 0.2}}
+
+
+def test_defaults_are_relative_to_their_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "common/deep/leaf.yaml", "training: {epochs: 3}\n")
+    write(tmp_path, "common/base.yaml", "defaults: [deep/leaf]\n")
+    write(tmp_path, "runs/run.yaml", "defaults: [../common/base]\n")
+    monkeypatch.chdir(tmp_path)
+    assert read_file(Path("runs/run.yaml")) == {"training": {"epochs": 3}}
+
+
+def test_a_file_that_is_named_twice_without_a_cycle_is_fine(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "training: {epochs: 3}\n")
+    write(tmp_path, "one.yaml", "defaults: [base]\n")
+    file = write(tmp_path, "run.yaml", "defaults: [one, base]\n")
+    assert read_file(file) == {"training": {"epochs": 3}}
+
+
+def test_a_cycle_is_an_error_that_shows_it(tmp_path: Path) -> None:
+    write(tmp_path, "a.yaml", "defaults: [b]\n")
+    file = write(tmp_path, "b.yaml", "defaults: [a]\n")
+    with pytest.raises(ConfigError, match=r"b\.yaml → a\.yaml → b\.yaml"):
+        read_file(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("training: [", "not valid YAML"),
+        ("- a\n- b\n", "does not hold settings"),
+        ("hello", "does not hold settings"),
+        ("3: {a: 1}\n", "does not hold settings"),
+        ("defaults: base\n", "must be a list"),
+        ("defaults: [1]\n", "must be a list"),
+        ("defaults: [nowhere]\n", "no configuration file"),
+        ("x: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
+        ("d: 2024-99-99\n", "not valid YAML"),
+        ("a: " + "[" * 3000, "not valid YAML"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_file(write(tmp_path, "bad.yaml", text))
+    assert words in caught.value.what
+    assert caught.value.fix
+
+
+def test_a_missing_a_binary_a_large_file_and_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    (tmp_path / "large.yaml").write_text("#" * (1 << 20) + "\n")
+    for name in ("missing.yaml", "binary.yaml", "large.yaml", "."):
+        with pytest.raises(ConfigError) as caught:
+            read_file(tmp_path / name)
+        assert caught.value.fix
+
+
+def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
+    assert read_file(write(tmp_path, "empty.yaml", "# nothing\n")) == {}
+
+
+def test_json_is_read_too(tmp_path: Path) -> None:
+    file = write(tmp_path, "run.json", '{"hardware": {"selected_devices": ["gpu:0"], "precision": "32"}}')
+    assert resolve(load([file])).hardware.selected_devices == ("gpu:0",)
+
+
+# --set
+
+
+@pytest.mark.parametrize(
+    ("pair", "expected"),
+    [
+        ("training.epochs=3", {"training": {"epochs": 3}}),
+        ("optimizer.lr=1e-3", {"optimizer": {"lr": 1e-3}}),
+        ("optimizer.lr=-5E-4", {"optimizer": {"lr": -5e-4}}),
+        ("training.max_grad_norm=null", {"training": {"max_grad_norm": None}}),
+        ("optimizer.betas=[0.9, 0.95]", {"optimizer": {"betas": [0.9, 0.95]}}),
+        ("task.name=my.py:Task", {"task": {"name": "my.py:Task"}}),
+        ("name=a=b", {"name": "a=b"}),
+        ("name=", {"name": None}),
+        ("name='007'", {"name": "007"}),
+    ],
+)
+def test_set_pairs(pair: str, expected: dict[str, Any]) -> None:
+    assert parse_set(pair) == expected
+
+
+@pytest.mark.parametrize("pair", ["", "training", "=3", "training.=3", "a..b=1", "a b=1", "training.x=[", "1.2=3"])
+def test_set_pairs_that_are_refused(pair: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        parse_set(pair)
+
+
+@given(st.text(max_size=40))
+def test_any_pair_parses_or_is_refused(pair: str) -> None:
+    try:
+        parsed = parse_set(pair)
+    except ConfigError as error:
+        assert error.fix
+    else:
+        assert len(parsed) == 1
+
+
+# precedence and the way back
+
+
+def test_later_wins_files_then_sets_then_flags(tmp_path: Path) -> None:
+    first = write(tmp_path, "1.yaml", "training: {epochs: 1, batch_size: 1, accumulate: 1, seed: 1}\n")
+    second = write(tmp_path, "2.yaml", "training: {batch_size: 2, accumulate: 2, seed: 2}\n")
+    merged = load([first, second], ["training.accumulate=3", "training.seed=3"], {"training": {"seed": 4}})
+    training = resolve(merged).training
+    assert (training.epochs, training.batch_size, training.accumulate, training.seed) == (1, 2, 3, 4)
+
+
+def test_loading_does_not_change_what_it_is_given() -> None:
+    base = {"training": {"epochs": 1}}
+    assert merge(base, {"training": {"seed": 2}}) == {"training": {"epochs": 1, "seed": 2}}
+    assert base == {"training": {"epochs": 1}}
+
+
+CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.none() | st.text(max_size=20),
+        "save_dir": st.sampled_from(["a", "b/c", "/tmp/ü"]),
+        "hardware": st.fixed_dictionaries(
+            {},
+            optional={
+                "selected_devices": st.none() | st.lists(st.sampled_from(["cpu", "gpu:0"]), max_size=3),
+                "precision": st.sampled_from(["32", "16-mixed", "bf16-mixed"]),
+            },
+        ),
+        "optimizer": st.fixed_dictionaries({}, optional={"lr": st.floats(1e-12, 1e3), "weight_decay": st.floats(0, 1)}),
+        "distributed": st.fixed_dictionaries({}, optional={"sync_batchnorm": st.sampled_from(["auto", "on", "off"])}),
+        "scheduler": st.fixed_dictionaries({}, optional={"milestones": st.lists(st.floats(0, 100), max_size=3)}),
+        "training": st.fixed_dictionaries({}, optional={"seed": st.integers(0, 2**63 - 1)}),
+        "task": st.fixed_dictionaries(
+            {"name": st.just("har")}, optional={"mode": st.sampled_from(["on", "no", "1e3"])}
+        ),
+    },
+)
+
+
+@given(CHANGES)
+def test_a_dumped_configuration_loads_as_the_same(changes: dict[str, Any]) -> None:
+    config = resolve(changes)
+    assert resolve(yaml.safe_load(dump(config))) == config
+
+
+def test_all_keys_can_be_set() -> None:
+    keys = all_keys(RunConfig)
+    assert {"name", "training.batch_size", "hardware.selected_devices", "task.name"} <= set(keys)
+    assert len(set(keys)) == len(keys)
+    values = RunConfig().model_dump(mode="json")
+    for key in keys:
+        value = values
+        for part in key.split("."):
+            value = value[part]
+        assert resolve(
+            parse_set(f"{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10))}")
+        )

@@ -1,0 +1,248 @@
+"""Detection: what NVML, torch and the system say, put together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from lockstep.hardware import detect_devices, get_available_gpus
+from lockstep.hardware.detect import cuda_precisions, find_devices
+from lockstep.hardware.device import Device, GpuUser
+from lockstep.hardware.nvml import FakeNvml, NvmlGpu
+from lockstep.hardware.probe import ProbedDevice, TorchBuild
+
+CUDA = TorchBuild(cuda="12.8")
+CPU_ONLY = TorchBuild()
+
+
+def h100(number: int, **changes: object) -> NvmlGpu:
+    values = {
+        "uuid": f"GPU-{number}",
+        "name": "NVIDIA H100 80GB HBM3",
+        "capability": (9, 0),
+        "total": 85_899_345_920,
+        "free": 85_000_000_000,
+        **changes,
+    }
+    return NvmlGpu(**values)  # type: ignore[arg-type]
+
+
+def nobody() -> list[ProbedDevice]:
+    raise AssertionError("torch need not be asked here")
+
+
+def broken() -> list[ProbedDevice]:
+    raise OSError("CUDA error: unknown error")
+
+
+def answers(*devices: ProbedDevice) -> Callable[[], list[ProbedDevice]]:
+    return lambda: list(devices)
+
+
+def gpus_of(devices: list[Device]) -> list[tuple[str, str | None]]:
+    assert devices[0].id == "cpu"
+    return [(device.id, device.uuid) for device in devices[1:]]
+
+
+# this machine
+
+
+def test_the_cpu_comes_first_and_computes_in_every_precision() -> None:
+    cpu = detect_devices()[0]
+    assert (cpu.id, cpu.kind, cpu.supported) == ("cpu", "cpu", True)
+    assert cpu.precisions == ("32", "16-mixed", "bf16-mixed")
+    assert cpu.name
+    assert cpu.cores is not None
+    assert cpu.cores >= 1
+    assert cpu.free_gb is not None
+    assert 0 < cpu.free_gb <= cpu.memory_gb
+
+
+def test_results_are_kept_until_refreshed() -> None:
+    assert detect_devices()[0] is detect_devices()[0]
+    before = detect_devices()[0]
+    assert detect_devices(refresh=True)[0] is not before
+
+
+def test_available_gpus_have_three_keys() -> None:
+    for gpu in get_available_gpus():
+        assert set(gpu) == {"index", "name", "memory_gb"}
+
+
+def test_detection_agrees_with_torch_and_touches_no_gpu() -> None:
+    program = """if True:
+        import json, sys
+        from lockstep.hardware import detect_devices
+        found = [d.id for d in detect_devices() if d.kind == "gpu" and d.supported]
+        assert "torch" not in sys.modules
+        import torch
+        assert not torch.cuda.is_initialized()
+        print(json.dumps([found, [f"gpu:{i}" for i in range(torch.cuda.device_count())]]))
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    ours, torchs = json.loads(done.stdout)
+    assert ours == torchs
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_described() -> None:
+    gpu = detect_devices(refresh=True)[1]
+    assert gpu.id == "gpu:0"
+    assert gpu.memory_gb > 1
+    assert gpu.free_gb is not None
+    assert gpu.uuid is not None
+    assert get_available_gpus()[0] == {"index": 0, "name": gpu.name, "memory_gb": gpu.memory_gb}
+
+
+# NVIDIA GPUs through NVML
+
+
+def test_a_gpu_has_memory_users_and_precisions() -> None:
+    users = (GpuUser(123, "python", 20.1),)
+    devices = find_devices({}, CUDA, FakeNvml([h100(0, users=users)]), nobody)
+    assert devices[1] == Device(
+        id="gpu:0",
+        kind="gpu",
+        name="NVIDIA H100 80GB HBM3",
+        memory_gb=85.9,
+        free_gb=85.0,
+        users=users,
+        precisions=("32", "16-mixed", "bf16-mixed"),
+        uuid="GPU-0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        (None, ["GPU-0", "GPU-1", "GPU-2"]),
+        ("2,0", ["GPU-2", "GPU-0"]),
+        ("GPU-1", ["GPU-1"]),
+        ("", []),
+        ("-1", []),
+    ],
+)
+def test_visible_gpus_are_numbered_as_cuda_does(variable: str | None, expected: list[str]) -> None:
+    environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
+    devices = find_devices(environ, CUDA, FakeNvml([h100(number) for number in range(3)]), nobody)
+    assert gpus_of(devices) == [(f"gpu:{index}", uuid) for index, uuid in enumerate(expected)]
+
+
+def test_unequal_gpus_in_bus_order_need_no_question() -> None:
+    nvml = FakeNvml([h100(0, name="Tesla T4", capability=(7, 5)), h100(1)])
+    devices = find_devices({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, CUDA, nvml, nobody)
+    assert gpus_of(devices) == [("gpu:0", "GPU-0"), ("gpu:1", "GPU-1")]
+    assert devices[1].precisions == ("32", "16-mixed")
+    assert "bf16-mixed needs 8.0" in devices[1].note
+
+
+def test_of_unequal_gpus_cuda_says_which_is_first() -> None:
+    users = (GpuUser(5, "python", 1.0),)
+    nvml = FakeNvml([h100(0, name="Tesla T4", capability=(7, 5)), h100(1, users=users)])
+    probed = answers(
+        ProbedDevice("cuda", 0, "NVIDIA H100 80GB HBM3", 85_000_000_000, 84_000_000_000, "1", (9, 0)),
+        ProbedDevice("cuda", 1, "Tesla T4", 15_000_000_000, 14_000_000_000, "0", (7, 5)),
+    )
+    devices = find_devices({}, CUDA, nvml, probed)
+    assert gpus_of(devices) == [("gpu:0", "GPU-1"), ("gpu:1", "GPU-0")]
+    assert devices[1].users == users
+    assert devices[2].precisions == ("32", "16-mixed")
+
+
+def test_mig_slices_are_numbered_by_cuda_and_described_by_nvml() -> None:
+    part = h100(9, uuid="MIG-7", name="NVIDIA H100 MIG 1g.10gb", total=10_000_000_000, users=(GpuUser(3, "a", 1.0),))
+
+    class WithSlice(FakeNvml):
+        def by_uuid(self, uuid: str) -> NvmlGpu | None:
+            return part if uuid == "MIG-7" else None
+
+    probed = answers(ProbedDevice("cuda", 0, part.name, 10_000_000_000, 9_000_000_000, "7", (9, 0)))
+    for environ, gpu in (({"CUDA_VISIBLE_DEVICES": "MIG-7"}, h100(0)), ({}, h100(0, mig=True))):
+        devices = find_devices(environ, CUDA, WithSlice([gpu]), probed)
+        assert gpus_of(devices) == [("gpu:0", "MIG-7")]
+        assert devices[1].memory_gb == 10.0
+        assert devices[1].users == part.users
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "capability", "words"),
+    [
+        (CPU_ONLY, (12, 8), (9, 0), "CPU build"),
+        (TorchBuild(hip="6.4"), (12, 8), (9, 0), "ROCm build"),
+        (TorchBuild(cuda="13.0"), (12, 8), (9, 0), "update the driver"),
+        (TorchBuild(cuda="13.0"), (13, 0), (7, 0), "install torch for CUDA 12"),
+    ],
+)
+def test_gpus_that_this_torch_cannot_use_are_listed_with_the_reason(
+    build: TorchBuild, driver: tuple[int, int], capability: tuple[int, int], words: str
+) -> None:
+    nvml = FakeNvml([h100(0, capability=capability)], driver=driver)
+    gpu = find_devices({}, build, nvml, nobody)[1]
+    assert not gpu.supported
+    assert words in gpu.note
+    assert gpu.precisions == ()
+
+
+@pytest.mark.parametrize("driver", [(12, 4), (12, 8), (13, 0)])
+def test_any_driver_of_the_major_version_or_newer_will_do(driver: tuple[int, int]) -> None:
+    assert find_devices({}, CUDA, FakeNvml([h100(0)], driver=driver), nobody)[1].supported
+
+
+def test_memory_that_nobody_tells() -> None:
+    gpu = find_devices({}, CUDA, FakeNvml([h100(0, total=None, free=None)]), nobody)[1]
+    assert (gpu.memory_gb, gpu.free_gb) == (0.0, None)
+
+
+def test_when_torch_fails_to_answer_the_gpus_say_so() -> None:
+    nvml = FakeNvml([h100(0), h100(1, name="Tesla T4")])
+    devices = find_devices({}, CUDA, nvml, broken)
+    assert [device.supported for device in devices] == [True, False, False]
+    assert "unknown error" in devices[1].note
+    assert "unknown error" in find_devices({}, CUDA, None, broken)[0].note
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((9, 0), ("32", "16-mixed", "bf16-mixed")),
+        ((8, 0), ("32", "16-mixed", "bf16-mixed")),
+        ((7, 5), ("32", "16-mixed")),
+        ((7, 0), ("32", "16-mixed")),
+        ((6, 1), ("32",)),
+    ],
+)
+def test_cuda_precisions(capability: tuple[int, int], expected: tuple[str, ...]) -> None:
+    assert cuda_precisions(capability) == expected
+
+
+# everything else through torch
+
+
+def test_rocm_gpus_are_gpus() -> None:
+    probed = answers(ProbedDevice("cuda", 0, "AMD Instinct MI300X", 205_000_000_000, 200_000_000_000, "", (9, 4)))
+    devices = find_devices({}, TorchBuild(hip="6.4"), None, probed)
+    assert (devices[1].id, devices[1].supported, devices[1].memory_gb) == ("gpu:0", True, 205.0)
+    assert devices[1].precisions == ("32", "16-mixed", "bf16-mixed")
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu", "npu"])
+def test_other_accelerators_are_listed_as_not_supported_yet(kind: str) -> None:
+    device = find_devices({}, CPU_ONLY, None, answers(ProbedDevice(kind, 0, "Thing")))[1]
+    assert (device.id, device.kind, device.supported) == (f"{kind}:0", kind, False)
+    assert "not supported yet" in device.note
+
+
+def test_no_accelerator() -> None:
+    assert [device.id for device in find_devices({}, CPU_ONLY, None, answers())] == ["cpu"]
+    assert [device.id for device in find_devices({}, CUDA, FakeNvml(), answers())] == ["cpu"]
+
+
+def test_devices_are_plain_values() -> None:
+    device = find_devices({}, CUDA, FakeNvml([h100(0, users=(GpuUser(1, "a", None),))]), nobody)[1]
+    again = json.loads(json.dumps(device.as_dict()))
+    assert again["users"] == [{"pid": 1, "name": "a", "memory_gb": None}]
+    assert device.index == 0
