@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 DEVICES ?=
 ARGS ?=
 # Test processes, and further arguments of pytest: make test TESTS=tests/plan PYTEST_ARGS=-x
-JOBS ?= auto
+JOBS ?= logical
 TESTS ?= tests
 PYTEST_ARGS ?=
 

@@ -100,7 +100,8 @@ def _flag_tables(verb: App, keys: Mapping[str, str], left_out: Container[str] = 
         rows = [(_flag(argument), *_key(argument, keys), str(argument.parameter.help)) for argument in groups[group]]
         heading = "argument" if group.name == "Arguments" else "flag"
         columns = (heading, "setting", "meaning") if keys else (heading, "meaning")
-        tables.append((f"### {group.name}\n\n" if len(groups) > 2 else "") + _table(columns, rows))
+        introduction = [f"### {group.name}"] * (len(groups) > 2) + [group.help] * bool(group.help)
+        tables += [*introduction, _table(columns, rows)]
     return tables
 
 
@@ -154,7 +155,17 @@ def configuration_page() -> str:
         parts += [f"## {name}", _settings_table(section["properties"], f"{name}.", flags)]
         if section.get("additionalProperties"):
             parts.append("Every other key of this section is a setting of the task itself: the fields of its `Config`.")
+            parts += _task_settings(flags)
     return "\n\n".join(parts) + "\n"
+
+
+def _task_settings(flags: Mapping[str, str]) -> Iterator[str]:
+    """The settings of every built-in task."""
+    from lockstep.tasks.registry import BUILT_IN, find_task
+
+    for name in BUILT_IN:
+        yield f"### task: {name}"
+        yield _settings_table(find_task(name).Config.model_json_schema()["properties"], "task.", flags)
 
 
 def _settings_table(fields: Mapping[str, Any], prefix: str, flags: Mapping[str, str]) -> str:

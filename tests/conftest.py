@@ -13,6 +13,7 @@ from pathlib import Path
 # Before torch is imported anywhere: one thread a process, so that ranks and workers share few cores well.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 
 from tests import leaks
@@ -21,6 +22,10 @@ from tests.gloo import ROOT, clean_environment
 
 def pytest_configure(config: pytest.Config) -> None:
     leaks.mark_descendants()
+    # A busy machine is not a failure.
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("lockstep", deadline=None, print_blob=True, suppress_health_check=slow)
+    hypothesis.settings.load_profile("lockstep")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

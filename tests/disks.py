@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_disk(path: Path, size: str) -> Iterator[Path]:
-    """A file system of ``size`` (``8k``, ``1m``) at ``path``, which may exist; the test is skipped where only root may mount."""
+    """A file system of ``size`` (``8k``, ``1m``) at ``path``; skips the test where only root may mount."""
     path.mkdir(exist_ok=True)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True).returncode:
         pytest.skip("mounting needs root")

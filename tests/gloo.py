@@ -43,6 +43,8 @@ LAUNCHER_VARIABLES = (
 TOKEN_VARIABLE = "LOCKSTEP_TEST_TOKEN"
 #: How long the other ranks may take to fail by themselves after the first one did.
 GRACE_S = 3.0
+#: How long ranks may take to import torch and find each other, on a busy machine.
+START_S = 90.0
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
@@ -56,6 +58,8 @@ def run_ranks(
     function: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 60.0, env: dict[str, str] | None = None
 ) -> list[Any]:
     """Call ``function(rank, ranks, *args)`` on every rank, inside a gloo group; results by rank.
+
+    ``timeout_s`` counts from when all ranks are there. ``env`` adds to their environment.
 
     Raises:
         Exception: what the first rank to fail raised, with that rank's traceback as a note.
@@ -85,9 +89,12 @@ def _start(folder: Path, rank: int, ranks: int, env: dict[str, str]) -> subproce
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
     """Until all ranks have ended well; raises as soon as it is clear that they will not."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + START_S
+    started = False
     failed: list[int] = []
     while True:
+        if not started and all((folder / f"started-{rank}").exists() for rank in range(len(processes))):
+            started, deadline = True, time.monotonic() + timeout_s
         for rank, process in enumerate(processes):
             if process.poll() not in (None, 0) and rank not in failed:
                 if not failed:
@@ -101,7 +108,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: flo
         _raise(folder, failed)
     if running:
         logs = "\n".join(f"--- rank {rank}\n{_log(folder, rank)}" for rank in range(len(processes)))
-        raise TimeoutError(f"ranks {running} did not end within {timeout_s} s\n{logs}")
+        limit = f"end within {timeout_s} s" if started else f"start within {START_S} s"
+        raise TimeoutError(f"ranks {running} did not {limit}\n{logs}")
 
 
 def _raise(folder: Path, failed: list[int]) -> None:
@@ -141,6 +149,7 @@ def _main(folder: Path, rank: int, ranks: int) -> int:
             "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
         )
         warnings.simplefilter("error")
+        (folder / f"started-{rank}").touch()
         result = function(rank, ranks, *args)
     except Exception as caught:
         error, text = caught, traceback.format_exc()

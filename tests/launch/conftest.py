@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -48,7 +50,8 @@ class Caller:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     process: subprocess.Popen[str] | None = None
 
-    def start(self, *actions: str, **options: Any) -> subprocess.Popen[str]:
+    def start(self, *actions: str, terminal: int | None = None, **options: Any) -> subprocess.Popen[str]:
+        """Launch a rank for each action of the stub; on ``terminal`` (a descriptor) as a user would, if given."""
         script = SCRIPT.format(
             path=str(self.run_dir.path), ranks=len(actions), actions=",".join(actions), module=STUB, options=options
         )
@@ -57,10 +60,11 @@ class Caller:
             cwd=ROOT,
             env=clean_environment(**{MARK: self.mark, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}),
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE if terminal is None else terminal,
+            stderr=subprocess.PIPE if terminal is None else terminal,
             text=True,
             start_new_session=True,
+            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0),
         )
         assert self.process.stdin is not None
         self.process.stdin.write(script)

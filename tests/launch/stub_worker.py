@@ -40,8 +40,8 @@ def fail(folder: Path, world: World) -> int:
     raise ValueError("the cat sat on the keyboard")
 
 
-def fail_late(folder: Path, world: World) -> int:
-    wait_for_others(folder, world)
+def fail_late_in_group(folder: Path, world: World) -> int:
+    join_group()
     return fail(folder, world)
 
 
@@ -63,6 +63,8 @@ def stop(folder: Path, world: World) -> int:
     told = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     signal.signal(signal.SIGINT, lambda number, _: told.append(number))
+    if sys.stdout.isatty():
+        print(f"rank {world.rank} sees a terminal")
     ready(folder, world)
     while not told:
         time.sleep(0.01)
@@ -101,17 +103,23 @@ def load() -> None:
 
 
 def lose_peer(folder: Path, world: World) -> int:
-    """Ranks that all-reduce until rank 1 is killed."""
-    import torch
+    join_group()
+    from torch import distributed
+
+    distributed.barrier()  # in which the other rank never arrives
+    return 0
+
+
+def die_in_group(folder: Path, world: World) -> int:
+    join_group()
+    return die(folder, world)
+
+
+def join_group() -> None:
     from torch import distributed
 
     distributed.init_process_group("gloo")
-    value = torch.ones(4)
-    for step in range(1_000_000):
-        distributed.all_reduce(value)
-        if step == 20 and world.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return 0
+    distributed.barrier()
 
 
 def fail_once(folder: Path, world: World) -> int:

@@ -41,11 +41,18 @@ sizes = {
 
 
 @given(**sizes, tail=st.sampled_from(["spread", "merge"]), has_batchnorm=st.booleans())
-def test_an_epoch_is_cut_into_windows_without_gap_or_overlap(samples, ranks, batch_size, accumulate, tail, has_batchnorm):
+def test_an_epoch_is_cut_into_windows_without_gap_or_overlap(
+    samples, ranks, batch_size, accumulate, tail, has_batchnorm
+):
     if has_batchnorm and (samples < 2 or ranks * batch_size * accumulate < 2):
         return
     plan = resolve(
-        samples=samples, ranks=ranks, batch_size=batch_size, accumulate=accumulate, tail=tail, has_batchnorm=has_batchnorm
+        samples=samples,
+        ranks=ranks,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        tail=tail,
+        has_batchnorm=has_batchnorm,
     )
     windows = all_windows(plan)
     assert [start for start, _ in windows] == [0, *[stop for _, stop in windows][:-1]]

@@ -37,7 +37,9 @@ RUN: list[Event] = [
     EpochEnded(1, 1, 100, {"epoch": 1, "train_loss": 2.0, "val_accuracy": 0.61, **SPEED}, True),
     StepLogged(1, 150, 2, 9600, 1.5, 5e-4, None, 810.0, 0.02, 3, {}),
     EpochEnded(1, 2, 200, {"epoch": 2, "train_loss": 1.0, "val_accuracy": 0.6, **SPEED}, False),
-    RunEnded("completed", 200, {"test_accuracy": 0.8125, "lr": 1e-6}, 1, {"val_accuracy": 0.61}, 3725.0),
+    RunEnded(
+        "completed", 200, {"val_accuracy": 0.6, "test_accuracy": 0.8125, "lr": 1e-6}, 1, {"val_accuracy": 0.61}, 3725.0
+    ),
 ]
 
 SCRIPT = """

@@ -7,16 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from lockstep.errors import RunFolderError
 from lockstep.telemetry.rundir import (
     find_run,
     list_runs,
 )
-
-ON_TMP_PATH = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
-
 from tests.telemetry.runs import make_run
 
 # Finding runs.

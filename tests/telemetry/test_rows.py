@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import RunConfig
@@ -22,11 +22,8 @@ from lockstep.telemetry.rundir import (
     read_json,
     write_json,
 )
-
-ON_TMP_PATH = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
-
 from tests.disks import small_disk
-from tests.telemetry.runs import everything_in, make_run
+from tests.telemetry.runs import JSON_VALUES, ON_TMP_PATH, everything_in, make_run
 
 # Rows and attempts.
 

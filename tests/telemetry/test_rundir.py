@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import resolve
@@ -26,11 +26,8 @@ from lockstep.telemetry.rundir import (
     read_json,
     write_json,
 )
-
-ON_TMP_PATH = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
-
 from tests.disks import make_read_only, small_disk
-from tests.telemetry.runs import everything_in, make_run
+from tests.telemetry.runs import JSON_VALUES, ON_TMP_PATH, everything_in, make_run
 
 # Making one.
 
@@ -65,7 +62,8 @@ def test_an_empty_folder_becomes_the_run(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     assert make_run(tmp_path / "mine").read().status == "pending"
     assert everything_in(tmp_path) == [
-        "mine", "mine/attempts", "mine/checkpoints", "mine/config.yaml", "mine/heartbeat.json", "mine/logs", "mine/run.json",
+        "mine", "mine/attempts", "mine/checkpoints", "mine/config.yaml", "mine/heartbeat.json", "mine/logs",
+        "mine/run.json",
     ]  # fmt: skip
 
 
@@ -261,11 +259,6 @@ def test_a_named_pipe_in_place_of_a_file_does_not_hang_anyone(tmp_path: Path, na
             assert name in error.what
 
 
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
 ROWS = st.dictionaries(st.sampled_from(["attempt", "step", "epoch", "loss"]), JSON_VALUES)
 
 

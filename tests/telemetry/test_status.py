@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from lockstep.errors import RunFolderError
 from lockstep.telemetry.rundir import (
@@ -20,9 +19,6 @@ from lockstep.telemetry.rundir import (
     read_json,
     write_json,
 )
-
-ON_TMP_PATH = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
-
 from tests.telemetry.runs import make_run
 
 # Alive or lost.

@@ -23,6 +23,10 @@ _MAX_BYTES = 64 << 20
 _FIX = "an older checkpoint is used where there is one"
 
 
+class NewerFormatError(CheckpointError):
+    """The checkpoint is not broken: this version of Lockstep is too old for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Digest:
     """Size in bytes and hash of a file."""
@@ -58,7 +62,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in ``folder``.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a newer format.
+        NewerFormatError: a later version of Lockstep wrote it.
+        CheckpointError: it is missing or damaged.
     """
     path = folder / MANIFEST
     try:
@@ -67,7 +72,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(error.what, why=error.why, fix=_FIX) from None
     version = content.get("format_version") if isinstance(content, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
-        raise CheckpointError(
+        raise NewerFormatError(
             f"{path} was written by a newer version of Lockstep",
             why=f"its format is {version}; this version reads up to {FORMAT_VERSION}",
             fix="upgrade: pip install --upgrade lockstep-train",

@@ -24,6 +24,7 @@ from lockstep.checkpoint.manifest import (
     TRAINER,
     Digest,
     Manifest,
+    NewerFormatError,
     folder_name,
     read_manifest,
     step_in,
@@ -254,10 +255,12 @@ class CheckpointStore:
 
     def _find(self, step: int) -> Path:
         target = self.path_of(step)
-        for _ in range(2):  # between the two looks a predecessor may have become the checkpoint, or the reverse
+        for _ in range(_READ_TRIES):
             for candidate in (target, target.with_name(target.name + _REPLACED)):
                 if is_folder(candidate):
                     return candidate
+            if step not in self.steps():  # else it was renamed between the looks
+                break
         there = ", ".join(str(other) for other in self.steps()[-5:])
         raise CheckpointError(
             f"there is no checkpoint of step {step} in {self.folder}",
@@ -314,15 +317,26 @@ class CheckpointStore:
         """The newest step whose checkpoint is whole; ``report`` hears of each broken one on the way.
 
         ``None`` when there is none.
+
+        Raises:
+            NewerFormatError: the newest is not for this version of Lockstep; falling back would throw work away.
         """
-        for step in reversed(self.steps()):
-            try:
-                self.verify(step)
-                return step
-            except CheckpointError as error:
-                if step in self.steps():  # else it was removed meanwhile, as old ones are
-                    report(f"the checkpoint of step {step} is broken and passed over: {error.what} ({error.why})")
-        return None
+        told: set[int] = set()
+        while True:
+            for step in reversed(self.steps()):
+                try:
+                    self.verify(step)
+                    return step
+                except NewerFormatError:
+                    raise
+                except CheckpointError as error:
+                    if step not in self.steps():
+                        break  # retired meanwhile, as old ones are: so there are newer ones
+                    if step not in told:
+                        report(f"the checkpoint of step {step} is broken and passed over: {error.what} ({error.why})")
+                    told.add(step)
+            else:
+                return None
 
     def _verified(self, folder: Path) -> Manifest:
         manifest = read_manifest(folder)
@@ -343,7 +357,7 @@ class CheckpointStore:
             try:
                 result = use(folder)
             except CheckpointError:
-                if _identity(folder) == before:
+                if before is not None and _identity(folder) == before:
                     raise
             else:
                 if _identity(folder) == before:
@@ -355,9 +369,10 @@ class CheckpointStore:
         )
 
 
-def _identity(folder: Path) -> tuple[int, int] | None:
+def _identity(folder: Path) -> tuple[int, int, int] | None:
+    """Tells one folder from the next of its name; the number alone may be used again."""
     try:
         status = folder.stat()
     except OSError:
         return None
-    return status.st_dev, status.st_ino
+    return status.st_dev, status.st_ino, status.st_mtime_ns

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 
+from lockstep import __version__
 from lockstep.cli.output import print_error
 from lockstep.errors import LockstepError, UsageError
 
@@ -29,15 +30,6 @@ RUN is a run's folder, its id, the beginning of its id, or `last`.
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 or 143 stopped by a signal after a checkpoint."""
 
 
-def lockstep_version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("lockstep-train")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return "unknown"
-
-
 app = App(
     name="lockstep",
     help=HELP,
@@ -46,7 +38,7 @@ app = App(
     help_epilogue=EPILOGUE,
     help_format="plaintext",
     default_parameter=Parameter(show_default=False),  # the texts say it, with what it means
-    version=lockstep_version,
+    version=__version__,
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )

@@ -43,7 +43,8 @@ def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> Non
     from lockstep.telemetry.tables import is_terminal, say
 
     if rank != "0":
-        say(f"rank {rank}: error: {error.what.splitlines()[0] if error.what else error.code}", stream)
+        fix = f" (fix: {error.fix})" if error.fix else ""  # the first rank may be ended before it speaks
+        say(f"rank {rank}: error: {' '.join(error.what.split())}{fix}", stream)
         return
     coloured = is_terminal(stream) and not os.environ.get("NO_COLOR")
     say(f"\x1b[1;31merror:\x1b[0m {error}" if coloured else f"error: {error}", stream)

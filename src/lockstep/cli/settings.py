@@ -18,7 +18,9 @@ from lockstep.cli.output import DEFAULT_RUNS_DIR, find
 from lockstep.errors import UsageError
 
 _DEVICES = Group("Devices", sort_key=1)
-_TRAINING = Group("Training", sort_key=2)
+_TRAINING = Group(
+    "Training", "A task may bring defaults of its own: `lockstep plan TASK` shows what will run.", sort_key=2
+)
 FILES = Group("Data and files", sort_key=3)
 _OTHER = Group("Any other setting", sort_key=4)
 _ALIASES = Group("Other spellings", sort_key=5)
@@ -206,7 +208,11 @@ class Settings:
     mode: Annotated[
         str | None,
         Overrides("task.mode"),
-        _flag("--set task.mode=...: how the har task turns a window's channels into samples.", _ALIASES),
+        _flag(
+            "--set task.mode=...: how the har task turns a window's channels into samples "
+            "(joint, flatten, average or first).",
+            _ALIASES,
+        ),
     ] = None
     no_amp: Annotated[
         bool | None,

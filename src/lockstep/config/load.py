@@ -57,18 +57,24 @@ def read_file(path: Path, _trail: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"the files name each other as defaults: {cycle}", fix="remove one of the entries")
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} is larger than 1 MiB", why="a configuration is a short text", fix="check the path")
+            raise ConfigError(
+                f"{path} is larger than 1 MiB", why="a configuration is a short text", fix="check the path"
+            )
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}", fix="check the path given to --config") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}", why=str(error), fix="check that it is a readable text file") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} is not valid YAML", why=str(error)[:500], fix="mend the line that it names") from None
+        raise ConfigError(
+            f"{path} is not valid YAML", why=str(error)[:500], fix="mend the line that it names"
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"{path} does not hold settings", why="its top level must be a mapping", fix="write `section:` lines")
+        raise ConfigError(
+            f"{path} does not hold settings", why="its top level must be a mapping", fix="write `section:` lines"
+        )
     defaults = content.pop("defaults", [])
     if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
         raise ConfigError(f"`defaults` in {path} must be a list of file names", fix="write `defaults: [base_config]`")
@@ -86,10 +92,12 @@ def parse_set(pair: str) -> dict[str, Any]:
     key, equals, text = pair.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"--set {pair!r} is not of the form section.key=value", fix="for example --set training.epochs=5")
+        raise ConfigError(
+            f"--set {pair!r} is not of the form section.key=value", fix="for example --set training.epochs=5"
+        )
     try:
         value = yaml.safe_load(text)
-        if isinstance(value, str):
+        if isinstance(value, str) and value == text.strip():  # quoted text stays text
             value = _number(value)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--set {key}: the value is not valid YAML", why=str(error)[:300], fix="quote it") from None
@@ -151,7 +159,11 @@ def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | N
     here: type[BaseModel] | None = model
     for parent in parents:
         field = here.model_fields.get(parent) if here else None
-        here = field.annotation if field and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
+        here = (
+            field.annotation
+            if field and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+            else None
+        )
     if here:
         close = difflib.get_close_matches(wrong, here.model_fields, n=1, cutoff=0.6)
         if close:

@@ -43,7 +43,8 @@ class TaskSection(Section):
 
 class HardwareConfig(Section):
     selected_devices: tuple[str, ...] | None = Field(
-        None, description='"cpu", "gpu:0", …; a device named twice carries two ranks. Unset: gpu:0 if there is one, else cpu'
+        None,
+        description='"cpu", "gpu:0", …; a device named twice carries two ranks. Unset: gpu:0 if there is one, else cpu',
     )
     precision: Precision = Field("32", description="32, 16-mixed (with loss scaling) or bf16-mixed")
     strategy: Strategy = Field("auto", description="auto: single on one device, ddp on several")
@@ -69,7 +70,8 @@ class TrainingConfig(Section):
     )
     accumulate: int = Field(1, ge=1, description="micro-batches per rank and optimizer step")
     tail: Literal["spread", "merge", "drop"] = Field(
-        "spread", description="the last, short batch: spread over the ranks, merged into the batch before it, or dropped"
+        "spread",
+        description="the last, short batch: spread over the ranks, merged into the batch before it, or dropped",
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="clip the global gradient norm; null: off")
     early_stopping_patience: int = Field(7, ge=0, description="evaluations without improvement before stopping; 0: off")
@@ -82,7 +84,10 @@ class TrainingConfig(Section):
     threads: int | None = Field(None, ge=1, description="intra-op threads per rank; unset: chosen by the plan")
     compile: bool = Field(False, description="compile the model with torch.compile")
     max_skipped_share: float = Field(
-        0.5, gt=0, le=1, description="end the run when more than this share of the last 100 steps had no finite gradient"
+        0.5,
+        gt=0,
+        le=1,
+        description="end the run when more than this share of the last 100 steps had no finite gradient",
     )
 
     @field_validator("lanes")
@@ -96,7 +101,9 @@ class TrainingConfig(Section):
 class OptimizerConfig(Section):
     name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="the optimizer; a task may bring its own")
     lr: float = Field(1e-3, gt=0, description="learning rate; what runs, unless lr_scaling says otherwise")
-    weight_decay: float = Field(1e-4, ge=0, description="decoupled from the gradient in adamw, added to it in adam and sgd")
+    weight_decay: float = Field(
+        1e-4, ge=0, description="decoupled from the gradient in adamw, added to it in adam and sgd"
+    )
     betas: tuple[float, float] = Field((0.9, 0.999), description="adam and adamw")
     eps: float = Field(1e-8, gt=0, description="adam and adamw")
     momentum: float = Field(0.9, ge=0, lt=1, description="sgd")
@@ -104,7 +111,9 @@ class OptimizerConfig(Section):
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="scale lr with the global batch, relative to base_batch_size"
     )
-    base_batch_size: int | None = Field(None, ge=1, description="the batch that lr was tuned for; unset: training.batch_size")
+    base_batch_size: int | None = Field(
+        None, ge=1, description="the batch that lr was tuned for; unset: training.batch_size"
+    )
 
     @field_validator("betas")
     @classmethod
@@ -119,7 +128,9 @@ class SchedulerConfig(Section):
         "cosine", description="how the learning rate goes on after the warm-up"
     )
     warmup_epochs: float = Field(2.0, ge=0, description="linear warm-up, in epochs (fractions allowed)")
-    warmup_steps: int | None = Field(None, ge=0, description="linear warm-up, in optimizer steps; wins over warmup_epochs")
+    warmup_steps: int | None = Field(
+        None, ge=0, description="linear warm-up, in optimizer steps; wins over warmup_epochs"
+    )
     min_lr: float = Field(1e-6, ge=0, description="where cosine and poly end; no schedule goes below it")
     step_epochs: float = Field(10.0, gt=0, description="step: multiply by gamma every so many epochs")
     milestones: tuple[float, ...] = Field((), description="multistep: the epochs at which to multiply by gamma")
@@ -138,14 +149,18 @@ class DataConfig(Section):
     data_dir: Path | None = Field(None, description="where the task's data lies; unset: the task's embedded data")
     download: bool = Field(False, description="let the task download its named data set into data_dir")
     num_workers: int | None = Field(None, ge=0, description="loader processes per rank; unset: chosen by the plan")
-    prefetch_factor: int | None = Field(None, ge=1, description="batches in flight per worker; unset: chosen by the plan")
+    prefetch_factor: int | None = Field(
+        None, ge=1, description="batches in flight per worker; unset: chosen by the plan"
+    )
     persistent_workers: bool | None = Field(None, description="keep workers between epochs; unset: chosen by the plan")
     pin_memory: bool | None = Field(None, description="page-locked host memory; unset: on for GPUs")
 
 
 class DistributedConfig(Section):
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl with a GPU per rank, else gloo")
-    find_unused_parameters: bool = Field(False, description="let parameters take no part in a step (costs a graph walk)")
+    find_unused_parameters: bool = Field(
+        False, description="let parameters take no part in a step (costs a graph walk)"
+    )
     sync_batchnorm: Switch = Field("auto", description="batch statistics over all ranks; auto: on with several ranks")
     bucket_cap_mb: float | None = Field(None, gt=0, description="size of a gradient bucket; unset: torch's default")
     timeout_s: float = Field(600.0, gt=0, description="how long a collective may wait for a rank")
@@ -159,7 +174,9 @@ class ValidationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_steps: int | None = Field(None, ge=1, description="save every so many optimizer steps, besides each epoch's end")
+    every_steps: int | None = Field(
+        None, ge=1, description="save every so many optimizer steps, besides each epoch's end"
+    )
     every_s: float | None = Field(None, gt=0, description="save when so many seconds have passed since the last save")
     keep_last: int = Field(2, ge=1, description="how many of the newest checkpoints stay; the best always stays")
     monitor: str | None = Field(None, description="what 'best' means, e.g. val_loss; unset: the task's choice")
@@ -177,13 +194,19 @@ class TelemetryConfig(Section):
 
 class LaunchConfig(Section):
     max_restarts: int = Field(0, ge=0, description="restarts from the newest verified checkpoint after a rank failed")
-    stop_grace_s: float = Field(30.0, gt=0, description="how long ranks may take to end after a stop before they are killed")
+    stop_grace_s: float = Field(
+        30.0, gt=0, description="how long ranks may take to end after a stop before they are killed"
+    )
 
 
 class DebugConfig(Section):
-    fast_dev_run: bool = Field(False, description="one training step and one validation batch, to see that all of it runs")
+    fast_dev_run: bool = Field(
+        False, description="one training step and one validation batch, to see that all of it runs"
+    )
     overfit_batches: int | None = Field(None, ge=1, description="train on only so many global batches, again and again")
-    detect_anomaly: bool = Field(False, description="torch's anomaly detection: slow, names the operator that made a NaN")
+    detect_anomaly: bool = Field(
+        False, description="torch's anomaly detection: slow, names the operator that made a NaN"
+    )
 
 
 class RunConfig(Section):
@@ -192,7 +215,9 @@ class RunConfig(Section):
     name: str | None = Field(None, max_length=200, description="a label for people; the run's id is chosen by Lockstep")
     save_dir: Path | None = Field(None, description="the run folder itself; unset: runs_dir/<run id>")
     runs_dir: Path = Field(Path("runs"), description="where run folders are made")
-    init_from: Path | None = Field(None, description="a run or checkpoint to take the weights from; training starts anew")
+    init_from: Path | None = Field(
+        None, description="a run or checkpoint to take the weights from; training starts anew"
+    )
     task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)  # type: ignore[arg-type]
     training: TrainingConfig = Field(default_factory=TrainingConfig)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from lockstep.engine.resume import check_fits, load_shared, load_weights, weight
 from lockstep.engine.runtime import check_pins, pins, rank_device, runtime
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategy import DataParallelStrategy, DdpStrategy, SingleStrategy, Strategy
-from lockstep.engine.task import DataSettings, Datasets, Task
+from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.errors import LockstepError
 from lockstep.events import CheckpointSaved, Fanout, Note, RunEnded, Sink
@@ -175,7 +176,13 @@ def _assemble(
 
 
 def _strategy(
-    task: Task, model: nn.Module, config: RunConfig, plan: Plan, precision: Precision, device: torch.device, world: World
+    task: Task,
+    model: nn.Module,
+    config: RunConfig,
+    plan: Plan,
+    precision: Precision,
+    device: torch.device,
+    world: World,
 ) -> Strategy:
     seed = plan.seed
     if plan.reproducibility == "exact":
@@ -316,7 +323,5 @@ def _record_failure(sink: Sink, fit: Fit | None, error: BaseException) -> None:
     step = fit.state.step if fit else 0
     elapsed = fit.elapsed_s if fit else 0.0
     # The folder may be what failed; then the first error is the one to tell.
-    try:
+    with contextlib.suppress(LockstepError):
         sink.emit(RunEnded("failed", step, {}, None, {}, elapsed, error=text))
-    except LockstepError:
-        pass

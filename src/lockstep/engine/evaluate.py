@@ -67,7 +67,10 @@ def evaluate(
         model.train(was_training)
     result = None
     if metrics is not None:
-        result = {"loss": total / count if count else float("nan"), **{k: _plain(v) for k, v in metrics.compute().items()}}
+        result = {
+            "loss": total / count if count else float("nan"),
+            **{k: _plain(v) for k, v in metrics.compute().items()},
+        }
     return collectives.broadcast(result) or {}
 
 

@@ -57,7 +57,9 @@ def check_dataset(dataset: Any, split: str) -> None:
             fix="return map-style data sets from Task.datasets()",
         )
     if len(dataset) == 0:
-        raise DataError(f"the {split} data set is empty", fix="check data.data_dir, or return None for a split that you lack")
+        raise DataError(
+            f"the {split} data set is empty", fix="check data.data_dir, or return None for a split that you lack"
+        )
 
 
 def _blueprint(task: Task) -> nn.Module:
@@ -69,7 +71,11 @@ def _blueprint(task: Task) -> nn.Module:
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             model = task.model()
     if not isinstance(model, nn.Module):
-        raise TaskError("the task's model() did not return a module", why=f"it returned {type(model).__name__}", fix="return an nn.Module")
+        raise TaskError(
+            "the task's model() did not return a module",
+            why=f"it returned {type(model).__name__}",
+            fix="return an nn.Module",
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError("the model has no trainable parameters", fix="leave requires_grad on for some parameters")
     return model

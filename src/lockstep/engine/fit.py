@@ -316,5 +316,6 @@ class Fit:
 
 
 def _natural_mode(monitor: str) -> str:
-    return "min" if any(word in monitor for word in ("loss", "error", "wer", "cer", "mse", "mae", "perplexity")) else "max"
-
+    return (
+        "min" if any(word in monitor for word in ("loss", "error", "wer", "cer", "mse", "mae", "perplexity")) else "max"
+    )

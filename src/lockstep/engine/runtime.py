@@ -36,7 +36,9 @@ def rank_device(devices: Sequence[str], world: World) -> torch.device:
 
 
 @contextmanager
-def runtime(plan: Plan, device: torch.device, world: World, timeout_s: float, *, detect_anomaly: bool) -> Iterator[None]:
+def runtime(
+    plan: Plan, device: torch.device, world: World, timeout_s: float, *, detect_anomaly: bool
+) -> Iterator[None]:
     """Threads, seeds, determinism and the process group of an attempt; the caller's own come back afterwards."""
     threads, python_state, numpy_state = torch.get_num_threads(), random.getstate(), np.random.get_state()
     torch_state = torch.random.get_rng_state()

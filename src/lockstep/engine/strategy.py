@@ -17,7 +17,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.data.loader import Window
 from lockstep.data.randomness import dropout_seed
-from lockstep.engine.batchnorm import ghost, merge_running_stats
+from lockstep.engine.batchnorm import ghost
+from lockstep.engine.buffers import Buffers
 from lockstep.engine.precision import Precision
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError
@@ -175,7 +176,9 @@ class SingleStrategy:
         totals: Tensor | None = None
         counts: Tensor | float = 0.0
         for place, _ in enumerate(window.requests):
-            total, count = self._forward_pass(next(batches), step, self._rank if place == 0 else self._rank + (place << 16))
+            total, count = self._forward_pass(
+                next(batches), step, self._rank if place == 0 else self._rank + (place << 16)
+            )
             self._backward(total)
             totals = total.detach() if totals is None else totals + total.detach()
             counts = counts + (count.detach() if isinstance(count, Tensor) else count)
@@ -248,6 +251,7 @@ class DdpStrategy(SingleStrategy):
         self._collective_forward = collective_forward
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
         self._samples_since_merge = 0
+        self._buffers = Buffers(module)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._clear()
@@ -313,7 +317,6 @@ class DdpStrategy(SingleStrategy):
             torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)])
 
     def synchronise_buffers(self) -> None:
-        """BatchNorm's running statistics, merged by samples; with synchronised BatchNorm they agree already."""
-        if not self._collective_forward:
-            merge_running_stats(self.module, self._samples_since_merge, None)
+        """Running statistics merged by samples (synchronised BatchNorm agrees already), declared buffers as declared."""
+        self._buffers.synchronise(self._samples_since_merge, merge_batchnorm=not self._collective_forward)
         self._samples_since_merge = 0

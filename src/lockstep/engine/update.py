@@ -96,9 +96,7 @@ class Update:
         if not self._precision.is_full:
             self._precision.update(self._found_inf.fill_(float(found)))
 
-    def _apply_on_device(
-        self, gradients: list[Tensor], count: Tensor | float, divisor: float, want_norm: bool
-    ) -> None:
+    def _apply_on_device(self, gradients: list[Tensor], count: Tensor | float, divisor: float, want_norm: bool) -> None:
         # Σ count = 0 gives inf, then NaN gradients, then a skipped step, on every rank alike.
         factor = divisor / (self._precision.seed() * count)
         if want_norm:

@@ -27,7 +27,9 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
     config = run.config()
     if wanted is not None or config.hardware.selected_devices:
         first = wanted or (config.hardware.selected_devices or ("cpu",))[0]
-        config = resolve(config.model_dump(mode="json"), {"hardware": {"selected_devices": [first], "strategy": "auto"}})
+        config = resolve(
+            config.model_dump(mode="json"), {"hardware": {"selected_devices": [first], "strategy": "auto"}}
+        )
     task, datasets = reopen(config)
     dataset = getattr(datasets, split, None)
     if dataset is None:
@@ -74,7 +76,9 @@ def find_checkpoint(run: RunDir, checkpoint: str | int) -> Snapshot:
     if step is None or step not in store.steps():
         have = ", ".join(str(s) for s in store.steps()) or "none"
         raise CheckpointError(
-            f"run {run.read().id} has no checkpoint {checkpoint!r}", why=f"its steps are: {have}", fix="name one, or best, or last"
+            f"run {run.read().id} has no checkpoint {checkpoint!r}",
+            why=f"its steps are: {have}",
+            fix="name one, or best, or last",
         )
     return store.load(step)
 

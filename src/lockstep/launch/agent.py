@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -60,8 +59,8 @@ def make_agent(
         monitor_interval=MONITOR_INTERVAL_S,
         local_addr="localhost",
     )
-    # The agent insists on handlers of its own; with SIGTERM it takes what we take back at once.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM"
+    # The agent insists on a handler of its own; this one nobody needs.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
     return RankAgent(spec, stop, supervise)
 
 
@@ -86,7 +85,7 @@ class RankAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with held_back():
             pids: dict[int, Any] = super()._start_workers(worker_group)
-            self._stop.install()
+            self._stop.install()  # should the agent have taken SIGINT or SIGTERM after all
         processes = cast(SubprocessContext, self._pcontext).subprocess_handlers
         self.supervisor = self._supervise(
             {worker.global_rank: processes[worker.local_rank].proc for worker in worker_group.workers}
@@ -102,7 +101,7 @@ class RankAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:  # its arguments differ between versions of torch
         if self.supervisor is not None:
             self.supervisor.kill()  # nobody is left, unless something went wrong here
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(*args, **kwargs)

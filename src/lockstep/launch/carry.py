@@ -57,4 +57,3 @@ def load_task(run: RunDir, config: RunConfig) -> Task:
     task.data = DataSettings(config.data.data_dir, config.data.download, config.training.seed)
     assert isinstance(task, Task)
     return task
-

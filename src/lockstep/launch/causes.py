@@ -79,12 +79,6 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
                 "use all of them, or set distributed.find_unused_parameters=true",
             ),
         ),
-        (
-            r"CUDA error|CUDNN_STATUS|an illegal memory access",
-            Cause(
-                "cuda", "a GPU kernel failed", "run with CUDA_LAUNCH_BLOCKING=1 to see which; then `lockstep devices`"
-            ),
-        ),
     )
 )
 
@@ -96,6 +90,7 @@ _LOST = Cause(
 _NCCL = Cause(
     "nccl", "NCCL, the communication library, failed", "run with NCCL_DEBUG=INFO: the rank's log then says more"
 )
+_CUDA = Cause("cuda", "a GPU kernel failed", "run with CUDA_LAUNCH_BLOCKING=1 to see which one")
 
 _BY_SIGNAL = {
     "SIGKILL": Cause(
@@ -141,4 +136,6 @@ def find_cause(text: str, signal_name: str | None = None) -> Cause | None:
     type_name, _, message = text.partition(": ")
     if is_lost_peer(type_name, message):
         return _LOST
-    return _NCCL if re.search(r"\bNCCL\b|ncclInternalError|ncclUnhandledCudaError|ncclSystemError", text) else None
+    if re.search(r"\bNCCL\b|nccl\w+Error", text):
+        return _NCCL
+    return _CUDA if re.search(r"CUDA error|CUDNN_STATUS|illegal memory access", text) else None

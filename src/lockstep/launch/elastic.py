@@ -13,10 +13,11 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lockstep.errors import RunFolderError, StorageError
-from lockstep.launch import environment, failure, lifetime
+from lockstep.launch import failure, lifetime
+from lockstep.launch.environment import LAUNCH_ID, for_launcher
 from lockstep.launch.output import Relay
 from lockstep.launch.signals import StopRequest, exit_code, held_back
 from lockstep.telemetry.rundir import RunDir, read_json, write_json
@@ -72,37 +73,42 @@ def launch(
         *("--stop-grace-s", str(stop_grace_s), "--max-restarts", str(max_restarts)),
         *(() if detached else ("--parent-pid", str(os.getpid()))),
     ]
-    relay = Relay()
-    with held_back():
-        process = subprocess.Popen(
-            command,
-            env=environment.for_launcher({**os.environ, **(environ or {})}, launch_id, sys.path),
-            stdin=subprocess.DEVNULL,
-            stdout=relay.stdout,
-            stderr=relay.stderr,
-            start_new_session=True,
-        )
-        stop = StopRequest(on_request=process.send_signal).install()
-    try:
-        code = relay.wait(process)
-    except KeyboardInterrupt:
-        code = _kill(process)
-    finally:
-        stop.restore()
-        if process.poll() is None or process.returncode < 0:
-            process.kill()
-            process.wait()
-            lifetime.kill_marked(environment.LAUNCH_ID, launch_id)
+    launcher_environ = for_launcher({**os.environ, **(environ or {})}, launch_id, sys.path)
+    with StopRequest() as stop:
+        code = _run(command, launcher_environ, stop)
     return code if code >= 0 else _ended_by_signal(run_dir, -code)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> int:
-    """The user will not wait. Returns the exit code."""
-    process.send_signal(signal.SIGQUIT)
+def _run(command: Sequence[str], environ: Mapping[str, str], stop: StopRequest) -> int:
+    """The launcher's return code; nothing of it is left, whatever ends this function."""
+    process, relay = None, Relay()
     try:
+        with held_back():
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=relay.stdout,
+                stderr=relay.stderr,
+                start_new_session=True,
+            )
+        stop.notify(process.send_signal)
+        return relay.wait(process)
+    except KeyboardInterrupt:
+        return _kill(process) if process is not None else exit_code(signal.SIGINT)
+    finally:
+        if process is not None and process.poll() is None:
+            process.kill()  # its ranks die with it
+            process.wait()
+        if process is not None and process.returncode < 0:
+            lifetime.kill_marked(LAUNCH_ID, environ[LAUNCH_ID])
+
+
+def _kill(process: subprocess.Popen[bytes]) -> int:
+    """The user will not wait any longer. Returns the exit code."""
+    process.send_signal(signal.SIGQUIT)
+    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         process.wait(_KILL_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.kill()
     return exit_code(signal.SIGINT)
 
 

@@ -19,17 +19,17 @@ import torch
 here = Path(__file__).parent
 {body}'''
 
-PROGRAM_BODY = '''program = torch.export.load(here / "model.pt2").module()
+PROGRAM_BODY = """program = torch.export.load(here / "model.pt2").module()
 inputs = torch.load(here / "example_inputs.pt", weights_only=True)
 with torch.no_grad():
     output = program(*inputs["args"], **inputs["kwargs"])
 print("output:", tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__)
-'''
+"""
 
-WEIGHTS_BODY = '''weights = load_file(here / "weights.safetensors")
+WEIGHTS_BODY = """weights = load_file(here / "weights.safetensors")
 print(len(weights), "tensors,", sum(w.numel() for w in weights.values()), "values")
 # model = YourModel(…); model.load_state_dict(weights)
-'''
+"""
 
 
 def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: bool = True) -> dict[str, Any]:
@@ -41,7 +41,9 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
         RunFolderError: ``out`` holds something already. UnsupportedError: torch cannot export the model.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunFolderError(f"{out} is not empty", why="an export never overwrites", fix="give another folder with --out")
+        raise RunFolderError(
+            f"{out} is not empty", why="an export never overwrites", fix="give another folder with --out"
+        )
     snapshot = find_checkpoint(run, checkpoint)
     building = out.with_name(out.name + ".partial")
     shutil.rmtree(building, ignore_errors=True)
@@ -49,7 +51,9 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
         building.mkdir(parents=True)
         from safetensors.torch import save_file
 
-        save_file({key: value.contiguous().clone() for key, value in snapshot.model.items()}, building / "weights.safetensors")
+        save_file(
+            {key: value.contiguous().clone() for key, value in snapshot.model.items()}, building / "weights.safetensors"
+        )
         if program:
             _write_program(run, snapshot.model, building)
         record = run.read()
@@ -87,7 +91,9 @@ def _write_program(run: RunDir, weights: dict[str, Any], folder: Path) -> None:
 
     shapes = (tuple(first_dynamic(a) for a in args), {k: first_dynamic(v) for k, v in kwargs.items()})
     try:
-        exported = torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes[0] if not kwargs else (*shapes[0], shapes[1]))
+        exported = torch.export.export(
+            model, args, kwargs or None, dynamic_shapes=shapes[0] if not kwargs else (*shapes[0], shapes[1])
+        )
     except Exception as error:  # torch.export has many error types of its own
         raise UnsupportedError(
             "torch cannot export this model as a program",
@@ -102,5 +108,7 @@ def _write_example(folder: Path, program: bool) -> None:
     if program:
         text = EXAMPLE.format(extra="", imports="", body=PROGRAM_BODY)
     else:
-        text = EXAMPLE.format(extra=" and safetensors", imports="from safetensors.torch import load_file\n", body=WEIGHTS_BODY)
+        text = EXAMPLE.format(
+            extra=" and safetensors", imports="from safetensors.torch import load_file\n", body=WEIGHTS_BODY
+        )
     (folder / "load_example.py").write_text(text, encoding="utf-8")

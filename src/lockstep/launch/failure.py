@@ -17,7 +17,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lockstep.errors import LockstepError, RankFailed, RunFolderError, UsageError
 from lockstep.launch.causes import Cause, find_cause, is_lost_peer
@@ -29,8 +31,49 @@ LAUNCHER_FILE = "launcher.json"
 LAST_LINES = 10
 
 _WRONG_USAGE = 2
+_NO_FAILURE = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 _MAX_BYTES = 4 << 20
 _TAIL_BYTES = 64 << 10
+
+_File = TypeVar("_File", bound=BaseModel)
+
+
+class _RankError(BaseModel):
+    """``rank-<r>.error.json``. ``time``: seconds since the epoch; ``error``: a Lockstep error's own words."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    rank: int
+    host: str = ""
+    pid: int | None = None
+    time: float = 0.0
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+    error: dict[str, str] | None = None
+    exit_code: int = 1
+
+
+class _RankEnd(BaseModel):
+    """How the launcher saw a rank end; see :class:`lockstep.launch.supervise.RankExit`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    rank: int
+    pid: int | None = None
+    code: int
+    alive_at: float = 0.0
+    ended_by_launcher: bool = False
+
+
+class _Launcher(BaseModel):
+    """What of ``launcher.json`` matters here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    ranks: int | None = None
+    exits: list[_RankEnd] = []
+    error: str = ""
 
 
 # --- what a failing rank leaves ------------------------------------------------------------------
@@ -42,20 +85,18 @@ def error_file(logs: Path, rank: int) -> Path:
 
 def record(logs: Path, rank: int, error: BaseException) -> None:
     """Write ``rank-<r>.error.json``. Raises :class:`~lockstep.errors.StorageError`."""
-    write_json(
-        error_file(logs, rank),
-        {
-            "rank": rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "time": time.time(),
-            "type": _type_name(error),
-            "message": _message(error),
-            "traceback": "".join(traceback.format_exception(error)),
-            "error": error.as_dict() if isinstance(error, LockstepError) else None,
-            "exit_code": exit_code_of(error),
-        },
+    content = _RankError(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        time=time.time(),
+        type=_type_name(error),
+        message=_message(error),
+        traceback="".join(traceback.format_exception(error)),
+        error=error.as_dict() if isinstance(error, LockstepError) else None,
+        exit_code=exit_code_of(error),
     )
+    write_json(error_file(logs, rank), content.model_dump())
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -96,7 +137,7 @@ class RankFailure:
 
     rank: int
     time: float
-    exit_code: int | None
+    exit_code: int
     type: str = ""
     message: str = ""
     traceback: str = ""
@@ -109,7 +150,7 @@ class RankFailure:
     @property
     def signal(self) -> str | None:
         """The name of the signal that killed it, or ``None``."""
-        return _signal_name(-self.exit_code) if self.exit_code is not None and self.exit_code < 0 else None
+        return _signal_name(-self.exit_code) if self.exit_code < 0 else None
 
     @property
     def is_usage_error(self) -> bool:
@@ -124,7 +165,7 @@ class RankFailure:
 
     def headline(self) -> str:
         if self.signal and not self.type:
-            return f"was killed by signal {-(self.exit_code or 0)} ({self.signal})"
+            return f"was killed by signal {-self.exit_code} ({self.signal})"
         if not self.type:
             return f"ended with exit code {self.exit_code} without an error of its own"
         first = self.message.strip().splitlines()[:1]
@@ -208,23 +249,22 @@ def _usage_error_class(code: str) -> type[LockstepError]:
 
 def collect(run_dir: RunDir) -> FailureReport | None:
     """What the newest start in ``run_dir`` left about a failure; ``None`` when there was none."""
-    launcher = _read(run_dir.logs / LAUNCHER_FILE)
-    exits = {end["rank"]: end for end in launcher.get("exits", []) if isinstance(end, dict) and "rank" in end}
-    paths = run_dir.logs.glob("rank-*.error.json")
-    errors = {error["rank"]: error for error in map(_read, paths) if "rank" in error}
-    failures = [_rank_failure(run_dir.logs, rank, errors.get(rank), exits.get(rank)) for rank in {*errors, *exits}]
-    failures = [failure for failure in failures if failure.exit_code not in (0, None) and not _stopped(failure)]
-    launcher_error = str(launcher.get("error") or "")
-    if not launcher_error and all(failure.ended_by_launcher for failure in failures):
+    launcher = _read(run_dir.logs / LAUNCHER_FILE, _Launcher) or _Launcher()
+    ends = {end.rank: end for end in launcher.exits}
+    written = (_read(path, _RankError) for path in run_dir.logs.glob("rank-*.error.json"))
+    errors = {error.rank: error for error in written if error is not None}
+    failures = [_rank_failure(run_dir.logs, rank, errors.get(rank), ends.get(rank)) for rank in {*errors, *ends}]
+    failures = [failure for failure in failures if failure.type or failure.exit_code not in _NO_FAILURE]
+    if not launcher.error and all(failure.ended_by_launcher for failure in failures):
         return None
     failures.sort(key=lambda failure: (failure.is_collateral, failure.time, failure.rank))
-    first = failures[0] if failures and not (launcher_error and failures[0].is_collateral) else None
+    first = failures[0] if failures and not (launcher.error and failures[0].is_collateral) else None
     return FailureReport(
-        ranks=int(launcher.get("ranks") or len(failures)),
+        ranks=launcher.ranks or len(failures),
         first=first,
         others=tuple(failure for failure in failures if failure is not first),
-        cause=_cause(first, launcher_error),
-        launcher_error=launcher_error,
+        cause=_cause(first, launcher.error),
+        launcher_error=launcher.error,
     )
 
 
@@ -235,10 +275,6 @@ def _collateral(others: Sequence[RankFailure]) -> str:
     return f"{len(others)} other ranks ended because of it or after it (ranks {names})."
 
 
-def _stopped(failure: RankFailure) -> bool:
-    return not failure.type and failure.exit_code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-
-
 def _cause(first: RankFailure | None, launcher_error: str) -> Cause | None:
     if first is None:
         return find_cause(launcher_error)
@@ -247,22 +283,20 @@ def _cause(first: RankFailure | None, launcher_error: str) -> Cause | None:
     return find_cause("\n".join(first.last_lines), first.signal)
 
 
-def _rank_failure(logs: Path, rank: int, error: Mapping[str, Any] | None, end: Mapping[str, Any] | None) -> RankFailure:
-    error, end = error or {}, end or {}
-    code = error.get("exit_code", end.get("code"))
+def _rank_failure(logs: Path, rank: int, error: _RankError | None, end: _RankEnd | None) -> RankFailure:
+    lines = last_lines(log_file(logs, rank))
+    if error is not None:
+        known = error.model_dump(exclude={"rank"})
+        return RankFailure(rank=rank, last_lines=lines, **known)
+    assert end is not None, "there is one or the other"
     return RankFailure(
         rank=rank,
         # A killed rank may be seen only after the ranks that missed it have written down theirs.
-        time=float(error.get("time") or end.get("alive_at") or 0.0),
-        exit_code=code,
-        type=str(error.get("type", "")),
-        message=str(error.get("message", "")),
-        traceback=str(error.get("traceback", "")),
-        error=error.get("error"),
-        host=str(error.get("host", "")),
-        pid=error.get("pid", end.get("pid")),
-        last_lines=last_lines(log_file(logs, rank)),
-        ended_by_launcher=bool(end.get("ended_by_launcher")) and not error,
+        time=end.alive_at,
+        exit_code=end.code,
+        pid=end.pid,
+        last_lines=lines,
+        ended_by_launcher=end.ended_by_launcher,
     )
 
 
@@ -276,18 +310,17 @@ def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
     if mark and f"{MARK}process " not in after:
         text = before
     _, mark, own = text.rpartition(f"{MARK}process ")
-    lines = own.splitlines()[1:] if mark else text.splitlines()
-    # A progress bar redraws its line.
-    drawn = (line.rsplit("\r", 1)[-1].rstrip() for line in "\n".join(lines).split("\n"))
+    lines = own.split("\n")[1:] if mark else text.split("\n")
+    drawn = (line.rstrip().rsplit("\r", 1)[-1] for line in lines)  # a progress bar redraws its line
     return tuple(line for line in drawn if line)[-count:]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(RunFolderError):
-        content = read_json(path, max_bytes=_MAX_BYTES)
-        if isinstance(content, dict):
-            return content
-    return {}
+def _read(path: Path, model: type[_File]) -> _File | None:
+    """The file's content, or ``None``: a file that cannot be read tells nothing about a failure."""
+    try:
+        return model.model_validate(read_json(path, max_bytes=_MAX_BYTES))
+    except (RunFolderError, ValidationError):
+        return None
 
 
 def _signal_name(number: int) -> str:

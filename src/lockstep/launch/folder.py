@@ -30,7 +30,9 @@ def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
         return None
     if config.save_dir is None:
         raise ConfigError(
-            "--resume needs to know which run", why="no --save-dir was given", fix="add --save-dir DIR, or use `lockstep resume RUN`"
+            "--resume needs to know which run",
+            why="no --save-dir was given",
+            fix="add --save-dir DIR, or use `lockstep resume RUN`",
         )
     if not (config.save_dir / "run.json").exists():
         return None

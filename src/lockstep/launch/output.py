@@ -125,8 +125,10 @@ class Relay:
     def wait(self, process: subprocess.Popen[bytes]) -> int:
         """Wait for the child's end while passing on what it writes; its return code."""
         pipes = [(p, t) for p, t in zip((process.stdout, process.stderr), self._targets, strict=True) if p is not None]
-        with selectors.DefaultSelector() as selector:
+        with contextlib.ExitStack() as resources:
+            selector = resources.enter_context(selectors.DefaultSelector())
             for pipe, target in pipes:
+                resources.enter_context(pipe)
                 os.set_blocking(pipe.fileno(), False)
                 decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
                 selector.register(pipe, selectors.EVENT_READ, (target, decoder))
@@ -136,9 +138,7 @@ class Relay:
             code = process.wait()
             while selector.get_map() and _pass_on(selector, timeout_s=0.0):
                 pass
-        for pipe, _ in pipes:
-            pipe.close()
-        return code
+            return code
 
 
 def _for_child(stream: Any, original: Any) -> int:

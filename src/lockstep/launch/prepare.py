@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.facts import inspect_task
-from lockstep.engine.task import DataSettings, Datasets, Task
+from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from lockstep.config import RunConfig, dump, resolve
+from lockstep.config import RunConfig, dump
 from lockstep.config.load import merge
 from lockstep.engine.attempt import RunResult, run_attempt
 from lockstep.engine.task import Task
-from lockstep.errors import ConfigError, LockstepError, RunFolderError, UnsupportedError, UsageError
+from lockstep.errors import RunFolderError, UnsupportedError
 from lockstep.hardware.world import World, read_world
 from lockstep.launch.carry import load_task, pack_task
 from lockstep.launch.folder import changed_config, create_folder, existing_run, overrides_of, refuse_running, warn
 from lockstep.launch.outside import train_as_rank
-from lockstep.launch.prepare import Prepared, make_plan, place, plan_for, prepare, resume_point, settle
+from lockstep.launch.prepare import Prepared, make_plan, place, plan_for, resume_point, settle
 from lockstep.launch.signals import StopRequest
 from lockstep.plan import Plan, ResumePoint
 from lockstep.telemetry.files import write_text
-from lockstep.telemetry.rundir import RunDir, new_run_id
+from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import standard_sinks
 
-__all__ = ["RunResult", "evaluate", "make_plan", "plan_from_mapping", "resume", "run_rank", "stop", "train", "train_from_mapping"]
+__all__ = [
+    "RunResult",
+    "evaluate",
+    "make_plan",
+    "plan_from_mapping",
+    "resume",
+    "run_rank",
+    "stop",
+    "train",
+    "train_from_mapping",
+]
 
 
 def train(
@@ -215,7 +223,9 @@ def stop(run: RunDir, timeout: float = 60.0) -> str:
     beat = run.progress()
     if beat is None or beat.host != socket.gethostname():
         raise RunFolderError(
-            f"run {record.id} runs on {record.host}", why="a signal reaches only this host", fix="run `lockstep stop` there"
+            f"run {record.id} runs on {record.host}",
+            why="a signal reaches only this host",
+            fix="run `lockstep stop` there",
         )
     os.kill(beat.pid, signal.SIGTERM)
     deadline = time.monotonic() + timeout

@@ -27,13 +27,11 @@ class StopRequest:
     A context manager. In a thread other than the main one, where Python allows no handlers, only
     :meth:`request` can ask for a stop. One may be installed inside another: what the outer one had
     received counts for the inner one, and the other way round once the inner one is gone.
-
-    Args:
-        on_request: called once with the signal's number, from the signal handler.
     """
 
-    def __init__(self, on_request: Callable[[int], object] | None = None) -> None:
-        self._on_request = on_request
+    def __init__(self) -> None:
+        self._on_request: Callable[[int], object] | None = None
+        self._told = False
         self._requested: int | None = None
         self._interrupts = 0
         self._previous: dict[signal.Signals, Any] = {}
@@ -47,8 +45,18 @@ class StopRequest:
         """Ask for a stop as if ``signum`` had arrived; only the first request counts."""
         if self._requested is None:
             self._requested = int(signum)
-            if self._on_request is not None:
-                self._on_request(self._requested)
+            self._tell()
+
+    def notify(self, on_request: Callable[[int], object]) -> None:
+        """Call ``on_request(signum)`` once: when a stop is requested (from the handler), or now if it has been."""
+        self._on_request = on_request
+        if self._requested is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._on_request is not None and self._requested is not None and not self._told:
+            self._told = True
+            self._on_request(self._requested)
 
     def install(self) -> Self:
         """Take over SIGINT and SIGTERM. Again: take them back from a library that replaced the handlers."""
@@ -98,10 +106,10 @@ def _owner(handler: Any) -> StopRequest | None:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back in this thread; processes started meanwhile begin like that.
+    """Start processes that hold SIGINT and SIGTERM back, as this thread does meanwhile.
 
-    So a signal that arrives before such a process has handlers waits until it calls :func:`accept`,
-    instead of ending it half-started.
+    A signal that arrives before such a process has handlers waits until it calls :func:`accept`,
+    instead of ending it half-started. (A signal to this process may still reach another thread.)
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

@@ -17,7 +17,7 @@ class Cnn(nn.Module):
 
     Args:
         widths: output channels of each block.
-        kernels: kernel size of each block (odd).
+        kernels: kernel size of each block (odd); ``None``: 7, 5, then 3.
         length: time steps of a window; it must be at least ``2 ** len(widths)``.
     """
 
@@ -28,12 +28,13 @@ class Cnn(nn.Module):
         length: int,
         *,
         widths: Sequence[int] = (64, 128, 128),
-        kernels: Sequence[int] = (7, 5, 3),
+        kernels: Sequence[int] | None = None,
         dropout: float = 0.3,
     ) -> None:
         super().__init__()
         if length < 2 ** len(widths):
             raise ValueError(f"{len(widths)} blocks halve the time axis to nothing: windows have only {length} steps")
+        kernels = (7, 5, *[3] * len(widths))[: len(widths)] if kernels is None else kernels
         blocks: list[nn.Module] = []
         for width, kernel in zip(widths, kernels, strict=True):
             blocks += [

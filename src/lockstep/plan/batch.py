@@ -70,7 +70,8 @@ def _split_ranks(size: int, ranks: int, limit: int, least: int) -> tuple[tuple[S
     longest = max(stop - start for start, stop in shares)
     micro_batches = -(-longest // limit)
     return tuple(
-        tuple((start + a, start + b) for a, b in parts(stop - start, micro_batches, least) if b > a) for start, stop in shares
+        tuple((start + a, start + b) for a, b in parts(stop - start, micro_batches, least) if b > a)
+        for start, stop in shares
     )
 
 
@@ -128,7 +129,9 @@ def resolve_batch(
         batch_size = -(-share // accumulate)
         uneven = "" if global_batch % devices == 0 else f", unevenly ({global_batch // devices} or {share} each)"
         reasons["global_batch"] = f"held at {global_batch} and shared by {devices} device(s){uneven}"
-        reasons["batch_size"] = f"a device's share of {share} in {accumulate} micro-batch(es) of at most the configured size"
+        reasons["batch_size"] = (
+            f"a device's share of {share} in {accumulate} micro-batch(es) of at most the configured size"
+        )
         reasons["accumulate"] = f"a device's share of {share} does not fit in fewer micro-batches"
     plan = BatchPlan(
         samples=samples,

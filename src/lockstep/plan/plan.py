@@ -260,7 +260,9 @@ def _threads(setting: int | None, exact: bool, cores: int, local_ranks: int) -> 
     return max(1, cores // local_ranks), f"{cores} cores shared by {local_ranks} rank(s) of this node"
 
 
-def _loader(config: RunConfig, facts: TaskFacts, accelerator: str, cores: int, local_ranks: int) -> tuple[LoaderPlan, str]:
+def _loader(
+    config: RunConfig, facts: TaskFacts, accelerator: str, cores: int, local_ranks: int
+) -> tuple[LoaderPlan, str]:
     d = config.data
     if d.num_workers is not None:
         workers, reason = d.num_workers, "as configured"

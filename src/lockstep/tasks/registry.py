@@ -37,7 +37,9 @@ def find_task(name: str) -> type[Task]:
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
-        classes = sorted(n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task)
+        classes = sorted(
+            n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task
+        )
         raise TaskError(
             f"{place} has no class {attribute!r}",
             why=f"its tasks are {', '.join(classes)}" if classes else "it defines no subclass of lockstep.Task",
@@ -73,7 +75,9 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
-        raise TaskError(f"there is no file {path}", why=f"looked in {Path.cwd()}", fix="check the path before the colon")
+        raise TaskError(
+            f"there is no file {path}", why=f"looked in {Path.cwd()}", fix="check the path before the colon"
+        )
     # A stable name lets objects of the module be pickled between processes that import the same file.
     name = f"lockstep_task_{path.resolve().stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())

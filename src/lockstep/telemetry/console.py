@@ -113,12 +113,13 @@ class ConsoleSink:
     def _end(self, event: RunEnded) -> None:
         self.close()
         seconds, samples = self._samples
+        omitted = _TABLE_OMITS | event.best_metric.keys()
         rows = [
             ("status", event.status),
             ("steps", str(event.step)),
             *([("best epoch", str(event.best_epoch))] if event.best_epoch is not None else []),
             *((f"best {name}", number(value)) for name, value in event.best_metric.items()),
-            *((name, number(value)) for name, value in event.final_metrics.items() if name not in _TABLE_OMITS),
+            *((name, number(value)) for name, value in event.final_metrics.items() if name not in omitted),
             ("time", duration(event.duration_s)),
             *([("samples/s", f"{samples / seconds:,.0f}")] if seconds > 0 else []),
             *([("run folder", str(self._started.run_dir))] if self._started else []),

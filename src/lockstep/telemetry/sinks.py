@@ -81,7 +81,7 @@ class RunFolderSink:
         self._run.update(status="running", started_at=started_at, completed_at=None, error=None, final_metrics={})
 
     def _epoch(self, event: EpochEnded) -> None:
-        row = {**event.row, "epoch": event.epoch, "step": event.step, "attempt": event.attempt}
+        row = {"epoch": event.epoch, **event.row, "step": event.step, "attempt": event.attempt}
         self._rows = [*(kept for kept in self._rows if kept["epoch"] != event.epoch), row]
         self._run.write_epochs(self._rows)
         if event.improved:

@@ -1,0 +1,104 @@
+"""``reproducibility: exact``: the same weights bit for bit on every world size that divides the lanes.
+
+Each lane of a step is computed alone: its own forward and backward, its own dropout seed, its own
+BatchNorm statistics from the same starting point. What lanes leave behind (gradients, loss and count,
+running statistics) is summed along one fixed tree (:mod:`lockstep.engine.tree`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.data.loader import Window
+from lockstep.engine.batchnorm import running_statistics
+from lockstep.engine.precision import Precision
+from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SingleStrategy
+from lockstep.engine.task import Task
+from lockstep.engine.tree import Leaf, TreeSum, all_reduce_tree
+
+
+class ExactStrategy(SingleStrategy):
+    """One or more ranks; a window's requests are this rank's lanes, empty ones included."""
+
+    def __init__(
+        self,
+        task: Task,
+        module: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        super().__init__(task, module, precision, device, seed=seed, rank=rank)
+        self._world_size = world_size
+        self._statistics = running_statistics(module)
+        self._tracked = [
+            layer.num_batches_tracked
+            for layer in module.modules()
+            if isinstance(layer, _BatchNorm) and layer.num_batches_tracked is not None
+        ]
+
+    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        before = [buffer.clone() for buffer in self._statistics]
+        tracked = [buffer.clone() for buffer in self._tracked]
+        tree = TreeSum()
+        for request in window.requests:
+            batch = next(batches)
+            if request.size == 0:
+                tree.push(None)
+                continue
+            tree.push(self._lane(batch, step, request.part, request.size))
+            self._restore(before, tracked)
+        total = tree.result() or self._nothing()
+        sums = total[-1]
+        sums[2:-1] += torch.tensor(flags, dtype=torch.float64, device=sums.device)
+        all_reduce_tree(total, self._rank, self._world_size)
+        self._take(total, tracked)
+        read = self._world_size > 1 and (self._device.type == "cpu" or step % FLAG_INTERVAL == 0)
+        agreed = Flags(*sums[2:-1].tolist()) if read else (flags if self._world_size == 1 else None)
+        return Reduced(sums[0], sums[1], 1.0, agreed)
+
+    def _lane(self, batch: Any, step: int, lane: int, samples: int) -> Leaf:
+        """Gradients, running statistics times samples, and ``[loss, count, flags…, samples]``, all owned by the tree."""
+        self._clear()
+        total, count = self._forward_pass(batch, step, lane)
+        self._backward(total)
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
+        self._clear()
+        statistics = [buffer.double() * samples for buffer in self._statistics]
+        sums = torch.zeros(3 + len(Flags._fields), dtype=torch.float64, device=self._device)
+        sums[0], sums[1], sums[-1] = total.detach(), count, samples
+        return [*gradients, *statistics, sums]
+
+    def _restore(self, statistics: list[Tensor], tracked: list[Tensor]) -> None:
+        if statistics:
+            torch._foreach_copy_(self._statistics, statistics)
+        for buffer, value in zip(self._tracked, tracked, strict=True):
+            buffer.copy_(value)
+
+    def _nothing(self) -> Leaf:
+        sums = torch.zeros(3 + len(Flags._fields), dtype=torch.float64, device=self._device)
+        return [
+            *(torch.zeros_like(p) for p in self._parameters),
+            *(torch.zeros_like(buffer, dtype=torch.float64) for buffer in self._statistics),
+            sums,
+        ]
+
+    @torch.no_grad()
+    def _take(self, total: Leaf, tracked: list[Tensor]) -> None:
+        """Put the sums where they belong: gradients, and running statistics as the mean over samples."""
+        number = len(self._parameters)
+        for parameter, gradient in zip(self._parameters, total[:number], strict=True):
+            parameter.grad = gradient
+        samples = total[-1][-1]
+        for buffer, value in zip(self._statistics, total[number:-1], strict=True):
+            buffer.copy_(value / samples)
+        for buffer, value in zip(self._tracked, tracked, strict=True):
+            buffer.copy_(value + 1)

@@ -1,0 +1,276 @@
+"""The HAR task: settings, sources, models, loss and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.data.arrays import ArrayDataset
+from lockstep.engine.task import Datasets, Loss, Task, TaskConfig
+from lockstep.errors import ConfigError, DataError
+from lockstep.models.har import Cnn, Mlp, Transformer
+from lockstep.tasks.har.synthetic import Repeated, make_synthetic
+from lockstep.tasks.har.tensors import has_tensors, load_tensors
+from lockstep.tasks.har.uci import fetch_uci, find_uci, load_uci
+from lockstep.tasks.har.watch import load_watch
+from lockstep.tasks.har.windows import AugmentedWindows, HarData, Mode, Standardiser, Windows, as_dataset
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+Source = Literal["watch", "uci", "pt", "synthetic"]
+Subjects = tuple[int, ...]
+
+#: What the watch data is augmented with when the settings do not say; chosen by cross-validation over
+#: the subjects that train and validate (docs/har.md).
+WATCH_ROTATION_DEG, WATCH_GAIN = 20.0, 0.1
+
+
+class HarConfig(TaskConfig):
+    """Settings of the HAR task (``task.<key>``)."""
+
+    source: Literal["auto", "watch", "uci", "pt", "synthetic"] = Field(
+        "auto", description="auto: what data.data_dir holds (UCI-HAR or train, val, test.pt); without one, watch"
+    )
+    model: Literal["cnn", "mlp", "transformer"] = Field("cnn", description="the network; its sizes: hidden")
+    mode: Mode = Field(
+        "joint",
+        description="how a window becomes samples: joint (all channels), flatten (each channel is a sample), "
+        "average (the mean of the channels) or first (the first channel)",
+    )
+    hidden: tuple[PositiveInt, ...] | None = Field(
+        None, description="cnn: channels per block; mlp: hidden layers; transformer: its width; unset: the model's own"
+    )
+    dropout: float | None = Field(None, ge=0, lt=1, description="unset: the model's own")
+    label_smoothing: float = Field(0.1, ge=0, lt=1, description="share of each label spread over all classes")
+    rotate_deg: float | None = Field(
+        None, ge=0, description="turn training windows by a random angle of this deviation; unset: 20 for watch, else 0"
+    )
+    gain: float | None = Field(
+        None, ge=0, description="scale training channels by about 1, with this deviation; unset: 0.1 for watch, else 0"
+    )
+    mirror: bool = Field(True, description="watch: reflect recordings of the left arm, so that both arms look alike")
+    val_subjects: Subjects | None = Field(None, description="watch, uci: subjects kept apart for validation")
+    test_subjects: Subjects | None = Field(None, description="watch: subjects kept apart for the test")
+    synthetic_samples: int = Field(10_000, ge=1, description="synthetic: training windows")
+    synthetic_shape: tuple[PositiveInt, PositiveInt] = Field((9, 128), description="synthetic: channels and time steps")
+    synthetic_classes: int = Field(6, ge=2, description="synthetic: number of classes")
+
+
+class HarTask(Task):
+    """Activities from motion sensors; by default shoulder exercises from a smart watch, in the package."""
+
+    Config = HarConfig
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "training": {"epochs": 20, "batch_size": 32, "max_grad_norm": 1.0, "early_stopping_patience": 7},
+        "optimizer": {"name": "adamw", "lr": 2e-3, "weight_decay": 1e-2},
+        "scheduler": {"name": "cosine", "warmup_epochs": 2},
+        "telemetry": {"log_interval": 50},
+    }
+    monitor = ("val_accuracy", "max")
+    config: HarConfig
+
+    def prepare(self) -> None:
+        """Fetch UCI-HAR when the run asks for a download."""
+        if self.data.download:
+            if self.config.source not in ("auto", "uci"):
+                raise ConfigError(
+                    f"there is nothing to download for task.source={self.config.source}",
+                    fix="leave --download out, or choose task.source=uci",
+                )
+            fetch_uci(self._folder())
+
+    @cached_property
+    def source(self) -> Source:
+        """Where the windows come from, decided."""
+        if self.config.source == "auto":
+            return self._found_source()
+        if self.config.source in ("watch", "synthetic") and self.data.data_dir is not None:
+            raise ConfigError(
+                f"task.source={self.config.source} reads no folder, but data.data_dir is set",
+                fix="leave one of the two out",
+            )
+        return self.config.source
+
+    def _found_source(self) -> Source:
+        if self.data.data_dir is None and not self.data.download:
+            return "watch"
+        folder = self._folder()
+        if find_uci(folder) is not None:
+            return "uci"
+        if has_tensors(folder):
+            return "pt"
+        raise DataError(
+            f"{folder} holds no data that this task knows" if folder.is_dir() else f"there is no folder {folder}",
+            why="looked for UCI-HAR as it is unpacked (train/Inertial Signals) and for train.pt, val.pt and test.pt",
+            fix="check --data-dir, add --download to fetch UCI-HAR, or leave it out for the data in the package",
+        )
+
+    def _folder(self) -> Path:
+        if self.data.data_dir is None:
+            raise ConfigError("no folder for the data is given", fix="name one with --data-dir")
+        return Path(self.data.data_dir)
+
+    @cached_property
+    def windows(self) -> HarData:
+        """The windows of the source, in its own units."""
+        config, source = self.config, self.source
+        self._refuse_foreign_settings(source)
+        if source == "watch":
+            return load_watch(
+                val_subjects=config.val_subjects, test_subjects=config.test_subjects, mirror=config.mirror
+            )
+        if source == "synthetic":
+            return make_synthetic(
+                config.synthetic_samples, config.synthetic_shape, config.synthetic_classes, seed=self.data.seed
+            )
+        if source == "pt":
+            return load_tensors(self._folder())
+        found = find_uci(self._folder())
+        if found is None:
+            raise DataError(
+                f"{self._folder()} does not hold UCI-HAR",
+                why="looked for train/Inertial Signals in it and in 'UCI HAR Dataset' below it",
+                fix="check --data-dir, or add --download",
+            )
+        return load_uci(found, val_subjects=config.val_subjects)
+
+    def _refuse_foreign_settings(self, source: Source) -> None:
+        if self.config.val_subjects is not None and source not in ("watch", "uci"):
+            raise ConfigError(f"task.val_subjects means nothing to {source}: it names no subjects", fix="leave it out")
+        if self.config.test_subjects is not None and source != "watch":
+            raise ConfigError(f"task.test_subjects means nothing to {source}: its test is given", fix="leave it out")
+
+    @cached_property
+    def standardiser(self) -> Standardiser:
+        """Of the training windows, or of the checkpoint that was loaded."""
+        return Standardiser.fit(self.windows.train)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.windows.class_names
+
+    def datasets(self) -> Datasets:
+        data = self.windows
+        val, test = (self._plain(part) if len(part) else None for part in (data.val, data.test))
+        return Datasets(self._training(data.train), val, test)
+
+    def _training(self, windows: Windows) -> Any:
+        on_watch = self.source == "watch" and self.config.mode == "joint"
+        rotate = self.config.rotate_deg if self.config.rotate_deg is not None else WATCH_ROTATION_DEG * on_watch
+        gain = self.config.gain if self.config.gain is not None else WATCH_GAIN * on_watch
+        if not rotate and not gain:
+            plain, wanted = self._plain(windows), self.config.synthetic_samples
+            if self.source == "synthetic" and wanted > len(windows):
+                samples_per_window = len(plain) // len(windows)
+                return Repeated(plain, wanted * samples_per_window)
+            return plain
+        if self.config.mode != "joint":
+            raise ConfigError(
+                f"task.rotate_deg and task.gain do not work with task.mode={self.config.mode}",
+                why="they need all channels of a window",
+                fix="set them to 0, or task.mode to joint",
+            )
+        if rotate and self.windows.shape[0] % 3:
+            raise ConfigError(
+                f"task.rotate_deg needs channels in xyz triples, these windows have {self.windows.shape[0]}",
+                fix="set it to 0",
+            )
+        return AugmentedWindows(windows, self.standardiser, rotate_deg=rotate, gain=gain)
+
+    def _plain(self, windows: Windows) -> ArrayDataset:
+        return as_dataset(Windows(self.standardiser.apply(windows.samples), windows.labels), self.config.mode)
+
+    def model(self) -> nn.Module:
+        channels, length = self.windows.shape
+        channels = channels if self.config.mode == "joint" else 1
+        classes, hidden = len(self.class_names), self.config.hidden
+        options: dict[str, Any] = {} if self.config.dropout is None else {"dropout": self.config.dropout}
+        try:
+            if self.config.model == "cnn":
+                return Cnn(channels, classes, length, **options, widths=(64, 128, 128) if hidden is None else hidden)
+            if self.config.model == "mlp":
+                return Mlp(channels, classes, length, **options, hidden=(128,) if hidden is None else hidden)
+            return Transformer(channels, classes, length, **options, width=64 if hidden is None else _only(hidden))
+        except ValueError as error:
+            raise ConfigError(
+                f"task.model={self.config.model} does not fit windows of {length} steps and these settings",
+                why=str(error),
+                fix="change task.hidden, or choose another task.model",
+            ) from None
+
+    # A batch: samples (n, channels, time) and labels (n,); under `flatten` also the window of each sample.
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return self._loss(model(batch[0]), batch[1])
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Loss:
+        # In 32 bits under any precision: a sum of many items needs its last digits.
+        total = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=self.config.label_smoothing)
+        return Loss(total, len(labels))
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+        return self._rows(model(batch[0]), batch)
+
+    def _rows(self, logits: Tensor, batch: Any) -> tuple[Tensor, ...]:
+        if self.config.mode == "flatten":
+            return logits.float().softmax(dim=1), batch[1], batch[2]
+        return logits.argmax(dim=1), batch[1]
+
+    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Tensor, ...]]:
+        logits = model(batch[0])
+        return self._loss(logits, batch[1]), self._rows(logits, batch)
+
+    def metrics(self) -> MetricCollection:
+        """Accuracy, macro F1 and the confusion matrix, of windows; under ``flatten`` also of single channels."""
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
+
+        from lockstep.tasks.har.metrics import WindowAccuracy, WindowConfusion, WindowF1
+
+        classes = len(self.class_names)
+        if self.config.mode != "flatten":
+            return MetricCollection(
+                {
+                    "accuracy": MulticlassAccuracy(classes, average="micro"),
+                    "f1": MulticlassF1Score(classes, average="macro"),
+                    "confusion": MulticlassConfusionMatrix(classes),
+                }
+            )
+        channels = self.windows.shape[0]
+        return MetricCollection(
+            {
+                "accuracy": WindowAccuracy(classes, channels),
+                "f1": WindowF1(classes, channels),
+                "confusion": WindowConfusion(classes, channels),
+                "channel_accuracy": WindowAccuracy(classes, 1),
+                "channel_f1": WindowF1(classes, 1),
+            }
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a user of the weights needs: the standardisation of each channel, and the names of the classes."""
+        return {
+            "mean": torch.from_numpy(self.standardiser.mean),
+            "std": torch.from_numpy(self.standardiser.std),
+            "class_names": list(self.class_names),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Standardise data sets that are opened from now on as those that the weights were trained on."""
+        mean, std = (state[key].numpy().astype(np.float32) for key in ("mean", "std"))
+        self.standardiser = Standardiser(mean, std)
+
+
+def _only(hidden: tuple[int, ...]) -> int:
+    if len(hidden) != 1:
+        raise ValueError(f"a transformer has one width, task.hidden gives {len(hidden)}")
+    return hidden[0]

@@ -1,0 +1,140 @@
+"""Bad input: one clear error with a fix, exit code 2, nothing written, no traceback."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.errors import LockstepError, RunError, UsageError
+from tests.conftest import RunCli, cli_environment
+
+CASES: list[tuple[list[str], list[str]]] = [
+    (["trian"], ["unknown command", "trian", "fix: did you mean", "train"]),
+    (["--foo"], ["--foo", "fix:", "lockstep --help"]),
+    (["train", "har", "--epoch", "3"], ["--epoch", "fix: did you mean --epochs?"]),
+    (["train", "har", "--epochs", "many"], ["--epochs", "many", "lockstep train --help"]),
+    (["train", "har", "--epochs"], ["--epochs", "requires an argument"]),
+    (["train", "har", "--precision", "16"], ["16-mixed"]),
+    (["train", "har", "--strategy", "ddpp"], ["--strategy", "ddpp", "ddp"]),
+    (["train", "har", "two"], ["more words", "two"]),
+    (["train", "har", "--set", "epochs"], ["--set", "section.key=value", "fix:"]),
+    (["train", "har", "--set", "training.epoch=1"], ["unknown key training.epoch", "did you mean training.epochs?"]),
+    (["train", "har", "--batch-size", "0"], ["training.batch_size"]),
+    (["train", "har", "--lr", "nan"], ["optimizer.lr", "finite"]),
+    (["train", "har", "--lr", "-1"], ["optimizer.lr"]),
+    (["train", "har", "--gpu-ids", "0", "--devices", "cpu"], ["--gpu-ids", "--devices", "contradict"]),
+    (["train", "har", "--config", "missing.yaml"], ["missing.yaml", "--config"]),
+    (["plan", "har", "--no-amp", "--precision", "16-mixed"], ["--no-amp", "contradict"]),
+    (["train"], ["no task was named", "lockstep train har"]),
+    (["show", "run-00000000"], ["no run 'run-00000000'", "lockstep runs"]),
+    (["show"], ["RUN", "lockstep show --help"]),
+    (["resume", "last"], ["no run 'last'"]),
+    (["resume", "last", "--set", "x"], ["--set"]),
+    (["stop", "./here"], ["here"]),
+    (["evaluate", "last", "--checkpoint", "newest"], ["--checkpoint", "best, last"]),
+    (["evaluate", "last", "--split", "train"], ["--split", "test", "val"]),
+    (["export", "last"], ["no run 'last'"]),
+    (["completion", "tcsh"], ["tcsh", "bash"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), CASES, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_bad_input(
+    arguments: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert "fix: " in output.err
+    assert "Traceback" not in output.err and "\x1b" not in output.err
+    assert [word for word in words if word not in output.err] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_exit_code_reaches_the_shell(run_cli: RunCli, tmp_path: Path) -> None:
+    result = run_cli("train", "har", "--epoch", "3")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "error: unknown option: --epoch.\nfix: did you mean --epochs?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_ranks_say_it_in_one_line(run_cli: RunCli) -> None:
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    result = run_cli("train", "har", "--lr", "-1", env=environment)
+    assert result.code == 2
+    assert result.err.startswith("rank 1: error: optimizer.lr") and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("error", "code"), [(UsageError("no", why="because", fix="do"), 2), (RunError("broke"), 1)])
+def test_errors_of_ours_have_no_traceback(
+    error: LockstepError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr("lockstep.telemetry.rundir.list_runs", fail)
+    assert main(["runs"]) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_errors_that_nobody_expected_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr("lockstep.telemetry.rundir.list_runs", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["runs"])
+
+
+def test_an_interrupt_is_130_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("lockstep.telemetry.rundir.list_runs", interrupt)
+    assert main(["runs"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(
+        [sys.executable, "-m", "lockstep", "version"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        env=cli_environment(),
+        cwd=tmp_path,
+        timeout=60,
+    )
+    os.close(writing)
+    assert (process.returncode, process.stderr) == (0, b"")
+
+
+def test_an_error_is_coloured_on_a_terminal_only(tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    environment = cli_environment(TERM="xterm")
+    environment.pop("NO_COLOR")
+    command = [sys.executable, "-m", "lockstep", "show", "nothing"]
+    process = subprocess.run(
+        command, stderr=terminal, stdout=subprocess.PIPE, env=environment, cwd=tmp_path, timeout=60
+    )
+    os.close(terminal)
+    output = os.read(controller, 65536).decode()
+    os.close(controller)
+    assert process.returncode == 2
+    assert output.startswith("\x1b[1;31merror:\x1b[0m there is no run 'nothing'")

@@ -1,0 +1,109 @@
+"""Help: quick, complete, and the same as the documentation."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lockstep.cli.main import VERBS, main
+from lockstep.config import RunConfig
+from lockstep.config.load import all_keys
+from tests.conftest import RunCli, cli_environment
+from tests.gloo import ROOT
+
+NAMES = [name for name, _, _ in VERBS]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+LATER = {"top", "compare", "report", "verify", "bench", "memory", "forecast", "doctor", "lightning", "studio"}
+
+
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def documented(verb: str) -> set[str]:
+    """Flags in the tables of one verb's section of docs/cli.md."""
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    section = re.search(rf"^## lockstep {verb}$(.*?)(?=^## |\Z)", page, re.M | re.S)
+    assert section, f"docs/cli.md has no section on {verb}"
+    cells = [line.split("|")[1] for line in section[1].splitlines() if line.startswith("| `-")]
+    return set(FLAG.findall(" ".join(cells)))
+
+
+def listed(help_page: str) -> set[str]:
+    """Flags that a help page lists, those mentioned in the explanations left out."""
+    entries = re.findall(r"^│ (?:\*  )?(-.*?)(?:  |$)", help_page, re.M)
+    return set(FLAG.findall(" ".join(entries)))
+
+
+def test_the_help_lists_every_verb_and_no_later_one(run_cli: RunCli) -> None:
+    result = run_cli("--help")
+    assert (result.code, result.err) == (0, "")
+    assert [name for name in NAMES if not re.search(rf"^│ {name}  ", result.out, re.M)] == []
+    assert not [name for name in LATER if re.search(rf"^│ {name}  ", result.out, re.M)]
+    assert run_cli().out == result.out, "no command at all shows the help"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["runs"], ["version"]])
+def test_torch_is_not_imported_before_it_is_needed(arguments: list[str], tmp_path: Path) -> None:
+    heavy = ("torch", "numpy", "torchmetrics", "lightning", "tensorboard")
+    code = (
+        f"import sys, json\nfrom lockstep.cli.main import main\nassert main({arguments!r}) == 0\n"
+        f"print(json.dumps([name for name in {heavy!r} if name in sys.modules]), file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=cli_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(result.stderr) == []
+
+
+@pytest.mark.parametrize("verb", NAMES)
+def test_the_documentation_has_the_flags_of_the_help(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([verb, "--help"]) == 0
+    shown = listed(capsys.readouterr().out)
+    in_documentation = documented(verb) | (documented("train") - {"--resume"} if verb == "plan" else set())
+    assert shown == in_documentation
+    assert shown or verb == "nothing"
+
+
+@pytest.mark.parametrize("page", ["cli.md", "configuration.md"])
+def test_the_pages_are_what_the_code_says(page: str) -> None:
+    written = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert written == load_generator().PAGES[page](), "run: python docs/generate.py"
+
+
+def test_the_configuration_page_has_every_key_with_a_meaning() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    keys = {re.findall(r"`([^`]+)`", row)[0]: row for row in rows}
+    assert set(all_keys(RunConfig)) <= keys.keys()
+    assert {key.partition(".")[0] for key in keys.keys() - set(all_keys(RunConfig))} == {"task"}
+    assert {"task.mode", "task.model"} <= keys.keys()
+    assert [key for key, row in keys.items() if row.endswith("|  |")] == []
+
+
+def test_every_verb_says_in_its_help_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in NAMES:
+        assert main([verb, "--help"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"Usage: lockstep {verb}")
+    assert main(["train", "--help"]) == 0
+    assert "lockstep train har --devices cpu,cpu" in capsys.readouterr().out
+
+
+def test_the_version(run_cli: RunCli) -> None:
+    from importlib import metadata
+
+    assert run_cli("--version").out.strip() == metadata.version("lockstep-train")

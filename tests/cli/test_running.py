@@ -1,0 +1,190 @@
+"""The verbs that train and what follows, on a task of the user's own, in real processes."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.telemetry.rundir import RunDir
+from tests.conftest import cli_environment
+
+TASK = """
+import torch
+from torch import nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from lockstep import Datasets, Loss, Task
+from lockstep.data.arrays import ArrayDataset
+
+
+class Tiny(Task):
+    def datasets(self):
+        x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+        data = ArrayDataset(x, (x[:, 0] > 0).long())
+        return Datasets(data, data, data)
+
+    def model(self):
+        return nn.Linear(8, 2)
+
+    def loss(self, model, batch):
+        x, y = batch
+        return Loss(nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+    def evaluate(self, model, batch):
+        x, y = batch
+        return model(x), y
+
+    def metrics(self):
+        return MetricCollection({"accuracy": MulticlassAccuracy(2, average="micro")})
+
+
+class Broken(Tiny):
+    def loss(self, model, batch):
+        raise ValueError("the loss of this task is broken")
+"""
+PLAIN = ["--devices", "cpu", "--set", "telemetry.tensorboard=off"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``tiny.py`` and the finished run ``run`` of it."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "tiny.py").write_text(TASK)
+    command = [sys.executable, "-m", "lockstep", "train", "tiny.py:Tiny", *PLAIN, "--epochs", "2", "--lr", "0.1"]
+    result = subprocess.run(
+        [*command, "--save-dir", "run", "--log-interval", "4"],
+        cwd=folder,
+        env=cli_environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    (folder / "output.txt").write_text(result.stdout)
+    return folder
+
+
+@pytest.fixture
+def here(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(trained)
+    return trained
+
+
+def test_training_prints_plan_lines_and_one_summary(trained: Path) -> None:
+    output = (trained / "output.txt").read_text()
+    assert "\x1b" not in output
+    assert "global batch" in output and "step 4/16" in output and "epoch 2/2  train_loss" in output
+    assert output.count("summary") == 1
+    assert str(trained / "run") in output[output.index("summary") :]
+
+
+def test_training_leaves_a_complete_record(trained: Path) -> None:
+    run = RunDir.open(trained / "run")
+    assert run.status() == "completed"
+    assert [row["epoch"] for row in run.epochs()] == [1, 2]
+    assert run.steps()[-1]["step"] == 16
+    assert run.config().optimizer.lr == 0.1
+    assert json.loads((run.path / "training_results.json").read_text())["best_val_acc"] > 0.5
+
+
+def test_plan_as_json_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(here.iterdir())
+    assert main(["plan", "tiny.py:Tiny", "--devices", "cpu,cpu", "--batch-size", "16", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["batch"]["global_batch"], plan["placement"]["strategy"]) == (32, "ddp")
+    assert [entry for entry in sorted(here.iterdir()) if entry not in before and entry.name != "__pycache__"] == []
+
+
+def test_plan_says_why(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny.py:Tiny", "--devices", "cpu,cpu"]) == 0
+    output = capsys.readouterr().out
+    assert "Effective batch size: 64 (32 × 2 CPU ranks)" in output
+    assert "note: " in output and "why" in output
+
+
+def test_evaluate_agrees_with_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    final = RunDir.open(here / "run").read().final_metrics
+    assert found["metrics"]["test_accuracy"] == pytest.approx(final["test_accuracy"])
+    assert main(["evaluate", "run", "--split", "val", "--checkpoint", "16"]) == 0
+    assert "val_accuracy" in capsys.readouterr().out
+
+
+def test_export_writes_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "run", "--out", "weights", "--no-program"]) == 0
+    assert "weights.safetensors" in capsys.readouterr().out
+    assert (here / "weights" / "weights.safetensors").exists()
+    assert main(["export", "run", "--out", "weights"]) == 2, "an export never overwrites"
+    assert "fix: " in capsys.readouterr().err
+
+
+def test_a_finished_run_is_not_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny.py:Tiny", *PLAIN, "--save-dir", "run"]) == 2
+    assert "finished run" in capsys.readouterr().err
+
+
+def test_stop_wants_a_running_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", "run"]) == 2
+    assert "completed, not running" in capsys.readouterr().err
+
+
+def test_a_task_that_fails_keeps_its_traceback_and_leaves_a_failed_run(here: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the loss of this task is broken"):  # which Python ends with exit code 1
+        main(["train", "tiny.py:Broken", *PLAIN, "--save-dir", str(tmp_path / "run")])
+    record = RunDir.open(tmp_path / "run").read()
+    assert record.status == "failed"
+    assert record.error and "the loss of this task is broken" in record.error
+
+
+@pytest.mark.slow
+def test_stop_and_ctrl_c_end_a_run_that_can_be_resumed(
+    here: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run = RunDir(folder)
+    with started("train", "tiny.py:Tiny", *PLAIN, "--epochs", "1000000", "--save-dir", str(folder)) as process:
+        wait_for(lambda: run.path.exists() and len(run.epochs()) >= 2, process)
+        assert main(["stop", str(folder)]) == 0
+        assert capsys.readouterr().out == f"{run.read().id}: stopped\n"
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    before = len(run.epochs())
+    with started("resume", str(folder)) as process:
+        wait_for(lambda: len(run.epochs()) >= before + 2, process)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGINT, output
+    assert "attempt 2" in output and "Traceback" not in output
+    assert run.status() == "stopped"
+    epochs = [row["epoch"] for row in run.epochs()]
+    assert epochs == list(range(1, len(epochs) + 1))
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that runs beside the test, and not beyond it."""
+    command = [sys.executable, "-m", "lockstep", *arguments]
+    process = subprocess.Popen(
+        command, env=cli_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        with process:
+            yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.05)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data.arrays import ArrayDataset
+from lockstep.errors import DataError
+
+SAMPLES = np.arange(60, dtype=np.float32).reshape(10, 2, 3)
+LABELS = torch.arange(10)
+
+
+def test_a_sample_is_one_item_of_each_array() -> None:
+    dataset = ArrayDataset(SAMPLES, LABELS)
+    sample, label = dataset[7]
+    assert len(dataset) == 10
+    assert torch.equal(sample, torch.from_numpy(SAMPLES[7]))
+    assert label.item() == 7
+
+
+@given(indices=st.lists(st.integers(0, 9), max_size=20), kind=st.sampled_from(["list", "array", "int32", "tensor"]))
+def test_a_batch_holds_the_samples_asked_for_in_their_order(indices: list[int], kind: str) -> None:
+    asked = {
+        "list": lambda: indices,
+        "array": lambda: np.array(indices, dtype=np.int64),
+        "int32": lambda: np.array(indices, dtype=np.int32),
+        "tensor": lambda: torch.tensor(indices, dtype=torch.int64),
+    }[kind]()
+    samples, labels = ArrayDataset(SAMPLES, LABELS).__getitems__(asked)
+    assert torch.equal(samples, torch.from_numpy(SAMPLES[indices]))
+    assert labels.tolist() == indices
+
+
+def test_indices_may_be_read_only() -> None:
+    indices = np.array([3, 1])
+    indices.flags.writeable = False
+    assert ArrayDataset(LABELS).__getitems__(indices)[0].tolist() == [3, 1]
+
+
+def test_an_index_outside_the_data_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        ArrayDataset(LABELS).__getitems__([10])
+
+
+def test_arrays_are_shared_not_copied() -> None:
+    samples = SAMPLES.copy()
+    dataset = ArrayDataset(samples)
+    samples[0] = -1
+    assert (dataset[0][0] == -1).all()
+
+
+def test_a_read_only_memory_map_works_without_a_warning(tmp_path: Path) -> None:
+    np.save(tmp_path / "samples.npy", SAMPLES)
+    mapped = np.load(tmp_path / "samples.npy", mmap_mode="r")
+    batch = ArrayDataset(mapped).__getitems__([9, 0])[0]
+    assert torch.equal(batch, torch.from_numpy(SAMPLES[[9, 0]]))
+
+
+def test_it_travels_to_worker_processes() -> None:
+    dataset = pickle.loads(pickle.dumps(ArrayDataset(SAMPLES, LABELS)))
+    assert dataset.__getitems__([2])[1].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ((), "at least one array"),
+        ((np.float32(1.0),), "at least one array"),
+        ((SAMPLES, LABELS[:9]), "differ in length: 10, 9"),
+        ((np.array(["a", "b"]),), "cannot be a tensor"),
+    ],
+)
+def test_arrays_that_cannot_be_a_data_set_are_refused(arrays: tuple[np.ndarray, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        ArrayDataset(*arrays)
+    assert caught.value.fix

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep.data.download import Patience, download
+from lockstep.errors import DataError
+from tests.data.web import Site, serve
+from tests.gloo import ROOT
+
+CONTENT = random.Random(0).randbytes(300_000)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+IMPATIENT = Patience(attempts=3, backoff_s=0.0, timeout_s=10.0)
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serve(Site(CONTENT)) as running:
+        yield running
+
+
+def start_process(url: str, target: Path, sha256: str | None = SHA256) -> subprocess.Popen[str]:
+    """A process that downloads, and prints the error's dictionary when that fails."""
+    code = (
+        "import sys; from pathlib import Path; from lockstep.data.download import Patience, download\n"
+        "from lockstep.errors import DataError\n"
+        "url, target, sha256 = sys.argv[1:]\n"
+        "try: download(url, Path(target), sha256 or None, patience=Patience(attempts=2, backoff_s=0))\n"
+        "except DataError as error: sys.exit(f'DataError: {error}')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", code, url, str(target), sha256 or ""]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_waiter(target: Path, pid: int) -> None:
+    """Until the kernel says that process ``pid`` waits for the lock (proc_locks(5): ``->`` marks waiters)."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        locks = Path("/proc/locks").read_text().splitlines()
+        if any("->" in line and f" {pid} " in line for line in locks):
+            return
+        time.sleep(0.01)
+    pytest.fail("the second process never waited")
+
+
+def test_a_file_comes_whole_and_nothing_else_stays(site: Site, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "file.bin"
+    assert download(site.url, target, SHA256, size=len(CONTENT)) == target
+    assert target.read_bytes() == CONTENT
+    assert sorted(path.name for path in target.parent.iterdir()) == [".file.bin.lock", "file.bin"]
+
+
+def test_a_file_that_is_there_is_not_fetched_again(site: Site, tmp_path: Path) -> None:
+    target = tmp_path / "file.bin"
+    target.write_bytes(CONTENT)
+    download(site.url, target, SHA256)
+    assert site.asked == []
+
+
+def test_a_wrong_file_that_is_there_is_named_and_kept(site: Site, tmp_path: Path) -> None:
+    target = tmp_path / "file.bin"
+    target.write_bytes(b"something of the user's")
+    with pytest.raises(DataError, match="not the file that was expected"):
+        download(site.url, target, SHA256)
+    assert target.read_bytes() == b"something of the user's"
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drops=st.lists(st.integers(0, 120_000), max_size=5), ranges=st.booleans())
+def test_dropped_connections_do_not_matter(
+    drops: list[int], ranges: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target = tmp_path_factory.mktemp("download") / "file.bin"
+    with serve(Site(CONTENT, drops=list(drops), ranges=ranges)) as site:
+        download(site.url, target, SHA256, patience=Patience(attempts=6, backoff_s=0.0))
+    assert target.read_bytes() == CONTENT
+
+
+def test_after_a_drop_only_the_rest_is_asked_for(site: Site, tmp_path: Path) -> None:
+    site.drops = [100_000]
+    download(site.url, tmp_path / "file.bin", SHA256, patience=IMPATIENT)
+    assert site.asked == ["", "bytes=100000-"]
+
+
+def test_a_server_that_never_gets_further_is_given_up_and_the_bytes_are_kept(site: Site, tmp_path: Path) -> None:
+    site.drops = [1000] + [0] * 10
+    with pytest.raises(DataError, match="cannot download") as caught:
+        download(site.url, tmp_path / "file.bin", SHA256, patience=IMPATIENT)
+    assert "3 tries in a row" in caught.value.why
+    assert (tmp_path / "file.bin.part").read_bytes() == CONTENT[:1000]
+    site.drops = []
+    download(site.url, tmp_path / "file.bin", SHA256, patience=IMPATIENT)
+    assert site.asked[-1] == "bytes=1000-"
+
+
+def test_waits_grow_between_tries_without_progress(site: Site, tmp_path: Path) -> None:
+    waits: list[float] = []
+    site.statuses = [503, 503, 503]
+    download(site.url, tmp_path / "f", SHA256, patience=Patience(attempts=5, backoff_s=1.0, sleep=waits.append))
+    assert waits == [1.0, 2.0, 4.0]
+
+
+def test_a_final_refusal_is_not_tried_again(site: Site, tmp_path: Path) -> None:
+    site.statuses = [404]
+    with pytest.raises(DataError, match="cannot download") as caught:
+        download(site.url, tmp_path / "file.bin", SHA256)
+    assert "404" in caught.value.why
+    assert len(site.asked) == 1
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    with serve(Site(CONTENT)) as site:
+        gone = site.url
+    with pytest.raises(DataError, match="cannot download") as caught:
+        download(gone, tmp_path / "file.bin", SHA256, patience=IMPATIENT)
+    assert "refused" in caught.value.why
+
+
+def test_a_wrong_checksum_leaves_no_file(site: Site, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not give the file that was expected") as caught:
+        download(site.url, tmp_path / "file.bin", "0" * 64)
+    assert SHA256 in caught.value.why
+    assert [path.name for path in tmp_path.iterdir()] == [".file.bin.lock"]
+
+
+def test_a_wrong_size_leaves_no_file(site: Site, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not give the file that was expected"):
+        download(site.url, tmp_path / "file.bin", None, size=5)
+    assert not (tmp_path / "file.bin").exists()
+
+
+def test_wrong_bytes_of_an_earlier_try_are_fetched_anew(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "file.bin.part").write_bytes(b"x" * 1000)
+    download(site.url, tmp_path / "file.bin", SHA256)
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT
+
+
+def test_a_part_that_is_complete_already_needs_no_byte(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "file.bin.part").write_bytes(CONTENT)
+    download(site.url, tmp_path / "file.bin", SHA256)
+    assert site.asked == [f"bytes={len(CONTENT)}-"]
+
+
+def test_a_part_longer_than_the_file_is_fetched_anew(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "file.bin.part").write_bytes(CONTENT + b"more")
+    download(site.url, tmp_path / "file.bin", SHA256, patience=IMPATIENT)
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT
+
+
+def test_a_file_that_changes_between_tries_is_not_mixed(site: Site, tmp_path: Path) -> None:
+    site.drops = [1000, 0, 0, 0]
+    with pytest.raises(DataError):
+        download(site.url, tmp_path / "file.bin", None, patience=IMPATIENT)
+    site.content, site.etag, site.drops = CONTENT[::-1], '"v2"', []
+    download(site.url, tmp_path / "file.bin", None)
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT[::-1]
+
+
+def test_without_a_known_checksum_the_one_found_is_kept_said_and_held_to(
+    site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tmp_path / "file.bin"
+    download(site.url, target, None)
+    assert (tmp_path / "file.bin.sha256").read_text() == f"{SHA256}  file.bin\n"
+    assert SHA256 in caplog.text
+    download(site.url, target, None)
+    target.write_bytes(b"changed")
+    with pytest.raises(DataError, match="not the file that was expected"):
+        download(site.url, target, None)
+
+
+@pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://127.0.0.1/x", "har"])
+def test_only_web_addresses_are_fetched(url: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="only http") as caught:
+        download(url, tmp_path / "file.bin", None)
+    assert caught.value.fix
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(DataError, match="cannot write to"):
+        download(site.url, tmp_path / "file" / "x.bin", SHA256)
+
+
+def test_two_processes_fetch_once(site: Site, tmp_path: Path) -> None:
+    target = tmp_path / "file.bin"
+    site.gate = threading.Event()
+    first = start_process(site.url, target)
+    assert site.half_sent.wait(60)
+    second = start_process(site.url, target)
+    wait_for_waiter(target, second.pid)
+    site.gate.set()
+    assert [first.communicate(timeout=60)[1], second.communicate(timeout=60)[1]] == ["", ""]
+    assert target.read_bytes() == CONTENT
+    assert len(site.asked) == 1
+
+
+def test_a_waiting_process_fails_with_the_error_of_the_one_it_waited_for(site: Site, tmp_path: Path) -> None:
+    target = tmp_path / "file.bin"
+    site.gate = threading.Event()
+    first = start_process(site.url, target, "0" * 64)
+    assert site.half_sent.wait(60)
+    second = start_process(site.url, target, "0" * 64)
+    wait_for_waiter(target, second.pid)
+    site.gate.set()
+    errors = [first.communicate(timeout=60)[1], second.communicate(timeout=60)[1]]
+    assert errors[0] == errors[1]
+    assert "does not give the file that was expected" in errors[0]
+    assert len(site.asked) == 1
+    # A later process is not bound by that failure.
+    download(site.url, target, SHA256)
+
+
+def test_when_the_downloading_process_is_killed_the_waiting_one_goes_on(site: Site, tmp_path: Path) -> None:
+    target = tmp_path / "file.bin"
+    site.gate = threading.Event()
+    first = start_process(site.url, target)
+    assert site.half_sent.wait(60)
+    second = start_process(site.url, target)
+    wait_for_waiter(target, second.pid)
+    first.send_signal(signal.SIGKILL)
+    first.communicate(timeout=60)
+    site.gate.set()
+    assert second.communicate(timeout=60)[1] == ""
+    assert target.read_bytes() == CONTENT

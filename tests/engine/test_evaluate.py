@@ -1,0 +1,78 @@
+"""Every sample counts once, on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import BinaryAUROC, ConfusionMatrix
+
+from lockstep import Loss, Task
+from lockstep.data.arrays import ArrayDataset
+from lockstep.engine.collectives import Collectives
+from lockstep.engine.evaluate import evaluate
+from lockstep.engine.precision import Precision
+from lockstep.errors import TaskError
+from lockstep.hardware.world import World
+from lockstep.plan import LoaderPlan
+from tests.gloo import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Scores(Task):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        scores, labels = batch
+        return Loss((model(scores).squeeze(1) - labels).abs().sum(), len(labels))
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+        return batch[0].squeeze(1).sigmoid(), batch[1].long()
+
+    def metrics(self) -> MetricCollection:
+        return MetricCollection(
+            {"auroc": BinaryAUROC(), "confusion": ConfusionMatrix(task="binary")}, compute_groups=False
+        )
+
+
+class Shuffled(Scores):
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+        return (batch[1][:1],)
+
+
+def run(rank: int, ranks: int, samples: int, batch_size: int, task: Task) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(samples)
+    scores = torch.randn(samples, 1, generator=generator)
+    labels = (torch.arange(samples) % 2).float()
+    torch.manual_seed(0)
+    return evaluate(
+        task,
+        nn.Linear(1, 1),
+        ArrayDataset(scores, labels),
+        Collectives(World(rank, ranks, rank, ranks)),
+        batch_size=batch_size,
+        device=CPU,
+        precision=Precision("32", CPU, 1.0),
+        loader=LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False),
+        seed=0,
+    )
+
+
+def sizes(rank: int, ranks: int, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    return [run(rank, ranks, samples, batch, Scores()) for samples, batch in cases]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_metrics_equal_those_of_one_process_bit_for_bit(ranks: int) -> None:
+    cases = [(5, 1), (5, 2), (5, 32), (37, 4), (64, 4)]
+    alone = [run(0, 1, samples, batch, Scores()) for samples, batch in cases]
+    assert run_ranks(sizes, ranks, cases) == [alone] * ranks
+    assert [sum(map(sum, result["confusion"])) for result in alone] == [5, 5, 5, 37, 64]
+
+
+def test_rows_that_are_not_one_per_sample_are_refused() -> None:
+    with pytest.raises(TaskError, match="one row per sample"):
+        run(0, 1, 5, 4, Shuffled())

@@ -1,0 +1,153 @@
+"""Any split of a step over ranks and micro-batches gives the gradient of one process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.data.arrays import ArrayDataset
+from lockstep.data.loader import InOrder, Source, windows
+from lockstep.engine.batchnorm import convert
+from lockstep.engine.precision import Precision
+from lockstep.engine.strategy import DdpStrategy, Flags, SingleStrategy
+from lockstep.engine.task import Loss, Task
+from lockstep.plan import BatchPlan
+from tests.gloo import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Weighted(Task):
+    """Samples hold different numbers of items, so a mean of means would be wrong."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        inputs, items = batch
+        errors = (model(inputs).squeeze(1) - 1.0) ** 2 * items
+        return Loss(errors.sum(), items.sum())
+
+
+def model_of(batchnorm: bool) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
+    return nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def data_of(samples: int) -> ArrayDataset:
+    generator = torch.Generator().manual_seed(samples)
+    inputs = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+    items = torch.randint(1, 9, (samples,), generator=generator).double()
+    return ArrayDataset(inputs, items)
+
+
+def gradients(
+    rank: int, ranks: int, plan: BatchPlan, batchnorm: bool, poison: bool = False
+) -> list[list[torch.Tensor]]:
+    """The true gradient (sum over count) of every step of one epoch, at fixed weights."""
+    model = model_of(batchnorm)
+    if batchnorm and ranks > 1:
+        model = convert(model, None)
+    precision = Precision("32", CPU, 2.0**-4)
+    dataset = data_of(plan.samples)
+    if poison:
+        dataset.arrays[0][0] = float("inf")
+    if ranks > 1:
+        strategy: SingleStrategy = DdpStrategy(
+            Weighted(), model, precision, CPU, seed=0, rank=rank, world_size=ranks, collective_forward=batchnorm
+        )
+    else:
+        strategy = SingleStrategy(Weighted(), model, precision, CPU, seed=0)
+    source = Source(dataset, Weighted().collate, 0, InOrder())
+    found = []
+    for step, window in enumerate(windows(plan, rank=rank, epoch=0, position=0, epochs=1, ghosts=batchnorm)):
+        batches = (source.batch(request) for request in window.requests)
+        reduced = strategy.gradients(window, batches, step, Flags())
+        factor = reduced.divisor / (precision.seed_value() * float(reduced.count))
+        found.append([p.grad * factor for p in model.parameters() if p.grad is not None])
+    return found
+
+
+def cases(ranks: int, number: int) -> list[BatchPlan]:
+    draw = random.Random(ranks)
+    plans = []
+    for _ in range(number):
+        batch, accumulate = draw.randint(1, 5), draw.randint(1, 3)
+        plans.append(
+            BatchPlan(
+                samples=draw.randint(2, 4 * ranks * batch * accumulate),
+                global_batch=batch * accumulate * ranks,
+                batch_size=batch,
+                accumulate=accumulate,
+                ranks=ranks,
+                least_window=2,
+            )
+        )
+    return plans
+
+
+def all_gradients(rank: int, ranks: int, plans: list[BatchPlan], batchnorm: bool) -> Any:
+    torch.set_num_threads(1)
+    return [gradients(rank, ranks, plan, batchnorm) for plan in plans]
+
+
+def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_any_split_gives_the_gradient_of_one_process(ranks: int) -> None:
+    plans = cases(ranks, 12)
+    by_rank = run_ranks(all_gradients, ranks, plans, False)
+    for index, plan in enumerate(plans):
+        alone = gradients(0, 1, plan.model_copy(update={"ranks": 1}), False)
+        for rank in range(ranks):
+            assert len(by_rank[rank][index]) == len(alone)
+            for ours, theirs in zip(by_rank[rank][index], alone, strict=True):
+                assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_synchronised_batchnorm_gives_the_gradient_of_the_whole_batch(ranks: int) -> None:
+    """Windows of every size from two samples on: with fewer samples than ranks one of them replays a ghost."""
+    plans = [
+        BatchPlan(samples=samples, global_batch=4 * ranks, batch_size=4, accumulate=1, ranks=ranks, least_window=2)
+        for samples in (2, 3, 4 * ranks, 4 * ranks + 2, 4 * ranks + 3)
+    ]
+    by_rank = run_ranks(all_gradients, ranks, plans, True)
+    for index, plan in enumerate(plans):
+        whole = plan.model_copy(update={"ranks": 1, "batch_size": plan.global_batch})
+        alone = gradients(0, 1, whole, True)
+        for rank in range(ranks):
+            for ours, theirs in zip(by_rank[rank][index], alone, strict=True):
+                assert_equal(ours, theirs)
+
+
+def poisoned(rank: int, ranks: int, plan: BatchPlan) -> list[bool]:
+    return [all(torch.isfinite(g).all().item() for g in step) for step in gradients(rank, ranks, plan, False, True)]
+
+
+def test_an_infinite_sample_on_one_rank_is_seen_by_all_ranks_and_by_the_empty_ones() -> None:
+    plan = BatchPlan(samples=7, global_batch=6, batch_size=2, accumulate=1, ranks=3)
+    assert run_ranks(poisoned, 3, plan) == [[False, True]] * 3
+    one_sample = BatchPlan(samples=1, global_batch=6, batch_size=2, accumulate=1, ranks=3)
+    assert run_ranks(poisoned, 3, one_sample) == [[False]] * 3
+
+
+def count_reductions(rank: int, ranks: int, accumulate: int) -> int:
+    plan = BatchPlan(
+        samples=8 * accumulate, global_batch=8 * accumulate, batch_size=4, accumulate=accumulate, ranks=ranks
+    )
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        gradients(rank, ranks, plan, False)
+    dist.barrier()
+    return sum(event.count for event in profile.key_averages() if event.key == "gloo:all_reduce")
+
+
+def test_accumulation_reduces_once_however_many_micro_batches_there_are() -> None:
+    counts = {accumulate: run_ranks(count_reductions, 2, accumulate)[0] for accumulate in (1, 4)}
+    assert counts[1] == counts[4] > 0
