@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 from lockstep.errors import DataError
+from lockstep.hardware import lifetime
 from lockstep.hardware.world import World
-from lockstep.launch import lifetime, worker
+from lockstep.launch import worker
 from lockstep.launch.signals import StopRequest
 from lockstep.telemetry.rundir import RunDir
 

@@ -70,6 +70,11 @@ def test_a_resumed_run_reads_like_one_that_was_never_interrupted(history: list[t
     assert [row["step"] for row in surviving(rows, resumed_from)] == list(range(1, reached + 1))
 
 
+def test_ranks_restarted_within_an_attempt_supersede_too() -> None:
+    rows = [{"attempt": 1, "step": step} for step in (10, 20, 30, 20, 30, 40)]
+    assert [row["step"] for row in surviving(rows, {1: 0})] == [10, 20, 30, 40]
+
+
 def test_a_torn_last_line_is_ignored_and_mended(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "rows.jsonl")
     file.append({"n": 1, "loss": math.nan})

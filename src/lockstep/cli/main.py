@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 
-from lockstep import __version__
 from lockstep.cli.output import print_error
 from lockstep.errors import LockstepError, UsageError
 
@@ -30,6 +29,12 @@ RUN is a run's folder, its id, the beginning of its id, or `last`.
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 or 143 stopped by a signal after a checkpoint."""
 
 
+def _version() -> str:
+    from lockstep.telemetry.records import versions
+
+    return versions()["lockstep"]
+
+
 app = App(
     name="lockstep",
     help=HELP,
@@ -38,7 +43,7 @@ app = App(
     help_epilogue=EPILOGUE,
     help_format="plaintext",
     default_parameter=Parameter(show_default=False),  # the texts say it, with what it means
-    version=__version__,
+    version=_version,
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )

@@ -44,7 +44,7 @@ def dropout_seed(seed: int, step: int, part: int) -> int:
 
 @dataclass(frozen=True)
 class WorkerInit:
-    """Seeds NumPy, ``random`` and torch in a loader worker; a ``worker_init_fn`` that can be pickled."""
+    """Ties a loader worker to its rank and seeds NumPy, ``random`` and torch in it; can be pickled."""
 
     seed: int
     rank: int

@@ -78,7 +78,7 @@ class SyncedBatchNorm(_BatchNorm):
         kind = torch.float32 if input.dtype in {torch.float16, torch.bfloat16} else input.dtype
         row = torch.zeros(1 + 2 * self.num_features, dtype=torch.float64, device=input.device)
         if local:
-            # torch.var_mean is Welford's algorithm: on a CPU eight times as slow as these two passes.
+            # Two passes are as exact as torch.var_mean, and on a CPU five to seventeen times as fast.
             dims = [dim for dim in range(input.dim()) if dim != 1]
             mean = input.sum(dims, dtype=kind) / local
             spread = (input - _per_channel(mean, input)).square_().sum(dims)
@@ -265,6 +265,12 @@ def running_statistics(module: nn.Module) -> list[Tensor]:
     ]
 
 
+def tracked_batches(module: nn.Module) -> list[Tensor]:
+    """The counters that go with :func:`running_statistics`: batches seen, one for each layer."""
+    layers = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+    return [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
+
+
 @torch.no_grad()
 def merge_running_stats(module: nn.Module, weight: float, group: Group = None) -> None:
     """Give every rank the mean of all ranks' running statistics, weighted by count. Collective.
@@ -286,8 +292,7 @@ def merge_running_stats(module: nn.Module, weight: float, group: Group = None) -
         sums = all_reduce(torch.cat([weighted.new_full((1,), weight), weighted]), group)
         if float(sums[0]) > 0:
             _scatter(sums[1:] / sums[0], buffers)
-    layers = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
-    counters = [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
+    counters = tracked_batches(module)
     if counters:
         _scatter(all_reduce(torch.stack(counters), group, dist.ReduceOp.MAX), counters)
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep.hardware.world import World
 
@@ -97,8 +96,3 @@ class Collectives:
             raise RuntimeError("the first rank failed in a section that the others wait for; see its log")
         if not first:
             yield
-
-
-def all_reduce_sum(tensor: Tensor) -> dist.Work | None:
-    """Start summing a small tensor over ranks, in place, on the gradients' own group."""
-    return dist.all_reduce(tensor, async_op=True)

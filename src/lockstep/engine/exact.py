@@ -66,7 +66,7 @@ class ExactStrategy(SingleStrategy):
         return Reduced(sums[0], sums[1], 1.0, agreed)
 
     def _lane(self, batch: Any, step: int, lane: int, samples: int) -> Leaf:
-        """Gradients, running statistics times samples, and ``[loss, count, flags…, samples]``, all owned by the tree."""
+        """Gradients, statistics times samples, and ``[loss, count, flags…, samples]``; the tree owns them."""
         self._clear()
         total, count = self._forward_pass(batch, step, lane)
         self._backward(total)

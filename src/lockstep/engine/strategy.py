@@ -45,7 +45,7 @@ class Reduced(NamedTuple):
     """Sums over all ranks and micro-batches of a step. ``flags`` is ``None`` when they were not read."""
 
     total: Tensor
-    count: Tensor | float
+    count: Tensor | float  # type: ignore[assignment]  # hides tuple.count()
     divisor: float
     flags: Flags | None
 
@@ -122,17 +122,43 @@ class SeededDropout:
 
 
 #: Modules of torch that are known to draw nothing in their forward pass; any other may.
-_SILENT = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Flatten,
-    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm,
-    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
-    nn.AdaptiveMaxPool1d, nn.Softmax, nn.LogSoftmax, nn.Embedding,
-)  # fmt: skip
+_SILENT = frozenset(
+    getattr(nn, name)
+    for name in [
+        "Linear",
+        "Conv1d",
+        "Conv2d",
+        "Conv3d",
+        "ReLU",
+        "GELU",
+        "SiLU",
+        "Tanh",
+        "Sigmoid",
+        "Identity",
+        "Flatten",
+        "Sequential",
+        "Embedding",
+        "LayerNorm",
+        "GroupNorm",
+        "BatchNorm1d",
+        "BatchNorm2d",
+        "BatchNorm3d",
+        "MaxPool1d",
+        "MaxPool2d",
+        "AvgPool1d",
+        "AvgPool2d",
+        "AdaptiveAvgPool1d",
+        "AdaptiveAvgPool2d",
+        "AdaptiveMaxPool1d",
+        "Softmax",
+        "LogSoftmax",
+    ]
+)
 
 
 def draws_random_numbers(model: nn.Module) -> bool:
-    """Whether a forward pass may draw: false only if every leaf is known not to, since seeding is cheap."""
-    return any(not next(module.children(), None) and not isinstance(module, _SILENT) for module in model.modules())
+    """Whether a forward pass may draw: false only if every module is known not to, since seeding is cheap."""
+    return any(type(module) not in _SILENT for module in model.modules())
 
 
 class SingleStrategy:
@@ -317,6 +343,6 @@ class DdpStrategy(SingleStrategy):
             torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)])
 
     def synchronise_buffers(self) -> None:
-        """Running statistics merged by samples (synchronised BatchNorm agrees already), declared buffers as declared."""
+        """Merge running statistics by samples (synchronised BatchNorm agrees already) and declared buffers."""
         self._buffers.synchronise(self._samples_since_merge, merge_batchnorm=not self._collective_forward)
         self._samples_since_merge = 0

@@ -22,7 +22,7 @@ class Loss(NamedTuple):
     """
 
     total: Tensor
-    count: Tensor | int
+    count: Tensor | int  # type: ignore[assignment]  # a tuple's own count() is of no use here
 
 
 @dataclass(frozen=True)

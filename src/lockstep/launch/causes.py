@@ -96,7 +96,7 @@ _BY_SIGNAL = {
     "SIGKILL": Cause(
         "killed",
         "another process, or the kernel's out-of-memory killer, ended it",
-        f"`dmesg | grep -i 'killed process'` tells; if memory was the reason, {_SMALLER} or use fewer loader workers",
+        f"`dmesg | grep -i 'killed process'` tells; if memory was the reason, {_SMALLER}, or use fewer loader workers",
     ),
     "SIGBUS": Cause(
         "shared-memory",

@@ -16,7 +16,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from lockstep.errors import RunFolderError, StorageError
-from lockstep.launch import failure, lifetime
+from lockstep.hardware import lifetime
+from lockstep.launch import failure
 from lockstep.launch.environment import LAUNCH_ID, for_launcher
 from lockstep.launch.output import Relay
 from lockstep.launch.signals import StopRequest, exit_code, held_back

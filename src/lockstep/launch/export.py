@@ -33,7 +33,7 @@ print(len(weights), "tensors,", sum(w.numel() for w in weights.values()), "value
 
 
 def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: bool = True) -> dict[str, Any]:
-    """Write ``weights.safetensors``, ``model.pt2`` (torch.export), ``metadata.json`` and ``load_example.py`` to ``out``.
+    """Write ``weights.safetensors``, ``model.pt2`` (torch.export), metadata and ``load_example.py`` to ``out``.
 
     The program's first dimension is dynamic: any batch size.
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.errors import LockstepError, StorageError
-from lockstep.launch import environment, failure, lifetime, signals
+from lockstep.hardware import lifetime
+from lockstep.launch import environment, failure, signals
 from lockstep.launch.supervise import Supervisor
 from lockstep.telemetry.rundir import RunDir, write_json
 

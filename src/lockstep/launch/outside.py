@@ -16,9 +16,11 @@ from lockstep.engine.collectives import Collectives
 from lockstep.engine.runtime import rank_device
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError
+from lockstep.hardware import lifetime
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World, rendezvous
 from lockstep.launch.folder import changed_config, create_folder, existing_run, overrides_of, warn
+from lockstep.launch.output import rank_output
 from lockstep.launch.prepare import place, plan_for, resume_point
 from lockstep.launch.signals import StopRequest
 from lockstep.plan import Plan
@@ -36,6 +38,7 @@ def train_as_rank(
     """
     placement = place(config, world)
     os.environ.update(rendezvous(os.environ))
+    lifetime.die_with_parent(os.getppid())
     device = rank_device(placement.devices, world)
     dist.init_process_group(
         backend=placement.backend or "gloo",
@@ -51,7 +54,7 @@ def train_as_rank(
                 task.prepare()
         datasets = task.datasets()
         run, config, plan, attempt = _agree(collectives, task, config, placement, datasets, resume, given)
-        with StopRequest() as stop_request:
+        with StopRequest() as stop_request, rank_output(run.logs, world.rank):
             return run_attempt(
                 run,
                 world,
@@ -84,6 +87,8 @@ def _agree(
             answer = error
     answer = collectives.broadcast(answer)
     if isinstance(answer, LockstepError):
+        if not collectives.is_main:
+            raise SystemExit(answer.exit_code)  # rank 0 says it for all
         raise answer
     assert answer is not None
     return answer

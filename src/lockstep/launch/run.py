@@ -178,6 +178,10 @@ def run_rank(run: RunDir, world: World) -> int:
     config = run.config()
     task = load_task(run, config)
     plan = Plan.model_validate(run.plan())
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and world.is_main:
+        # The ranks were started again after a failure: the same plan, from the newest checkpoint.
+        point = resume_point(run, hold=True, report=warn)
+        run.begin_attempt(run.plan(), plan.placement, point.step if point else 0)
     with StopRequest() as stop_request:
         result = run_attempt(
             run,

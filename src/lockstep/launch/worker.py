@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lockstep.errors import LockstepError, StorageError
+from lockstep.hardware import lifetime
 from lockstep.hardware.world import World, read_world
-from lockstep.launch import environment, failure, lifetime, signals
+from lockstep.launch import environment, failure, signals
 from lockstep.launch.output import MARK, log_file, rank_output
 from lockstep.telemetry.rundir import RunDir
 

@@ -8,6 +8,7 @@ Item j of n goes to part ⌊jP/n⌋, so the split over P·Q parts refines the sp
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -87,7 +88,7 @@ def parts(size: int, count: int, least: int = 1) -> tuple[Span, ...]:
     """``count`` contiguous spans; each holds at least ``least`` items or none (the last ones stay empty)."""
     used = max(1, min(count, size // least))
     bounds = [-(-index * size // used) for index in range(used + 1)]
-    return tuple(zip(bounds, bounds[1:], strict=False)) + ((size, size),) * (count - used)
+    return tuple(pairwise(bounds)) + ((size, size),) * (count - used)
 
 
 def resolve_batch(

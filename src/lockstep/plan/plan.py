@@ -284,7 +284,7 @@ def _loader(
 
 def _reproducibility_reason(exact: bool, lanes: int) -> str:
     if exact:
-        return f"{lanes} lanes, each computed alone, summed along one fixed tree: equal bits on any world size that divides them"
+        return f"{lanes} lanes, each computed alone, summed along one tree: equal bits on any ranks that divide them"
     return "same samples, denominators and schedule on any devices; equal to rounding"
 
 

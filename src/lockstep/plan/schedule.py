@@ -54,9 +54,9 @@ class Schedule(BaseModel):
         if self.name == "poly":
             return self.min_lr + (self.lr - self.min_lr) * (1 - share) ** self.power
         if self.name == "step":
-            return self.lr * self.gamma ** math.floor(epoch / self.step_epochs)
+            return float(self.lr * self.gamma ** math.floor(epoch / self.step_epochs))
         if self.name == "multistep":
-            return self.lr * self.gamma ** sum(epoch >= milestone for milestone in self.milestones)
+            return float(self.lr * self.gamma ** sum(epoch >= milestone for milestone in self.milestones))
         if self.name == "exponential":
             return float(self.lr * self.decay ** (done / self.decay_steps))
         return self.lr

@@ -117,12 +117,13 @@ def versions() -> dict[str, str]:
 def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -> list[dict[str, Any]]:
     """Rows that no later attempt took back, in their order.
 
-    An attempt that goes on from step ``s`` repeats what older attempts did beyond ``s``: those rows
-    are superseded. ``resumed_from`` maps an attempt to its ``s``. Rows without a usable attempt or
-    step cannot be placed and are kept, save that of several rows for one epoch the newest counts.
+    An attempt that goes on from step ``s`` repeats what older attempts did beyond ``s``: those rows are
+    superseded. ``resumed_from`` maps an attempt to its ``s``. Ranks that are restarted within an attempt
+    do the same, so a row also supersedes earlier ones of its step or beyond. Rows without a usable
+    attempt or step cannot be placed and are kept.
     """
     limits: dict[int, float] = {}
-    kept = []
+    kept: list[dict[str, Any]] = []
     for row in rows:
         attempt, step = row.get("attempt", 1), row.get("step")
         if isinstance(attempt, int) and isinstance(step, int | float):
@@ -130,8 +131,14 @@ def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -
                 limits[attempt] = min((s for later, s in resumed_from.items() if later > attempt), default=math.inf)
             if step > limits[attempt]:
                 continue
+            while kept and _at_least(kept[-1].get("step"), step):
+                kept.pop()
         kept.append(row)
     return kept
+
+
+def _at_least(value: object, step: float) -> bool:
+    return isinstance(value, int | float) and value >= step
 
 
 def newest_per_epoch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ Subjects = tuple[int, ...]
 
 #: What the watch data is augmented with when the settings do not say; chosen by cross-validation over
 #: the subjects that train and validate (docs/har.md).
-WATCH_ROTATION_DEG, WATCH_GAIN = 20.0, 0.1
+WATCH_ROTATION_DEG, WATCH_GAIN = 30.0, 0.1
 
 
 class HarConfig(TaskConfig):
@@ -52,7 +52,7 @@ class HarConfig(TaskConfig):
     dropout: float | None = Field(None, ge=0, lt=1, description="unset: the model's own")
     label_smoothing: float = Field(0.1, ge=0, lt=1, description="share of each label spread over all classes")
     rotate_deg: float | None = Field(
-        None, ge=0, description="turn training windows by a random angle of this deviation; unset: 20 for watch, else 0"
+        None, ge=0, description="turn training windows by a random angle of this deviation; unset: 30 for watch, else 0"
     )
     gain: float | None = Field(
         None, ge=0, description="scale training channels by about 1, with this deviation; unset: 0.1 for watch, else 0"
@@ -70,7 +70,7 @@ class HarTask(Task):
 
     Config = HarConfig
     defaults: ClassVar[Mapping[str, Any]] = {
-        "training": {"epochs": 20, "batch_size": 32, "max_grad_norm": 1.0, "early_stopping_patience": 7},
+        "training": {"epochs": 30, "batch_size": 32, "max_grad_norm": 1.0, "early_stopping_patience": 15},
         "optimizer": {"name": "adamw", "lr": 2e-3, "weight_decay": 1e-2},
         "scheduler": {"name": "cosine", "warmup_epochs": 2},
         "telemetry": {"log_interval": 50},

@@ -1,0 +1,68 @@
+"""``reproducibility: exact``: equal bits on every world size that divides the lanes, kills and resumes included."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from pathlib import Path
+
+import pytest
+
+from lockstep.telemetry.rundir import RunDir
+from tests.e2e.test_train import TOY, finish, start, train, wait_for_step
+
+EXACT = (
+    *("--reproducibility", "exact", "--set", "task.batchnorm=true", "--set", "task.dropout=0.3"),
+    *("--global-batch-size", "48", "--max-grad-norm", "0.5", "--warmup-epochs", "1", "--set", "task.samples=203"),
+)
+
+
+def fingerprint(run: Path) -> str:
+    return hashlib.sha256((run / "checkpoints" / "last" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    train(folder, "--devices", "cpu", *EXACT)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_weights_are_equal_bit_for_bit_on_any_world_size(alone: Path, tmp_path: Path, ranks: int) -> None:
+    train(tmp_path, "--devices", ",".join(["cpu"] * ranks), *EXACT)
+    assert fingerprint(tmp_path / "run") == fingerprint(alone)
+    ours, theirs = (RunDir.open(run).epochs() for run in (tmp_path / "run", alone))
+    for row, other in zip(ours, theirs, strict=True):
+        assert (row["val_loss"], row["val_accuracy"]) == (other["val_loss"], other["val_accuracy"])
+
+
+def test_a_kill_and_resumes_on_other_world_sizes_leave_no_trace(alone: Path, tmp_path: Path) -> None:
+    slow = ("--set", "task.pause_s=0.05", "--set", "checkpoint.every_steps=1")
+    process = start("train", TOY, "--save-dir", "run", "--devices", "cpu,cpu", *EXACT, *slow, cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    run = RunDir.open(tmp_path / "run")
+    process = start("resume", "run", "--devices", "cpu", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", run.progress().step + 2, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process, code=143)
+    finish(start("resume", "run", "--devices", "cpu,cpu,cpu,cpu", cwd=tmp_path))
+    assert run.read().status == "completed"
+    assert fingerprint(tmp_path / "run") == fingerprint(alone)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--devices", "cpu,cpu,cpu"), "3 ranks do not divide 8 lanes"),
+        (("--devices", "cpu", "--set", "training.compile=true"), "training.compile"),
+        (("--devices", "cpu,cpu", "--set", "distributed.sync_batchnorm=on"), "sync_batchnorm"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    output = train(tmp_path, *arguments, "--reproducibility", "exact", code=2)
+    assert words in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run").exists()
