@@ -71,7 +71,12 @@ class Toy(Task):
     def model(self) -> nn.Module:
         norm = nn.BatchNorm1d(16) if self.config.batchnorm else nn.Identity()
         return nn.Sequential(
-            nn.Linear(FEATURES, 16), norm, nn.ReLU(), nn.Dropout(self.config.dropout), nn.Linear(16, CLASSES)
+            # A bias before BatchNorm has no gradient but rounding noise, which Adam would blow up.
+            nn.Linear(FEATURES, 16, bias=not self.config.batchnorm),
+            norm,
+            nn.ReLU(),
+            nn.Dropout(self.config.dropout),
+            nn.Linear(16, CLASSES),
         )
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:

@@ -38,7 +38,7 @@ def test_weights_are_equal_bit_for_bit_on_any_world_size(alone: Path, tmp_path: 
 
 
 def test_a_kill_and_resumes_on_other_world_sizes_leave_no_trace(alone: Path, tmp_path: Path) -> None:
-    slow = ("--set", "task.pause_s=0.05", "--set", "checkpoint.every_steps=1")
+    slow = ("--set", "task.pause_s=0.1", "--set", "checkpoint.every_steps=1")
     process = start("train", TOY, "--save-dir", "run", "--devices", "cpu,cpu", *EXACT, *slow, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3, process)
     process.send_signal(signal.SIGKILL)

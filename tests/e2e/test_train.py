@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from safetensors.torch import load_file
 from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT, clean_environment
 
+#: The same global batch for any number of ranks; one rank takes it in one micro-batch, so BatchNorm sees the same.
+SAME = ("--global-batch-size", "32", "--batch-size", "32", "--set", "task.batchnorm=true")
 TOY = f"{ROOT / 'tests' / 'toys.py'}:Toy"
 
 
@@ -73,7 +76,7 @@ def assert_close(left: Path, right: Path, tolerance: float = 1e-5) -> None:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two epochs in one process with a global batch of 32."""
     folder = tmp_path_factory.mktemp("reference")
-    train(folder, "--devices", "cpu", "--global-batch-size", "32", "--set", "task.batchnorm=true")
+    train(folder, "--devices", "cpu", *SAME)
     return folder / "run"
 
 
@@ -91,7 +94,7 @@ def test_one_device_writes_a_complete_run_folder(reference: Path) -> None:
 
 
 def test_two_ranks_compute_what_one_computes(reference: Path, tmp_path: Path) -> None:
-    output = train(tmp_path, "--devices", "cpu,cpu", "--global-batch-size", "32", "--set", "task.batchnorm=true")
+    output = train(tmp_path, "--devices", "cpu,cpu", *SAME)
     assert output.count("summary") == 1, "rank 0 alone speaks"
     for ours, theirs in zip(losses(tmp_path / "run"), losses(reference), strict=True):
         assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-5)
@@ -106,13 +109,16 @@ def test_two_ranks_compute_what_one_computes(reference: Path, tmp_path: Path) ->
     "module",
     [
         ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep"),
-        ("torch.distributed.launch", "--nproc_per_node=2", "--master_port=0", "--use_env", "-m", "lockstep"),
+        ("torch.distributed.launch", "--nproc_per_node=2", "--master_port=FREE", "-m", "lockstep"),
     ],
     ids=["torchrun", "torch.distributed.launch"],
 )
 def test_ranks_that_somebody_else_started(reference: Path, tmp_path: Path, module: tuple[str, ...]) -> None:
-    arguments = ("train", TOY, "--save-dir", "run", "--global-batch-size", "32", "--set", "task.batchnorm=true")
-    finish(start(*arguments, module=module, cwd=tmp_path))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    module = tuple(part.replace("FREE", port) for part in module)
+    finish(start("train", TOY, "--save-dir", "run", *SAME, module=module, cwd=tmp_path))
     assert RunDir.open(tmp_path / "run").read().status == "completed"
     assert_close(tmp_path / "run", reference)
 
@@ -127,7 +133,7 @@ def test_a_conflicting_selection_under_torchrun_is_an_error(tmp_path: Path) -> N
 
 def test_stop_and_go_on_with_another_number_of_ranks(reference: Path, tmp_path: Path) -> None:
     """SIGINT in mid-epoch on two ranks, on with one: every sample of each epoch is used once."""
-    common = ("--global-batch-size", "32", "--set", "task.batchnorm=true", "--set", "telemetry.record_samples=true")
+    common = (*SAME, "--set", "telemetry.record_samples=true")
     process = start(
         "train", TOY, "--save-dir", "run", "--devices", "cpu,cpu", "--set", "task.pause_s=0.25", *common, cwd=tmp_path
     )
@@ -151,9 +157,8 @@ def test_stop_and_go_on_with_another_number_of_ranks(reference: Path, tmp_path: 
 
 
 def test_a_killed_rank_is_reported_once_and_the_run_goes_on(reference: Path, tmp_path: Path) -> None:
-    common = ("--global-batch-size", "32", "--set", "task.batchnorm=true")
     output = train(
-        tmp_path, "--devices", "cpu,cpu", *common, "--set", "task.fail_at=10", "--set", "task.kill=true", code=1
+        tmp_path, "--devices", "cpu,cpu", *SAME, "--set", "task.fail_at=10", "--set", "task.kill=true", code=1
     )
     assert "rank 1" in output
     assert "SIGKILL" in output

@@ -54,7 +54,7 @@ def gradients(
     precision = Precision("32", CPU, 2.0**-4)
     dataset = data_of(plan.samples)
     if poison:
-        dataset.arrays[0][0] = float("inf")
+        dataset.tensors[0][0] = float("inf")
     if ranks > 1:
         strategy: SingleStrategy = DdpStrategy(
             Weighted(), model, precision, CPU, seed=0, rank=rank, world_size=ranks, collective_forward=batchnorm
@@ -102,7 +102,7 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_any_split_gives_the_gradient_of_one_process(ranks: int) -> None:
     plans = cases(ranks, 12)
-    by_rank = run_ranks(all_gradients, ranks, plans, False)
+    by_rank = run_ranks(all_gradients, ranks, plans, False, timeout_s=120.0)
     for index, plan in enumerate(plans):
         alone = gradients(0, 1, plan.model_copy(update={"ranks": 1}), False)
         for rank in range(ranks):
@@ -118,7 +118,7 @@ def test_synchronised_batchnorm_gives_the_gradient_of_the_whole_batch(ranks: int
         BatchPlan(samples=samples, global_batch=4 * ranks, batch_size=4, accumulate=1, ranks=ranks, least_window=2)
         for samples in (2, 3, 4 * ranks, 4 * ranks + 2, 4 * ranks + 3)
     ]
-    by_rank = run_ranks(all_gradients, ranks, plans, True)
+    by_rank = run_ranks(all_gradients, ranks, plans, True, timeout_s=120.0)
     for index, plan in enumerate(plans):
         whole = plan.model_copy(update={"ranks": 1, "batch_size": plan.global_batch})
         alone = gradients(0, 1, whole, True)

@@ -222,7 +222,7 @@ class WorkerLoader:
 
         loader: DataLoader[Any] = DataLoader(
             _ByRequest(self._source),  # type: ignore[arg-type]
-            sampler=requests,  # type: ignore[arg-type]
+            sampler=requests,
             batch_size=None,  # a key is a whole batch already
             num_workers=self._plan.num_workers,
             prefetch_factor=self._plan.prefetch_factor,

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.loader import Window
-from lockstep.engine.batchnorm import running_statistics
+from lockstep.engine.batchnorm import running_statistics, tracked_batches
+from lockstep.engine.buffers import Buffers
 from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SingleStrategy
 from lockstep.engine.task import Task
-from lockstep.engine.tree import Leaf, TreeSum, all_reduce_tree
+from lockstep.engine.tree import Leaf, TreeAllReduce, TreeSum
 
 
 class ExactStrategy(SingleStrategy):
@@ -39,11 +39,9 @@ class ExactStrategy(SingleStrategy):
         super().__init__(task, module, precision, device, seed=seed, rank=rank)
         self._world_size = world_size
         self._statistics = running_statistics(module)
-        self._tracked = [
-            layer.num_batches_tracked
-            for layer in module.modules()
-            if isinstance(layer, _BatchNorm) and layer.num_batches_tracked is not None
-        ]
+        self._tracked = tracked_batches(module)
+        self._all_reduce = TreeAllReduce(rank, world_size)
+        self._buffers = Buffers(module)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         before = [buffer.clone() for buffer in self._statistics]
@@ -59,11 +57,15 @@ class ExactStrategy(SingleStrategy):
         total = tree.result() or self._nothing()
         sums = total[-1]
         sums[2:-1] += torch.tensor(flags, dtype=torch.float64, device=sums.device)
-        all_reduce_tree(total, self._rank, self._world_size)
+        self._all_reduce(total)
         self._take(total, tracked)
         read = self._world_size > 1 and (self._device.type == "cpu" or step % FLAG_INTERVAL == 0)
         agreed = Flags(*sums[2:-1].tolist()) if read else (flags if self._world_size == 1 else None)
         return Reduced(sums[0], sums[1], 1.0, agreed)
+
+    def synchronise_buffers(self) -> None:
+        """Statistics agree after every step; any other buffer that changed is refused, declared or not."""
+        self._buffers.refuse_changed()
 
     def _lane(self, batch: Any, step: int, lane: int, samples: int) -> Leaf:
         """Gradients, statistics times samples, and ``[loss, count, flags…, samples]``; the tree owns them."""

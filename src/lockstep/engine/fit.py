@@ -126,7 +126,7 @@ class Fit:
         every_steps = self.config.validation.every_steps
         if every_steps and result.step % every_steps == 0 and not result.epoch_ended:
             self._validate_between_epochs()
-        if result.epoch_ended:
+        if result.epoch_ended or result.step >= self.plan.total_steps:
             self._end_epoch(result)
         flags = result.flags or Flags()
         if flags.save and not result.epoch_ended:
@@ -167,6 +167,8 @@ class Fit:
             )
         )
         self._interval, self._interval_sums = self._speed.mark(), (total, count)
+        if self.writer is not None:
+            self.writer.poll()
         self._check_skipped(result.step, skipped)
 
     def _check_skipped(self, step: int, skipped: int) -> None:
@@ -198,9 +200,10 @@ class Fit:
             row |= metrics
             improved = self._judge({**row, **metrics}, epoch)
         row |= {"lr": result.lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
-        self.state.epoch, self.state.position = self.state.epoch + 1, 0
-        self._meter.reset()
-        self._interval_sums = (0.0, 0.0)
+        if result.epoch_ended:  # max_steps may end a run in mid-epoch, and a resume goes on there
+            self.state.epoch, self.state.position = self.state.epoch + 1, 0
+            self._meter.reset()
+            self._interval_sums = (0.0, 0.0)
         self._epoch_mark = self._speed.mark()
         self._emit(EpochEnded(self.attempt, epoch, result.step, row, improved))
         self.save(best=improved)

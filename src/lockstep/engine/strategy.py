@@ -344,5 +344,5 @@ class DdpStrategy(SingleStrategy):
 
     def synchronise_buffers(self) -> None:
         """Merge running statistics by samples (synchronised BatchNorm agrees already) and declared buffers."""
-        self._buffers.synchronise(self._samples_since_merge, merge_batchnorm=not self._collective_forward)
+        self._buffers.synchronise(self._samples_since_merge, merge_statistics=not self._collective_forward)
         self._samples_since_merge = 0

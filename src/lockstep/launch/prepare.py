@@ -121,7 +121,7 @@ def resume_point(run_dir: RunDir, *, hold: bool, report: Callable[[str], None]) 
     step = store.newest_verified(report)
     if step is None:
         return None
-    manifest = store.verify(step).extra
+    manifest = store.manifest(step)
     return ResumePoint(
         step=step,
         epoch=manifest["epoch"],

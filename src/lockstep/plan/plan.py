@@ -177,6 +177,11 @@ def make_plan(
         Choice(name="loader", value=f"{loader.num_workers} workers", reason=loader_reason),
     ]
     notes = [*placement.notes, *([lr_note] if lr_note else []), *_resume_notes(resume, batch)]
+    if facts.has_batchnorm and batch.accumulate > 1 and not exact:
+        notes.append(
+            f"BatchNorm sees micro-batches, not the global batch of {batch.global_batch}: with accumulation its "
+            "statistics depend on how the batch is divided. reproducibility: exact keeps them the same on any devices."
+        )
     return Plan(
         task=facts,
         placement=placement.as_dict(),

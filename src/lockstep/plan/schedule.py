@@ -52,7 +52,7 @@ class Schedule(BaseModel):
         if self.name == "cosine":  # Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, without restarts
             return self.min_lr + (self.lr - self.min_lr) * 0.5 * (1 + math.cos(math.pi * share))
         if self.name == "poly":
-            return self.min_lr + (self.lr - self.min_lr) * (1 - share) ** self.power
+            return float(self.min_lr + (self.lr - self.min_lr) * (1 - share) ** self.power)
         if self.name == "step":
             return float(self.lr * self.gamma ** math.floor(epoch / self.step_epochs))
         if self.name == "multistep":

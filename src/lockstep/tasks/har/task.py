@@ -30,7 +30,7 @@ Source = Literal["watch", "uci", "pt", "synthetic"]
 Subjects = tuple[int, ...]
 
 #: What the watch data is augmented with when the settings do not say; chosen by cross-validation over
-#: the subjects that train and validate (docs/har.md).
+#: the subjects that train and validate.
 WATCH_ROTATION_DEG, WATCH_GAIN = 30.0, 0.1
 
 
