@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.telemetry.rundir import RunDir
-from tests.e2e.test_train import TOY, finish, start, train, wait_for_step
+from tests.e2e.test_train import TOY, finish, start, train
 
 EXACT = (
     *("--reproducibility", "exact", "--set", "task.batchnorm=true", "--set", "task.dropout=0.3"),
@@ -19,6 +22,15 @@ EXACT = (
 
 def fingerprint(run: Path) -> str:
     return hashlib.sha256((run / "checkpoints" / "last" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def wait_for_checkpoint(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if CheckpointStore(run / "checkpoints").steps()[-1:] >= [step]:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no checkpoint of step {step}: {process.communicate(timeout=30)[0]}")
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +52,13 @@ def test_weights_are_equal_bit_for_bit_on_any_world_size(alone: Path, tmp_path: 
 def test_a_kill_and_resumes_on_other_world_sizes_leave_no_trace(alone: Path, tmp_path: Path) -> None:
     slow = ("--set", "task.pause_s=0.1", "--set", "checkpoint.every_steps=1")
     process = start("train", TOY, "--save-dir", "run", "--devices", "cpu,cpu", *EXACT, *slow, cwd=tmp_path)
-    wait_for_step(tmp_path / "run", 3, process)
+    wait_for_checkpoint(tmp_path / "run", 1, process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     run = RunDir.open(tmp_path / "run")
+    reached = CheckpointStore(run.checkpoints).steps()[-1]
     process = start("resume", "run", "--devices", "cpu", cwd=tmp_path)
-    wait_for_step(tmp_path / "run", run.progress().step + 2, process)
+    wait_for_checkpoint(tmp_path / "run", reached + 1, process)
     process.send_signal(signal.SIGTERM)
     finish(process, code=143)
     finish(start("resume", "run", "--devices", "cpu,cpu,cpu,cpu", cwd=tmp_path))

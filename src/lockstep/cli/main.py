@@ -82,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: what follows ``lockstep`` on the command line; ``None`` takes this process's.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
+    if "LOCAL_RANK" in os.environ:
+        # torch.distributed.launch tells each rank its place on the command line too.
+        tokens = [token for token in tokens if not token.startswith(("--local-rank=", "--local_rank="))]
     try:
         result = app(tokens, exit_on_error=False, print_error=False)
         sys.stdout.flush()

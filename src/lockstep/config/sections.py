@@ -186,7 +186,7 @@ class CheckpointConfig(Section):
 class TelemetryConfig(Section):
     log_interval: int = Field(50, ge=1, description="optimizer steps between rows of steps.jsonl")
     tensorboard: Switch = Field("auto", description="auto: on when it is installed")
-    progress: Literal["auto", "bar", "plain", "off"] = Field(
+    progress: Annotated[Literal["auto", "bar", "plain", "off"], BeforeValidator(_switch)] = Field(
         "auto", description="auto: a bar on a terminal, plain lines elsewhere; off: warnings and the summary only"
     )
     record_samples: bool = Field(False, description="record the sample indices of every step (for audits and tests)")

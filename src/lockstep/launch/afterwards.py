@@ -30,11 +30,11 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
         config = resolve(
             config.model_dump(mode="json"), {"hardware": {"selected_devices": [first], "strategy": "auto"}}
         )
-    task, datasets = reopen(config)
+    snapshot = find_checkpoint(run, checkpoint)
+    task, datasets = reopen(config, snapshot)
     dataset = getattr(datasets, split, None)
     if dataset is None:
         raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
-    snapshot = find_checkpoint(run, checkpoint)
     placement = place(config, World())
     plan = Plan.model_validate(run.plan())
     device = rank_device(placement.devices, World())
@@ -55,9 +55,10 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
     return {"run": run.read().id, "split": split, "step": snapshot.step, "samples": len(dataset), "metrics": named}
 
 
-def reopen(config: RunConfig) -> tuple[Task, Datasets]:
-    """A run's task and data, from its configuration."""
+def reopen(config: RunConfig, snapshot: Snapshot) -> tuple[Task, Datasets]:
+    """A run's task as the checkpoint left it (how it standardised its data, say), and its data."""
     task, _ = settle(config.task.name, config)
+    task.load_state_dict(snapshot.trainer["task"])
     task.prepare()
     return task, task.datasets()
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.store import Snapshot
 from lockstep.errors import RunFolderError, UnsupportedError
 from lockstep.launch.afterwards import example_batch, find_checkpoint, model_inputs, reopen
 from lockstep.telemetry.files import write_json
@@ -28,7 +29,7 @@ print("output:", tuple(output.shape) if isinstance(output, torch.Tensor) else ty
 
 WEIGHTS_BODY = """weights = load_file(here / "weights.safetensors")
 print(len(weights), "tensors,", sum(w.numel() for w in weights.values()), "values")
-# model = YourModel(…); model.load_state_dict(weights)
+# model = YourModel(…); model.load_state_dict(snapshot.model)
 """
 
 
@@ -55,7 +56,7 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
             {key: value.contiguous().clone() for key, value in snapshot.model.items()}, building / "weights.safetensors"
         )
         if program:
-            _write_program(run, snapshot.model, building)
+            _write_program(run, snapshot, building)
         record = run.read()
         metadata = {
             "run": record.id,
@@ -64,6 +65,7 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
             "versions": record.versions,
             "metrics": snapshot.manifest.get("best", {}),
             "task_settings": run.config().task.model_dump(mode="json"),
+            "task_state": _listed(snapshot.trainer["task"]),
         }
         write_json(building / "metadata.json", metadata)
         _write_example(building, program)
@@ -77,12 +79,19 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
     return {"out": str(out), "step": snapshot.step, "files": sorted(file.name for file in out.iterdir())}
 
 
-def _write_program(run: RunDir, weights: dict[str, Any], folder: Path) -> None:
+def _listed(state: Any) -> Any:
+    """Tensors as lists: what the task learned about its data (mean, deviation, classes), for people without torch."""
+    if isinstance(state, dict):
+        return {key: _listed(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+def _write_program(run: RunDir, snapshot: Snapshot, folder: Path) -> None:
     import torch
 
-    task, datasets = reopen(run.config())
+    task, datasets = reopen(run.config(), snapshot)
     model = task.model()
-    model.load_state_dict(weights)
+    model.load_state_dict(snapshot.model)
     args, kwargs = model_inputs(task, model.eval(), example_batch(task, datasets))
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
 
