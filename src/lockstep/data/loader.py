@@ -10,13 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import lru_cache
+from itertools import groupby, islice
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.data.arrays import ArrayDataset
 from lockstep.data.randomness import sample_rng, worker_init
 from lockstep.plan import BatchPlan, LoaderPlan
 
@@ -82,15 +84,25 @@ def windows(batch: BatchPlan, *, rank: int, epoch: int, position: int, epochs: i
 
 def _window(batch: BatchPlan, rank: int, epoch: int, span: tuple[int, int], ghosts: bool) -> Window:
     start, stop = span
-    shares = batch.split(stop - start)
+    spans, irregular = _layout(batch, rank, stop - start, ghosts)
+    requests = tuple([Request(epoch, part, start + a, start + b, ghost) for part, a, b, ghost in spans])
+    return Window(epoch, start, stop, requests, irregular)
+
+
+@lru_cache(maxsize=64)
+def _layout(
+    batch: BatchPlan, rank: int, size: int, ghosts: bool
+) -> tuple[tuple[tuple[int, int, int, bool], ...], bool]:
+    """``(part, start, stop, ghost)`` of a rank's micro-batches in a window of ``size``, and whether it is irregular."""
+    shares = batch.split(size)
     mine = shares[rank]
     most = max(map(len, shares))
     first_part = rank * len(mine) if batch.lanes else 0
-    requests = [Request(epoch, first_part + place, start + a, start + b) for place, (a, b) in enumerate(mine)]
+    spans = [(first_part + place, a, b, False) for place, (a, b) in enumerate(mine)]
     irregular = batch.lanes is None and any(len(share) != most for share in shares)
     if irregular and ghosts:
-        requests += [Request(epoch, place, start, start + 1, ghost=True) for place in range(len(mine), most)]
-    return Window(epoch, start, stop, tuple(requests), irregular)
+        spans += [(place, 0, 1, True) for place in range(len(mine), most)]
+    return tuple(spans), irregular
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,21 @@ class Source:
             return ()
         indices = self.order.slice(request.epoch, request.start, request.stop)
         return fetch(self.dataset, self.collate, self.seed, request.epoch, indices)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether batches are rows of arrays, so that several can be gathered at once and cut apart."""
+        return type(self.dataset) is ArrayDataset
+
+    def batches(self, requests: Sequence[Request], finish: Callable[[Any], Any]) -> list[Any]:
+        """The batches of ``requests``, made by one gather; ``finish`` sees that gather as a whole."""
+        if len(requests) == 1 or not self.gathers:
+            return [finish(self.batch(request)) for request in requests]
+        slices = [self.order.slice(r.epoch, r.start, r.stop) for r in requests]
+        columns = finish(self.dataset.__getitems__(np.concatenate(slices)))
+        sizes = [len(indices) for indices in slices]
+        rows = zip(*(column.split(sizes) for column in columns), strict=True)
+        return [row if size else () for row, size in zip(rows, sizes, strict=True)]
 
 
 class InOrder:
@@ -145,12 +172,20 @@ def make_loader(source: Source, requests: Iterable[Request], plan: LoaderPlan, r
     return WorkerLoader(source, requests, plan, rank)
 
 
+#: Batches gathered at once: enough to make handing them over cheap, few enough to stay in cache.
+GATHER_BATCHES, GATHER_ROWS = 16, 4096
+
+
 class ThreadLoader:
-    """Fetches in one thread, ``depth`` batches ahead: whole-batch gathers release the GIL."""
+    """Fetches in one thread, ``depth`` gathers ahead: a gather releases the GIL.
+
+    Waking another thread costs more than gathering a small batch, so arrays are gathered several batches
+    at a time, beginning with one so that the first step need not wait.
+    """
 
     def __init__(self, source: Source, requests: Iterable[Request], *, depth: int = 2, pin: bool = False) -> None:
         self._source, self._requests, self._pin = source, requests, pin
-        self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._ready: SimpleQueue[list[Any] | BaseException] = SimpleQueue()
         # SimpleQueue is implemented in C: a semaphore of tokens costs a fifth of threading.Semaphore.
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         for _ in range(max(1, depth)):
@@ -160,23 +195,29 @@ class ThreadLoader:
 
     def _work(self) -> None:
         try:
-            for request in self._requests:
+            for group in self._groups():
                 if not self._tokens.get():
                     return
-                batch = self._source.batch(request)
-                self._ready.put((_pinned(batch) if self._pin else batch, None))
-            self._ready.put((None, StopIteration()))
+                self._ready.put(self._source.batches(group, _pinned if self._pin else _as_is))
+            self._ready.put(StopIteration())
         except BaseException as error:  # handed to the training thread, which raises it
-            self._ready.put((None, error))
+            self._ready.put(error)
+
+    def _groups(self) -> Iterator[list[Request]]:
+        requests, most = iter(self._requests), 1
+        while group := list(islice(requests, most)):
+            yield group
+            rows = max(1, max(request.size for request in group))
+            most = min(2 * most, GATHER_BATCHES, max(1, GATHER_ROWS // rows)) if self._source.gathers else 1
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            batch, error = self._ready.get()
-            if isinstance(error, StopIteration):
+            batches = self._ready.get()
+            if isinstance(batches, StopIteration):
                 return
-            if error is not None:
-                raise error
-            yield batch
+            if isinstance(batches, BaseException):
+                raise batches
+            yield from batches
             self._tokens.put(True)
 
     def close(self) -> None:
@@ -185,6 +226,10 @@ class ThreadLoader:
             # The thread may hold real tokens before it meets the closing one.
             self._tokens.put(False)
             self._thread.join(timeout=0.05)
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
 
 
 def _pinned(batch: Any) -> Any:
