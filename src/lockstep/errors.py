@@ -10,6 +10,7 @@
     │   ├── DataError        data that is missing, empty, broken or out of range
     │   ├── RunFolderError   a run folder that is missing, in use, foreign, newer or read-only
     │   ├── CheckpointError  a checkpoint that is missing, corrupt or does not fit
+    │   │   └── NewerFormatError  one that is whole, but written by a later version of Lockstep
     │   └── UnsupportedError a combination that Lockstep refuses by name
     └── RunError             something that failed in mid-run: exit code 1
         ├── RankFailed       one rank failed; the others are collateral
@@ -80,6 +81,10 @@ class RunFolderError(UsageError):
 
 class CheckpointError(UsageError):
     code = "CHECKPOINT_NOT_USABLE"
+
+
+class NewerFormatError(CheckpointError):
+    code = "CHECKPOINT_TOO_NEW"
 
 
 class UnsupportedError(UsageError):

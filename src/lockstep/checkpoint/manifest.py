@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import CheckpointError, RunFolderError
+from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError
 from lockstep.telemetry.files import plain, read_json
 
 FORMAT_VERSION = 1
@@ -21,10 +21,6 @@ MANIFEST = "manifest.json"
 _OWN_KEYS = {"format_version", "step", "files", "aliases", "checksum"}
 _MAX_BYTES = 64 << 20
 _FIX = "an older checkpoint is used where there is one"
-
-
-class NewerFormatError(CheckpointError):
-    """The checkpoint is not broken: this version of Lockstep is too old for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from lockstep.checkpoint.manifest import (
     TRAINER,
     Digest,
     Manifest,
-    NewerFormatError,
     folder_name,
     read_manifest,
     step_in,

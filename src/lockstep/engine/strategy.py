@@ -247,7 +247,7 @@ class DdpStrategy(SingleStrategy):
     """One process a rank; torch's DistributedDataParallel overlaps the reduction with the last backward.
 
     The count (and the flags) are reduced beside the backward. A window in which some rank has fewer
-    micro-batches is reduced by hand after the backward, on every rank alike.
+    micro-batches goes past DDP and is reduced by hand after the backward, on every rank alike.
     """
 
     def __init__(
@@ -278,6 +278,7 @@ class DdpStrategy(SingleStrategy):
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
         self._samples_since_merge = 0
         self._buffers = Buffers(module)
+        self._by_hand = False
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._clear()
@@ -285,6 +286,7 @@ class DdpStrategy(SingleStrategy):
         if any(flags):
             self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
         work: dist.Work | None = None
+        self._by_hand = window.irregular
         real = [request for request in window.requests if not request.ghost]
         for place, request in enumerate(real):
             last = place == len(real) - 1 and not window.irregular
@@ -308,6 +310,9 @@ class DdpStrategy(SingleStrategy):
         return Reduced(self._sums[0].clone(), self._sums[1].clone(), divisor, self._read_flags(step))
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        if self._by_hand:
+            # DDP's forward may itself be collective: once, after its first reduction, it rebuilds its buckets.
+            return super()._loss(batch)
         loss: tuple[Tensor, Tensor | int] = self._ddp(batch)
         return loss
 
@@ -321,7 +326,6 @@ class DdpStrategy(SingleStrategy):
         if number == 0:
             return
         kept = [parameter.grad for parameter in self._parameters]
-        self._ddp.require_backward_grad_sync = False
         for _ in range(number):
             self._clear()
             with ghost(self.module):
