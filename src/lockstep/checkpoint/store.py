@@ -29,7 +29,7 @@ from lockstep.checkpoint.manifest import (
     step_in,
     verify_files,
 )
-from lockstep.errors import CheckpointError, RunFolderError
+from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError
 from lockstep.telemetry.files import (
     fsync_folder,
     is_folder,
