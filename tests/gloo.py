@@ -18,6 +18,7 @@ importable, or something that cloudpickle can carry. The rendezvous is a file: n
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import subprocess
@@ -171,4 +172,9 @@ def _main(folder: Path, rank: int, ranks: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    exit_code = _main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    # Native threads of torch may outlive the group, and abort the process while the interpreter ends.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -6,6 +6,7 @@ own log, answers stop requests, and leaves a file that says what went wrong.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import multiprocessing
@@ -14,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from lockstep.errors import LockstepError, StorageError
 from lockstep.hardware import lifetime
@@ -27,10 +29,11 @@ RankMain = Callable[[RunDir, World], int]
 
 
 def main(argv: list[str], rank_main: RankMain | None = None) -> int:
-    """Be one rank of the run whose folder is ``argv[0]``; returns the exit code when that is 0 or a stop.
+    """Be one rank of the run whose folder is ``argv[0]``.
 
-    After a failure the process ends here and now: what would still run at its end may wait for
-    ranks that wait for this one.
+    The process ends here and now. After a failure, what would still run at its end may wait for ranks that
+    wait for this one; after a success, native threads of torch that are still there must not be able
+    to turn it into a crash.
     """
     bind_to_launcher(os.environ)
     stop = signals.StopRequest().install()
@@ -42,10 +45,10 @@ def main(argv: list[str], rank_main: RankMain | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     code = run_rank(run_dir, world, rank_main or _train)
-    if code not in (0, *map(signals.exit_code, signals.STOP_SIGNALS)):
-        _leave(code)
     stop.restore()
-    return code
+    if code in (0, *map(signals.exit_code, signals.STOP_SIGNALS)):
+        atexit._run_exitfuncs()
+    _leave(code)
 
 
 def bind_to_launcher(environ: Mapping[str, str]) -> None:
@@ -110,7 +113,7 @@ def _train(run_dir: RunDir, world: World) -> int:
     return train(run_dir, world)
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):
