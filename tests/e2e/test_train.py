@@ -251,3 +251,24 @@ def test_evaluate_export_and_the_reading_verbs(reference: Path, tmp_path: Path) 
     assert (tmp_path / "exported" / "weights.safetensors").is_file()
     example = finish(start("load_example.py", module=(), cwd=tmp_path / "exported"))
     assert "output: (2, 3)" in example
+
+
+def test_a_resume_keeps_the_runs_own_settings_and_an_early_stop_stays(tmp_path: Path) -> None:
+    train(tmp_path, "--devices", "cpu", "--set", "task.dropout=0.5", "--max-steps", "5")
+    train(tmp_path, "--resume", "--set", "training.max_steps=8", "--early-stopping-patience", "1", "--lr", "1e-9")
+    run = RunDir.open(tmp_path / "run")
+    assert run.config().task.settings["dropout"] == 0.5
+    assert run.progress().step == 8
+    output = train(tmp_path, "--resume", "--set", "task.dropout=0.1", code=2)
+    assert "task differs" in output
+
+
+def test_a_rescaled_run_ends_where_its_epochs_end(tmp_path: Path) -> None:
+    train(tmp_path, "--devices", "cpu", "--batch-size", "32", "--max-steps", "5")
+    change = ("--set", "training.max_steps=9", "--set", "training.batch_size=8")
+    finish(start("resume", "run", "--rescale-batch", *change, cwd=tmp_path))
+    finish(start("resume", "run", "--set", "training.max_steps=null", cwd=tmp_path))
+    run = RunDir.open(tmp_path / "run")
+    assert run.read().status == "completed"
+    rows = {row["step"]: row["samples_seen"] for row in run.steps()}
+    assert max(rows.values()) == 400

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.randomness import sample_rng, worker_init
@@ -168,7 +169,9 @@ class Batches(Protocol):
 def make_loader(source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int) -> Batches:
     """The loader that the plan asks for."""
     if plan.num_workers == 0:
-        return ThreadLoader(source, requests, depth=plan.prefetch_factor, pin=plan.pin_memory)
+        # A plan may have been made where there was a GPU.
+        pin = plan.pin_memory and torch.cuda.is_available()
+        return ThreadLoader(source, requests, depth=plan.prefetch_factor, pin=pin)
     return WorkerLoader(source, requests, plan, rank)
 
 
@@ -271,7 +274,7 @@ class WorkerLoader:
             batch_size=None,  # a key is a whole batch already
             num_workers=self._plan.num_workers,
             prefetch_factor=self._plan.prefetch_factor,
-            pin_memory=self._plan.pin_memory,
+            pin_memory=self._plan.pin_memory and torch.cuda.is_available(),
             worker_init_fn=worker_init(self._source.seed, self._rank, epoch),
         )
         self._iterator = iter(loader)

@@ -97,10 +97,11 @@ def run_attempt(
         _record_failure(sink, fit, error)
         raise
     finally:
-        if writer is not None:
-            writer.close()
-        heartbeat.stop()
-        sink.close()
+        with contextlib.ExitStack() as closing:
+            closing.callback(sink.close)
+            closing.callback(heartbeat.stop)
+            if writer is not None:
+                closing.callback(writer.close)
 
 
 def open_data(task: Task, config: RunConfig, collectives: Collectives) -> Datasets:
@@ -212,10 +213,10 @@ def _strategy(
 
 def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Callable[[], int | None]) -> RunResult:
     fit.start()
-    if fit.state.step < fit.plan.total_steps:
-        _train(fit, run_dir, world)
-    else:
+    if fit.is_over:
         fit.ended_by = "completed"
+    else:
+        _train(fit, run_dir, world)
     completed = fit.ended_by == "completed"
     fit.save()
     if fit.writer is not None:

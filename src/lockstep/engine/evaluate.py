@@ -55,7 +55,8 @@ def evaluate(
     source = Source(dataset, task.collate, seed, InOrder())
     batches = make_loader(source, rounds, loader, collectives.rank)
     try:
-        with torch.inference_mode():
+        # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.
+        with torch.no_grad():
             for request, batch in zip(rounds, batches, strict=True):
                 mine = _chunk(task, model, batch, request.size, device, precision)
                 for chunk in collectives.gather(mine) or []:

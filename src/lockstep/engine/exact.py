@@ -17,7 +17,7 @@ from lockstep.data.loader import Window
 from lockstep.engine.batchnorm import running_statistics, tracked_batches
 from lockstep.engine.buffers import Buffers
 from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SingleStrategy
+from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SeededDraws, SingleStrategy
 from lockstep.engine.task import Task
 from lockstep.engine.tree import Leaf, TreeAllReduce, TreeSum
 
@@ -38,6 +38,7 @@ class ExactStrategy(SingleStrategy):
     ) -> None:
         super().__init__(task, module, precision, device, seed=seed, rank=rank)
         self._world_size = world_size
+        self._draw = SeededDraws(seed, [device], everything=True)
         self._statistics = running_statistics(module)
         self._tracked = tracked_batches(module)
         self._all_reduce = TreeAllReduce(rank, world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import random
 from typing import Any
 
 import numpy as np
@@ -89,13 +90,25 @@ def fingerprint(dataset: Any) -> str:
     if hasattr(dataset, "fingerprint"):
         return f"{len(dataset)}:{dataset.fingerprint()}"
     digest = hashlib.sha256()
-    for index in sorted({int(i) for i in np.linspace(0, len(dataset) - 1, PROBES)}):
-        if hasattr(dataset, "sample"):
-            sample = dataset.sample(index, np.random.Generator(np.random.Philox(index)))
-        else:
-            sample = dataset[index]
-        _feed(digest, sample)
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for index in sorted({int(i) for i in np.linspace(0, len(dataset) - 1, PROBES)}):
+                _feed(digest, _probe(dataset, index))
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
     return f"{len(dataset)}:{digest.hexdigest()[:16]}"
+
+
+def _probe(dataset: Any, index: int) -> Any:
+    """Sample ``index`` with every generator seeded, so that augmentation looks the same each time."""
+    if hasattr(dataset, "sample"):
+        return dataset.sample(index, np.random.Generator(np.random.Philox(index)))
+    random.seed(index)
+    np.random.seed(index)
+    torch.manual_seed(index)
+    return dataset[index]
 
 
 def _feed(digest: Any, value: Any) -> None:

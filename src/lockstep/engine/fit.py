@@ -90,6 +90,12 @@ class Fit:
         self._evaluated_at = self._saved_at = -1
         self._improved = False
 
+    @property
+    def is_over(self) -> bool:
+        """Whether an earlier attempt did all there was to do: every step, or until early stopping."""
+        patience = self.config.training.early_stopping_patience
+        return self.state.step >= self.plan.total_steps or 0 < patience <= self.state.evaluations_without_gain
+
     # Before the first step.
 
     def start(self) -> None:

@@ -46,8 +46,9 @@ def runtime(
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    kernels = (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32)
+    cudnn, matmul, conv = torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    kernels = (cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision)
+    cuda = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if device.type == "cuda" else None
     workspace = os.environ.get(_CUBLAS)
     torch.set_num_threads(plan.threads)
     if device.type == "cuda":
@@ -55,18 +56,26 @@ def runtime(
     if plan.reproducibility == "exact":
         os.environ[_CUBLAS] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32 = False, True, False, False
+        cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision = False, True, "ieee", "ieee"
     started = _join(plan, device, world, timeout_s)
+    failed = False
     try:
         seed_everything(plan.seed)
         with torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True):
             yield
+    except BaseException:
+        failed = True
+        raise
     finally:
-        if started:
+        # NCCL waits for all ranks there, and after a failure they wait for this one; the process ends anyway.
+        if started and not (failed and plan.placement["backend"] == "nccl"):
             dist.destroy_process_group()
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32 = kernels
+        cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision = kernels
+        if cuda is not None:
+            torch.cuda.set_device(cuda[0])
+            torch.cuda.set_rng_state_all(cuda[1])
         if workspace is None:
             os.environ.pop(_CUBLAS, None)
         else:
@@ -105,7 +114,7 @@ def pins(device: torch.device, plan: Plan) -> dict[str, Any]:
         "device_model": model,
         "threads": plan.threads,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
     }
 
 

@@ -6,10 +6,12 @@ The loop sees :class:`Strategy` and nothing below it. After :meth:`Strategy.grad
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -104,61 +106,26 @@ def check_loss(loss: Any) -> Loss:
     return Loss(total, count)
 
 
-class SeededDropout:
-    """Seeds the device's generator before each micro-batch; free for models that draw nothing."""
+class SeededDraws:
+    """Seeds what a forward pass may draw from before each micro-batch: dropout, stochastic depth, mixup in the loss.
 
-    def __init__(self, seed: int, device: torch.device, model: nn.Module) -> None:
-        self._seed = seed
-        self._active = draws_random_numbers(model)
-        if device.type == "cuda":
+    In exact mode Python's and NumPy's generators are seeded too.
+    """
+
+    def __init__(self, seed: int, devices: Sequence[torch.device], *, everything: bool) -> None:
+        self._seed, self._everything = seed, everything
+        self._generators = [torch.default_generator]
+        if any(device.type == "cuda" for device in devices):
             torch.cuda.init()
-            self._generator = torch.cuda.default_generators[device.index or 0]
-        else:
-            self._generator = torch.default_generator
+            self._generators += [torch.cuda.default_generators[device.index or 0] for device in devices]
 
     def __call__(self, step: int, part: int) -> None:
-        if self._active:
-            self._generator.manual_seed(dropout_seed(self._seed, step, part))
-
-
-#: Modules of torch that are known to draw nothing in their forward pass; any other may.
-_SILENT = frozenset(
-    getattr(nn, name)
-    for name in [
-        "Linear",
-        "Conv1d",
-        "Conv2d",
-        "Conv3d",
-        "ReLU",
-        "GELU",
-        "SiLU",
-        "Tanh",
-        "Sigmoid",
-        "Identity",
-        "Flatten",
-        "Sequential",
-        "Embedding",
-        "LayerNorm",
-        "GroupNorm",
-        "BatchNorm1d",
-        "BatchNorm2d",
-        "BatchNorm3d",
-        "MaxPool1d",
-        "MaxPool2d",
-        "AvgPool1d",
-        "AvgPool2d",
-        "AdaptiveAvgPool1d",
-        "AdaptiveAvgPool2d",
-        "AdaptiveMaxPool1d",
-        "Softmax",
-        "LogSoftmax",
-    ]
-)
-
-
-def draws_random_numbers(model: nn.Module) -> bool:
-    """Whether a forward pass may draw: false only if every module is known not to, since seeding is cheap."""
-    return any(type(module) not in _SILENT for module in model.modules())
+        key = dropout_seed(self._seed, step, part)
+        for generator in self._generators:
+            generator.manual_seed(key)
+        if self._everything:
+            random.seed(key)
+            np.random.seed(key % 2**32)
 
 
 class SingleStrategy:
@@ -182,7 +149,7 @@ class SingleStrategy:
         self._precision = precision
         self._device = device
         self._moves = device.type != "cpu"
-        self._draw = SeededDropout(seed, device, module)
+        self._draw = SeededDraws(seed, [device], everything=False)
         self._rank = rank
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
@@ -241,6 +208,7 @@ class DataParallelStrategy(SingleStrategy):
         super().__init__(
             task, module, precision, devices[0], seed=seed, forward=DataParallel(module, device_ids=devices)
         )
+        self._draw = SeededDraws(seed, devices, everything=False)
 
 
 class DdpStrategy(SingleStrategy):

@@ -19,7 +19,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Opt
     parameters = [p for p in model.parameters() if p.requires_grad]
     fused = all(p.device.type in {"cpu", "cuda"} and p.is_floating_point() for p in parameters)
     if config.name == "sgd":
-        return SGD(
+        sgd = SGD(
             parameters,
             lr=lr,
             momentum=config.momentum,
@@ -27,6 +27,11 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Opt
             nesterov=config.nesterov,
             fused=fused,
         )
+        if fused and config.momentum:
+            # The fused kernel allocates them uninitialised, and leaves them so when the first step is skipped.
+            for parameter in parameters:
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
     kind = AdamW if config.name == "adamw" else Adam
     return kind(parameters, lr=lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused)
 
@@ -103,6 +108,7 @@ class Update:
             self.grad_norm = norm = torch.nn.utils.get_total_norm(gradients) * factor
             if self._max_norm is not None:
                 factor = factor * (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
+            factor = torch.where(torch.isfinite(norm), factor, torch.nan)
         found = self._unscale(gradients, factor.float())
         if self._fused:
             self.optimizer.found_inf, self.optimizer.grad_scale = found, None  # type: ignore[attr-defined]
@@ -114,7 +120,8 @@ class Update:
 
     def _unscale(self, gradients: list[Tensor], factor: Tensor) -> Tensor:
         """Multiply by ``factor``; 1 if anything is not finite, else 0. One pass, in GradScaler's own kernel."""
-        self._found_inf.zero_()
+        # The kernel tests what it reads, not what it writes: a count of 0 makes the factor infinite.
+        self._found_inf.copy_(~torch.isfinite(factor))
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found_inf, factor)
         return self._found_inf
@@ -133,9 +140,10 @@ class Update:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        initial = [group["initial_lr"] for group in self.optimizer.param_groups]
+        # Settings are the configuration's, which a resume may change; the checkpoint brings the moments.
+        own = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        for group, lr in zip(self.optimizer.param_groups, initial, strict=True):
-            group["initial_lr"] = lr
+        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(settings)
         self._precision.load_state_dict(state["precision"])
         self._skipped = state["skipped"]

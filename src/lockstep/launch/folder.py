@@ -6,8 +6,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.config import RunConfig, resolve
+from lockstep.config import RunConfig, dump, resolve
+from lockstep.engine.task import DataSettings, Task
 from lockstep.errors import ConfigError, RunFolderError
+from lockstep.tasks.registry import make_task
+from lockstep.telemetry.files import write_text
 from lockstep.telemetry.rundir import RunDir, new_run_id
 
 
@@ -58,7 +61,10 @@ def changed_config(run: RunDir, changes: Mapping[str, Any]) -> RunConfig:
         ConfigError: a change that would make it another run.
     """
     old = run.config()
-    new = resolve(old.model_dump(mode="json"), {key: value for key, value in changes.items() if key != "save_dir"})
+    kept = {key: value for key, value in changes.items() if key != "save_dir"}
+    if isinstance(kept.get("task"), Mapping):
+        kept["task"] = {key: value for key, value in kept["task"].items() if key != "name"}
+    new = resolve(old.model_dump(mode="json"), kept)
     fixed = {
         "task": (old.task, new.task),
         "training.seed": (old.training.seed, new.training.seed),
@@ -77,3 +83,27 @@ def changed_config(run: RunDir, changes: Mapping[str, Any]) -> RunConfig:
 
 def warn(message: str) -> None:
     sys.stderr.write(f"warning: {message}\n")
+
+
+def keep_config(run: RunDir, config: RunConfig) -> None:
+    """Let ``config.yaml`` say what the newest attempt runs with."""
+    if dump(config) != dump(run.config()):
+        write_text(run.config_file, dump(config))
+
+
+def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:
+    """The task with the run's own settings: made anew from its class, or the caller's object if it has them.
+
+    Raises:
+        ConfigError: an object with other settings than the run's.
+    """
+    if not as_given:
+        task = make_task(type(task), config.task.settings)
+    elif task.config.model_dump(mode="json") != config.task.settings:
+        raise ConfigError(
+            "the task object's settings differ from the run's",
+            why=f"the run has {config.task.settings}",
+            fix="make the object with these settings, or start a new run with --init-from",
+        )
+    task.data = DataSettings(config.data.data_dir, config.data.download, config.training.seed)
+    return task

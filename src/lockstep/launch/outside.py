@@ -19,7 +19,15 @@ from lockstep.errors import LockstepError
 from lockstep.hardware import lifetime
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World, rendezvous
-from lockstep.launch.folder import changed_config, create_folder, existing_run, overrides_of, warn
+from lockstep.launch.folder import (
+    changed_config,
+    create_folder,
+    existing_run,
+    keep_config,
+    overrides_of,
+    task_of_run,
+    warn,
+)
 from lockstep.launch.output import rank_output
 from lockstep.launch.prepare import place, plan_for, resume_point
 from lockstep.launch.signals import StopRequest
@@ -29,13 +37,23 @@ from lockstep.telemetry.sinks import standard_sinks
 
 
 def train_as_rank(
-    task: Task, config: RunConfig, world: World, *, resume: bool, given: RunConfig | Mapping[str, Any] | None
+    task: Task,
+    config: RunConfig,
+    world: World,
+    *,
+    resume: bool,
+    given: RunConfig | Mapping[str, Any] | None,
+    as_given: bool,
 ) -> RunResult:
     """This process is one of ``world.size`` ranks; rank 0 makes the run folder and the plan for all.
 
     Raises:
         LockstepError: the same one on every rank when the preparation fails.
     """
+    existing = existing_run(config, resume)
+    if existing is not None:
+        config = changed_config(existing, overrides_of(given))
+        task = task_of_run(task, config, as_given=as_given)
     placement = place(config, world)
     os.environ.update(rendezvous(os.environ))
     lifetime.die_with_parent(os.getppid())
@@ -53,7 +71,7 @@ def train_as_rank(
             if world.local_rank == 0:
                 task.prepare()
         datasets = task.datasets()
-        run, config, plan, attempt = _agree(collectives, task, config, placement, datasets, resume, given)
+        run, config, plan, attempt = _agree(collectives, task, config, placement, datasets, existing)
         with StopRequest() as stop_request, rank_output(run.logs, world.rank):
             return run_attempt(
                 run,
@@ -76,13 +94,12 @@ def _agree(
     config: RunConfig,
     placement: Placement,
     datasets: Any,
-    resume: bool,
-    given: RunConfig | Mapping[str, Any] | None,
+    existing: RunDir | None,
 ) -> tuple[RunDir, RunConfig, Plan, int]:
     answer: tuple[RunDir, RunConfig, Plan, int] | LockstepError | None = None
     if collectives.is_main:
         try:
-            answer = _lay_down(task, config, placement, datasets, resume, given)
+            answer = _lay_down(task, config, placement, datasets, existing)
         except LockstepError as error:
             answer = error
     answer = collectives.broadcast(answer)
@@ -99,15 +116,12 @@ def _lay_down(
     config: RunConfig,
     placement: Placement,
     datasets: Any,
-    resume: bool,
-    given: RunConfig | Mapping[str, Any] | None,
+    existing: RunDir | None,
 ) -> tuple[RunDir, RunConfig, Plan, int]:
-    run = existing_run(config, resume)
-    point = None
-    if run is not None:
-        config = changed_config(run, overrides_of(given))
-        point = resume_point(run, hold=True, report=warn)
+    point = resume_point(existing, hold=True, report=warn) if existing else None
     prepared = plan_for(task, config, placement, datasets, point)
-    run = run or create_folder(prepared.config)
+    if existing is not None:
+        keep_config(existing, config)
+    run = existing or create_folder(config)
     attempt = run.begin_attempt(prepared.plan.as_dict(), placement.as_dict(), point.step if point else 0)
     return run, config, prepared.plan, attempt

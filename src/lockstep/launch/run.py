@@ -8,19 +8,27 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.config import RunConfig, dump
+from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.attempt import RunResult, run_attempt
 from lockstep.engine.task import Task
 from lockstep.errors import RunFolderError, UnsupportedError
 from lockstep.hardware.world import World, read_world
 from lockstep.launch.carry import load_task, pack_task
-from lockstep.launch.folder import changed_config, create_folder, existing_run, overrides_of, refuse_running, warn
+from lockstep.launch.folder import (
+    changed_config,
+    create_folder,
+    existing_run,
+    keep_config,
+    overrides_of,
+    refuse_running,
+    task_of_run,
+    warn,
+)
 from lockstep.launch.outside import train_as_rank
 from lockstep.launch.prepare import Prepared, make_plan, place, plan_for, resume_point, settle
 from lockstep.launch.signals import StopRequest
 from lockstep.plan import Plan, ResumePoint
-from lockstep.telemetry.files import write_text
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import standard_sinks
 
@@ -61,10 +69,12 @@ def train(
     if whole.training.engine == "lightning":
         raise UnsupportedError("engine: lightning is not available yet", fix="use training.engine=native")
     if world.from_outside:
-        return train_as_rank(built, whole, world, resume=resume, given=config)
+        return train_as_rank(built, whole, world, resume=resume, given=config, as_given=isinstance(task, Task))
     existing = existing_run(whole, resume)
     if existing is not None:
-        return _go_on(existing, built, overrides_of(config), hold=True)
+        whole = changed_config(existing, overrides_of(config))
+        built = task_of_run(built, whole, as_given=isinstance(task, Task))
+        return _go_on(existing, built, whole, hold=True)
     prepared = _prepare(built, whole, None, world)
     run_dir = create_folder(prepared.config)
     return _start(prepared, run_dir, resumed_from=0)
@@ -98,17 +108,15 @@ def resume(
     changes: dict[str, Any] = dict(overrides or {})
     if devices is not None:
         changes = merge(changes, {"hardware": {"selected_devices": devices}})
-    return _go_on(run, None, changes, hold=not rescale_batch)
-
-
-def _go_on(run: RunDir, task: Task | None, changes: Mapping[str, Any], *, hold: bool) -> RunResult:
     config = changed_config(run, changes)
-    if task is None:
-        task, config = settle(config.task.name, config)
+    task, config = settle(config.task.name, config)
+    return _go_on(run, task, config, hold=not rescale_batch)
+
+
+def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool) -> RunResult:
     point = resume_point(run, hold=hold, report=warn)
     prepared = _prepare(task, config, point, read_world(os.environ))
-    if dump(config) != dump(run.config()):
-        write_text(run.config_file, dump(config))
+    keep_config(run, config)
     return _start(prepared, run, resumed_from=point.step if point else 0)
 
 

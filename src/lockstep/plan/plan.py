@@ -246,14 +246,15 @@ def _length(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None) -> 
         return 1, 1, 0, "fast_dev_run: one step"
     per_epoch, offset = batch.steps_per_epoch, 0
     total = t.epochs * per_epoch
-    if resume and resume.global_batch != batch.global_batch:
+    if resume:  # an earlier resume may have changed the global batch, so what is left is counted from here
         left = batch.model_copy(update={"samples": batch.samples - resume.position}).steps_per_epoch
         left = left if resume.position < batch.samples else 0
         total = resume.step + left + (t.epochs - resume.epoch - 1) * per_epoch
         offset = t.epochs * per_epoch - total
     reason = f"{t.epochs} epochs × {per_epoch} steps"
     if t.max_steps is not None and t.max_steps < total:
-        return -(-t.max_steps // per_epoch), t.max_steps, 0, f"max_steps, before {reason} are over"
+        epochs = t.epochs if resume else -(-t.max_steps // per_epoch)
+        return epochs, t.max_steps, offset, f"max_steps, before {reason} are over"
     return t.epochs, total, offset, reason
 
 

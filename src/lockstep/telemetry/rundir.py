@@ -159,6 +159,7 @@ class RunDir(Layout):
         announce(self.heartbeat_file, resumed_from_step)
         self.update(
             attempt=attempt,
+            status="pending",
             placement=dict(placement),
             pid=os.getpid(),
             host=socket.gethostname(),

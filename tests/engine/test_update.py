@@ -1,0 +1,89 @@
+"""Finishing a step: denominator, finiteness, clipping, on the host's path and on the device's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config import OptimizerConfig
+from lockstep.engine.precision import Precision
+from lockstep.engine.update import Update, build_optimizer
+from lockstep.plan import Schedule
+
+CPU = torch.device("cpu")
+
+
+def update_of(name: str = "sgd", max_norm: float | None = None, *, on_host: bool = True) -> tuple[nn.Module, Update]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.0)
+    schedule = Schedule(name="constant", lr=0.1, total_steps=10, steps_per_epoch=10)
+    update = Update(model, build_optimizer(config, model, 0.1), schedule, Precision("32", CPU, 0.125), max_norm)
+    update._on_host = on_host
+    return model, update
+
+
+def give(model: nn.Module, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+paths = pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
+norms = pytest.mark.parametrize("max_norm", [None, 1.0])
+
+
+@paths
+@norms
+@pytest.mark.parametrize(("gradient", "count"), [(0.0, 0), (float("nan"), 4), (float("inf"), 4)])
+def test_a_step_without_a_finite_gradient_leaves_the_weights(
+    on_host: bool, max_norm: float | None, gradient: float, count: int
+) -> None:
+    model, update = update_of("adamw", max_norm, on_host=on_host)
+    before = [p.detach().clone() for p in model.parameters()]
+    give(model, gradient)
+    update.apply(0, count, 1.0, want_norm=False)
+    assert update.skipped == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@paths
+def test_the_gradient_is_the_sum_over_the_count(on_host: bool) -> None:
+    model, update = update_of(on_host=on_host)
+    before = model.weight.detach().clone()
+    give(model, 0.125 * 6.0)  # a sum of 6, times the pre-scale
+    update.apply(0, 3, 1.0, want_norm=False)
+    torch.testing.assert_close(model.weight.detach(), before - 0.1 * 2.0)
+
+
+@paths
+def test_clipping_sees_the_true_norm_after_the_count(on_host: bool) -> None:
+    model, update = update_of(max_norm=1.0, on_host=on_host)
+    before = model.weight.detach().clone()
+    give(model, 0.125 * 6.0)
+    update.apply(0, 3, 1.0, want_norm=False)
+    assert float(update.grad_norm or 0) == pytest.approx(4.0)  # four parameters of gradient 2
+    torch.testing.assert_close(model.weight.detach(), before - 0.1 * 0.5, rtol=1e-5, atol=1e-6)
+
+
+@paths
+def test_momentum_is_sound_after_a_skipped_first_step(on_host: bool) -> None:
+    model, update = update_of(on_host=on_host)
+    give(model, float("nan"))
+    update.apply(0, 1, 1.0, want_norm=False)
+    before = model.weight.detach().clone()
+    give(model, 0.125)
+    update.apply(1, 1, 1.0, want_norm=False)
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
+
+
+def test_a_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration() -> None:
+    model, update = update_of("adamw")
+    give(model, 0.125)
+    update.apply(0, 1, 1.0, want_norm=False)
+    state = update.state_dict()
+    _, fresh = update_of("adamw")
+    fresh.optimizer.param_groups[0]["weight_decay"] = 0.5
+    fresh.load_state_dict(state)
+    assert fresh.optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert all("exp_avg" in moments for moments in fresh.optimizer.state.values())
