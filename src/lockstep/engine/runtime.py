@@ -46,7 +46,8 @@ def runtime(
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    cudnn, matmul, conv = torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     kernels = (cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision)
     cuda = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if device.type == "cuda" else None
     workspace = os.environ.get(_CUBLAS)
