@@ -92,8 +92,11 @@ class Update:
                 factor *= min(1.0, self._max_norm / (norm + 1e-6))
             if not found:
                 torch._foreach_mul_(gradients, factor)
-        else:
+        elif math.isfinite(factor):
+            self._found_inf.zero_()
             found = self._unscale(gradients, torch.tensor(factor)).item() != 0
+        else:
+            found = True
         if found:
             self._skipped += 1
         else:
@@ -109,6 +112,8 @@ class Update:
             if self._max_norm is not None:
                 factor = factor * (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
             factor = torch.where(torch.isfinite(norm), factor, torch.nan)
+        # The kernel tests what it reads, not what it writes: a count of 0 makes the factor infinite.
+        self._found_inf.copy_(~torch.isfinite(factor))
         found = self._unscale(gradients, factor.float())
         if self._fused:
             self.optimizer.found_inf, self.optimizer.grad_scale = found, None  # type: ignore[attr-defined]
@@ -119,9 +124,7 @@ class Update:
         self._precision.update(found)
 
     def _unscale(self, gradients: list[Tensor], factor: Tensor) -> Tensor:
-        """Multiply by ``factor``; 1 if anything is not finite, else 0. One pass, in GradScaler's own kernel."""
-        # The kernel tests what it reads, not what it writes: a count of 0 makes the factor infinite.
-        self._found_inf.copy_(~torch.isfinite(factor))
+        """Multiply by ``factor`` and set ``found_inf`` if a gradient is not finite; one pass, in GradScaler's kernel."""
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found_inf, factor)
         return self._found_inf
