@@ -124,7 +124,7 @@ class Update:
         self._precision.update(found)
 
     def _unscale(self, gradients: list[Tensor], factor: Tensor) -> Tensor:
-        """Multiply by ``factor`` and set ``found_inf`` if a gradient is not finite; one pass, in GradScaler's kernel."""
+        """Multiply by ``factor``, and note a gradient that is not finite: one pass, in GradScaler's own kernel."""
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found_inf, factor)
         return self._found_inf
