@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lockstep.telemetry.rundir import RunDir
-from tests.e2e.test_train import SAME, TOY, finish, start, train
+from tests.e2e.test_train import SAME, TOY, finish, start, train, wait_for_step
 from tests.gloo import ROOT, clean_environment
 
 
@@ -110,3 +111,17 @@ def test_a_corrupt_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, file:
     assert "the checkpoint of step 20 is broken" in output
     assert "from step 13" in output
     assert RunDir.open(tmp_path / "run").read().status == "completed"
+
+
+def test_loader_workers_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
+    process = start(
+        "train", TOY, "--save-dir", "run", "--devices", "cpu", "--num-workers", "2", "--set", "task.dataset=plain",
+        "--set", "task.pause_s=0.05", cwd=tmp_path,
+    )  # fmt: skip
+    wait_for_step(tmp_path / "run", 1, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2
+    process.kill()
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive

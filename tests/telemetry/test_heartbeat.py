@@ -84,6 +84,9 @@ def test_a_heartbeat_that_cannot_write_goes_on_and_ends(run: RunDir, tmp_path: P
     (tmp_path / "moved").rename(run.path)
     wait_for(run, 5)
     heartbeat.stop()
+    beat = run.progress()
+    assert beat is not None
+    assert beat.counter >= 5
 
 
 def test_stopping_twice_or_before_the_start_is_harmless(run: RunDir) -> None:

@@ -9,10 +9,13 @@ shifted copy of another, as happens with ``seed + rank``.
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import random
 from dataclasses import dataclass
 
 import numpy as np
+
+from lockstep.hardware import lifetime
 
 
 def derive_key(purpose: str, *numbers: int) -> int:
@@ -53,6 +56,8 @@ class WorkerInit:
     def __call__(self, worker_id: int) -> None:
         import torch
 
+        if multiprocessing.parent_process() is not None:
+            lifetime.bind_loader_worker()
         # One key for all would give random.random() and np.random.rand() the same numbers: both are MT19937.
         for library, seed in (("python", random.seed), ("numpy", _seed_numpy), ("torch", torch.manual_seed)):
             seed(derive_key(f"worker {library}", self.seed, self.epoch, self.rank, worker_id))

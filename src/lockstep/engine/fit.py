@@ -16,6 +16,7 @@ from lockstep.checkpoint.policy import SavePolicy, retained
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
+from lockstep.data.order import ORDER_VERSION
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.loop import StepResult
@@ -87,8 +88,7 @@ class Fit:
         self._mode = config.mode or (mode if self._monitor == monitor else _natural_mode(self._monitor))
         self._skipped_at_log = self.update.skipped
         self._step_at_log = self.state.step
-        self._evaluated_at = self._saved_at = -1
-        self._improved = False
+        self._saved_at = -1
 
     @property
     def is_over(self) -> bool:
@@ -311,6 +311,7 @@ class Fit:
             "lanes": self.config.training.lanes,
             "reproducibility": self.plan.reproducibility,
             "fingerprint": self.plan.task.fingerprint,
+            "order_version": ORDER_VERSION,
             "pins": json.loads(json.dumps(dict(self.pins))),
             "best": dict(self.state.best_metric),
         }

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
+from lockstep.data.order import ORDER_VERSION
 from lockstep.engine.collectives import Collectives
 from lockstep.errors import CheckpointError
 from lockstep.plan import Plan
@@ -43,6 +44,12 @@ def check_fits(manifest: dict[str, Any], plan: Plan) -> None:
             "the training data is not what this run was trained on",
             why=f"its fingerprint was {manifest.get('fingerprint')}, here it is {plan.task.fingerprint}",
             fix="point data.data_dir at the same data, or start a new run with --init-from",
+        )
+    if manifest.get("order_version") != ORDER_VERSION:
+        raise CheckpointError(
+            f"the run's order is version {manifest.get('order_version')}, this Lockstep's is {ORDER_VERSION}",
+            why="in another order samples would repeat and others would be left out",
+            fix="go on with the version of Lockstep that run.json names, or start a new run with --init-from",
         )
     if manifest.get("seed") != plan.seed:
         raise CheckpointError(
