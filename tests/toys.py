@@ -137,6 +137,14 @@ class Streaming(Toy):
         return Datasets(Stream())
 
 
+class Nondeterministic(Toy):
+    """An operator that has no deterministic kernel on any device."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        total, count = super().loss(model, batch)
+        return Loss(total + torch.zeros(2).put_(torch.tensor([0]), torch.tensor([0.0])).sum(), count)
+
+
 class MeanLoss(Toy):
     """What Lockstep refuses: a mean instead of a sum and a count."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.config import RunConfig as RunConfig
     from lockstep.engine.attempt import RunResult as RunResult
+    from lockstep.engine.collectives import collectives as collectives
     from lockstep.engine.task import Datasets as Datasets
     from lockstep.engine.task import Loss as Loss
     from lockstep.engine.task import Task as Task
@@ -30,6 +31,7 @@ _HOMES = {
     "RunConfig": "lockstep.config",
     "RunResult": "lockstep.engine.attempt",
     "Task": "lockstep.engine.task",
+    "collectives": "lockstep.engine.collectives",
     "detect_devices": "lockstep.hardware.detect",
     "get_available_gpus": "lockstep.hardware.detect",
     "make_plan": "lockstep.launch.run",
@@ -45,6 +47,7 @@ __all__ = [
     "RunResult",
     "Task",
     "__version__",
+    "collectives",
     "detect_devices",
     "get_available_gpus",
     "make_plan",

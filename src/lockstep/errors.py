@@ -14,6 +14,7 @@
     │   └── UnsupportedError a combination that Lockstep refuses by name
     └── RunError             something that failed in mid-run: exit code 1
         ├── RankFailed       one rank failed; the others are collateral
+        ├── CollectiveError  a rank did not come to a collective call, or came to another one
         ├── StorageError     the run folder could not be written
         └── NonFiniteError   too many steps without a finite gradient
 """
@@ -97,6 +98,10 @@ class RunError(LockstepError):
 
 class RankFailed(RunError):
     code = "RANK_FAILED"
+
+
+class CollectiveError(RunError):
+    code = "COLLECTIVE_FAILED"
 
 
 class StorageError(RunError):

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.bucketed import BucketedOrder
+from lockstep.data.bucketed import BucketedOrder, deal, hash_lengths
 from lockstep.data.order import Order
 from lockstep.errors import ConfigError, DataError
+from lockstep.plan.batch import parts
 
 
 def lengths_of(samples: int, most: int = 50) -> np.ndarray:
@@ -98,3 +99,37 @@ def test_lengths_that_do_not_fit_the_samples_are_refused(lengths: np.ndarray) ->
 def test_a_slice_outside_the_epoch_is_refused() -> None:
     with pytest.raises(IndexError, match="epoch of 10 samples"):
         BucketedOrder(Order(10, 0), np.ones(10), 8, 8).slice(0, 0, 11)
+
+
+@given(items=st.integers(1, 500), lanes=st.sampled_from([1, 2, 4, 8, 64]))
+def test_dealt_items_are_strided_within_each_lane(items: int, lanes: int) -> None:
+    dealt = deal(items, lanes)
+    assert sorted(dealt) == list(range(items))
+    rounds = items // lanes
+    for lane, (start, stop) in enumerate(parts(items, lanes)):
+        mine = dealt[start:stop].tolist()
+        assert mine[:rounds] == list(range(items))[lane : lane + rounds * lanes : lanes] or rounds == 0
+        assert all(item >= rounds * lanes for item in mine[rounds:])
+    if items % lanes == 0:
+        assert dealt.tolist() == [item for lane in range(lanes) for item in range(items)[lane::lanes]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=200).map(sorted),
+    lanes=st.sampled_from([2, 4, 8]),
+)
+def test_lanes_of_sorted_items_are_equal_work(lengths: list[int], lanes: int) -> None:
+    """But for one item in a lane's favour, and those of the last round: strided sums interleave."""
+    work = np.array(lengths)[deal(len(lengths), lanes)]
+    rounds = len(lengths) // lanes
+    sums = [work[start : start + rounds].sum() for start, _ in parts(len(lengths), lanes)]
+    assert max(sums) - min(sums) <= (lengths[-1] - lengths[0] if rounds else 0)
+
+
+def test_any_other_length_is_another_hash() -> None:
+    lengths = lengths_of(100)
+    others = [lengths.copy() for _ in lengths]
+    for place, other in enumerate(others):
+        other[place] += 1
+    assert len({hash_lengths(other) for other in [lengths, *others]}) == 101
+    assert hash_lengths(np.repeat(lengths, 2)[::2]) == hash_lengths(lengths), "whatever lies between them in memory"

@@ -13,6 +13,7 @@ import pytest
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import TOY, finish, start, train
+from tests.gloo import ROOT
 
 EXACT = (
     *("--reproducibility", "exact", "--set", "task.batchnorm=true", "--set", "task.dropout=0.3"),
@@ -79,3 +80,12 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, arguments: tupl
     assert words in output
     assert "Traceback" not in output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+def test_an_operator_without_a_deterministic_kernel_is_refused_by_name(tmp_path: Path, devices: str) -> None:
+    task = f"{ROOT / 'tests' / 'toys.py'}:Nondeterministic"
+    flags = ("--save-dir", "run", "--devices", devices, "--reproducibility", "exact")
+    output = finish(start("train", task, *flags, cwd=tmp_path), code=2)
+    assert "reproducibility: exact cannot use put_" in output
+    assert RunDir.open(tmp_path / "run").read().status == "failed"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import CheckpointError, DataError, LockstepError, RankFailed
+from lockstep.errors import CheckpointError, CollectiveError, DataError, LockstepError, RankFailed
 from lockstep.launch import failure
 from lockstep.launch.causes import find_cause, is_lost_peer
 from lockstep.launch.output import MARK, log_file
@@ -57,6 +57,20 @@ def test_the_first_in_time_is_the_cause(run_dir: RunDir) -> None:
     report = report_of(run_dir)
     assert report.what == "rank 2 of 3 failed: ValueError: number 2"
     assert "2 other ranks ended because of it or after it (ranks 0, 1)." in report.format()
+
+
+def test_a_rank_that_missed_another_tells_more_than_a_lost_connection_and_less_than_an_own_error(
+    run_dir: RunDir,
+) -> None:
+    failure.record(run_dir.logs, 0, caught(RuntimeError(LOST_PEER)))
+    failure.record(run_dir.logs, 1, caught(CollectiveError("rank 2 did not come to barrier", why="last in sum")))
+    write_launcher(run_dir, ended(0, 1), ended(1, 1), ended(2, 0))
+    report = report_of(run_dir)
+    assert report.what == "rank 1 of 3 failed: lockstep.errors.CollectiveError: rank 2 did not come to barrier"
+    assert report.why == "last in sum"
+    failure.record(run_dir.logs, 2, caught(ValueError("its own")))
+    write_launcher(run_dir, ended(0, 1), ended(1, 1), ended(2, 1))
+    assert report_of(run_dir).what == "rank 2 of 3 failed: ValueError: its own"
 
 
 def test_a_lost_peer_is_never_first_if_there_is_another_cause(run_dir: RunDir) -> None:

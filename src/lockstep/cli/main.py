@@ -57,6 +57,7 @@ _BEFORE, _RUNNING, _AFTER, _OTHER = (
 VERBS = (
     ("devices", _BEFORE, "List the devices that are here, their free memory and who uses them."),
     ("plan", _BEFORE, "Show what `train` with the same flags would do, and why; starts nothing."),
+    ("verify", _BEFORE, "Check on your own task that several devices compute what one computes."),
     ("train", _RUNNING, "Train a task."),
     ("resume", _RUNNING, "Go on with an unfinished run, on the same devices or on others."),
     ("stop", _RUNNING, "Ask a run to end with a checkpoint, and wait until it has."),

@@ -154,6 +154,15 @@ class DataConfig(Section):
     )
     persistent_workers: bool | None = Field(None, description="keep workers between epochs; unset: chosen by the plan")
     pin_memory: bool | None = Field(None, description="page-locked host memory; unset: on for GPUs")
+    bucketing: Switch = Field(
+        "auto", description="order samples by length, so that padding is short; auto: on when the task gives lengths"
+    )
+    bucket_window: int | None = Field(
+        None, ge=1, description="samples sorted by length together; more: less padding, less mixing. Unset: up to 4096"
+    )
+    bucket_block: int | None = Field(
+        None, ge=1, description="samples that stay together, at least a global batch; unset: an eighth of the window"
+    )
 
 
 class DistributedConfig(Section):
@@ -186,8 +195,10 @@ class CheckpointConfig(Section):
 class TelemetryConfig(Section):
     log_interval: int = Field(50, ge=1, description="optimizer steps between rows of steps.jsonl")
     tensorboard: Switch = Field("auto", description="auto: on when it is installed")
-    progress: Annotated[Literal["auto", "bar", "plain", "off"], BeforeValidator(_switch)] = Field(
-        "auto", description="auto: a bar on a terminal, plain lines elsewhere; off: warnings and the summary only"
+    progress: Annotated[Literal["auto", "bar", "plain", "off", "silent"], BeforeValidator(_switch)] = Field(
+        "auto",
+        description="auto: a bar on a terminal, plain lines elsewhere; off: warnings and the summary only; silent: "
+        "nothing",
     )
     record_samples: bool = Field(False, description="record the sample indices of every step (for audits and tests)")
 
@@ -206,6 +217,16 @@ class DebugConfig(Section):
     overfit_batches: int | None = Field(None, ge=1, description="train on only so many global batches, again and again")
     detect_anomaly: bool = Field(
         False, description="torch's anomaly detection: slow, names the operator that made a NaN"
+    )
+    limit_eval_batches: int | None = Field(None, ge=1, description="evaluate on only so many batches of each split")
+    start_position: int = Field(0, ge=0, description="begin the first epoch after so many samples of it")
+    switch_off: tuple[Literal["dropout", "batchnorm"], ...] = Field(
+        (), description="train without dropout, or with BatchNorm's running statistics: to find where two runs part"
+    )
+    trace: Annotated[Literal["off", "on", "reversed", "shuffled"], BeforeValidator(_switch)] = Field(
+        "off",
+        description="write down loss, gradient norm, weights and sample hashes of every step for `lockstep verify`; "
+        "reversed and shuffled rearrange each micro-batch, which changes nothing but rounding",
     )
 
 

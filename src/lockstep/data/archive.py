@@ -1,17 +1,27 @@
-"""Zip archives from elsewhere, unpacked so that nothing lands outside the folder meant for it."""
+"""Zip and tar archives from elsewhere, unpacked so that nothing lands outside the folder meant for it."""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import lzma
 import shutil
 import stat
+import tarfile
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from lockstep.errors import DataError
 
 MAX_UNPACKED_BYTES = 16 * 1024**3
+
+_BROKEN = (
+    *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError),
+    *(EOFError, RuntimeError, NotImplementedError),
+)
 
 
 def extract_zip(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BYTES) -> Path:
@@ -21,22 +31,57 @@ def extract_zip(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BY
         DataError: a broken or encrypted archive, one that would grow beyond ``max_bytes``, one with an
             entry that leaves the folder or is a link, or a target that exists or cannot be written.
     """
+    with _unpacking(archive, target, "zip") as building, zipfile.ZipFile(archive) as content:
+        _check(archive, content, max_bytes)
+        content.extractall(building)
+    return target
+
+
+def extract_tar(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BYTES) -> Path:
+    """Like :func:`extract_zip` for a tar archive, compressed by gzip, bzip2, xz or not at all.
+
+    It is read once, from its beginning to its end; of an entry, only name and content are taken.
+    """
+    total = 0
+    with _unpacking(archive, target, "tar") as building, tarfile.open(archive, "r|*") as content:
+        for entry in content:
+            if _leaves(entry.name) or not (entry.isreg() or entry.isdir()):
+                raise _refused(archive, entry.name)
+            total += entry.size
+            if total > max_bytes:
+                raise _too_large(archive, f"more than {max_bytes}", max_bytes)
+            if entry.isreg():
+                _write(content, entry, building / entry.name)
+            else:
+                (building / entry.name).mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def _write(content: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = content.extractfile(entry)
+    assert source is not None, "a regular file has content"
+    with source, path.open("wb") as file:
+        shutil.copyfileobj(source, file)
+
+
+@contextlib.contextmanager
+def _unpacking(archive: Path, target: Path, kind: str) -> Iterator[Path]:
+    """A folder to unpack into, which becomes ``target`` in the end."""
     if target.exists():
         raise DataError(f"{target} exists already", why="unpacking never overwrites", fix="move it away, or use it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            with zipfile.ZipFile(archive) as content:
-                _check(archive, content, max_bytes)
-                content.extractall(building)
+            yield building
             building.chmod(0o755)
             building.rename(target)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+    except _BROKEN as error:
         raise DataError(
-            f"{archive} is not a usable zip archive", why=str(error), fix="remove it and fetch it again"
+            f"{archive} is not a usable {kind} archive", why=str(error), fix="remove it and fetch it again"
         ) from error
     except OSError as error:
         raise DataError(
@@ -44,22 +89,32 @@ def extract_zip(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BY
             why=str(error),
             fix="free some space, or choose a folder that you may write to",
         ) from error
-    return target
 
 
 def _check(archive: Path, content: zipfile.ZipFile, max_bytes: int) -> None:
     entries = content.infolist()
     for entry in entries:
-        path = PurePosixPath(entry.filename.replace("\\", "/"))
-        outside = path.is_absolute() or ".." in path.parts or ":" in entry.filename
-        if outside or stat.S_ISLNK(entry.external_attr >> 16):
-            raise DataError(
-                f"{archive} holds the entry {entry.filename!r}",
-                why="it is a link, or would be written outside the folder",
-                fix="do not use this archive; fetch it from its publisher",
-            )
+        if _leaves(entry.filename) or stat.S_ISLNK(entry.external_attr >> 16):
+            raise _refused(archive, entry.filename)
     total = sum(entry.file_size for entry in entries)
     if total > max_bytes:
-        raise DataError(
-            f"{archive} would grow to {total} bytes", why=f"the limit is {max_bytes}", fix="check where it comes from"
-        )
+        raise _too_large(archive, str(total), max_bytes)
+
+
+def _leaves(name: str) -> bool:
+    path = PurePosixPath(name.replace("\\", "/"))
+    return path.is_absolute() or ".." in path.parts or ":" in name
+
+
+def _refused(archive: Path, name: str) -> DataError:
+    return DataError(
+        f"{archive} holds the entry {name!r}",
+        why="it is a link, or would be written outside the folder",
+        fix="do not use this archive; fetch it from its publisher",
+    )
+
+
+def _too_large(archive: Path, size: str, limit: int) -> DataError:
+    return DataError(
+        f"{archive} would grow to {size} bytes", why=f"the limit is {limit}", fix="check where it comes from"
+    )

@@ -5,13 +5,16 @@ machine brings along: not of the batch, the lanes or the ranks. An epoch of the 
 cut into windows of a fixed number of samples; a window is sorted by length and cut into blocks, and
 its blocks are shuffled. A wide window makes for less padding, a narrow one for more mixing.
 
-Neighbours within a block grow in length, so parts of a batch that run side by side are equal work
-only when they take strided items of it (0, L, 2L, … of L parts), not contiguous ones.
+Neighbours within a block grow in length, so parts of a step that run side by side are equal work
+only when they take strided items of it (0, L, 2L, … of L parts), not contiguous ones. :func:`deal`
+lays a step's items out so that its contiguous parts hold strided items, whoever takes how many of them.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,8 @@ from numpy.typing import NDArray
 
 from lockstep.data.order import Order, check_slice, shuffled
 from lockstep.data.randomness import derive_key
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import DataError
+from lockstep.plan.order import check_sizes
 
 
 class BucketedOrder:
@@ -37,20 +41,8 @@ class BucketedOrder:
     """
 
     def __init__(self, order: Order, lengths: Sequence[float] | NDArray[Any], window: int, block: int) -> None:
-        if block < 1 or window < 1 or window % block:
-            raise ConfigError(
-                f"windows of {window} samples cannot be cut into blocks of {block}",
-                why="the window must be a positive multiple of the block",
-                fix=f"take a window of {max(1, round(window / max(1, block))) * max(1, block)} samples",
-            )
-        given: NDArray[Any] = np.asanyarray(lengths)
-        if given.shape != (order.samples,) or given.dtype.kind not in "uif":
-            raise DataError(
-                f"lengths of shape {given.shape} and type {given.dtype} do not fit {order.samples} samples",
-                why="a length-bucketed order needs one number per sample",
-                fix=f"give a one-dimensional array of {order.samples} lengths",
-            )
-        self._lengths = given
+        check_sizes(window, block)
+        self._lengths = check_lengths(lengths, order.samples)
         self.order = order
         self.window = window
         self.block = block
@@ -88,3 +80,42 @@ class BucketedOrder:
         window: NDArray[np.int64] = samples[places[places < len(samples)]]
         self._cache = (epoch, number, window)
         return window
+
+
+def check_lengths(lengths: Sequence[float] | NDArray[Any], samples: int) -> NDArray[Any]:
+    """``lengths`` as an array of shape [samples].
+
+    Raises:
+        DataError: it is not one number per sample.
+    """
+    given: NDArray[Any] = np.asanyarray(lengths)
+    if given.shape != (samples,) or given.dtype.kind not in "uif":
+        raise DataError(
+            f"lengths of shape {given.shape} and type {given.dtype} do not fit {samples} samples",
+            why="a length-bucketed order needs one number per sample",
+            fix=f"give a one-dimensional array of {samples} lengths",
+        )
+    return given
+
+
+def hash_lengths(lengths: NDArray[Any]) -> str:
+    """A hash of all lengths: with another one of them, the order is another."""
+    digest = hashlib.sha256(str(lengths.dtype).encode())
+    digest.update(np.ascontiguousarray(lengths).data)
+    return digest.hexdigest()[:16]
+
+
+@lru_cache(maxsize=64)
+def deal(items: int, lanes: int) -> NDArray[np.int64]:
+    """Which item stands at each place when ``items`` are dealt to ``lanes`` in turn: shape [items], read-only.
+
+    Lane l holds the places j with ⌊j·lanes/items⌋ = l, as in :class:`lockstep.plan.BatchPlan`, and gets the items
+    l, l + lanes, l + 2·lanes, …; what is left of the last round goes to the lanes that hold one more.
+    """
+    places = np.arange(items, dtype=np.int64)
+    lane = places * lanes // items
+    turn = places + (-lane * items // lanes)  # the place within its lane
+    dealt = np.empty_like(places)
+    dealt[np.lexsort((lane, turn))] = places
+    dealt.flags.writeable = False
+    return dealt

@@ -7,8 +7,10 @@ step, in a thread (data in memory) or in worker processes.
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, islice
@@ -20,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.data.arrays import ArrayDataset
+from lockstep.data.bucketed import deal
 from lockstep.data.randomness import sample_rng, worker_init
 from lockstep.plan import BatchPlan, LoaderPlan
 
@@ -37,7 +40,7 @@ class Request(NamedTuple):
     """One micro-batch: positions ``start`` to ``stop`` of an epoch.
 
     ``part`` is the lane (exact) or the micro-batch's place (fast). A ``ghost`` is fetched only so that an
-    empty rank can join a collective forward; it counts nothing.
+    empty rank can join a collective forward; it counts nothing. ``window`` spans the positions of the whole step.
     """
 
     epoch: int
@@ -45,6 +48,7 @@ class Request(NamedTuple):
     start: int
     stop: int
     ghost: bool = False
+    window: tuple[int, int] | None = None
 
     @property
     def size(self) -> int:
@@ -86,7 +90,7 @@ def windows(batch: BatchPlan, *, rank: int, epoch: int, position: int, epochs: i
 def _window(batch: BatchPlan, rank: int, epoch: int, span: tuple[int, int], ghosts: bool) -> Window:
     start, stop = span
     spans, irregular = _layout(batch, rank, stop - start, ghosts)
-    requests = tuple([Request(epoch, part, start + a, start + b, ghost) for part, a, b, ghost in spans])
+    requests = tuple([Request(epoch, part, start + a, start + b, ghost, span) for part, a, b, ghost in spans])
     return Window(epoch, start, stop, requests, irregular)
 
 
@@ -108,19 +112,32 @@ def _layout(
 
 @dataclass(frozen=True)
 class Source:
-    """Where batches come from: a data set, how its samples become a batch, and in which order they are taken."""
+    """Where batches come from: a data set, how its samples become a batch, and in which order they are taken.
+
+    ``lanes``: the items of a step are dealt to so many parts in turn (:func:`lockstep.data.bucketed.deal`), for an
+    order whose neighbours are alike; ``None`` leaves them in order.
+    """
 
     dataset: Any
     collate: Collate
     seed: int
     order: SampleOrder
+    lanes: int | None = None
 
     def batch(self, request: Request) -> Any:
         """The batch of ``request``; () for one without samples (an empty lane)."""
         if request.start == request.stop:
             return ()
-        indices = self.order.slice(request.epoch, request.start, request.stop)
-        return fetch(self.dataset, self.collate, self.seed, request.epoch, indices)
+        return fetch(self.dataset, self.collate, self.seed, request.epoch, self.indices(request))
+
+    def indices(self, request: Request) -> Indices:
+        """The samples of ``request``: shape [size]."""
+        if self.lanes is None:
+            return self.order.slice(request.epoch, request.start, request.stop)
+        assert request.window is not None, "the items of a step can be dealt, and only they"
+        first, stop = request.window
+        dealt = deal(stop - first, self.lanes)[request.start - first : request.stop - first]
+        return self.order.slice(request.epoch, first, stop)[dealt]
 
     @property
     def gathers(self) -> bool:
@@ -131,7 +148,7 @@ class Source:
         """The batches of ``requests``, made by one gather; ``finish`` sees that gather as a whole."""
         if len(requests) == 1 or not self.gathers:
             return [finish(self.batch(request)) for request in requests]
-        slices = [self.order.slice(r.epoch, r.start, r.stop) for r in requests]
+        slices = [self.indices(request) for request in requests]
         columns = finish(self.dataset.__getitems__(np.concatenate(slices)))
         sizes = [len(indices) for indices in slices]
         rows = zip(*(column.split(sizes) for column in columns), strict=True)
@@ -277,12 +294,27 @@ class WorkerLoader:
             pin_memory=self._plan.pin_memory and torch.cuda.is_available(),
             worker_init_fn=worker_init(self._source.seed, self._rank, epoch),
         )
-        self._iterator = iter(loader)
-        try:
-            yield from self._iterator
-        finally:
-            self.close()
+        with _child_signal_kept():
+            self._iterator = iter(loader)
+            try:
+                yield from self._iterator
+            finally:
+                self.close()
 
     def close(self) -> None:
         # Dropping the iterator is DataLoader's own way of ending its workers.
         self._iterator = None
+
+
+@contextmanager
+def _child_signal_kept() -> Iterator[None]:
+    """DataLoader installs a SIGCHLD handler for good; the process that training was called from gets its own back."""
+    from torch.utils.data._utils import signal_handling
+
+    before, was_set = signal.getsignal(signal.SIGCHLD), signal_handling._SIGCHLD_handler_set
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and not was_set:
+            signal.signal(signal.SIGCHLD, before)
+            signal_handling._SIGCHLD_handler_set = False

@@ -16,18 +16,20 @@ from torch import nn
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
-from lockstep.data.loader import SampleOrder, Source, Window, make_loader, windows
-from lockstep.data.order import Order
+from lockstep.data.loader import Source, Window, make_loader, windows
 from lockstep.engine.batchnorm import convert
-from lockstep.engine.collectives import Collectives
+from lockstep.engine.collectives import Collectives, shared
 from lockstep.engine.fit import Fit, TimedBatches
 from lockstep.engine.loop import training_steps
 from lockstep.engine.precision import Precision
 from lockstep.engine.resume import check_fits, load_shared, load_weights, weights_from
 from lockstep.engine.runtime import check_pins, pins, rank_device, runtime
+from lockstep.engine.source import training_source
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategy import DataParallelStrategy, DdpStrategy, SingleStrategy, Strategy
+from lockstep.engine.switches import Watched
 from lockstep.engine.task import Datasets, DataSettings, Task
+from lockstep.engine.trace import Trace, trace_file
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.errors import LockstepError
 from lockstep.events import CheckpointSaved, Fanout, Note, RunEnded, Sink
@@ -35,6 +37,7 @@ from lockstep.hardware.world import World
 from lockstep.plan import Plan
 from lockstep.telemetry.files import JsonLines, write_json
 from lockstep.telemetry.rundir import Heartbeat, RunDir
+from lockstep.telemetry.samples import samples_file
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,12 @@ def run_attempt(
     writer: BackgroundWriter | None = None
     fit: Fit | None = None
     try:
-        with runtime(plan, device, world, config.distributed.timeout_s, detect_anomaly=config.debug.detect_anomaly):
-            collectives = Collectives(world, timeout_s=config.distributed.timeout_s)
+        timeout_s = config.distributed.timeout_s
+        with (
+            runtime(plan, device, world, timeout_s, detect_anomaly=config.debug.detect_anomaly),
+            shared(world, timeout_s),
+        ):
+            collectives = Collectives(world, timeout_s=timeout_s)
             if world.is_main:
                 heartbeat.start(run_dir, total=plan.total_steps)
                 writer = BackgroundWriter(
@@ -146,7 +153,7 @@ def _assemble(
     optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, plan.schedule.lr)
     update = Update(model, optimizer, plan.schedule, precision, config.training.max_grad_norm)
     here = pins(device, plan)
-    state = TrainState()
+    state = TrainState(position=config.debug.start_position)
     if snapshot is not None:
         check_fits(snapshot.manifest, plan)
         if plan.reproducibility == "exact":
@@ -155,12 +162,17 @@ def _assemble(
         update.load_state_dict(snapshot.trainer["update"])
         task.load_state_dict(snapshot.trainer["task"])
         state = TrainState.from_state_dict(snapshot.trainer["state"])
+    debug, watched = config.debug, task
+    draws: set[str] = set()
+    if debug.trace != "off" or debug.switch_off:
+        watched = Watched(task, model, debug.switch_off)
+        draws = watched.draws
     return Fit(
         task=task,
         config=config,
         plan=plan,
         datasets=datasets,
-        strategy=_strategy(task, model, config, plan, precision, device, world),
+        strategy=_strategy(watched, model, config, plan, precision, device, world),
         update=update,
         precision=precision,
         state=state,
@@ -173,6 +185,7 @@ def _assemble(
         stop_requested=lambda: False,
         heartbeat=lambda step, total: None,
         pins=here,
+        trace=Trace(debug, trace_file(run_dir.path, world.rank), world.is_main, update, model, draws),
     )
 
 
@@ -233,18 +246,16 @@ def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Call
 
 
 def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
-    plan, state = fit.plan, fit.state
-    order = make_order(plan)
-    source = Source(fit.datasets.train, fit.task.collate, plan.seed, order)
+    plan, state, trace = fit.plan, fit.state, fit.trace
+    source = trace.source(training_source(fit.task, fit.datasets.train, plan))
     requests = chain.from_iterable(window.requests for window in _walk(fit, world))
     loader = make_loader(source, requests, plan.loader, world.rank)
-    batches = TimedBatches(iter(loader))
-    recorder = _recorder(fit, run_dir, world, order)
+    batches = TimedBatches(trace.batches(iter(loader)))
     fit.strategy.module.train()
     waited_s = 0.0
-    try:
+    with contextlib.closing(loader):
         for result in training_steps(
-            _walk(fit, world),
+            _recorded(_walk(fit, world), fit, run_dir, world, source),
             batches,
             fit.strategy,
             fit.update,
@@ -253,13 +264,12 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
             requested=fit.requested,
             norm_every=fit.config.telemetry.log_interval,
         ):
-            recorder(result.window, result.step)
+            trace.after_step(result)
             fit.after_step(result, batches.waited_s - waited_s)
             waited_s = batches.waited_s
             if fit.ended_by is not None:
                 break
-    finally:
-        loader.close()
+    trace.write()
 
 
 def _walk(fit: Fit, world: World) -> Iterator[Window]:
@@ -273,38 +283,23 @@ def _walk(fit: Fit, world: World) -> Iterator[Window]:
     )
 
 
-class _Subset:
-    """A fixed part of the data, in an order of its own (``debug.overfit_batches``)."""
+def _recorded(steps: Iterator[Window], fit: Fit, run_dir: RunDir, world: World, source: Source) -> Iterator[Window]:
+    """``steps``; with ``telemetry.record_samples``, this rank's sample indices are written down before each.
 
-    def __init__(self, indices: Any, order: Order) -> None:
-        self._indices, self._order = indices, order
-
-    def slice(self, epoch: int, start: int, stop: int) -> Any:
-        return self._indices[self._order.slice(epoch, start, stop)]
-
-
-def make_order(plan: Plan) -> SampleOrder:
-    """The order of samples of a run."""
-    whole = Order(plan.task.train_samples, plan.seed)
-    if plan.overfit_samples is None:
-        return whole
-    return _Subset(whole.slice(0, 0, plan.overfit_samples), Order(plan.overfit_samples, plan.seed))
-
-
-def _recorder(fit: Fit, run_dir: RunDir, world: World, order: SampleOrder) -> Callable[[Window, int], None]:
-    """Writes the sample indices of every step of this rank, when ``telemetry.record_samples`` is on."""
+    Before, since a step needs all ranks: so what a checkpoint holds is in every rank's file, whoever dies when.
+    """
     if not fit.config.telemetry.record_samples:
-        return lambda window, step: None
-    file = JsonLines(run_dir.path / f"samples-rank{world.rank}.jsonl")
-
-    def record(window: Window, step: int) -> None:
+        yield from steps
+        return
+    file = JsonLines(samples_file(run_dir, world.rank))
+    for window in steps:
         indices: list[int] = []
         for request in window.requests:
             if not request.ghost:
-                indices += order.slice(request.epoch, request.start, request.stop).tolist()
+                indices += source.indices(request).tolist()
+        step = fit.state.step + 1
         file.append({"attempt": fit.attempt, "step": step, "epoch": window.epoch + 1, "indices": indices})
-
-    return record
+        yield window
 
 
 def _test_the_best(fit: Fit, run_dir: RunDir) -> dict[str, float]:

@@ -2,18 +2,30 @@
 
 The same calls work on one process. Objects and flags travel over gloo, so that they never wait for a
 GPU and never mix with the gradient traffic of another backend.
+
+The engine uses :class:`Collectives`. A task's hooks use :func:`collectives`, whose calls also check that
+every rank makes the same one, and name the rank that does not.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import sys
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lockstep.errors import CollectiveError
 from lockstep.hardware.world import World
 
 T = TypeVar("T")
@@ -36,15 +48,18 @@ class Collectives:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def barrier(self) -> None:
+        """Wait until every rank is here."""
         if self.group is not None:
-            dist.barrier(group=self.group)
+            with self._call("barrier"):
+                dist.barrier(group=self.group)
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """``source``'s value, on every rank. Any picklable object."""
+        """``source``'s value, on every rank. Any object that can be pickled; tensors should be on the CPU."""
         if self.group is None:
             return value
         box = [value if self.rank == source else None]
-        dist.broadcast_object_list(box, src=source, group=self.group)
+        with self._call(f"broadcast from {source}"):
+            dist.broadcast_object_list(box, src=source, group=self.group)
         return box[0]  # type: ignore[return-value]
 
     def all_gather(self, value: T) -> list[T]:
@@ -52,7 +67,8 @@ class Collectives:
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with self._call("all_gather"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather(self, value: T, target: int = 0) -> list[T] | None:
@@ -60,24 +76,22 @@ class Collectives:
         if self.group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == target else None
-        dist.gather_object(value, values, dst=target, group=self.group)
+        with self._call(f"gather to {target}"):
+            dist.gather_object(value, values, dst=target, group=self.group)
         return values
 
     def sum(self, *values: float) -> tuple[float, ...]:
         """Element-wise sums over ranks, in float64."""
-        if self.group is None:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self.group)
-        return tuple(tensor.tolist())
+        return self._sum(f"sum of {len(values)}", *values)
 
     def weighted_mean(self, value: float, count: float) -> float:
         """Σ value·count / Σ count over ranks: the mean of what the ranks counted, whatever each one's share."""
-        total, counts = self.sum(value * count if count else 0.0, count)
+        total, counts = self._sum("weighted_mean", value * count if count else 0.0, count)
         return total / counts if counts else float("nan")
 
     def any(self, flag: bool) -> bool:
-        return self.sum(float(flag))[0] > 0
+        """Whether ``flag`` is true on some rank."""
+        return self._sum("any", float(flag))[0] > 0
 
     @contextmanager
     def main_first(self, *, per_node: bool = False) -> Iterator[None]:
@@ -89,10 +103,164 @@ class Collectives:
                 yield
             except BaseException as caught:
                 error = caught
-        failed = self.any(error is not None)
+        failed = self._sum("main_first", float(error is not None))[0] > 0
         if error is not None:
             raise error
         if failed:
             raise RuntimeError("the first rank failed in a section that the others wait for; see its log")
         if not first:
             yield
+
+    def _sum(self, call: str, *values: float) -> tuple[float, ...]:
+        if self.group is None:
+            return tuple(map(float, values))
+        tensor = torch.tensor(values, dtype=torch.float64)
+        with self._call(call):
+            dist.all_reduce(tensor, group=self.group)
+        return tuple(tensor.tolist())
+
+    def _call(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Surrounds the communication of one call among several ranks."""
+        return contextlib.nullcontext()
+
+
+class Call(NamedTuple):
+    """One call of a rank: its number from 1, its name with what must agree between ranks, ``file:line``."""
+
+    number: int
+    name: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (call {self.number}, {self.place})"
+
+
+class CheckedCollectives(Collectives):
+    """Collectives for code that is not the engine's, which may call them on one rank alone, or in another order.
+
+    Before each call a rank leaves a note of it in the process group's store, and all ranks compare a hash of
+    its name. So a rank that does not come is named with its last call, and different calls are an error
+    at once instead of a time-out without a reason.
+
+    Raises:
+        CollectiveError: from every method, in these cases.
+    """
+
+    def __init__(self, world: World, *, timeout_s: float = 600.0) -> None:
+        self._timeout_s = timeout_s
+        self._calls = 0
+        self._pid = os.getpid()
+        if world.size > 1:
+            self._store = dist.distributed_c10d._get_default_store()
+            # Overwrites what a rank of an earlier start left. All have done so when the group is there.
+            self._store.set(_note(world.rank), json.dumps(Call(0, "", "")))
+        super().__init__(world, timeout_s=timeout_s)
+
+    @contextmanager
+    def _call(self, name: str) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            raise CollectiveError(
+                f"{name} was called in a process that is not a rank, but a child of one",
+                why="a loader's workers share their rank's number, not its connections",
+                fix="call it in a hook of the task",
+            )
+        self._calls += 1
+        mine = Call(self._calls, name, _place())
+        self._store.set(_note(self.rank), json.dumps(mine))
+        started = time.monotonic()
+        try:
+            self._compare(mine)
+            yield
+        except RuntimeError as error:  # gloo's: a time-out, or a lost connection
+            absent = self._absent(mine.number)
+            if not absent:
+                raise
+            raise self._nobody_came(mine, absent, time.monotonic() - started) from error
+
+    def _compare(self, mine: Call) -> None:
+        """Every rank in this call, or an error on every rank."""
+        digest = zlib.crc32(mine.name.encode())
+        extremes = torch.tensor([digest, -digest])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
+        if extremes[0] == -extremes[1]:
+            return
+        calls: list[Any] = [None] * self.size
+        dist.all_gather_object(calls, mine, group=self.group)
+        raise CollectiveError(
+            "the ranks make different collective calls: "
+            + "; ".join(f"rank {rank} {call}" for rank, call in enumerate(calls)),
+            why="every rank must make the same calls in the same order",
+            fix="take the calls out of conditions and loops that differ between ranks",
+        )
+
+    def _absent(self, number: int) -> dict[int, Call]:
+        """The last calls of the ranks that have not come to call ``number``; none if the store is gone, too."""
+        try:
+            calls = {rank: Call(*json.loads(self._store.get(_note(rank)))) for rank in range(self.size)}
+        except RuntimeError:
+            return {}
+        return {rank: call for rank, call in calls.items() if call.number < number}
+
+    def _nobody_came(self, mine: Call, absent: dict[int, Call], waited_s: float) -> CollectiveError:
+        ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        in_time = waited_s < 0.99 * self._timeout_s
+        limit = "before the connection was lost" if in_time else f"within {self._timeout_s:g} s"
+        last = [
+            f"rank {rank} was last in {call}" if call.number else f"rank {rank} has made no call at all"
+            for rank, call in absent.items()
+        ]
+        return CollectiveError(
+            f"{ranks} did not come to {mine} {limit}",
+            why="; ".join(last),
+            fix="make the call on every rank, under no condition that differs between ranks; if a rank is only slow, "
+            "raise distributed.timeout_s",
+        )
+
+
+def _note(rank: int) -> str:
+    return f"lockstep/call of rank {rank}"
+
+
+def _place() -> str:
+    """``file:line`` of the code that called a method of this module."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in (__file__, contextlib.__file__):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+_of_the_run: ContextVar[CheckedCollectives | None] = ContextVar("collectives", default=None)
+
+
+@contextmanager
+def shared(world: World, timeout_s: float) -> Iterator[None]:
+    """Let :func:`collectives` return those among the ranks of ``world``, inside. Collective."""
+    token = _of_the_run.set(CheckedCollectives(world, timeout_s=timeout_s))
+    try:
+        yield
+    finally:
+        _of_the_run.reset(token)
+
+
+def collectives() -> Collectives:
+    """Rank, size and the collectives of the run that this code is a part of; outside a run, those of one process.
+
+    For a task's hooks, which run on every rank after the same steps::
+
+        def hooks(self):
+            def spread(result, model):
+                ranks = lockstep.collectives()
+                seen = ranks.all_gather(self.seen)
+                return {"spread": max(seen) - min(seen)}
+
+            return [(spread, 100)]
+
+    Attributes ``rank``, ``size``, ``is_main``; methods ``barrier``, ``broadcast``, ``gather``, ``all_gather``,
+    ``sum``, ``weighted_mean``, ``any``, ``main_first``. Every rank must make the same calls in the same order:
+    so not in ``metrics()``, which see the rows of all ranks on rank 0 alone, nor in ``evaluate``.
+
+    Raises:
+        CollectiveError: from the methods, when a rank has not come within ``distributed.timeout_s``, or is in
+            another call; it names the rank, both calls and their lines.
+    """
+    return _of_the_run.get() or Collectives(World())

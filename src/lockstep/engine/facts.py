@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from lockstep.data.bucketed import check_lengths, hash_lengths
 from lockstep.engine.batchnorm import has_batchnorm
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import DataError, TaskError, UnsupportedError
@@ -25,11 +26,12 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
 
     Raises:
         UnsupportedError: an iterable data set.
-        DataError: a data set without length, or an empty one.
+        DataError: a data set without length, an empty one, or lengths that do not fit it.
     """
     for split in ("train", "val", "test"):
         check_dataset(getattr(datasets, split), split)
-    model = _blueprint(task)
+    model, given = _blueprint(task), task.lengths()
+    lengths = None if given is None else hash_lengths(check_lengths(given, len(datasets.train)))
     return TaskFacts(
         name=name,
         train_samples=len(datasets.train),
@@ -38,7 +40,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         parameters=sum(p.numel() for p in model.parameters()),
         has_batchnorm=has_batchnorm(model),
         whole_batches=hasattr(datasets.train, "__getitems__") and not hasattr(datasets.train, "sample"),
-        fingerprint=fingerprint(datasets.train),
+        lengths=lengths,
+        fingerprint=fingerprint(datasets.train) + (f":{lengths}" if lengths else ""),
     )
 
 
@@ -94,7 +97,7 @@ def fingerprint(dataset: Any) -> str:
     try:
         with torch.random.fork_rng(devices=[]):
             for index in sorted({int(i) for i in np.linspace(0, len(dataset) - 1, PROBES)}):
-                _feed(digest, _probe(dataset, index))
+                feed(digest, _probe(dataset, index))
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
@@ -111,7 +114,8 @@ def _probe(dataset: Any, index: int) -> Any:
     return dataset[index]
 
 
-def _feed(digest: Any, value: Any) -> None:
+def feed(digest: Any, value: Any) -> None:
+    """Add a sample, however nested, to a hash."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
@@ -119,10 +123,10 @@ def _feed(digest: Any, value: Any) -> None:
     elif isinstance(value, dict):
         for key in value:
             digest.update(str(key).encode())
-            _feed(digest, value[key])
+            feed(digest, value[key])
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _feed(digest, item)
+            feed(digest, item)
     elif isinstance(value, (int, float, str, bytes, bool, type(None), np.generic)):
         digest.update(repr(value).encode())
     else:

@@ -25,6 +25,7 @@ from lockstep.engine.precision import Precision
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategy import Flags, Strategy
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.trace import Trace
 from lockstep.engine.update import Update
 from lockstep.errors import NonFiniteError
 from lockstep.events import EpochEnded, Evaluated, Note, RunStarted, Sink, StepLogged
@@ -71,6 +72,7 @@ class Fit:
     stop_requested: Callable[[], bool]
     heartbeat: Callable[[int, int], None]
     pins: Mapping[str, Any]
+    trace: Trace
     scalars: dict[str, float] = field(default_factory=dict)
     ended_by: str | None = None
 
@@ -225,8 +227,7 @@ class Fit:
     def _validate(self) -> dict[str, float]:
         with self._speed.paused():
             self.strategy.synchronise_buffers()
-            chunks = self.collectives.size if self.config.debug.fast_dev_run else None
-            values = self._evaluate(self.datasets.val, chunks)
+            values = self._evaluate(self.datasets.val, self._chunks)
         return {f"val_{name}": value for name, value in values.items() if isinstance(value, float | int)}
 
     def _judge(self, metrics: Mapping[str, float], epoch: int) -> bool:
@@ -249,6 +250,12 @@ class Fit:
             self._emit(Note("info", f"Early stopping: {self._monitor} has not improved for {patience} evaluations."))
         return False
 
+    @property
+    def _chunks(self) -> int | None:
+        """How many batches an evaluation takes; ``None``: all."""
+        debug = self.config.debug
+        return self.collectives.size if debug.fast_dev_run else debug.limit_eval_batches
+
     def _evaluate(self, dataset: Any, chunks: int | None = None) -> dict[str, Any]:
         return evaluate(
             self.task,
@@ -267,8 +274,7 @@ class Fit:
         """Metrics of the test set as ``(numbers, tables)``: a confusion matrix is a table."""
         if self.datasets.test is None:
             return {}, {}
-        chunks = self.collectives.size if self.config.debug.fast_dev_run else None
-        values = {f"test_{name}": value for name, value in self._evaluate(self.datasets.test, chunks).items()}
+        values = {f"test_{name}": value for name, value in self._evaluate(self.datasets.test, self._chunks).items()}
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, float | int)}
         return numbers, {name: value for name, value in values.items() if name not in numbers}
 
@@ -312,6 +318,7 @@ class Fit:
             "reproducibility": self.plan.reproducibility,
             "fingerprint": self.plan.task.fingerprint,
             "order_version": ORDER_VERSION,
+            "order": self.plan.order.model_dump(),
             "pins": json.loads(json.dumps(dict(self.pins))),
             "best": dict(self.state.best_metric),
         }

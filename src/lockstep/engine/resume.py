@@ -11,7 +11,7 @@ from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.data.order import ORDER_VERSION
 from lockstep.engine.collectives import Collectives
 from lockstep.errors import CheckpointError
-from lockstep.plan import Plan
+from lockstep.plan import OrderPlan, Plan
 
 
 def load_shared(store: CheckpointStore, step: int, collectives: Collectives) -> Snapshot:
@@ -50,6 +50,13 @@ def check_fits(manifest: dict[str, Any], plan: Plan) -> None:
             f"the run's order is version {manifest.get('order_version')}, this Lockstep's is {ORDER_VERSION}",
             why="in another order samples would repeat and others would be left out",
             fix="go on with the version of Lockstep that run.json names, or start a new run with --init-from",
+        )
+    order = OrderPlan.model_validate(manifest.get("order", {}))
+    if order != plan.order:
+        raise CheckpointError(
+            f"the run's order is {order}; that of the plan is {plan.order}",
+            why="in another order samples would repeat and others would be left out",
+            fix="leave data.bucketing, data.bucket_window and data.bucket_block as they were",
         )
     if manifest.get("seed") != plan.seed:
         raise CheckpointError(

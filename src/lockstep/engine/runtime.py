@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import CheckpointError, DeviceError
+from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
 
@@ -64,8 +64,9 @@ def runtime(
         seed_everything(plan.seed)
         with torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True):
             yield
-    except BaseException:
+    except BaseException as error:
         failed = True
+        _refuse_nondeterministic(error)
         raise
     finally:
         # NCCL waits for all ranks there, and after a failure they wait for this one; the process ends anyway.
@@ -84,6 +85,17 @@ def runtime(
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.random.set_rng_state(torch_state)
+
+
+def _refuse_nondeterministic(error: BaseException) -> None:
+    """Say by name which operator cannot be exact; torch's own message tells of switches that users never set."""
+    operator, found, _ = str(error).partition(" does not have a deterministic implementation")
+    if found:
+        raise UnsupportedError(
+            f"reproducibility: exact cannot use {operator.split()[-1]}",
+            why="torch has no deterministic kernel for it on this device",
+            fix="compute it otherwise or on the CPU, or train with reproducibility: fast",
+        ) from error
 
 
 def _join(plan: Plan, device: torch.device, world: World, timeout_s: float) -> bool:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch.optim import Optimizer
     from torchmetrics import MetricCollection
 
@@ -93,6 +94,13 @@ class Task:
 
     # Optional from here on.
 
+    def lengths(self) -> Sequence[float] | NDArray[Any] | None:
+        """One number per *training* sample, in any unit; called after ``datasets()``, on every rank.
+
+        Samples of like length then share a batch, so that padding is short (``data.bucketing``).
+        """
+        return None
+
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Tensor, ...]]:
         """Loss and rows of one validation batch; override it to share the forward pass."""
         return self.loss(model, batch), self.evaluate(model, batch)
@@ -113,7 +121,8 @@ class Task:
     def hooks(self) -> Sequence[tuple[Callable[..., Mapping[str, float] | None], int]]:
         """``(function, every)`` pairs: ``function(step_result, model)`` after every ``every`` steps.
 
-        What a hook returns is logged as scalars.
+        What a hook returns is logged as scalars. Hooks run on every rank, and talk to the others through
+        :func:`lockstep.collectives`.
         """
         return ()
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lockstep.errors import LockstepError, RankFailed, RunFolderError, UsageError
+from lockstep.errors import CollectiveError, LockstepError, RankFailed, RunFolderError, UsageError
 from lockstep.launch.causes import Cause, find_cause, is_lost_peer
 from lockstep.launch.output import MARK, log_file
 from lockstep.telemetry.rundir import RunDir, read_json, write_json
@@ -163,6 +163,11 @@ class RankFailure:
             return is_lost_peer(self.type, self.message)
         return self.ended_by_launcher or (self.signal == "SIGABRT" and is_lost_peer("", "\n".join(self.last_lines)))
 
+    @property
+    def blames_another(self) -> bool:
+        """Whether this rank missed another one, whose own failure says more if it left one."""
+        return self.error is not None and self.error["code"] == CollectiveError.code
+
     def headline(self) -> str:
         if self.signal and not self.type:
             return f"was killed by signal {-self.exit_code} ({self.signal})"
@@ -257,7 +262,7 @@ def collect(run_dir: RunDir) -> FailureReport | None:
     failures = [failure for failure in failures if failure.type or failure.exit_code not in _NO_FAILURE]
     if not launcher.error and all(failure.ended_by_launcher for failure in failures):
         return None
-    failures.sort(key=lambda failure: (failure.is_collateral, failure.time, failure.rank))
+    failures.sort(key=lambda failure: (failure.is_collateral, failure.blames_another, failure.time, failure.rank))
     first = failures[0] if failures and not (launcher.error and failures[0].is_collateral) else None
     return FailureReport(
         ranks=launcher.ranks or len(failures),

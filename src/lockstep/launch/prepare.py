@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import World, read_world
-from lockstep.plan import Plan, ResumePoint, TaskFacts
+from lockstep.plan import OrderPlan, Plan, ResumePoint, TaskFacts
 from lockstep.plan import make_plan as compute_plan
 from lockstep.tasks.registry import find_task, make_task
 from lockstep.telemetry.rundir import RunDir
@@ -128,5 +128,6 @@ def resume_point(run_dir: RunDir, *, hold: bool, report: Callable[[str], None]) 
         position=manifest["position"],
         samples_seen=manifest["samples_seen"],
         global_batch=manifest["global_batch"],
+        order=OrderPlan.model_validate(manifest.get("order", {})),
         hold=hold,
     )

@@ -1,7 +1,18 @@
 """Everything decided before the first step, with reasons. Pure arithmetic: imports no torch."""
 
 from lockstep.plan.batch import BatchPlan
+from lockstep.plan.order import OrderPlan
 from lockstep.plan.plan import Choice, LoaderPlan, Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.plan.schedule import Schedule
 
-__all__ = ["BatchPlan", "Choice", "LoaderPlan", "Plan", "ResumePoint", "Schedule", "TaskFacts", "make_plan"]
+__all__ = [
+    "BatchPlan",
+    "Choice",
+    "LoaderPlan",
+    "OrderPlan",
+    "Plan",
+    "ResumePoint",
+    "Schedule",
+    "TaskFacts",
+    "make_plan",
+]

@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware.resolve import Placement
 from lockstep.plan.batch import BatchPlan, resolve_batch
 from lockstep.plan.lr import scale_lr
+from lockstep.plan.order import OrderPlan, order_note, resolve_order
 from lockstep.plan.schedule import Schedule, resolve_schedule
 
 
@@ -19,7 +20,10 @@ class _Frozen(BaseModel):
 
 
 class TaskFacts(_Frozen):
-    """What the plan must know of a task: sizes of its data and traits of its model."""
+    """What the plan must know of a task: sizes of its data and traits of its model.
+
+    ``lengths``: a hash of the lengths of the training samples, if the task gives them.
+    """
 
     name: str
     train_samples: int
@@ -28,17 +32,19 @@ class TaskFacts(_Frozen):
     parameters: int = 0
     has_batchnorm: bool = False
     whole_batches: bool = False
+    lengths: str | None = None
     fingerprint: str = ""
 
 
 class ResumePoint(_Frozen):
-    """Where an earlier attempt stopped; sizes in samples. ``hold``: keep its global batch."""
+    """Where an earlier attempt stopped; sizes in samples. ``hold``: keep its global batch. Its order always stays."""
 
     step: int
     epoch: int
     position: int
     samples_seen: int
     global_batch: int
+    order: OrderPlan = OrderPlan()
     hold: bool = True
 
 
@@ -65,6 +71,7 @@ class Plan(_Frozen):
     task: TaskFacts
     placement: dict[str, Any]
     batch: BatchPlan
+    order: OrderPlan = OrderPlan()
     schedule: Schedule
     loader: LoaderPlan
     epochs: int
@@ -144,6 +151,13 @@ def make_plan(
     if config.debug.overfit_batches:
         overfit = min(samples, config.debug.overfit_batches * batch.global_batch)
         batch = batch.model_copy(update={"samples": overfit})
+    order, order_reason = resolve_order(
+        config.data,
+        samples=facts.train_samples,
+        lengths=facts.lengths is not None,
+        lanes=t.lanes,
+        held=resume.order if resume else None,
+    )
     lr, lr_reason, lr_note = scale_lr(
         config.optimizer.lr,
         config.optimizer.lr_scaling,
@@ -168,6 +182,7 @@ def make_plan(
         Choice(name="batch size", value=str(batch.batch_size), reason=reasons["batch_size"]),
         Choice(name="accumulate", value=str(batch.accumulate), reason=reasons["accumulate"]),
         Choice(name="tail", value=t.tail, reason=reasons["tail"]),
+        Choice(name="order", value=str(order), reason=order_reason),
         Choice(name="steps", value=str(total_steps), reason=total_reason),
         Choice(name="learning rate", value=f"{lr:g}", reason=lr_reason),
         Choice(name="schedule", value=config.scheduler.name, reason=schedule_reason),
@@ -176,7 +191,8 @@ def make_plan(
         Choice(name="threads", value=str(threads), reason=threads_reason),
         Choice(name="loader", value=f"{loader.num_workers} workers", reason=loader_reason),
     ]
-    notes = [*placement.notes, *([lr_note] if lr_note else []), *_resume_notes(resume, batch)]
+    advice = lr_note, order_note(config.data, order, batch.global_batch)
+    notes = [*placement.notes, *filter(None, advice), *_resume_notes(resume, batch)]
     if facts.has_batchnorm and batch.accumulate > 1 and not exact:
         notes.append(
             f"BatchNorm sees micro-batches, not the global batch of {batch.global_batch}: with accumulation its "
@@ -186,6 +202,7 @@ def make_plan(
         task=facts,
         placement=placement.as_dict(),
         batch=batch,
+        order=order,
         schedule=schedule,
         loader=loader,
         epochs=epochs,
@@ -246,6 +263,9 @@ def _length(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None) -> 
         return 1, 1, 0, "fast_dev_run: one step"
     per_epoch, offset = batch.steps_per_epoch, 0
     total = t.epochs * per_epoch
+    start = config.debug.start_position
+    if resume is None and start:
+        resume = ResumePoint(step=0, epoch=0, position=start, samples_seen=0, global_batch=batch.global_batch)
     if resume:  # an earlier resume may have changed the global batch, so what is left is counted from here
         left = batch.model_copy(update={"samples": batch.samples - resume.position}).steps_per_epoch
         left = left if resume.position < batch.samples else 0

@@ -251,11 +251,11 @@ class RunDir(Layout):
                 why="it has no list of epochs",
                 fix="remove the file; it holds curves only",
             )
-        return newest_per_epoch(surviving(rows, self._resumed_from()))
+        return newest_per_epoch(surviving(rows, self.resumed_from()))
 
     def steps(self) -> list[dict[str, Any]]:
         """Rows of ``steps.jsonl``, one a log interval; see :meth:`epochs`."""
-        return surviving(read_jsonl(self.steps_file), self._resumed_from())
+        return surviving(read_jsonl(self.steps_file), self.resumed_from())
 
     def write_epochs(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace the rows of ``metrics.json``. Raises :class:`StorageError`."""
@@ -265,7 +265,7 @@ class RunDir(Layout):
         """Add a row to ``steps.jsonl``. Raises :class:`StorageError`."""
         self._steps.append(row)
 
-    def _resumed_from(self) -> dict[int, int]:
+    def resumed_from(self) -> dict[int, int]:
         """From which step each attempt went on; attempts that cannot be read are left out."""
         found = {}
         for name in names_in(self.attempts):

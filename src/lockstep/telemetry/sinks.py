@@ -28,7 +28,8 @@ def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> Fanout
     Raises:
         ConfigError: ``telemetry.tensorboard`` is ``on`` and TensorBoard is not installed.
     """
-    optional: list[Sink] = [ConsoleSink(stream, config.telemetry.progress)]
+    mode = config.telemetry.progress
+    optional: list[Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode)]
     if tensorboard_wanted(config.telemetry.tensorboard):
         optional.append(TensorBoardSink(run_dir.logs))
     return Fanout(essential=[RunFolderSink(run_dir)], optional=optional)

@@ -1,0 +1,57 @@
+"""``lockstep verify``."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, print_json
+from lockstep.cli.settings import FILES, NO_SETTINGS, Settings, to_mapping
+from lockstep.cli.train import TaskName
+
+EPILOGUE = """\
+Examples:
+  lockstep verify har --devices cpu,cpu                          # a rehearsal on two CPU ranks
+  lockstep verify my_task.py:MyTask --devices gpu:0,gpu:1 --steps 50
+  lockstep verify har --devices cpu,cpu --reproducibility exact  # equal bit for bit?
+
+Exit codes: 0 the devices compute what one computes, 1 they do not (the likely cause is named), 2 wrong usage.
+The report goes to --save-dir (default: runs/verify-<id>): report.json, report.md and, with matplotlib, verify.png."""
+
+app = App(name="verify", usage="Usage: lockstep verify [TASK] --devices DEVICE,... [OPTIONS]", help_epilogue=EPILOGUE)
+
+
+@app.default
+def verify(
+    task: TaskName = None,
+    /,
+    *,
+    steps: Annotated[int, Parameter(group=FILES, help="Optimizer steps of each run. Default: 24.")] = 24,
+    eval_batches: Annotated[int, Parameter(group=FILES, help="Batches of each validation. Default: 8.")] = 8,
+    settings: Annotated[Settings, Parameter(name="*")] = NO_SETTINGS,
+    as_json: AsJson = False,
+) -> int:
+    """Run the same steps on one device and on the chosen ones, and say whether they compute the same."""
+    name, mapping = to_mapping(settings, task)
+    from lockstep.telemetry.tables import say
+    from lockstep.verify import verify as run
+    from lockstep.verify.report import print_report, write_report
+
+    chosen = mapping.pop("save_dir", None)
+    folder = (
+        Path(chosen) if chosen else Path(mapping.get("runs_dir", DEFAULT_RUNS_DIR)) / f"verify-{uuid.uuid4().hex[:8]}"
+    )
+    report = run(
+        name, mapping, steps=steps, eval_batches=eval_batches, say=lambda line: say(f"running: {line}", sys.stderr)
+    )
+    files = write_report(report, folder)
+    if as_json:
+        print_json({**report.as_dict(), "files": [str(file) for file in files]}, sys.stdout)
+    else:
+        print_report(report, sys.stdout)
+        say(f"report: {folder}", sys.stdout)
+    return report.exit_code

@@ -1,0 +1,116 @@
+"""Dropout and batch statistics off, whatever module or function asks for them: to find where two runs part.
+
+Layers are told to behave as in evaluation. Functional calls are met by a ``TorchFunctionMode``, which also
+notes every random function that a forward pass draws from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+from lockstep.engine.task import Loss, Task
+
+#: Functions of ``torch.nn.functional`` that drop out, with the name of their rate.
+_RATES = {
+    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"), "p"),
+    "multi_head_attention_forward": "dropout_p",
+}
+#: ``scaled_dot_product_attention`` is built in and has no signature: (query, key, value, mask, rate).
+_ATTENTION_RATE = 4
+_DRAWS = frozenset(
+    (
+        *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "exponential_", "random_"),
+        *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "poisson"),
+        *("gumbel_softmax", "rrelu", "fractional_max_pool2d", "fractional_max_pool3d"),
+    )
+)
+
+
+class _Watch(TorchFunctionMode):
+    """Notes what draws random numbers in training, and turns dropout off when told to."""
+
+    def __init__(self, draws: set[str], *, no_dropout: bool) -> None:
+        super().__init__()
+        self._draws, self._no_dropout = draws, no_dropout
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if name in _RATES and getattr(F, name) is func:
+            call = signature(func).bind(*args, **kwargs)
+            call.apply_defaults()
+            self._drop(call.arguments, _RATES[name], call.arguments["training"])
+            return func(*call.args, **call.kwargs)
+        if func is F.scaled_dot_product_attention:
+            if len(args) > _ATTENTION_RATE:
+                kwargs["dropout_p"] = args[_ATTENTION_RATE]
+                args = [*args[:_ATTENTION_RATE], *args[_ATTENTION_RATE + 1 :]]
+            self._drop(kwargs, "dropout_p", True)
+        elif name in _DRAWS:
+            self._draws.add(name.rstrip("_"))
+        return func(*args, **kwargs)
+
+    def _drop(self, arguments: dict[str, Any], rate: str, training: bool) -> None:
+        if not training or not arguments.get(rate):
+            return
+        if self._no_dropout:
+            arguments[rate] = 0.0
+        else:
+            self._draws.add("dropout")
+
+
+class Watched(Task):
+    """A task of which only the loss is asked, in a forward pass that is watched.
+
+    What threads of DataParallel call is not seen; layers are, everywhere.
+
+    Args:
+        task: whose loss it is.
+        model: the one that will be trained; it is changed for good.
+        off: of ``dropout`` and ``batchnorm`` (normalisation layers use their running statistics).
+
+    Attributes:
+        draws: the random functions that have been called so far, ``dropout`` among them.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, off: Sequence[str]) -> None:
+        super().__init__(task.config)
+        self._task = task
+        self.draws: set[str] = set()
+        layers = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.p]
+        recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase) and m.dropout]
+        if "dropout" in off:
+            for module in recurrent:
+                module.dropout = 0.0
+            _quieten(layers)
+        elif layers or recurrent:
+            self.draws.add("dropout")
+        if "batchnorm" in off:
+            _quieten([m for m in model.modules() if isinstance(m, _NormBase)])
+        self._no_dropout = "dropout" in off
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        with _Watch(self.draws, no_dropout=self._no_dropout):
+            return self._task.loss(model, batch)
+
+
+def _quieten(layers: Sequence[nn.Module]) -> None:
+    for layer in layers:
+        layer.register_forward_pre_hook(_as_in_evaluation)
+
+
+def _as_in_evaluation(module: nn.Module, inputs: Any) -> None:
+    module.training = False

@@ -1,0 +1,200 @@
+"""From windows to batches: every sample once, the same lanes on any ranks, the same augmentation anywhere."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data.arrays import ArrayDataset
+from lockstep.data.bucketed import BucketedOrder
+from lockstep.data.loader import Request, SampleOrder, Source, make_loader, windows
+from lockstep.data.order import Order
+from lockstep.plan import BatchPlan, LoaderPlan
+from tests.sequences import Recordings, pad
+
+EPOCHS = 2
+
+
+def requests(batch: BatchPlan, rank: int, epochs: int = EPOCHS) -> Iterator[Request]:
+    walk = windows(batch, rank=rank, epoch=0, position=0, epochs=epochs, ghosts=False)
+    return chain.from_iterable(window.requests for window in walk)
+
+
+def fast(samples: int, ranks: int, global_batch: int, batch_size: int) -> BatchPlan:
+    return BatchPlan(samples=samples, global_batch=global_batch, batch_size=batch_size, accumulate=1, ranks=ranks)
+
+
+def exact(samples: int, ranks: int, global_batch: int) -> BatchPlan:
+    return BatchPlan(
+        samples=samples, global_batch=global_batch, batch_size=global_batch, accumulate=1, ranks=ranks, lanes=8
+    )
+
+
+def bucketed(lengths: np.ndarray, window: int = 64, block: int = 32) -> BucketedOrder:
+    return BucketedOrder(Order(len(lengths), 1), lengths, window, block)
+
+
+@given(
+    samples=st.integers(1, 300),
+    ranks=st.integers(1, 5),
+    global_batch=st.integers(5, 60),
+    batch_size=st.integers(1, 16),
+    lanes=st.sampled_from([1, 2, 8, 16]),
+)
+def test_on_any_ranks_a_step_has_the_samples_of_the_order_dealt_or_not(
+    samples: int, ranks: int, global_batch: int, batch_size: int, lanes: int
+) -> None:
+    order, batch = bucketed(np.arange(samples) * 7 % 31), fast(samples, ranks, global_batch, batch_size)
+    for dealt in (None, lanes):
+        source = Source(None, list, 1, order, dealt)
+        steps: dict[tuple[int, int], list[int]] = {}
+        for rank in range(ranks):
+            for window in windows(batch, rank=rank, epoch=0, position=0, epochs=EPOCHS, ghosts=False):
+                for request in window.requests:
+                    steps.setdefault((window.epoch, window.start), []).extend(source.indices(request).tolist())
+        for (epoch, start), indices in steps.items():
+            expected = order.slice(epoch, start, min(start + global_batch, samples)).tolist()
+            assert sorted(indices) == sorted(expected)
+            assert dealt or indices == expected
+
+
+def lane_requests(samples: int, ranks: int, global_batch: int) -> list[Request]:
+    """The requests of all lanes, step after step, whichever rank has them."""
+    batch = exact(samples, ranks, global_batch)
+    by_rank = [list(requests(batch, rank)) for rank in range(ranks)]
+    share = 8 // ranks
+    return [r for first in range(0, len(by_rank[0]), share) for mine in by_rank for r in mine[first : first + share]]
+
+
+@given(samples=st.integers(1, 300), global_batch=st.integers(8, 60))
+def test_a_lane_holds_the_same_samples_on_any_ranks(samples: int, global_batch: int) -> None:
+    source = Source(None, list, 1, bucketed(np.arange(samples) * 7 % 31), 8)
+    alone = [source.indices(request).tolist() for request in lane_requests(samples, 1, global_batch)]
+    for ranks in (2, 4, 8):
+        assert [source.indices(r).tolist() for r in lane_requests(samples, ranks, global_batch)] == alone
+
+
+def test_lanes_are_collated_and_padded_alone_so_their_batches_are_the_same_bytes_on_any_ranks() -> None:
+    data = Recordings(90, 1)
+    source = Source(data, pad, 1, bucketed(data.lengths), 8)
+    alone = [source.batch(request) for request in lane_requests(90, 1, 28)]
+    for ranks in (2, 4, 8):
+        for request, theirs in zip(lane_requests(90, ranks, 28), alone, strict=True):
+            if request.size == 0:
+                assert source.batch(request) == theirs == ()
+                continue
+            frames, labels = source.batch(request)
+            assert torch.equal(frames, theirs[0])
+            assert torch.equal(labels, theirs[1])
+            assert frames.shape[1] == data.lengths[source.indices(request)].max(), "no longer than its own longest"
+
+
+def shares(order: SampleOrder, lanes: int | None, lengths: np.ndarray, batch: BatchPlan) -> tuple[float, float]:
+    """Padding as a share of all frames, and how much more frames the busiest rank of a step has than the mean."""
+    source = Source(None, list, 1, order, lanes)
+    padded, unequal = 0.0, []
+    walks = [
+        list(windows(batch, rank=rank, epoch=0, position=0, epochs=1, ghosts=False)) for rank in range(batch.ranks)
+    ]
+    for step in zip(*walks, strict=True):
+        micro_batches = [[lengths[source.indices(request)] for request in window.requests] for window in step]
+        padded += sum(part.max() * len(part) for rank in micro_batches for part in rank)
+        work = [sum(part.sum() for part in rank) for rank in micro_batches]
+        unequal.append(max(work) / np.mean(work) - 1)
+    return 1 - lengths.sum() / padded, float(np.mean(unequal))
+
+
+def test_the_order_by_length_pads_little_and_dealing_makes_ranks_equal() -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 0.6, 8192)
+    batch = fast(8192, 4, 128, 32)
+    plain, buckets = Order(8192, 1), BucketedOrder(Order(8192, 1), lengths, 2048, 256)
+    shuffled, in_order, dealt = (
+        shares(order, lanes, lengths, batch) for order, lanes in ((plain, None), (buckets, None), (buckets, 8))
+    )
+    assert dealt[0] < 0.2 < 0.6 < shuffled[0]
+    assert dealt[1] < 0.01 < 0.05 < in_order[1]
+
+
+class Augmented:
+    """Samples that are what ``rng`` draws, with their index."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def sample(self, index: int, rng: np.random.Generator) -> tuple[int, torch.Tensor]:
+        return index, torch.from_numpy(rng.standard_normal(6))
+
+
+def augmented(batch: BatchPlan, workers: int, persistent: bool = True) -> dict[tuple[int, int], bytes]:
+    """The bytes of every (epoch, index), over all ranks."""
+    data = Augmented(batch.samples)
+    source = Source(data, torch.utils.data.default_collate, 5, Order(batch.samples, 5))
+    plan = LoaderPlan(
+        num_workers=workers, prefetch_factor=2, persistent_workers=persistent and workers > 0, pin_memory=False
+    )
+    found: dict[tuple[int, int], bytes] = {}
+    for rank in range(batch.ranks):
+        mine = [request for request in requests(batch, rank) if request.size]
+        loader = make_loader(source, mine, plan, rank)
+        try:
+            for request, (indices, drawn) in zip(mine, loader, strict=True):
+                for index, row in zip(indices.tolist(), drawn, strict=True):
+                    key = (request.epoch, index)
+                    assert key not in found
+                    found[key] = row.numpy().tobytes()
+        finally:
+            loader.close()
+    assert len(found) == EPOCHS * batch.samples
+    return found
+
+
+@given(samples=st.integers(1, 80), ranks=st.integers(1, 5), global_batch=st.integers(5, 40), lanes=st.booleans())
+def test_augmented_samples_are_byte_equal_on_any_ranks_and_differ_between_epochs(
+    samples: int, ranks: int, global_batch: int, lanes: bool
+) -> None:
+    alone = augmented(fast(samples, 1, samples, samples), 0)
+    batch = exact(samples, 2 ** (ranks // 2), global_batch) if lanes else fast(samples, ranks, global_batch, 7)
+    assert augmented(batch, 0) == alone
+    assert all(alone[0, index] != alone[1, index] for index in range(samples))
+    assert len(set(alone.values())) == len(alone)
+
+
+@pytest.fixture
+def sigchld() -> Iterator[None]:
+    """A DataLoader with workers leaves a handler of its own behind."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, handler)
+
+
+@pytest.mark.usefixtures("sigchld")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than there are cores here
+@pytest.mark.parametrize(("workers", "persistent"), [(1, True), (3, True), (2, False)])
+def test_augmented_samples_are_byte_equal_with_any_number_of_workers(workers: int, persistent: bool) -> None:
+    assert augmented(fast(37, 2, 10, 3), workers, persistent) == augmented(fast(37, 1, 10, 10), 0)
+
+
+@pytest.mark.usefixtures("sigchld")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_and_gathers_take_the_dealt_items() -> None:
+    lengths = np.arange(90) * 7 % 31
+    source = Source(ArrayDataset(torch.arange(90)), list, 1, bucketed(lengths), 8)
+    mine = list(requests(fast(90, 1, 24, 7), 0))
+    expected = [source.indices(request).tolist() for request in mine]
+    for workers in (0, 2):
+        plan = LoaderPlan(num_workers=workers, prefetch_factor=2, persistent_workers=workers > 0, pin_memory=False)
+        loader = make_loader(source, mine, plan, 0)
+        try:
+            assert [batch[0].tolist() for batch in loader] == expected
+        finally:
+            loader.close()

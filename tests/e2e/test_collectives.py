@@ -1,0 +1,79 @@
+"""``lockstep.collectives()`` in a task's hook, from the command line: what it sees, and how a mistake ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from torch import nn
+
+import lockstep
+from lockstep.telemetry.rundir import RunDir
+from tests.e2e.test_train import finish, start
+from tests.toys import Toy
+
+TIMEOUT_S = 10.0
+
+
+class Hooked(Toy):
+    """Its hook talks to the other ranks every second step; at step 4 one rank may do something else."""
+
+    class Config(Toy.Config):
+        at_step_4: Literal["talk", "barrier on rank 0", "error on rank 1"] = "talk"
+
+    def hooks(self) -> Any:
+        return [(self.talk, 2)]
+
+    def talk(self, result: Any, model: nn.Module) -> dict[str, float]:
+        ranks = lockstep.collectives()
+        if result.step == 4 and self.config.at_step_4 == "barrier on rank 0":
+            if ranks.is_main:
+                ranks.barrier()
+            return {}
+        if result.step == 4 and self.config.at_step_4 == "error on rank 1" and ranks.rank == 1:
+            raise ValueError("the hook broke")
+        weights = [parameter.sum().item() for parameter in model.parameters()]
+        same = ranks.all_gather(weights) == [weights] * ranks.size
+        return {"same": float(same), "mean": ranks.weighted_mean(ranks.rank, ranks.rank + 1.0)}
+
+
+LINE = Hooked.talk.__code__.co_firstlineno
+
+
+def run(cwd: Path, *settings: str, code: int = 0) -> tuple[str, RunDir]:
+    sets = [part for setting in settings for part in ("--set", setting)]
+    command = ("train", f"{__file__}:Hooked", "--save-dir", "run", "--devices", "cpu,cpu", "--max-steps", "6", *sets)
+    output = finish(start(*command, "--log-interval", "2", cwd=cwd), code)
+    return output, RunDir.open(cwd / "run")
+
+
+def test_a_hook_talks_to_all_ranks(tmp_path: Path) -> None:
+    _, folder = run(tmp_path)
+    assert [row["scalars"] for row in folder.steps()] == [{"same": 1.0, "mean": pytest.approx(2 / 3)}] * 3
+
+
+def test_the_same_hook_on_one_device(tmp_path: Path) -> None:
+    settings = {"save_dir": tmp_path / "run", "training": {"max_steps": 6}, "telemetry": {"log_interval": 2}}
+    result = lockstep.train(Hooked(), settings)
+    rows = RunDir.open(result.run_dir).steps()
+    assert [row["scalars"] for row in rows] == [{"same": 1.0, "mean": 0.0}] * 3
+
+
+def test_a_call_on_one_rank_ends_the_run_and_names_the_other(tmp_path: Path) -> None:
+    settings = ("task.at_step_4=barrier on rank 0", f"distributed.timeout_s={TIMEOUT_S}")
+    output, folder = run(tmp_path, *settings, code=1)
+    file = Path(__file__).name
+    assert "rank 0 of 2 failed: lockstep.errors.CollectiveError" in output
+    assert f"rank 1 did not come to barrier (call 3, {file}:{LINE + 4})" in output
+    assert f"why: rank 1 was last in weighted_mean (call 2, {file}:{LINE + 10})" in output
+    assert "fix: make the call on every rank" in output
+    assert "rank 1 did not come to barrier" in (folder.read().error or "")
+    assert folder.status() == "failed"
+
+
+def test_an_error_in_one_ranks_hook_is_told_before_those_who_missed_it(tmp_path: Path) -> None:
+    output, _ = run(tmp_path, "task.at_step_4=error on rank 1", code=1)
+    assert "rank 1 of 2 failed: ValueError: the hook broke" in output
+    assert "1 other rank ended because of it or after it (rank 0)" in output
+    assert f"line {LINE + 7}, in talk" in output, "its traceback is shown"

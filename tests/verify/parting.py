@@ -1,0 +1,94 @@
+"""Tasks built so that several ranks do not compute what one computes, each for a reason of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import Datasets, Loss
+from lockstep.data.arrays import ArrayDataset
+from tests.toys import CLASSES, FEATURES, SampleBySample, Toy, arrays
+
+
+def place() -> tuple[int, int]:
+    """This process's (rank, world size), as a user's code reads it behind Lockstep's back."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class MeanOfMeans(Toy):
+    """Each micro-batch's mean counts as one item, however many samples it has."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(nn.functional.cross_entropy(model(batch[0]), batch[1]), 1)
+
+
+class PaddedShard(SampleBySample):
+    """What a DistributedSampler does, inside a data set: every rank has its own part, filled up to equal length."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        rank, size = place()
+        each = -(-len(self) // size)
+        return super().__getitem__((rank * each + index % each) % len(self))
+
+
+class PaddingSampler(Toy):
+    def datasets(self) -> Datasets:
+        return Datasets(PaddedShard(*arrays(self.config.samples, 1)), ArrayDataset(*arrays(53, 2)))
+
+
+class UnseededDropout(Toy):
+    """Masks from the operating system's entropy."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        inputs, labels = batch
+        generator = torch.Generator()
+        generator.seed()
+        mask = torch.empty_like(inputs).bernoulli_(0.8, generator=generator)
+        return Loss(nn.functional.cross_entropy(model(inputs * mask), labels, reduction="sum"), len(labels))
+
+
+class RankDropout(Toy):
+    """Masks from the global generator, but not by dropout: they cannot be switched off."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        inputs, labels = batch
+        mask = (torch.rand_like(inputs) < 0.8).float()
+        return Loss(nn.functional.cross_entropy(model(inputs * mask), labels, reduction="sum"), len(labels))
+
+
+class ScaledRate(Toy):
+    """The learning rate is multiplied by the number of ranks where nobody sees it."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.01 * place()[1])
+
+
+class Centred(nn.Module):
+    """Statistics of the batch without a BatchNorm layer."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs - inputs.mean(0)
+
+
+class HandMadeNorm(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 16), Centred(), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+class LoudRank(Toy):
+    """The second rank takes its samples more seriously."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        total, count = super().loss(model, batch)
+        return Loss(total * (1 + place()[0]), count)
+
+
+class OwnStart(Toy):
+    """Every rank starts from weights of its own. DDP compares shapes at the start, not values, when told not to."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(place()[1])
+        return super().model()

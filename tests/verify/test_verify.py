@@ -1,0 +1,91 @@
+"""Two real ranks against one: agreement to rounding is seen as such, and every built-in fault is called by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.verify import VerifyReport, verify
+from lockstep.verify.report import write_report
+from tests.e2e.test_train import finish, start
+from tests.toys import Toy
+from tests.verify import parting
+
+TWO: dict[str, Any] = {"hardware": {"selected_devices": ["cpu", "cpu"]}}
+NORM = {"task": {"batchnorm": True}}
+
+
+def run(kind: type[Toy], tmp_path: Path, sections: dict[str, Any]) -> VerifyReport:
+    return verify(kind, {**TWO, "runs_dir": str(tmp_path), **sections}, steps=16)
+
+
+@pytest.mark.parametrize(
+    ("sections", "outcomes"),
+    [
+        ({}, {"identical", "equal"}),
+        ({"task": {"batchnorm": True, "dropout": 0.3, "dataset": "augmented"}}, {"equal without dropout"}),
+        ({**NORM, "training": {"reproducibility": "exact"}}, {"identical"}),
+    ],
+    ids=["plain", "batchnorm and dropout", "exact"],
+)
+def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], outcomes: set[str]) -> None:
+    report = run(Toy, tmp_path, sections)
+    assert report.outcome in outcomes
+    assert (report.exit_code, report.causes) == (0, ())
+    assert len(report.comparison.gap.loss) == 16
+    # 200 samples in windows of 32: the short last one and the start of the next epoch are among the steps.
+    assert {8, 32} <= set(report.comparison.one.samples.tolist())
+
+
+@pytest.mark.parametrize(
+    ("task", "sections", "cause"),
+    [
+        (Toy, {**NORM, "distributed": {"sync_batchnorm": "off"}}, "batchnorm"),
+        (Toy, {**NORM, "training": {"accumulate": 2}}, "batchnorm"),
+        (parting.MeanOfMeans, {"task": {"samples": 203}}, "denominator"),
+        (parting.PaddingSampler, {}, "order"),
+        (parting.UnseededDropout, {}, "unseeded dropout"),
+        (parting.RankDropout, {}, "random draws"),
+        (parting.ScaledRate, {}, "learning rate"),
+        (parting.HandMadeNorm, {}, "grouping"),
+        (parting.LoudRank, {}, "unknown"),
+        (parting.OwnStart, {}, "initial weights"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_parts_is_called_by_its_cause(
+    tmp_path: Path, task: type[Toy], sections: dict[str, Any], cause: str
+) -> None:
+    report = run(task, tmp_path, sections)
+    assert report.outcome == "different"
+    assert report.exit_code == 1
+    assert report.causes[0].code == cause
+    assert report.verdict.startswith("DIFFERENT: from step ")
+
+
+def test_the_report_is_written_and_printed(tmp_path: Path) -> None:
+    flags = ("--devices", "cpu,cpu", "--steps", "6", "--json", "--save-dir", "report")
+    process = start("verify", "tests.verify.parting:ScaledRate", *flags, cwd=tmp_path)
+    output = finish(process, code=1)
+    printed = json.loads(output[output.index("{") :])
+    written = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert printed["causes"] == written["causes"]
+    assert written["causes"][0]["code"] == "learning rate"
+    assert [row["step"] for row in written["steps"]] == [1, 2, 3, 4, 5, 6]
+    assert "likely cause: learning rate" in (tmp_path / "report" / "report.md").read_text()
+    assert not list(tmp_path.glob("runs*")), "the runs that were compared are gone"
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = write_report(run(Toy, tmp_path, {}), tmp_path / "report")
+    assert files[-1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="several devices with one"):
+        verify(Toy, {"hardware": {"selected_devices": ["cpu"]}, "runs_dir": str(tmp_path)})
