@@ -40,10 +40,10 @@ def extract_zip(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BY
 def extract_tar(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BYTES) -> Path:
     """Like :func:`extract_zip` for a tar archive, compressed by gzip, bzip2, xz or not at all.
 
-    It is read once, from its beginning to its end; of an entry, only name and content are taken.
+    Of an entry, only name and content are taken.
     """
     total = 0
-    with _unpacking(archive, target, "tar") as building, tarfile.open(archive, "r|*") as content:
+    with _unpacking(archive, target, "tar") as building, tarfile.open(archive) as content:
         for entry in content:
             if _leaves(entry.name) or not (entry.isreg() or entry.isdir()):
                 raise _refused(archive, entry.name)
@@ -54,6 +54,9 @@ def extract_tar(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BY
                 _write(content, entry, building / entry.name)
             else:
                 (building / entry.name).mkdir(parents=True, exist_ok=True)
+        # tarfile stops at the last entry; the checksum of the compression stands behind it.
+        while content.fileobj is not None and content.fileobj.read(1 << 20):
+            pass
     return target
 
 

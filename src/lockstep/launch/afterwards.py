@@ -63,6 +63,21 @@ def reopen(config: RunConfig, snapshot: Snapshot) -> tuple[Task, Datasets]:
     return task, task.datasets()
 
 
+def load_model(run: RunDir, checkpoint: str | int = "best") -> tuple[Task, torch.nn.Module]:
+    """A run's task and its model in evaluation mode, with the weights of a checkpoint; opens no data.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is corrupt.
+    """
+    snapshot = find_checkpoint(run, checkpoint)
+    config = run.config()
+    task, _ = settle(config.task.name, config)
+    task.load_state_dict(snapshot.trainer["task"])
+    model = task.model()
+    load_weights(model, snapshot.model, run.path)
+    return task, model.eval()
+
+
 def find_checkpoint(run: RunDir, checkpoint: str | int) -> Snapshot:
     """The checkpoint that ``best``, ``last`` or a step number means.
 

@@ -1,0 +1,257 @@
+"""The Legendre memory unit (LMU), a recurrent layer with a long linear memory.
+
+A step of the cell, for an input ``x``, a hidden state ``h`` and a memory ``m`` (Voelker, Kajić and Eliasmith 2019)::
+
+    u = e_x·x + e_h·h + e_m·m        what is written to the memory: one number
+    m = A m + B u                    the Legendre delay system of some order over θ steps
+    h = tanh(W_x x + W_h h + W_m m)  the output
+
+``A`` and ``B`` are constants (:mod:`lockstep.models.legendre`), so ``m`` is linear in the ``u``. Both forms go through
+time in chunks: the memory after step k of a chunk is the product of a constant matrix, ``[A^(k+1), A^k B, …, B]``, and
+``[m, u_0, …, u_k]`` with the memory before the chunk, for all of the chunk's steps and all sequences at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.models.legendre import transition
+from lockstep.models.recurrence import feedback_scan, linear_scan, project
+
+FORMS = ("parallel", "recurrent")
+
+#: Steps of a chunk. The memory is carried from chunk to chunk, one after another.
+CHUNK = 16
+
+
+class LMUState(NamedTuple):
+    """Where a sequence stands: the last output ``h`` (batch, hidden) and the memory ``m`` (batch, order)."""
+
+    h: Tensor
+    m: Tensor
+
+
+class LMU(nn.Module):
+    """A layer of Legendre memory units on (batch, time, features).
+
+    Args:
+        theta: steps that the memory looks back.
+        form: ``parallel`` has no ``e_h``, ``e_m`` and ``W_h``, so that nothing but the memory is recurrent and all time
+            steps are computed together (Chilkuri and Eliasmith 2021, "Parallelizing Legendre Memory Unit Training");
+            ``recurrent`` is the whole cell. The parameters that both have are the same.
+
+    The memory is computed in float32 at least, under autocast and in half precision too.
+    """
+
+    e_x: Tensor
+    W_x: Tensor
+    W_m: Tensor
+    transition: Tensor
+
+    def __init__(
+        self, input_size: int, hidden_size: int, memory_size: int, theta: float, form: str = "parallel"
+    ) -> None:
+        super().__init__()
+        if form not in FORMS:
+            raise ValueError(f"the form of an LMU is one of {', '.join(FORMS)}, not {form!r}")
+        sizes = (input_size, hidden_size, memory_size)
+        if min(sizes) < 1 or not 0 < theta < math.inf:
+            raise ValueError(f"sizes are at least 1 and theta is positive, not {sizes} and {theta}")
+        self.input_size, self.hidden_size, self.memory_size = input_size, hidden_size, memory_size
+        self.theta, self.form = theta, form
+        self.e_x = nn.Parameter(torch.empty(input_size))
+        self.W_x = nn.Parameter(torch.empty(hidden_size, input_size))
+        self.W_m = nn.Parameter(torch.empty(hidden_size, memory_size))
+        if form == "recurrent":
+            self.e_h = nn.Parameter(torch.empty(hidden_size))
+            self.e_m = nn.Parameter(torch.empty(memory_size))
+            self.W_h = nn.Parameter(torch.empty(hidden_size, hidden_size))
+        self.reset_parameters()
+        self.register_buffer("transition", self._transition(self.W_x.device), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """LeCun uniform encoders, Xavier normal matrices and ``e_m`` = 0, as Voelker et al. (2019)."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if name.startswith("W_"):
+                nn.init.xavier_normal_(parameter)
+            elif name == "e_m":
+                nn.init.zeros_(parameter)
+            else:
+                limit = math.sqrt(3 / len(parameter))
+                nn.init.uniform_(parameter, -limit, limit)
+
+    def forward(
+        self, x: Tensor, lengths: Tensor | None = None, state: LMUState | None = None
+    ) -> tuple[Tensor, LMUState]:
+        """Go through ``x`` from ``state`` on; pieces one after another give what the whole gives.
+
+        Args:
+            x: (batch, time, input_size), at least one step.
+            lengths: steps of each sequence, integers of shape (batch,) from 0 to time; ``None``: all of them.
+                What stands in ``x`` after a sequence's end has no influence, whatever it is.
+            state: where each sequence stands, as an earlier call returned it; ``None``: zeros.
+
+        Returns:
+            The output (batch, time, hidden_size), 0 after a sequence's end, and the state at each sequence's own end.
+
+        Raises:
+            ValueError: ``x``, ``lengths`` or ``state`` of another shape, or a length out of range (seen on the CPU
+                only: on a GPU the check would have to wait for it).
+        """
+        self._check(x, lengths, state)
+        padding = None
+        if lengths is not None:
+            lengths = lengths.to(x.device)
+            padding = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+            x = x.masked_fill(padding[..., None], 0)
+        if state is None:
+            zeros = self.transition.new_zeros
+            state = LMUState(*(zeros(x.shape[0], size) for size in (self.hidden_size, self.memory_size)))
+        state = LMUState(*(part.to(self.transition.dtype) for part in state))
+        kind = x.device.type
+        is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if is_autocast else x.dtype
+        go = self._recurrent if self.form == "recurrent" else self._parallel
+        with torch.autocast(kind, enabled=False) if is_autocast else nullcontext():
+            output, chunks = go(x.to(dtype), padding, state)
+            return output.to(dtype), self._state_at_end(output, chunks, lengths, state)
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size}, {self.hidden_size}, {self.memory_size}, theta={self.theta}, form={self.form!r}"
+
+    def _parallel(self, x: Tensor, padding: Tensor | None, state: LMUState) -> tuple[Tensor, Tensor]:
+        """The output, and of every chunk the memory before it and its ``u``: (batch, chunks, order + steps)."""
+        batch, time, _ = x.shape
+        rows = self._rows(time)
+        steps, order = len(rows), self.memory_size
+        stride = self._stride(batch, time)
+        z, u = project(x, self.W_x.to(x.dtype), self.e_x.to(x.dtype))
+        u = F.pad(u.to(rows.dtype), (0, -time % steps)).view(batch, -1, steps)
+        added = F.linear(u[:, :-1], rows[-1, :, order:])
+        chunks = torch.cat([linear_scan(state.m, added, rows[-1, :, :order]), u], 2)
+        if stride == 1:
+            m = F.linear(chunks, rows.flatten(0, 1)).view(batch, -1, order)[:, :time]
+            y = F.linear(m.to(z.dtype), self.W_m.to(z.dtype))
+        else:
+            before = torch.cat([self._memory(chunks, rows[stride - 1 : -1 : stride]), u.view(batch, -1, stride)], 2)
+            weight = self.W_m.to(rows.dtype) @ rows[:stride, :, : order + stride]
+            y = F.linear(before[:, : -(-time // stride)].to(z.dtype), weight.flatten(0, 1).to(z.dtype))
+            y = y.view(batch, -1, self.hidden_size)[:, :time]
+        # In place: at this size, fresh memory costs as much as the arithmetic.
+        z.add_(y)
+        if padding is not None:
+            z.masked_fill_(padding[..., None], 0)
+        return z.tanh_(), chunks
+
+    def _recurrent(self, x: Tensor, padding: Tensor | None, state: LMUState) -> tuple[Tensor, Tensor]:
+        """As :meth:`_parallel`. A chunk's earlier ``u`` travel with ``h``, so that a step is one product and tanh.
+
+        Before a chunk's step k, its first memory ``m`` has become ``p = A^k m``; the impulses since are answered by
+        ``v_i = W_m A^i B`` and ``c_i = e_m·A^i B``. With sums over 1 ≤ i ≤ k::
+
+            u[t] = e_x·x[t] + e_m·p + e_h·h[t-1] + Σ c_{i-1} u[t-i]
+            h[t] = tanh(W_x x[t] + W_m A p + W_h h[t-1] + v_0 u[t] + Σ v_i u[t-i])
+        """
+        rows = self._rows(x.shape[1])
+        steps, order = len(rows), self.memory_size
+        W_x, W_m, e_x, e_m = (w.to(rows.dtype) for w in (self.W_x, self.W_m, self.e_x, self.e_m))
+        response = rows[-1, :, order:].flip(1)
+        v = W_m @ response
+        matrix = self._step_matrix(v, e_m @ response)
+        # u[t] is inserted into h[t]: what goes into it goes there too, times v_0.
+        z, u = project(x, torch.addr(W_x, v[:, 0], e_x).to(x.dtype), e_x.to(x.dtype))
+        p_weight = torch.addr(W_m @ rows[0, :, :order], v[:, 0], e_m)
+        h, m = state
+        outputs, chunks = [], []
+        for z_part, u_part in zip(z.to(rows.dtype).split(steps, 1), u.to(rows.dtype).split(steps, 1), strict=True):
+            length = z_part.shape[1]
+            p = self._memory(m[:, None], rows[: length - 1, :, :order])
+            hs, us = feedback_scan(h, z_part + F.linear(p, p_weight), u_part + p @ e_m, matrix)
+            outputs.append(hs)
+            chunks.append(torch.cat([m, F.pad(us, (0, steps - length))], 1))
+            h, m = hs[:, -1], F.linear(chunks[-1], rows[length - 1])
+        output = torch.cat(outputs, 1)
+        if padding is not None:
+            output = output.masked_fill(padding[..., None], 0)
+        return output, torch.stack(chunks, 1)
+
+    def _step_matrix(self, v: Tensor, c: Tensor) -> Tensor:
+        """(hidden + steps, hidden + steps): from ``[h[t-1], u[t-1], u[t-2], …]`` to ``[h[t], u[t], u[t-1], …]``."""
+        hidden, steps = v.shape
+        u_row = torch.cat([self.e_h.to(c.dtype), c[:-1], c.new_zeros(1)])
+        h_rows = torch.addr(torch.cat([self.W_h.to(c.dtype), F.pad(v[:, 1:], (0, 1))], 1), v[:, 0], u_row)
+        shift = torch.eye(steps - 1, hidden + steps, dtype=c.dtype, device=c.device).roll(hidden, 1)
+        return torch.cat([h_rows, u_row[None], shift])
+
+    def _rows(self, time: int) -> Tensor:
+        """Of :attr:`transition`, what chunks of at most ``time`` steps need: (steps, order, order + steps)."""
+        steps = min(CHUNK, time)
+        return self.transition[:steps, :, : self.memory_size + steps]
+
+    def _stride(self, batch: int, time: int) -> int:
+        """The parallel form computes the memory at every stride-th step, and ``W_m A^k`` for the steps between.
+
+        The first takes order² · batch · time / stride products, the second order² · hidden · stride, or none for 1. So
+        the best stride is about √(batch · time / hidden); measured, this power of two.
+        """
+        if time < CHUNK:
+            return 1
+        if torch.compiler.is_compiling():
+            return 4  # the batch would become a constant of the program
+        stride = 1
+        while stride < CHUNK and batch * time >= (stride + 1) ** 2 * self.hidden_size:
+            stride *= 2
+        return stride
+
+    def _memory(self, chunks: Tensor, rows: Tensor) -> Tensor:
+        """The memory before each chunk and after some of its steps, one a row: (batch, chunks · (1 + rows), order)."""
+        batch, count, _ = chunks.shape
+        later = F.linear(chunks, rows.flatten(0, 1)).view(batch, count, -1, self.memory_size)
+        return torch.cat([chunks[..., None, : self.memory_size], later], 2).flatten(1, 2)
+
+    def _state_at_end(self, output: Tensor, chunks: Tensor, lengths: Tensor | None, state: LMUState) -> LMUState:
+        batch, time, _ = output.shape
+        rows = self._rows(time)
+        if lengths is None:
+            # A view of the output would keep all of it alive.
+            h, m = output[:, -1].clone(), F.linear(chunks[:, -1], rows[(time - 1) % len(rows)])
+            return LMUState(h.to(rows.dtype), m)
+        last = (lengths - 1).clamp(min=0)
+        each = torch.arange(batch, device=last.device)
+        h, m = output[each, last], rows[last % len(rows)] @ chunks[each, last // len(rows), :, None]
+        is_empty = (lengths == 0)[:, None]
+        return LMUState(torch.where(is_empty, state.h, h.to(rows.dtype)), torch.where(is_empty, state.m, m[..., 0]))
+
+    def _check(self, x: Tensor, lengths: Tensor | None, state: LMUState | None) -> None:
+        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.input_size:
+            raise ValueError(f"the input is (batch, time ≥ 1, {self.input_size}), not {tuple(x.shape)}")
+        batch, time, _ = x.shape
+        if lengths is not None:
+            if lengths.shape != (batch,) or lengths.is_floating_point():
+                found = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
+                raise ValueError(f"the lengths are integers of shape ({batch},), not {found}")
+            readable = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+            if readable and not bool(((lengths >= 0) & (lengths <= time)).all()):
+                raise ValueError(f"the lengths go from 0 to the {time} steps of the input, not {lengths.tolist()}")
+        if state is not None:
+            wanted = [(batch, self.hidden_size), (batch, self.memory_size)]
+            given = [tuple(part.shape) for part in state]
+            if given != wanted:
+                raise ValueError(f"the state's h and m are of shape {wanted}, not {given}")
+
+    def _transition(self, device: torch.device) -> Tensor:
+        dtype = torch.promote_types(self.W_x.dtype, torch.float32)
+        return transition(self.memory_size, float(self.theta), CHUNK).to(device, dtype, copy=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Converted from float32 it would keep float32's rounding, and from a device without data nothing at all.
+        self.transition = self._transition(self.transition.device)
+        return self

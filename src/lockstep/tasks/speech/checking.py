@@ -1,0 +1,186 @@
+"""Every line of a manifest looked at before training, and one report of all that cannot be used."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.errors import DataError, RunFolderError, StorageError
+from lockstep.tasks.speech.audio import RATE_HZ, AudioInfo, read_info
+from lockstep.tasks.speech.cache import cache_folder
+from lockstep.tasks.speech.features import feature_frames
+from lockstep.tasks.speech.manifest import MAX_MANIFEST_BYTES, Row, Utterance
+from lockstep.tasks.speech.resample import resampled_length
+from lockstep.tasks.speech.vocabulary import alignment_frames, encode, normalise, unknown_symbols
+from lockstep.telemetry.files import read_json, write_json
+
+#: Below it, most of what tells consonants apart is gone.
+LOWEST_RATE_HZ = 8_000
+#: How far a manifest's duration may be from the file's, in seconds and as a share: what people round away.
+TOLERANCE_S, TOLERANCE_SHARE = 0.05, 0.01
+#: Faults told in full; of more, only the lines.
+MOST_TOLD = 200
+#: Raise it when the checks change, so that what older ones found is not taken for theirs.
+VERSION = 1
+
+_log = logging.getLogger(__name__)
+
+
+class Fault(NamedTuple):
+    """What is wrong with one line."""
+
+    where: str
+    what: str
+
+
+class Checked(NamedTuple):
+    """Lines that can be used, and what is wrong with the others."""
+
+    utterances: list[Utterance]
+    faults: list[Fault]
+
+
+def output_frames(frames: int, downsampling: int) -> int:
+    """Frames that a recogniser gives for ``frames`` frames of features."""
+    return -(-frames // downsampling)
+
+
+def open_rows(
+    rows: Sequence[Row], name: str, *, downsampling: int = 1, skip_bad: bool = False, recheck: bool = False
+) -> list[Utterance]:
+    """The utterances of ``rows``: each file is there and whole, each transcript can be learnt from it.
+
+    What a check found is kept in the user's cache, so that the ranks of a run need not look at every file again.
+
+    Args:
+        name: what the rows are, for people: the manifest's path.
+        downsampling: by how much the recogniser shortens the features; CTC needs a frame for every symbol.
+        skip_bad: leave out what cannot be used, with a warning that says how many.
+        recheck: look again, whatever was found before (once per node: ``prepare()``).
+
+    Raises:
+        DataError: some lines cannot be used, each of them listed, or none is left.
+    """
+    checked = None if recheck else _recall(_key(rows, downsampling))
+    is_new = checked is None
+    if checked is None:
+        checked = check_rows(rows, downsampling)
+        _remember(_key(rows, downsampling), checked)
+    if checked.faults and not skip_bad:
+        raise DataError(
+            f"{name}: {len(checked.faults)} of {len(rows)} lines cannot be used",
+            why=_told(checked.faults),
+            fix="mend or remove these lines, or train without them: --set task.skip_bad=true",
+        )
+    if not checked.utterances:
+        raise DataError(
+            f"{name} has no usable line",
+            why=_told(checked.faults) or "it is empty",
+            fix="check that it is the right file",
+        )
+    if checked.faults and is_new:  # told once, not by every rank
+        _log.warning("%s: %d of %d lines are left out\n%s", name, len(checked.faults), len(rows), _told(checked.faults))
+    return checked.utterances
+
+
+def _told(faults: Sequence[Fault]) -> str:
+    told = [f"{fault.where}: {fault.what}" for fault in faults[:MOST_TOLD]]
+    if len(faults) > MOST_TOLD:
+        told.append(f"and also: {', '.join(fault.where for fault in faults[MOST_TOLD:])}")
+    return "\n".join(told)
+
+
+def check_rows(rows: Sequence[Row], downsampling: int = 1) -> Checked:
+    """Look at every row and, by its header, at every file."""
+    checked = Checked([], [])
+    for row in rows:
+        faults = list(row.faults)
+        text = normalise(row.text)
+        if not faults:
+            faults += _text_faults(text)
+        samples = _samples(row, faults) if row.audio_path else 0
+        if not faults:
+            ids, frames = encode(text), output_frames(feature_frames(samples), downsampling)
+            if alignment_frames(ids) > frames:
+                faults.append(f"{len(ids)} symbols need {alignment_frames(ids)} frames, the recording gives {frames}")
+        if faults:
+            # A path or a text may hold what no terminal can show.
+            told = "; ".join(faults).encode("utf-8", "backslashreplace").decode()
+            checked.faults.append(Fault(row.where, told))
+        else:
+            checked.utterances.append(Utterance(row.audio_path, text, samples / RATE_HZ, row.offset or 0.0))
+    return checked
+
+
+def _text_faults(text: str) -> list[str]:
+    if not text:
+        return ["the text is empty"]
+    unknown = unknown_symbols(text)
+    return [f"symbols outside the vocabulary: {' '.join(map(repr, unknown))}"] if unknown else []
+
+
+def _samples(row: Row, faults: list[str]) -> int:
+    """Samples at 16 kHz of the row's utterance; adds to ``faults`` what is wrong with its audio."""
+    try:
+        info = read_info(row.audio_path)
+    except DataError as error:
+        faults.append(f"{error.what} ({error.why})" if error.why else error.what)
+        return 0
+    if info.frames == 0:
+        faults.append("the recording has no samples")
+        return 0
+    if info.rate < LOWEST_RATE_HZ:
+        faults.append(f"recorded at {info.rate} Hz, speech needs {LOWEST_RATE_HZ}")
+    if row.rate is not None and row.rate != info.rate:
+        faults.append(f"sample_rate says {row.rate:g} Hz, the file has {info.rate}")
+    return _whole(row, info, faults) if row.offset is None else _part(row, row.offset, info, faults)
+
+
+def _whole(row: Row, info: AudioInfo, faults: list[str]) -> int:
+    seconds = info.frames / info.rate
+    if row.duration is not None and abs(row.duration - seconds) > max(TOLERANCE_S, TOLERANCE_SHARE * seconds):
+        faults.append(
+            f"duration says {row.duration:g} s, the file has {seconds:.3f} s at {info.rate} Hz (a part needs an offset)"
+        )
+    return info.samples
+
+
+def _part(row: Row, offset: float, info: AudioInfo, faults: list[str]) -> int:
+    seconds = info.frames / info.rate
+    duration = seconds - offset if row.duration is None else row.duration
+    if offset >= seconds or offset + duration > seconds + TOLERANCE_S:
+        faults.append(f"ends at {offset + max(duration, 0):.3f} s, the file at {seconds:.3f} s")
+        return 0
+    there = resampled_length(info.frames - round(offset * info.rate), info.rate, RATE_HZ)
+    samples = min(round(duration * RATE_HZ), there)
+    if samples == 0:
+        faults.append("the part has no samples")
+    return samples
+
+
+# What an earlier check found
+
+
+def _key(rows: Sequence[Row], downsampling: int) -> Path:
+    content = json.dumps([VERSION, downsampling, rows])
+    return cache_folder() / "checked" / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
+
+
+def _recall(path: Path) -> Checked | None:
+    try:
+        found = read_json(path, max_bytes=MAX_MANIFEST_BYTES)
+        return Checked([Utterance(*u) for u in found["utterances"]], [Fault(*f) for f in found["faults"]])
+    except (RunFolderError, KeyError, TypeError):
+        return None
+
+
+def _remember(path: Path, checked: Checked) -> None:
+    # A cache that cannot be written costs time, not the run.
+    with contextlib.suppress(OSError, StorageError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, checked._asdict(), durable=False)

@@ -1,0 +1,86 @@
+"""What the synthesised voices say: strings of digits and short commands.
+
+A sentence belongs to one split by a hash of its text, so no split ever says what another one says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+#: Of a hundred hashes, so many are of the test and of validation; the rest trains.
+TEST_PERCENT, VAL_PERCENT = 15, 15
+#: Share of sentences that are strings of digits, and how long these are.
+DIGITS_SHARE, FEWEST_DIGITS, MOST_DIGITS = 0.5, 2, 6
+
+DIGITS = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")
+DEVICES = ("LIGHT", "RADIO", "FAN", "HEATER", "CAMERA", "ALARM")
+ROOMS = ("KITCHEN", "BEDROOM", "GARAGE", "OFFICE")
+THINGS = ("DOOR", "WINDOW", "GATE", "BOX")
+DIRECTIONS = ("LEFT", "RIGHT", "UP", "DOWN", "FORWARD", "BACK")
+COLOURS = ("RED", "GREEN", "BLUE", "YELLOW")
+UNITS = ("SECONDS", "MINUTES", "HOURS")
+
+#: Commands; a name in braces stands for one of its words.
+COMMANDS = (
+    "TURN {SWITCH} THE {DEVICE}",
+    "TURN {SWITCH} THE {DEVICE} IN THE {ROOM}",
+    "TURN THE {ROOM} {DEVICE} {SWITCH}",
+    "{OPEN} THE {COLOUR} {THING}",
+    "{OPEN} THE {THING} IN THE {ROOM}",
+    "DON'T {OPEN} THE {THING}",
+    "GO {DIRECTION} {DIGIT} STEPS",
+    "GO {DIRECTION} AND THEN {DIRECTION}",
+    "SET THE ALARM IN {DIGIT} {UNIT}",
+    "TURN {DIRECTION} IN {DIGIT} {UNIT}",
+    "MAKE THE {ROOM} LIGHT {COLOUR}",
+    "WHAT'S IN THE {COLOUR} {THING}",
+)
+_WORDS = {
+    "SWITCH": ("ON", "OFF"),
+    "OPEN": ("OPEN", "CLOSE", "LOCK"),
+    "DEVICE": DEVICES,
+    "ROOM": ROOMS,
+    "THING": THINGS,
+    "DIRECTION": DIRECTIONS,
+    "COLOUR": COLOURS,
+    "UNIT": UNITS,
+    "DIGIT": DIGITS,
+}
+
+
+def split_of(sentence: str) -> str:
+    """``train``, ``val`` or ``test``: the only split that may say ``sentence``."""
+    place = int.from_bytes(hashlib.blake2b(sentence.encode(), digest_size=8).digest(), "little") % 100
+    if place < TEST_PERCENT:
+        return "test"
+    return "val" if place < TEST_PERCENT + VAL_PERCENT else "train"
+
+
+def draw_sentence(rng: random.Random, split: str) -> str:
+    """A random sentence of ``split``, in the symbols of the vocabulary."""
+    while True:
+        sentence = _digits(rng) if rng.random() < DIGITS_SHARE else _command(rng)
+        if split_of(sentence) == split:
+            return sentence
+
+
+def pick(rng: random.Random, items: Sequence[T]) -> T:
+    """One of ``items``. Unlike ``rng.choice``, it draws the same in every Python: ``random()`` is what is promised."""
+    return items[int(rng.random() * len(items))]
+
+
+def _digits(rng: random.Random) -> str:
+    length = FEWEST_DIGITS + int(rng.random() * (MOST_DIGITS - FEWEST_DIGITS + 1))
+    return " ".join(pick(rng, DIGITS) for _ in range(length))
+
+
+def _command(rng: random.Random) -> str:
+    parts = []
+    for word in pick(rng, COMMANDS).split():
+        parts.append(pick(rng, _WORDS[word[1:-1]]) if word.startswith("{") else word)
+    return " ".join(parts)

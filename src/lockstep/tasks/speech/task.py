@@ -1,0 +1,243 @@
+"""The speech task: settings, sources of data, the recogniser, CTC and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from lockstep.engine.task import Datasets, Loss, Task, TaskConfig
+from lockstep.errors import ConfigError, DataError
+from lockstep.models.recogniser import Recogniser, output_lengths
+from lockstep.tasks.speech.checking import open_rows
+from lockstep.tasks.speech.dataset import AugmentedRecordings, Recordings, SpeechBatch, collate
+from lockstep.tasks.speech.decoding import Hypotheses, decode_beam, decode_greedy, texts
+from lockstep.tasks.speech.features import MELS, SpecAugment
+from lockstep.tasks.speech.librispeech import fetch_librispeech, find_librispeech, librispeech_rows
+from lockstep.tasks.speech.manifest import Row, Utterance, read_rows
+from lockstep.tasks.speech.synthesis import Recipe, synthesise, synthesised, synthesised_folder
+from lockstep.tasks.speech.vocabulary import BLANK, SIZE
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+Split = Literal["train", "val", "test"]
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
+#: Pairs of what was said and what was heard, shown after a validation.
+EXAMPLES = 3
+
+#: What each size of the recogniser is made of; ``base`` is document 004's, ``tiny`` trains on two cores in minutes.
+SIZES: dict[str, dict[str, Any]] = {
+    "base": {"width": 512, "layers": 4, "heads": 8, "memory_size": 256, "theta": 1000.0, "form": "recurrent"},
+    "tiny": {"width": 192, "layers": 2, "heads": 4, "memory_size": 32, "theta": 16.0, "form": "recurrent"},
+}
+DOWNSAMPLE = {"base": 1, "tiny": 4}
+#: The paper's masks are meant for recordings of many seconds and large models; a small one learns little behind them.
+MASKS = {"base": SpecAugment(), "tiny": SpecAugment(1, 10, 1, 100, time_share=0.1)}
+
+
+class SpeechConfig(TaskConfig):
+    """Settings of the speech task (``task.<key>``)."""
+
+    source: Literal["auto", "synthesised", "manifest", "librispeech"] = Field(
+        "auto",
+        description="auto: manifest when train_manifest is set, librispeech when data.data_dir holds it or download is "
+        "on, else digits and commands synthesised on this machine",
+    )
+    train_manifest: Path | None = Field(None, description="JSON lines of audio_path, text and duration")
+    val_manifest: Path | None = Field(None, description="the same, for validation")
+    test_manifest: Path | None = Field(None, description="the same, for the test")
+    librispeech_train: tuple[str, ...] = Field(("train-clean-100",), description="splits of LibriSpeech to train on")
+    librispeech_val: tuple[str, ...] = Field(("dev-clean",), description="splits to validate on")
+    librispeech_test: tuple[str, ...] = Field(("test-clean",), description="splits to test on")
+    utterances: int = Field(4000, ge=1, description="synthesised: training utterances")
+    skip_bad: bool = Field(False, description="leave out lines that cannot be used, instead of refusing to start")
+    size: Literal["tiny", "base"] = Field("tiny", description="tiny: trains on two CPU cores; base: 7.2M parameters")
+    form: Literal["parallel", "recurrent"] | None = Field(None, description="of the LMU; unset: the size's own")
+    downsample: Literal[1, 2, 4] | None = Field(None, description="frames stacked to a step; unset: the size's own")
+    width: int | None = Field(None, ge=1, description="of the recogniser; unset: the size's own")
+    layers: int | None = Field(None, ge=1, description="blocks of attention and LMU; unset: the size's own")
+    heads: int | None = Field(None, ge=1, description="of attention; unset: the size's own")
+    memory_size: int | None = Field(None, ge=1, le=256, description="order of the LMU's memory; unset: the size's own")
+    theta: float | None = Field(None, gt=0, description="steps the memory looks back; unset: the size's own")
+    dropout: float = Field(0.1, ge=0, lt=1, description="behind each block")
+    augment: bool = Field(True, description="SpecAugment: mask bands and frames of training utterances at random")
+    decoder: Literal["greedy", "beam"] = Field("greedy", description="how text is read from the output")
+    beam_width: int = Field(16, ge=1, description="beam: prefixes kept after each frame")
+
+
+class SpeechTask(Task):
+    """Letters from speech with CTC; by default digits and commands that the machine itself speaks."""
+
+    Config = SpeechConfig
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "training": {"epochs": 24, "batch_size": 4, "max_grad_norm": 0.5, "early_stopping_patience": 8},
+        "optimizer": {"name": "adamw", "lr": 2e-3, "weight_decay": 1e-4},
+        "scheduler": {"name": "cosine", "warmup_epochs": 0.5},
+        "validation": {"batch_size": 32},
+        "telemetry": {"log_interval": 50},
+    }
+    monitor = ("val_wer", "min")
+    config: SpeechConfig
+    _examples: Sequence[tuple[str, str]] = ()
+
+    # Data.
+
+    def prepare(self) -> None:
+        """Synthesise or download what is missing, and look at every line once."""
+        if self.source == "synthesised":
+            synthesise(self._recipe, self.data.data_dir)
+        elif self.source == "librispeech" and self.data.download:
+            fetch_librispeech(self._librispeech_names(), self._folder())
+        if self.source != "synthesised":
+            for split in SPLITS:
+                self._open(split, recheck=True)
+
+    @cached_property
+    def source(self) -> Literal["synthesised", "manifest", "librispeech"]:
+        """Where the utterances come from, decided."""
+        config = self.config
+        if config.source != "auto":
+            return config.source
+        if config.train_manifest is not None:
+            return "manifest"
+        holds_it = self.data.data_dir is not None and bool(find_librispeech(Path(self.data.data_dir)))
+        return "librispeech" if self.data.download or holds_it else "synthesised"
+
+    @property
+    def _recipe(self) -> Recipe:
+        return Recipe(train=self.config.utterances)
+
+    @cached_property
+    def _recordings(self) -> dict[Split, Recordings]:
+        if self.source == "synthesised":
+            folder = synthesised_folder(self._recipe, self.data.data_dir)
+            return {split: Recordings(synthesised(folder, split)) for split in SPLITS}
+        opened = {split: self._open(split) for split in SPLITS}
+        return {split: Recordings(utterances) for split, utterances in opened.items() if utterances}
+
+    def _open(self, split: Split, *, recheck: bool = False) -> list[Utterance]:
+        rows, name = self._rows(split)
+        if not rows and split != "train":
+            return []
+        return open_rows(rows, name, downsampling=self.downsample, skip_bad=self.config.skip_bad, recheck=recheck)
+
+    def _rows(self, split: Split) -> tuple[list[Row], str]:
+        """Lines of a split, and what they are for people."""
+        if self.source == "librispeech":
+            found, wanted = find_librispeech(self._folder()), self._librispeech_of(split)
+            missing = [name for name in wanted if name not in found]
+            if missing:
+                raise DataError(
+                    f"{self._folder()} lacks {', '.join(missing)} of LibriSpeech",
+                    why=f"it holds {', '.join(sorted(found)) or 'none of its splits'}",
+                    fix="add --download to fetch it, or name other splits in task.librispeech_" + split,
+                )
+            return [row for name in wanted for row in librispeech_rows(found[name])], f"LibriSpeech {' '.join(wanted)}"
+        manifest = {
+            "train": self.config.train_manifest,
+            "val": self.config.val_manifest,
+            "test": self.config.test_manifest,
+        }[split]
+        if manifest is None:
+            if split == "train":
+                raise ConfigError(
+                    "task.source=manifest needs a manifest to train on", fix="set task.train_manifest=my.jsonl"
+                )
+            return [], ""
+        return read_rows(manifest), str(manifest)
+
+    def _librispeech_of(self, split: Split) -> tuple[str, ...]:
+        names: tuple[str, ...] = getattr(self.config, f"librispeech_{split}")
+        return names
+
+    def _librispeech_names(self) -> list[str]:
+        return [name for split in SPLITS for name in self._librispeech_of(split)]
+
+    def _folder(self) -> Path:
+        if self.data.data_dir is None:
+            raise ConfigError("no folder for LibriSpeech is given", fix="name one with --data-dir")
+        return Path(self.data.data_dir)
+
+    def datasets(self) -> Datasets:
+        found = self._recordings
+        train: Any = found["train"]
+        if self.config.augment:
+            train = AugmentedRecordings(train, MASKS[self.config.size])
+        return Datasets(train, found.get("val"), found.get("test"))
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Feature frames of each training utterance."""
+        return self._recordings["train"].lengths()
+
+    def collate(self, samples: Sequence[Any]) -> SpeechBatch:
+        return collate(samples)
+
+    # Model.
+
+    @property
+    def downsample(self) -> int:
+        """Frames of features to one of the output."""
+        return self.config.downsample or DOWNSAMPLE[self.config.size]
+
+    def model(self) -> nn.Module:
+        config, shape = self.config, dict(SIZES[self.config.size])
+        shape |= {key: value for key in shape if (value := getattr(config, key)) is not None}
+        if shape["width"] % shape["heads"]:
+            raise ConfigError(
+                f"{shape['heads']} heads do not divide a width of {shape['width']}",
+                fix="change task.width or task.heads",
+            )
+        return Recogniser(MELS, SIZE, **shape, dropout=config.dropout, downsample=self.downsample)
+
+    def loss(self, model: nn.Module, batch: SpeechBatch) -> Loss:
+        return self._loss(model(batch.features, batch.lengths), batch)
+
+    def _loss(self, log_probs: Tensor, batch: SpeechBatch) -> Loss:
+        """Negative log-likelihood of the transcripts (Graves et al. 2006), counted in symbols."""
+        lengths = output_lengths(batch.lengths, self.downsample)
+        total = F.ctc_loss(
+            log_probs.transpose(0, 1), batch.targets, lengths, batch.target_lengths, blank=BLANK, reduction="sum"
+        )
+        return Loss(total, batch.target_lengths.sum())
+
+    # Evaluation: rows of what was heard and what was said.
+
+    def decode(self, log_probs: Tensor, lengths: Tensor) -> Hypotheses:
+        """Symbols from the model's output [n, frames, symbols], of which ``lengths`` [n] frames count."""
+        if self.config.decoder == "beam":
+            return decode_beam(log_probs, lengths, self.config.beam_width)
+        return decode_greedy(log_probs, lengths)
+
+    def evaluate(self, model: nn.Module, batch: SpeechBatch) -> tuple[Tensor, ...]:
+        return self._rows_of(model(batch.features, batch.lengths), batch)
+
+    def _rows_of(self, log_probs: Tensor, batch: SpeechBatch) -> tuple[Tensor, ...]:
+        heard = self.decode(log_probs, output_lengths(batch.lengths, self.downsample))
+        rows = heard.ids, heard.lengths, batch.targets, batch.target_lengths
+        if not self._examples:
+            self._examples = tuple(zip(texts(*rows[2:]), texts(*rows[:2]), strict=True))[:EXAMPLES]
+        return rows
+
+    def validate(self, model: nn.Module, batch: SpeechBatch) -> tuple[Loss, tuple[Tensor, ...]]:
+        log_probs = model(batch.features, batch.lengths)
+        return self._loss(log_probs, batch), self._rows_of(log_probs, batch)
+
+    def remarks(self) -> list[str]:
+        """The first utterances of the last evaluation, as they were said and heard."""
+        examples, self._examples = self._examples, ()
+        return [f"said: {said!r}  heard: {heard!r}" for said, heard in examples]
+
+    def metrics(self) -> MetricCollection:
+        from torchmetrics import MetricCollection
+
+        from lockstep.tasks.speech.metrics import CharacterErrorRate, WordErrorRate
+
+        return MetricCollection({"wer": WordErrorRate(), "cer": CharacterErrorRate()})

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from lockstep import make_plan
+from lockstep.config import load, resolve
+from lockstep.tasks.registry import make_task
+from lockstep.tasks.speech.task import SpeechTask
+from tests.gloo import ROOT
+
+FOLDER = ROOT / "configs/speech"
+
+
+@pytest.mark.parametrize("name", ["base_config", "multi_gpu"])
+def test_each_configuration_is_that_of_the_document(name: str) -> None:
+    config = resolve(SpeechTask.defaults, load([FOLDER / f"{name}.yaml"]))
+    task = make_task(SpeechTask, config.task.settings)
+    assert sum(p.numel() for p in task.model().parameters()) == 7_156_253
+    assert (config.scheduler.warmup_steps, config.scheduler.decay, config.scheduler.decay_steps) == (1000, 0.96, 10_000)
+    assert config.training.max_grad_norm == 0.5
+
+
+def test_two_devices_share_the_documents_batch_at_twice_the_rate(speech_manifest: str) -> None:
+    settings = load(
+        [FOLDER / "multi_gpu.yaml"],
+        ["task.size=tiny", f"task.train_manifest={speech_manifest}", "hardware.selected_devices=cpu,cpu"],
+    )
+    plan = make_plan("speech", settings)
+    assert (plan.batch.global_batch, plan.batch.batch_size, plan.schedule.lr) == (32, 16, 2e-3)
+    assert plan.placement["backend"] == "gloo"
+
+
+def test_no_configuration_is_left_untested() -> None:
+    assert sorted(file.stem for file in FOLDER.iterdir()) == ["base_config", "distributed", "multi_gpu"]
