@@ -1,0 +1,213 @@
+"""What ``reproducibility: exact`` costs: time a step against ``fast``, interleaved block by block.
+
+::
+
+    python benchmarks/exact_cost.py [--blocks 40] [--json FILE]
+
+Two ranks on the CPU (and one), 8 lanes, one intra-op thread a rank, float32, AdamW with clipping:
+
+HAR CNN    the built-in task at its defaults, its training windows, global batch 64
+MLP        561-128-6, as in ``step_overhead.py``, global batches 64 and 256
+
+With several ranks ``fast`` synchronises BatchNorm unless told otherwise; the CNN is measured both ways.
+The runs that are compared are ordinary runs in processes of their own, side by side, which take turns of a few
+steps: a hook hands the turn on and waits for the next. So other load on the machine meets all of them alike.
+Ratios are taken between turns of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from report import header, ratios, write_json
+from step_overhead import Mlp
+
+import lockstep
+from lockstep import Datasets
+from lockstep.tasks.har import HarTask
+
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and a batch, the ways to train it, and the steps of a turn."""
+
+    name: str
+    task: str
+    global_batch: int
+    turn: int
+    ways: tuple[str, ...] = ("fast", "exact")
+
+
+#: A way is the reproducibility, and what the run sets besides.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fast": ("fast", {}),
+    "fast, unsynced BN": ("fast", {"distributed": {"sync_batchnorm": "off"}}),
+    "exact": ("exact", {}),
+}
+CNN = Setting("HAR CNN, batch 64", "TrainingHar", 64, 5)
+MLP = Setting("MLP, batch 64", "TrainingMlp", 64, 40)
+LARGE_MLP = Setting("MLP, batch 256", "TrainingMlp", 256, 20)
+#: Settings by number of ranks.
+SETTINGS = {2: (replace(CNN, ways=tuple(WAYS)), MLP, LARGE_MLP), 1: (CNN, MLP, LARGE_MLP)}
+
+
+class Turns:
+    """A hook: notes how long a turn took, hands on, and waits until the turn comes round again.
+
+    Every run has a pipe in ``folder``; a byte in it is the turn. All ranks of a run wait together.
+    """
+
+    def __init__(self, folder: Path, place: int, runs: int, blocks: int) -> None:
+        self._own, self._next = (os.open(folder / str(n % runs), os.O_RDWR) for n in (place, place + 1))
+        self._out = folder / f"{place}.json"
+        self._blocks = blocks
+        self._main = os.environ.get("RANK", "0") == "0"
+        self._started: float | None = None
+        self._seconds: list[float] = []
+
+    def __call__(self, result: Any, model: Any) -> None:
+        now = time.perf_counter()
+        if self._started is not None:
+            self._seconds.append(now - self._started)
+            if self._main:
+                os.write(self._next, b".")
+        if len(self._seconds) == self._blocks:
+            if self._main:
+                self._out.write_text(json.dumps(self._seconds))
+            return
+        if self._main:
+            os.read(self._own, 1)
+        if dist.is_initialized():
+            dist.barrier()
+        self._started = time.perf_counter()
+
+
+class _TakesTurns:
+    def hooks(self) -> Any:
+        folder, place, runs, blocks, turn = os.environ["EXACT_COST_TURNS"].split(":")
+        return [(Turns(Path(folder), int(place), int(runs), int(blocks)), int(turn))]
+
+
+class TrainingHar(_TakesTurns, HarTask):
+    """Without validation and test, so that a run is nothing but steps."""
+
+    def datasets(self) -> Datasets:
+        return Datasets(super().datasets().train)
+
+
+class TrainingMlp(_TakesTurns, Mlp):
+    pass
+
+
+def train(setting: Setting, way: str, ranks: int, blocks: int, folder: Path) -> None:
+    """Body of a process that :func:`measure` started."""
+    reproducibility, others = WAYS[way]
+    config = {
+        "save_dir": str(folder / f"run-{way}"),
+        "hardware": {"selected_devices": ["cpu"] * ranks},
+        "training": {
+            "epochs": 10**6,
+            "max_steps": setting.turn * (blocks + 1),
+            "global_batch_size": setting.global_batch,
+            "batch_size": setting.global_batch,
+            "threads": 1,
+            "reproducibility": reproducibility,
+        },
+        "telemetry": {"progress": "off", "tensorboard": "off"},
+        **others,
+    }
+    lockstep.train(f"{__file__}:{setting.task}", config)
+
+
+def measure(setting: Setting, ranks: int, blocks: int) -> dict[str, list[float]]:
+    """Seconds a step, by way and turn."""
+    runs, number = [], len(setting.ways)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for place in range(number):
+            os.mkfifo(folder / str(place))
+        first = os.open(folder / "0", os.O_RDWR)
+        os.write(first, b".")
+        for place, way in enumerate(setting.ways):
+            turns = f"{folder}:{place}:{number}:{blocks + WARM_UP}:{setting.turn}"
+            task = json.dumps({"name": setting.name, "way": way, "ranks": ranks, "blocks": blocks + WARM_UP})
+            runs.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, "--run", task, "--folder", name],
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "EXACT_COST_TURNS": turns},
+                    stdout=subprocess.DEVNULL,
+                )
+            )
+        try:
+            _wait(runs)
+        finally:
+            for run in runs:
+                run.kill()
+                run.wait()
+            os.close(first)
+        seconds = [json.loads((folder / f"{place}.json").read_text())[WARM_UP:] for place in range(number)]
+    return {way: [s / setting.turn for s in turns] for way, turns in zip(setting.ways, seconds, strict=True)}
+
+
+def _wait(runs: list[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended well; when one fails, the others would wait for their turn for ever."""
+    while any(run.poll() is None for run in runs):
+        if any(run.poll() for run in runs):
+            break
+        time.sleep(0.1)
+    if any(run.poll() for run in runs):
+        raise SystemExit("a run failed")
+
+
+def summary(name: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Of each way its time, and its ratio to each kind of ``fast``."""
+    rows: dict[str, Any] = {}
+    for way, seconds in times.items():
+        bases = [base for base in times if WAYS[base][0] == "fast" and base != way]
+        rows[way] = {
+            "ms_per_step": round(statistics.median(seconds) * 1e3, 3),
+            "to": {base: ratios(seconds, times[base]) for base in bases},
+        }
+        print(f"  {name:17} {way:17} {rows[way]['ms_per_step']:6.2f} ms", end="")
+        for base, found in rows[way]["to"].items():
+            low, high = found["ratio_quartiles"]
+            print(f"   {found['ratio']:.2f} × {base} ({low:.2f} to {high:.2f})", end="")
+        print(flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=40, help="turns of each run")
+    parser.add_argument("--json", type=Path)
+    # What a process of this script is started with by itself.
+    parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        ranks = options.run["ranks"]
+        setting = next(s for s in SETTINGS[ranks] if s.name == options.run["name"])
+        train(setting, options.run["way"], ranks, options.run["blocks"], options.folder)
+        return
+    report: dict[str, Any] = {**header(), "blocks": options.blocks}
+    for ranks, settings in SETTINGS.items():
+        print(f"{ranks} rank(s)")
+        report[f"ranks_{ranks}"] = {s.name: summary(s.name, measure(s, ranks, options.blocks)) for s in settings}
+    write_json(options.json, report)
+
+
+if __name__ == "__main__":
+    main()

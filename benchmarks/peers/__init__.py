@@ -1,0 +1,1 @@
+"""One experiment in three trainers: Lockstep, Lightning and Accelerate. Started by ``same_result.py``."""

@@ -1,0 +1,44 @@
+"""What the benchmarks' reports have in common: the machine, and ratios of measurements taken in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def header() -> dict[str, Any]:
+    """Date, machine and torch, as every result begins."""
+    return {"date": date.today().isoformat(), "machine": machine(), "torch": torch.__version__}
+
+
+def machine() -> str:
+    """``AMD EPYC, 2 cores``: the processor's name where the system tells it, and the cores of this process."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        name = names[0] if names else name
+    return f"{name}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+
+
+def ratios(values: Sequence[float], bases: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles of ``values[i] / bases[i]``: neighbours in time share the machine's other load."""
+    found = sorted(value / base for value, base in zip(values, bases, strict=True))
+    quarter = len(found) // 4
+    return {
+        "ratio": round(statistics.median(found), 3),
+        "ratio_quartiles": [round(found[quarter], 3), round(found[-1 - quarter], 3)],
+    }
+
+
+def write_json(path: Path | None, report: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
