@@ -26,7 +26,7 @@ FLOORS = (
     "engine",
     "tasks",
     "launch",
-    *("verify", "bench", "doctor"),
+    *("verify", "bench", "doctor", "lightning"),
     *("cli", "studio"),
 )
 #: Parts that people wait for at a prompt, or that plan and look only.

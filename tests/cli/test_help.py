@@ -19,7 +19,7 @@ from tests.gloo import ROOT
 
 NAMES = [name for name, _, _ in VERBS]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-LATER = {"top", "compare", "report", "bench", "memory", "forecast", "doctor", "lightning", "studio"}
+LATER = {"top", "compare", "report", "bench", "memory", "forecast", "studio"}
 
 
 def load_generator() -> ModuleType:
@@ -75,7 +75,7 @@ def test_the_documentation_has_the_flags_of_the_help(
     shown = listed(capsys.readouterr().out)
     in_documentation = documented(verb) | (documented("train") - {"--resume"} if verb == "plan" else set())
     assert shown == in_documentation
-    assert shown or verb == "nothing"
+    assert shown or verb == "lightning", "LightningCLI lists its own flags"
 
 
 @pytest.mark.parametrize("page", ["cli.md", "configuration.md"])

@@ -39,12 +39,12 @@ VALUES: dict[str, Any] = {
     "epochs": 3, "max_steps": 7, "batch_size": 16, "grad_accum_steps": 2, "lr": 0.5, "lr_scaling": "linear",
     "warmup_epochs": 0.5, "weight_decay": 0.0, "max_grad_norm": 2.0, "early_stopping_patience": 0, "seed": 1,
     "fast_dev_run": True, "data_dir": Path("data"), "download": False, "num_workers": 0, "save_dir": Path("run"),
-    "runs_dir": Path("all"), "log_interval": 1, "mode": "first",
+    "runs_dir": Path("all"), "log_interval": 1, "mode": "first", "skip_bad": True,
 }  # fmt: skip
 
 
 def test_every_flag_stands_for_a_key_that_there_is() -> None:
-    assert set(flag_table().values()) - {"task.mode"} <= set(all_keys(RunConfig))
+    assert set(flag_table().values()) - {"task.mode", "task.skip_bad"} <= set(all_keys(RunConfig))
     design = {
         "--config", "--devices", "--strategy", "--precision", "--engine", "--epochs", "--max-steps", "--batch-size",
         "--global-batch-size", "--grad-accum-steps", "--lr", "--lr-scaling", "--warmup-epochs", "--weight-decay",
@@ -62,7 +62,7 @@ def test_the_defaults_that_the_help_states_are_those_of_the_settings() -> None:
     for field in dataclasses.fields(Settings):
         flag = "--" + field.name.replace("_", "-")
         help_text = next(mark.help for mark in hints[field.name].__metadata__ if isinstance(mark, Parameter))
-        if flag not in keys or flag == "--mode":
+        if flag not in keys or keys[flag].startswith("task."):
             continue
         stated = re.search(r"Default: (.+)\.$", help_text)
         assert stated, f"{flag} does not say its default"

@@ -57,10 +57,12 @@ _BEFORE, _RUNNING, _AFTER, _OTHER = (
 VERBS = (
     ("devices", _BEFORE, "List the devices that are here, their free memory and who uses them."),
     ("plan", _BEFORE, "Show what `train` with the same flags would do, and why; starts nothing."),
+    ("doctor", _BEFORE, "Check whether this machine is fit for training on several devices."),
     ("verify", _BEFORE, "Check on your own task that several devices compute what one computes."),
     ("train", _RUNNING, "Train a task."),
     ("resume", _RUNNING, "Go on with an unfinished run, on the same devices or on others."),
     ("stop", _RUNNING, "Ask a run to end with a checkpoint, and wait until it has."),
+    ("lightning", _RUNNING, "LightningCLI for your own LightningModule: fit, validate, test, predict."),
     ("runs", _AFTER, "List the runs, newest first."),
     ("show", _AFTER, "Show one run: its state, plan, metrics, checkpoints and logs."),
     ("evaluate", _AFTER, "Compute the metrics of a run's checkpoint on its validation or test data."),
@@ -69,6 +71,7 @@ VERBS = (
         _AFTER,
         "Write a run's weights (safetensors) and program (torch.export), with an example that loads them.",
     ),
+    ("transcribe", _AFTER, "Print what a trained recogniser hears in recordings."),
     ("version", _OTHER, "Show the versions of Lockstep, Python and the libraries it uses."),
     ("completion", _OTHER, "Print or install a completion script for your shell."),
 )

@@ -165,6 +165,11 @@ class Settings:
         Overrides("data.download"),
         _flag("Let the task download its data set into --data-dir. Default: off.", FILES),
     ] = None
+    skip_bad: Annotated[
+        bool | None,
+        Overrides("task.skip_bad"),
+        _flag("speech: leave out utterances that cannot be used, instead of refusing to start. Default: off.", FILES),
+    ] = None
     num_workers: Annotated[
         int | None,
         Overrides("data.num_workers"),

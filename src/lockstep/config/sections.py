@@ -200,6 +200,10 @@ class TelemetryConfig(Section):
         description="auto: a bar on a terminal, plain lines elsewhere; off: warnings and the summary only; silent: "
         "nothing",
     )
+    upload_to: str | None = Field(
+        None, description="copy the run folder to this path or URL (anything that fsspec knows), in the background"
+    )
+    upload_every_epochs: int = Field(1, ge=1, description="upload_to: how often, besides the end")
     record_samples: bool = Field(False, description="record the sample indices of every step (for audits and tests)")
 
 
@@ -207,6 +211,12 @@ class LaunchConfig(Section):
     max_restarts: int = Field(0, ge=0, description="restarts from the newest verified checkpoint after a rank failed")
     stop_grace_s: float = Field(
         30.0, gt=0, description="how long ranks may take to end after a stop before they are killed"
+    )
+
+
+class LightningConfig(Section):
+    profiler: Literal["simple", "advanced", "pytorch"] | None = Field(
+        None, description="profile Lightning's Trainer (engine lightning, LightningModules); the report goes to logs/"
     )
 
 
@@ -250,6 +260,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)  # type: ignore[arg-type]
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)  # type: ignore[arg-type]
     launch: LaunchConfig = Field(default_factory=LaunchConfig)  # type: ignore[arg-type]
+    lightning: LightningConfig = Field(default_factory=LightningConfig)  # type: ignore[arg-type]
     debug: DebugConfig = Field(default_factory=DebugConfig)  # type: ignore[arg-type]
 
     @model_validator(mode="after")

@@ -294,7 +294,7 @@ class WorkerLoader:
             pin_memory=self._plan.pin_memory and torch.cuda.is_available(),
             worker_init_fn=worker_init(self._source.seed, self._rank, epoch),
         )
-        with _child_signal_kept():
+        with child_signal_kept():
             self._iterator = iter(loader)
             try:
                 yield from self._iterator
@@ -307,7 +307,7 @@ class WorkerLoader:
 
 
 @contextmanager
-def _child_signal_kept() -> Iterator[None]:
+def child_signal_kept() -> Iterator[None]:
     """DataLoader installs a SIGCHLD handler for good; the process that training was called from gets its own back."""
     from torch.utils.data._utils import signal_handling
 

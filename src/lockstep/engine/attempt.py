@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,8 @@ from lockstep.data.loader import Source, Window, make_loader, windows
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives, shared
 from lockstep.engine.fit import Fit, TimedBatches
-from lockstep.engine.loop import training_steps
+from lockstep.engine.lightning_task import ModuleTask
+from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.precision import Precision
 from lockstep.engine.resume import check_fits, load_shared, load_weights, weights_from
 from lockstep.engine.runtime import check_pins, pins, rank_device, runtime
@@ -38,6 +39,9 @@ from lockstep.plan import Plan
 from lockstep.telemetry.files import JsonLines, write_json
 from lockstep.telemetry.rundir import Heartbeat, RunDir
 from lockstep.telemetry.samples import samples_file
+
+if TYPE_CHECKING:
+    from lockstep.engine.lightning_fit import ModuleFit
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def run_attempt(
     device = rank_device(tuple(plan.placement["devices"]), world)
     heartbeat = Heartbeat()
     writer: BackgroundWriter | None = None
-    fit: Fit | None = None
+    fit: Fit | ModuleFit | None = None
     try:
         timeout_s = config.distributed.timeout_s
         with (
@@ -93,13 +97,22 @@ def run_attempt(
                     CheckpointStore(run_dir.checkpoints),
                     lambda step, path, best: sink.emit(CheckpointSaved(step, path, best)),
                 )
+            if isinstance(task, ModuleTask):
+                from lockstep.engine.lightning_fit import ModuleFit
+
+                snapshot = _newest(run_dir, collectives, sink)
+                fit = module_fit = ModuleFit(
+                    *(task, config, plan, run_dir, world, collectives, device, snapshot),
+                    *(attempt, sink, writer, stop_signal, heartbeat.beat),
+                )
+                return module_fit.run()
             datasets = datasets or open_data(task, config, collectives)
             snapshot = _newest(run_dir, collectives, sink)
-            fit = _assemble(run_dir, world, task, config, plan, datasets, device, collectives, snapshot)
-            fit.attempt, fit.sink, fit.writer = attempt, sink, writer
-            fit.stop_requested = lambda: stop_signal() is not None
-            fit.heartbeat = heartbeat.beat
-            return _train_and_finish(fit, run_dir, world, stop_signal)
+            fit = task_fit = _assemble(run_dir, world, task, config, plan, datasets, device, collectives, snapshot)
+            task_fit.attempt, task_fit.sink, task_fit.writer = attempt, sink, writer
+            task_fit.stop_requested = lambda: stop_signal() is not None
+            task_fit.heartbeat = heartbeat.beat
+            return _train_and_finish(task_fit, run_dir, world, stop_signal)
     except BaseException as error:
         _record_failure(sink, fit, error)
         raise
@@ -253,8 +266,16 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     batches = TimedBatches(trace.batches(iter(loader)))
     fit.strategy.module.train()
     waited_s = 0.0
+
+    def finish(result: StepResult) -> bool:
+        nonlocal waited_s
+        trace.after_step(result)
+        fit.after_step(result, batches.waited_s - waited_s)
+        waited_s = batches.waited_s
+        return fit.ended_by is None
+
     with contextlib.closing(loader):
-        for result in training_steps(
+        steps = training_steps(
             _recorded(_walk(fit, world), fit, run_dir, world, source),
             batches,
             fit.strategy,
@@ -263,12 +284,15 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
             epoch_over=lambda stop: plan.batch.window(stop) is None,
             requested=fit.requested,
             norm_every=fit.config.telemetry.log_interval,
-        ):
-            trace.after_step(result)
-            fit.after_step(result, batches.waited_s - waited_s)
-            waited_s = batches.waited_s
-            if fit.ended_by is not None:
-                break
+        )
+        if fit.config.training.engine == "lightning":
+            from lockstep.engine.lightning import run_in_trainer
+
+            run_in_trainer(fit, world, steps, finish)
+        else:
+            for result in steps:
+                if not finish(result):
+                    break
     trace.write()
 
 
@@ -314,7 +338,7 @@ def _test_the_best(fit: Fit, run_dir: RunDir) -> dict[str, float]:
     return {**fit.state.best_metric, **numbers}
 
 
-def _record_failure(sink: Sink, fit: Fit | None, error: BaseException) -> None:
+def _record_failure(sink: Sink, fit: Fit | ModuleFit | None, error: BaseException) -> None:
     text = str(error) if isinstance(error, LockstepError) else "".join(traceback.format_exception(error))
     step = fit.state.step if fit else 0
     elapsed = fit.elapsed_s if fit else 0.0

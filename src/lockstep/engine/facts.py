@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.data.bucketed import check_lengths, hash_lengths
 from lockstep.engine.batchnorm import has_batchnorm
+from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import DataError, TaskError, UnsupportedError
 from lockstep.plan import TaskFacts
@@ -41,6 +42,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         has_batchnorm=has_batchnorm(model),
         whole_batches=hasattr(datasets.train, "__getitems__") and not hasattr(datasets.train, "sample"),
         lengths=lengths,
+        loader=task.loader_facts if isinstance(task, ModuleTask) else None,
         fingerprint=fingerprint(datasets.train) + (f":{lengths}" if lengths else ""),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +15,13 @@ from lockstep.checkpoint.policy import SavePolicy, retained
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
-from lockstep.data.order import ORDER_VERSION
+from lockstep.engine.best import judge, natural_mode
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.loop import StepResult
 from lockstep.engine.meter import LossMeter
 from lockstep.engine.precision import Precision
+from lockstep.engine.resume import manifest_of
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategy import Flags, Strategy
 from lockstep.engine.task import Datasets, Task
@@ -87,7 +87,7 @@ class Fit:
         self._hooks = list(self.task.hooks())
         monitor, mode = self.task.monitor
         self._monitor = config.monitor or monitor
-        self._mode = config.mode or (mode if self._monitor == monitor else _natural_mode(self._monitor))
+        self._mode = config.mode or (mode if self._monitor == monitor else natural_mode(self._monitor))
         self._skipped_at_log = self.update.skipped
         self._step_at_log = self.state.step
         self._saved_at = -1
@@ -107,6 +107,7 @@ class Fit:
             self._emit(Note("info", note))
         if self.config.validation.sanity_steps and self.datasets.val is not None and self.state.step == 0:
             self._evaluate(self.datasets.val, chunks=self.config.validation.sanity_steps * self.collectives.size)
+            self.task.remarks()  # nobody wants to read what untrained weights say
         self._interval = self._speed.mark()
         self._epoch_mark = self._speed.mark()
         self._interval_sums = self._meter.read()
@@ -228,6 +229,8 @@ class Fit:
         with self._speed.paused():
             self.strategy.synchronise_buffers()
             values = self._evaluate(self.datasets.val, self._chunks)
+        for remark in self.task.remarks():
+            self._emit(Note("info", remark))
         return {f"val_{name}": value for name, value in values.items() if isinstance(value, float | int)}
 
     def _judge(self, metrics: Mapping[str, float], epoch: int) -> bool:
@@ -236,14 +239,8 @@ class Fit:
         if value is None:
             self._emit(Note("warning", f"There is no {self._monitor!r} to judge by; there is {', '.join(metrics)}."))
             return False
-        best = self.state.best_value
-        better = math.isfinite(value) and (best is None or (value < best if self._mode == "min" else value > best))
-        if better:
-            self.state.best_value, self.state.best_epoch, self.state.best_step = value, epoch, self.state.step
-            self.state.best_metric = {name: v for name, v in metrics.items() if name.startswith("val_")}
-            self.state.evaluations_without_gain = 0
+        if judge(self.state, metrics, value, self._mode, epoch):
             return True
-        self.state.evaluations_without_gain += 1
         patience = self.config.training.early_stopping_patience
         if patience and self.state.evaluations_without_gain >= patience:
             self.ended_by = "completed"
@@ -306,22 +303,7 @@ class Fit:
         }
 
     def manifest(self) -> dict[str, Any]:
-        """What decides whether a checkpoint fits: compared at resume, readable without torch."""
-        return {
-            "attempt": self.attempt,
-            "epoch": self.state.epoch,
-            "position": self.state.position,
-            "samples_seen": self.state.samples_seen,
-            "seed": self.plan.seed,
-            "global_batch": self.plan.batch.global_batch,
-            "lanes": self.config.training.lanes,
-            "reproducibility": self.plan.reproducibility,
-            "fingerprint": self.plan.task.fingerprint,
-            "order_version": ORDER_VERSION,
-            "order": self.plan.order.model_dump(),
-            "pins": json.loads(json.dumps(dict(self.pins))),
-            "best": dict(self.state.best_metric),
-        }
+        return manifest_of(self.config, self.plan, self.state, self.attempt, self.pins)
 
     @property
     def elapsed_s(self) -> float:
@@ -330,9 +312,3 @@ class Fit:
 
     def _emit(self, event: Any) -> None:
         self.sink.emit(event)
-
-
-def _natural_mode(monitor: str) -> str:
-    return (
-        "min" if any(word in monitor for word in ("loss", "error", "wer", "cer", "mse", "mae", "perplexity")) else "max"
-    )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
+from lockstep.config import RunConfig
 from lockstep.data.order import ORDER_VERSION
 from lockstep.engine.collectives import Collectives
+from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError
 from lockstep.plan import OrderPlan, Plan
 
@@ -31,6 +35,27 @@ def load_shared(store: CheckpointStore, step: int, collectives: Collectives) -> 
         raise found
     assert found is not None
     return found
+
+
+def manifest_of(
+    config: RunConfig, plan: Plan, state: TrainState, attempt: int, pins: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What decides whether a checkpoint fits: compared at resume, readable without torch."""
+    return {
+        "attempt": attempt,
+        "epoch": state.epoch,
+        "position": state.position,
+        "samples_seen": state.samples_seen,
+        "seed": plan.seed,
+        "global_batch": plan.batch.global_batch,
+        "lanes": config.training.lanes,
+        "reproducibility": plan.reproducibility,
+        "fingerprint": plan.task.fingerprint,
+        "order_version": ORDER_VERSION,
+        "order": plan.order.model_dump(),
+        "pins": json.loads(json.dumps(dict(pins))),
+        "best": dict(state.best_metric),
+    }
 
 
 def check_fits(manifest: dict[str, Any], plan: Plan) -> None:

@@ -111,6 +111,19 @@ def _join(plan: Plan, device: torch.device, world: World, timeout_s: float) -> b
     return True
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The body draws from generators of the CPU that start at ``seed``; the caller's own come back afterwards."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        seed_everything(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
 def seed_everything(seed: int) -> None:
     """One seed on every rank: parameters start equal. Order, augmentation and dropout have keys of their own."""
     random.seed(seed)

@@ -126,6 +126,10 @@ class Task:
         """
         return ()
 
+    def remarks(self) -> Sequence[str]:
+        """Lines for people about the last evaluation, such as examples; asked on the main rank."""
+        return ()
+
     def state_dict(self) -> dict[str, Any]:
         """State of the task itself that a checkpoint should keep."""
         return {}

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import TracebackType
 from typing import Any, Protocol
 
 from lockstep.hardware.device import GpuUser, gigabytes
+
+#: nvmlClocksThrottleReasons that mean trouble (nvml.h); a power cap under load is normal.
+_SLOWDOWNS = {"hot": 0x20 | 0x40, "power brake": 0x80, "hardware": 0x8}
+#: nvmlGpuTopologyLevel_t (nvml.h).
+_PATHS = {
+    0: "one board",
+    10: "one PCIe switch",
+    20: "several PCIe switches",
+    30: "one PCIe host bridge",
+    40: "one NUMA node",
+    50: "two CPU sockets",
+}
+#: NVML_P2P_CAPS_INDEX_READ (nvml.h); the bindings have a tuple there.
+_P2P_READ = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +36,34 @@ class NvmlGpu:
     free: int | None
     users: tuple[GpuUser, ...] = ()
     mig: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHealth:
+    """How a GPU is doing; ``None`` where the driver does not say.
+
+    Attributes:
+        temperature_c: of the chip, °C.
+        ecc: whether error correction of its memory is on.
+        ecc_errors: uncorrectable memory errors since the driver was loaded.
+        repair: of broken memory rows: ``"pending"`` (at the next reset), ``"failed"``, or empty.
+        slowdowns: why its clocks are held back now: ``"hot"``, ``"power brake"``, ``"hardware"``.
+    """
+
+    temperature_c: int | None = None
+    ecc: bool | None = None
+    ecc_errors: int | None = None
+    repair: str = ""
+    slowdowns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLink:
+    """How two GPUs reach each other: peer access, NVLink, and the nearest part of the machine that both hang on."""
+
+    peer: bool | None
+    nvlink: bool
+    path: str
 
 
 class Nvml(Protocol):
@@ -39,6 +81,18 @@ class Nvml(Protocol):
         """The newest CUDA version that the driver supports."""
         ...
 
+    def driver_version(self) -> str:
+        """The driver's own version; empty where it does not say."""
+        ...
+
+    def health(self, uuid: str) -> GpuHealth:
+        """Temperature, memory errors and slowdowns of a GPU."""
+        ...
+
+    def link(self, one: str, other: str) -> GpuLink:
+        """How two GPUs, by their identifiers, reach each other."""
+        ...
+
     def __enter__(self) -> Nvml: ...
 
     def __exit__(
@@ -49,9 +103,18 @@ class Nvml(Protocol):
 class FakeNvml:
     """A machine with the GPUs that it is given: the fake that ships with the seam."""
 
-    def __init__(self, gpus: Sequence[NvmlGpu] = (), *, driver: tuple[int, int] = (13, 0)) -> None:
+    def __init__(
+        self,
+        gpus: Sequence[NvmlGpu] = (),
+        *,
+        driver: tuple[int, int] = (13, 0),
+        health: Mapping[str, GpuHealth] | None = None,
+        links: Mapping[tuple[str, str], GpuLink] | None = None,
+    ) -> None:
         self._gpus = list(gpus)
         self._driver = driver
+        self._health = dict(health or {})
+        self._links = dict(links or {})
 
     def gpus(self) -> list[NvmlGpu]:
         return list(self._gpus)
@@ -61,6 +124,15 @@ class FakeNvml:
 
     def driver_cuda(self) -> tuple[int, int]:
         return self._driver
+
+    def driver_version(self) -> str:
+        return "580.65.06"
+
+    def health(self, uuid: str) -> GpuHealth:
+        return self._health.get(uuid, GpuHealth())
+
+    def link(self, one: str, other: str) -> GpuLink:
+        return self._links.get((one, other), GpuLink(peer=None, nvlink=False, path=""))
 
     def __enter__(self) -> FakeNvml:
         return self
@@ -92,6 +164,40 @@ class PyNvml:
     def driver_cuda(self) -> tuple[int, int]:
         version = self._lib.nvmlSystemGetCudaDriverVersion_v2()  # 1000 × major + 10 × minor
         return version // 1000, version % 1000 // 10
+
+    def driver_version(self) -> str:
+        return _text(self._ask(self._lib.nvmlSystemGetDriverVersion))
+
+    def health(self, uuid: str) -> GpuHealth:
+        lib, ask = self._lib, self._ask
+        handle = ask(lib.nvmlDeviceGetHandleByUUID, uuid.encode())
+        if handle is None:
+            return GpuHealth()
+        ecc = ask(lib.nvmlDeviceGetEccMode, handle)
+        rows = ask(lib.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failed
+        reasons = ask(lib.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        return GpuHealth(
+            temperature_c=ask(lib.nvmlDeviceGetTemperature, handle, lib.NVML_TEMPERATURE_GPU),
+            ecc=None if ecc is None else bool(ecc[0]),
+            ecc_errors=ask(
+                lib.nvmlDeviceGetTotalEccErrors, handle, lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC
+            ),
+            repair="" if rows is None else "failed" if rows[3] else "pending" if rows[2] else "",
+            slowdowns=tuple(name for name, bits in _SLOWDOWNS.items() if reasons & bits),
+        )
+
+    def link(self, one: str, other: str) -> GpuLink:
+        lib, ask = self._lib, self._ask
+        pair = [ask(lib.nvmlDeviceGetHandleByUUID, uuid.encode()) for uuid in (one, other)]
+        if None in pair:
+            return GpuLink(peer=None, nvlink=False, path="")
+        reads = ask(lib.nvmlDeviceGetP2PStatus, *pair, _P2P_READ)
+        level = ask(lib.nvmlDeviceGetTopologyCommonAncestor, *pair)
+        return GpuLink(
+            peer=None if reads is None else reads == lib.NVML_P2P_STATUS_OK,
+            nvlink=ask(lib.nvmlDeviceGetP2PStatus, *pair, lib.NVML_P2P_CAPS_INDEX_NVLINK) == lib.NVML_P2P_STATUS_OK,
+            path=_PATHS.get(level, ""),
+        )
 
     def __enter__(self) -> PyNvml:
         return self

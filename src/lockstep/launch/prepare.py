@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.facts import inspect_task
 from lockstep.engine.task import Datasets, DataSettings, Task
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import World, read_world
@@ -40,7 +41,7 @@ def settle(
     """The task as an object and the complete configuration: general defaults < the task's < what was given.
 
     Raises:
-        TaskError, ConfigError: an unknown task, key or value.
+        TaskError, ConfigError: an unknown task, key or value. UnsupportedError: an engine that is not installed.
     """
     given = config.model_dump(exclude_unset=True, mode="json") if isinstance(config, RunConfig) else dict(config or {})
     named = given.get("task") or {}
@@ -67,6 +68,11 @@ def settle(
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
     section = {"name": _absolute(name), **built.config.model_dump(mode="json")}
     whole = resolve(kind.defaults, {**given, "task": section})
+    if whole.training.engine == "lightning" and importlib.util.find_spec("lightning") is None:
+        raise UnsupportedError(
+            "engine: lightning needs Lightning, which is not installed",
+            fix="pip install 'lockstep-train[lightning]', or leave training.engine out",
+        )
     built.data = DataSettings(whole.data.data_dir, whole.data.download, whole.training.seed)
     return built, whole
 

@@ -12,7 +12,7 @@ from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.attempt import RunResult, run_attempt
 from lockstep.engine.task import Task
-from lockstep.errors import RunFolderError, UnsupportedError
+from lockstep.errors import RunFolderError
 from lockstep.hardware.world import World, read_world
 from lockstep.launch.carry import load_task, pack_task
 from lockstep.launch.folder import (
@@ -66,8 +66,6 @@ def train(
     """
     world = read_world(os.environ)
     built, whole = settle(task, config)
-    if whole.training.engine == "lightning":
-        raise UnsupportedError("engine: lightning is not available yet", fix="use training.engine=native")
     if world.from_outside:
         return train_as_rank(built, whole, world, resume=resume, given=config, as_given=isinstance(task, Task))
     existing = existing_run(whole, resume)

@@ -47,6 +47,12 @@ class BatchPlan(BaseModel):
         merged = self.tail == "merge" or rest < self.least_window
         return max(1, full) if merged else full + 1
 
+    def steps_left(self, position: int) -> int:
+        """Steps of an epoch of which ``position`` samples are used."""
+        if position >= self.samples:
+            return 0
+        return self.model_copy(update={"samples": self.samples - position}).steps_per_epoch
+
     def window(self, position: int) -> Span | None:
         """The slice of the epoch that the step at ``position`` takes; ``None`` when the epoch is over."""
         rest = self.samples - position
@@ -103,8 +109,13 @@ def resolve_batch(
     lanes: int | None,
     has_batchnorm: bool,
     sync_batchnorm: bool,
+    even: bool = False,
 ) -> tuple[BatchPlan, dict[str, str]]:
     """Sizes of a run and the reason of each.
+
+    Args:
+        even: every rank must have ``accumulate`` micro-batches in every step (Lightning's Trainer); a shorter tail
+            joins the step before.
 
     Raises:
         ConfigError: a global batch that the ranks cannot share.
@@ -147,7 +158,22 @@ def resolve_batch(
         least_part=2 if has_batchnorm and not sync_batchnorm else 1,
     )
     reasons["tail"] = _check_tail(plan)
-    return plan, reasons
+    return (_even(plan, reasons) if even else plan), reasons
+
+
+def _even(plan: BatchPlan, reasons: dict[str, str]) -> BatchPlan:
+    """``plan`` with a part for every micro-batch of every rank in each step, the last one of an epoch included."""
+    least = max(plan.least_window, plan.ranks * plan.accumulate * plan.least_part)
+    if plan.samples < least:
+        raise DataError(
+            f"the training set has {plan.samples} sample(s)",
+            why=f"one step of {plan.ranks} rank(s) × {plan.accumulate} micro-batch(es) needs at least {least}",
+            fix="use fewer devices or less accumulation",
+        )
+    rest = plan.samples % plan.global_batch
+    if plan.tail == "spread" and 0 < rest < least:
+        reasons["tail"] = f"the last {rest} samples join the step before: they are too few for all ranks"
+    return plan.model_copy(update={"least_window": least})
 
 
 def _check_tail(plan: BatchPlan) -> str:

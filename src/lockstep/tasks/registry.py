@@ -13,10 +13,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config.load import explain
+from lockstep.engine.lightning_task import is_module_class, module_task
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, TaskError
 
-BUILT_IN = {"har": "lockstep.tasks.har:HarTask"}
+BUILT_IN = {
+    "autoencoder": "lockstep.tasks.autoencoder:AutoencoderTask",
+    "har": "lockstep.tasks.har:HarTask",
+    "speech": "lockstep.tasks.speech.task:SpeechTask",
+}
 
 
 def find_task(name: str) -> type[Task]:
@@ -26,14 +31,27 @@ def find_task(name: str) -> type[Task]:
         TaskError: there is none, or importing it failed.
     """
     where = BUILT_IN.get(name, name)
-    place, colon, attribute = where.rpartition(":")
-    if not colon:
+    if ":" not in where:
         close = difflib.get_close_matches(name, BUILT_IN, n=1)
         raise TaskError(
             f"there is no task {name!r}",
             why=f"the built-in ones are {', '.join(sorted(BUILT_IN))}",
             fix=f"did you mean {close[0]}?" if close else "name one of these, or your own as my_file.py:MyTask",
         )
+    found = find_class(where)
+    if is_module_class(found):
+        return module_task(found, find_class)
+    check_task_class(found)
+    return found
+
+
+def find_class(where: str) -> type:
+    """The class at ``path/to/file.py:Class`` or ``package.module:Class``.
+
+    Raises:
+        TaskError: there is none, or importing it failed.
+    """
+    place, _, attribute = where.rpartition(":")
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
@@ -45,7 +63,6 @@ def find_task(name: str) -> type[Task]:
             why=f"its tasks are {', '.join(classes)}" if classes else "it defines no subclass of lockstep.Task",
             fix="check the name after the colon",
         )
-    check_task_class(found)
     return found
 
 

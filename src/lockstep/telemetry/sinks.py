@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.events import EpochEnded, Evaluated, Event, Fanout, RunEnded, RunStarted, Sink, StepLogged
 from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.rundir import RunDir, utc_now, write_json
+from lockstep.telemetry.upload import Uploader, UploadSink
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -23,15 +24,19 @@ RESULTS_FILE = "training_results.json"
 
 
 def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> Fanout:
-    """The sinks of a run: its folder (essential), the console and TensorBoard (switched off if they fail).
+    """The sinks of a run: its folder (essential); console, TensorBoard and upload (switched off if they fail).
 
     Raises:
-        ConfigError: ``telemetry.tensorboard`` is ``on`` and TensorBoard is not installed.
+        ConfigError: ``telemetry.tensorboard`` is ``on`` and TensorBoard is not installed; ``telemetry.upload_to``
+            is no target that fsspec knows.
     """
     mode = config.telemetry.progress
     optional: list[Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode)]
     if tensorboard_wanted(config.telemetry.tensorboard):
         optional.append(TensorBoardSink(run_dir.logs))
+    if config.telemetry.upload_to is not None:
+        uploader = Uploader(run_dir.path, config.telemetry.upload_to)
+        optional.append(UploadSink(uploader, every_epochs=config.telemetry.upload_every_epochs))
     return Fanout(essential=[RunFolderSink(run_dir)], optional=optional)
 
 

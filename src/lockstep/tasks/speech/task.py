@@ -78,8 +78,8 @@ class SpeechTask(Task):
 
     Config = SpeechConfig
     defaults: ClassVar[Mapping[str, Any]] = {
-        "training": {"epochs": 24, "batch_size": 4, "max_grad_norm": 0.5, "early_stopping_patience": 8},
-        "optimizer": {"name": "adamw", "lr": 2e-3, "weight_decay": 1e-4},
+        "training": {"epochs": 36, "batch_size": 4, "max_grad_norm": 0.5, "early_stopping_patience": 8},
+        "optimizer": {"name": "adamw", "lr": 1.5e-3, "weight_decay": 1e-4},
         "scheduler": {"name": "cosine", "warmup_epochs": 0.5},
         "validation": {"batch_size": 32},
         "telemetry": {"log_interval": 50},

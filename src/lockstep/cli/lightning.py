@@ -1,0 +1,73 @@
+"""``lockstep lightning``: LightningCLI, whose own parser takes what follows the subcommand."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from lockstep.errors import ConfigError
+
+EPILOGUE = """\
+Its flags are those of LightningCLI, and these:
+  --hardware.selected_devices LIST   as in `lockstep train --devices`; [cpu, cpu] rehearses two ranks
+  --hardware.precision P             32, 16-mixed or bf16-mixed
+  --run_dir DIR                      fit: the run folder; default: a new one in runs/
+
+Examples:
+  lockstep lightning fit --help                                # every setting
+  lockstep lightning fit -c cli_config.yaml
+  lockstep lightning fit -c cli_config.yaml --hardware.selected_devices '[gpu:0, gpu:1]'
+  lockstep lightning fit -c cli_config.yaml --print_config     # the whole configuration; starts nothing
+  lockstep lightning test -c cli_config.yaml --ckpt_path runs/run-1a2b3c4d/checkpoints/last.ckpt
+
+Sections of the configuration: model, data, trainer, optimizer, lr_scheduler, and hardware with selected_devices and
+precision."""
+
+#: Subcommand → what it does.
+SUBCOMMANDS = {
+    "fit": "Train a LightningModule.",
+    "validate": "Run it on its validation data.",
+    "test": "Run it on its test data.",
+    "predict": "Let it predict.",
+}
+
+app = App(
+    name="lightning",
+    usage="Usage: lockstep lightning {fit,validate,test,predict} [OPTIONS]",
+    help_epilogue=EPILOGUE,
+)
+
+
+@app.default
+def overview() -> None:
+    """Show the subcommands."""
+    app.help_print()
+
+
+Arguments = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+
+
+def _add(subcommand: str, explanation: str) -> None:
+    def run_subcommand(*arguments: Arguments) -> int:
+        return run(subcommand, *arguments)
+
+    app.command(run_subcommand, name=subcommand, help=explanation, help_flags=(), version_flags=())
+
+
+for _subcommand, _explanation in SUBCOMMANDS.items():
+    _add(_subcommand, _explanation)
+
+
+def run(*arguments: str) -> int:
+    """Hand the arguments to LightningCLI; its exit code."""
+    try:
+        from lockstep.lightning.cli import run as run_lightning
+    except ImportError as error:
+        raise ConfigError(
+            "Lightning is not installed", why=str(error), fix="pip install 'lockstep-train[lightning]'"
+        ) from None
+    try:
+        return run_lightning(arguments, parser_kwargs={"prog": "lockstep lightning"})
+    except SystemExit as end:  # its parser has said what is wrong, or what was asked for
+        return end.code if isinstance(end.code, int) else 1

@@ -1,0 +1,28 @@
+"""Which evaluation was the best so far: one rule for every engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from lockstep.engine.state import TrainState
+
+
+def natural_mode(monitor: str) -> str:
+    """``min`` for losses and error rates, else ``max``."""
+    return (
+        "min" if any(word in monitor for word in ("loss", "error", "wer", "cer", "mse", "mae", "perplexity")) else "max"
+    )
+
+
+def judge(state: TrainState, metrics: Mapping[str, float], value: float, mode: str, epoch: int) -> bool:
+    """Note in ``state`` whether ``value`` is the best so far; ``metrics`` are those of its evaluation."""
+    best = state.best_value
+    better = math.isfinite(value) and (best is None or (value < best if mode == "min" else value > best))
+    if not better:
+        state.evaluations_without_gain += 1
+        return False
+    state.best_value, state.best_epoch, state.best_step = value, epoch, state.step
+    state.best_metric = {name: v for name, v in metrics.items() if name.startswith("val_")}
+    state.evaluations_without_gain = 0
+    return True

@@ -1,0 +1,236 @@
+"""A user's DataLoaders, with Lockstep's order: who of the ranks takes which samples of which batch.
+
+Training: every step takes the next global batch of the order; a rank takes its part of it, cut into as many
+micro-batches as the Trainer accumulates. Evaluation: each sample is in one batch of one rank. Nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from lockstep.data.loader import InOrder, SampleOrder
+from lockstep.data.order import Order
+from lockstep.data.randomness import derive_key, worker_init
+from lockstep.engine.runtime import seeded
+from lockstep.engine.state import TrainState
+from lockstep.errors import DataError, UnsupportedError
+from lockstep.hardware.world import World
+from lockstep.plan import BatchPlan, Plan
+from lockstep.plan.batch import Span, parts
+
+#: The loader hooks of modules and data modules that belong to evaluation.
+EVAL_HOOKS = ("val_dataloader", "test_dataloader", "predict_dataloader")
+
+
+class Step(NamedTuple):
+    """One optimizer step: positions ``start`` to ``stop`` of the epoch, and this rank's micro-batches of them."""
+
+    start: int
+    stop: int
+    mine: tuple[Span, ...]
+
+
+def epoch_steps(batch: BatchPlan, rank: int, position: int) -> Iterator[Step]:
+    """The steps of what is left of an epoch; all ranks have the same number of micro-batches in each."""
+    while (span := batch.window(position)) is not None:
+        start, position = span
+        shares = parts(position - start, batch.ranks, batch.least_part)
+        smallest = min(stop - first for first, stop in shares)
+        number = max(1, min(batch.accumulate, smallest // batch.least_part))
+        first, stop = shares[rank]
+        mine = tuple((start + first + a, start + first + b) for a, b in parts(stop - first, number, batch.least_part))
+        yield Step(start, position, mine)
+
+
+class OrderedBatches:
+    """Batch sampler of one rank: index lists in the order of the run, from where ``state`` stands.
+
+    Its length is that of the whole epoch, of which a resumed run has done some already.
+    """
+
+    def __init__(self, plan: Plan, rank: int, state: TrainState) -> None:
+        loader = plan.task.loader
+        assert loader is not None
+        self._batch, self._rank, self._state = plan.batch, rank, state
+        self._order: SampleOrder = Order(plan.task.train_samples, plan.seed) if loader.shuffle else InOrder()
+
+    @property
+    def epoch(self) -> int:
+        return self._state.epoch
+
+    @property
+    def done(self) -> int:
+        """Micro-batches of this epoch that earlier attempts have used."""
+        return round(self._state.position / self._batch.global_batch) * self._batch.accumulate
+
+    def __len__(self) -> int:
+        return self.done + self._batch.steps_left(self._state.position) * self._batch.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._walk(self._state.epoch, self._state.position)
+
+    def _walk(self, epoch: int, position: int) -> Iterator[list[int]]:
+        for step in epoch_steps(self._batch, self._rank, position):
+            for start, stop in step.mine:
+                yield self._order.slice(epoch, start, stop).tolist()
+
+
+class SharedBatches:
+    """Batch sampler of one rank for evaluation: every sample in one batch of one rank, in index order.
+
+    All ranks get the same number of batches, none larger than ``batch_size``, so that what a module reduces
+    over ranks in every batch finds all of them. Where the samples are too few for that (``batch_size`` is
+    hardly more than 1), the last ranks have one batch less.
+
+    Raises:
+        DataError: there are fewer samples than ranks, so some rank would have nothing to log.
+    """
+
+    def __init__(self, samples: int, batch_size: int, world: World) -> None:
+        if samples < world.size:
+            raise DataError(
+                f"{samples} sample(s) cannot be evaluated on {world.size} ranks",
+                why="a rank without a sample logs nothing, and the others would wait for its metrics",
+                fix=f"use at most {samples} devices, or evaluate on more data",
+            )
+        rounds = -(-samples // (batch_size * world.size))
+        spans = parts(samples, rounds * world.size)
+        self._spans = [span for span in spans[world.rank :: world.size] if span[1] > span[0]]
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(range(start, stop)) for start, stop in self._spans)
+
+
+class SeededLoader(DataLoader[Any]):
+    """The user's DataLoader with another batch sampler; its generator and its workers are seeded anew each epoch.
+
+    A generator or ``worker_init_fn`` of the user's own stays.
+    """
+
+    def __init__(self, loader: DataLoader[Any], batches: Any, seed: int, rank: int, epoch: Callable[[], int]) -> None:
+        self._seeding = (seed, rank, epoch)
+        self._own_generator, self._own_init = loader.generator is None, loader.worker_init_fn is None
+        super().__init__(
+            loader.dataset,
+            batch_sampler=batches,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=torch.Generator() if loader.generator is None else loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def __iter__(self) -> Any:
+        seed, rank, epoch = self._seeding
+        if self._own_generator:
+            self.generator.manual_seed(derive_key("loader", seed, epoch(), rank))
+        if self._own_init:
+            self.worker_init_fn = worker_init(seed, rank, epoch())
+        return super().__iter__()
+
+
+def training_loader(loader: DataLoader[Any], plan: Plan, world: World, state: TrainState) -> SeededLoader:
+    """The user's training loader in the order of ``plan``, from where ``state`` stands.
+
+    Raises:
+        DataError: its data set is not that of the plan.
+    """
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    if samples != plan.task.train_samples:
+        raise DataError(
+            f"the training set has {samples} samples here, and had {plan.task.train_samples} when the run was planned",
+            fix="let the data module make the same data in every process",
+        )
+    batches = OrderedBatches(plan, world.rank, state)
+    return SeededLoader(loader, batches, plan.seed, world.rank, lambda: batches.epoch)
+
+
+def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
+    """The user's evaluation loader, shared out among ranks; with one rank only its seeds are set.
+
+    Raises:
+        UnsupportedError: a loader that cannot be shared out. DataError: fewer samples than ranks.
+    """
+    plain = (
+        isinstance(loader, DataLoader)
+        and isinstance(loader.sampler, (RandomSampler, SequentialSampler))
+        and type(loader.batch_sampler) is BatchSampler
+    )
+    if not plain:
+        if world.size == 1:
+            return loader
+        raise UnsupportedError(
+            f"an evaluation loader ({type(loader).__name__}) has a sampler of its own",
+            why="its samples could not be shared out so that each counts once",
+            fix="use a DataLoader of a map-style data set with batch_size and no sampler, or one device",
+        )
+    if world.size == 1:
+        return SeededLoader(loader, loader.batch_sampler, seed, 0, lambda: 0)
+    assert loader.batch_size is not None
+    batches = SharedBatches(len(loader.dataset), loader.batch_size, world)
+    return SeededLoader(loader, batches, seed, world.rank, lambda: 0)
+
+
+Change = Callable[[Any], Any]
+
+
+@contextmanager
+def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, seed: int) -> Iterator[None]:
+    """While this is open, the loader hooks of ``owners`` return their loaders as changed by these functions.
+
+    ``setup`` begins at ``seed``, so that a random split is the same on all ranks and in every attempt. The hooks are
+    hidden by attributes of the objects, so the user's classes and ``trainer.datamodule`` stay theirs.
+    """
+    with ExitStack() as restored:
+        for owner in filter(None, owners):
+            object.__setattr__(owner, "setup", _seeded(owner.setup, seed))
+            restored.callback(object.__delattr__, owner, "setup")
+            for name in ("train_dataloader", *EVAL_HOOKS):
+                if defines(owner, name):
+                    change = train if name == "train_dataloader" else lambda found: _each(evaluation, found)
+                    object.__setattr__(owner, name, _changed(getattr(owner, name), change))
+                    restored.callback(object.__delattr__, owner, name)
+        yield
+
+
+def defines(owner: Any, hook: str) -> bool:
+    """Whether a (data) module has a hook of its own."""
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    return is_overridden(hook, owner)
+
+
+def _seeded(setup: Callable[[str], None], seed: int) -> Callable[[str], None]:
+    def from_seed(stage: str) -> None:
+        with seeded(seed):
+            setup(stage)
+
+    return from_seed
+
+
+def _changed(hook: Callable[[], Any], change: Change) -> Callable[[], Any]:
+    def changed() -> Any:
+        return change(hook())
+
+    return changed
+
+
+def _each(change: Change, loaders: Any) -> Any:
+    """``change`` of one loader, or of each in a list or mapping; nothing is left as it is."""
+    if isinstance(loaders, (list, tuple)):
+        return [change(loader) for loader in loaders]
+    if isinstance(loaders, dict):
+        return {name: change(loader) for name, loader in loaders.items()}
+    return loaders if loaders is None else change(loaders)

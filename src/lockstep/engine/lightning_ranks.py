@@ -1,0 +1,160 @@
+"""Lightning's Trainer among ranks that Lockstep has started: who is who, on which device, in which process group.
+
+Imported only where a Trainer is made, since it imports Lightning.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch.distributed import ReduceOp
+
+from lockstep.engine.runtime import rank_device
+from lockstep.hardware.world import World
+from lockstep.plan import Plan
+
+
+class RankEnvironment(ClusterEnvironment):
+    """Tells Lightning that the ranks are there already, so that it starts none (and never re-executes the caller)."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"  # not used: the process group exists before the Trainer
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._world.size
+
+    def set_world_size(self, size: int) -> None:
+        assert size == self._world.size
+
+    def global_rank(self) -> int:
+        return self._world.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == self._world.rank
+
+    def local_rank(self) -> int:
+        return self._world.local_rank
+
+    def node_rank(self) -> int:
+        return self._world.node_rank
+
+
+class RankedDdp(DDPStrategy):
+    """Lightning's DDP in a process group that exists already; evaluation goes past the DDP wrapper.
+
+    DDP's forward may broadcast buffers, so ranks with different numbers of validation batches would wait for
+    each other for ever.
+    """
+
+    def _configure_launcher(self) -> None:
+        """Nothing to launch, and the plan has decided the number of threads."""
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.val_step_context():
+            return self.lightning_module.validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.test_step_context():
+            return self.lightning_module.test_step(*args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """As Lightning's, but the mean of whole numbers is not rounded down.
+
+        ``self.log(…, sync_dist=True)`` divides by the mean of the ranks' samples: for 3 and 2 that is 2.5, not 2.
+        """
+        if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)
+
+
+class BareRanks(RankedDdp):
+    """Ranks whose gradients Lockstep reduces itself; the model stays where it is when the Trainer is done."""
+
+    def configure_ddp(self) -> None:
+        pass
+
+    def teardown(self) -> None:
+        pass
+
+
+class BareDevice(SingleDeviceStrategy):
+    """One rank; the model stays where it is when the Trainer is done."""
+
+    def teardown(self) -> None:
+        pass
+
+
+class KeptSignals(pl.Callback):
+    """Gives SIGTERM back to whoever had it before the Trainer: a stop is agreed on by all ranks, with a checkpoint."""
+
+    def __init__(self) -> None:
+        self._handler = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._handler)
+
+
+def local_devices(plan: Plan, world: World) -> list[torch.device]:
+    """The device of each rank of this node."""
+    names: Sequence[str] = plan.placement["devices"]
+    nodes = [World(local_rank=rank, local_size=world.local_size) for rank in range(world.local_size)]
+    return [rank_device(tuple(names), node) for node in nodes]
+
+
+def rank_arguments(plan: Plan, world: World, timeout_s: float, *, bare: bool) -> dict[str, Any]:
+    """Arguments of a ``Trainer`` for this rank: accelerator, devices, strategy, nodes, cluster environment.
+
+    Args:
+        bare: Lockstep moves the model and reduces its gradients; otherwise Lightning does.
+    """
+    devices = local_devices(plan, world)
+    environment = RankEnvironment(world)
+    accelerator = "cpu" if devices[0].type == "cpu" else "cuda"
+    strategy: Strategy | str = "auto"
+    if world.size > 1:
+        kind = BareRanks if bare else RankedDdp
+        strategy = kind(
+            parallel_devices=devices,
+            cluster_environment=environment,
+            process_group_backend=plan.placement["backend"],
+            timeout=timedelta(seconds=timeout_s),
+        )
+    elif bare:
+        strategy = BareDevice(device=devices[0])
+    return {
+        "accelerator": accelerator,
+        # A GPU that carries two ranks is named once here; the strategy knows the device of each rank.
+        "devices": len(devices) if accelerator == "cpu" else sorted({device.index for device in devices}),
+        "num_nodes": world.nodes,
+        "strategy": strategy,
+        "plugins": [] if world.size > 1 else [environment],
+        "use_distributed_sampler": False,
+    }

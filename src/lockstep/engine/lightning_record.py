@@ -1,0 +1,280 @@
+"""What a Trainer does with a user's module, as the events of a run; and what ranks agree on after each step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor
+
+from lockstep.checkpoint.policy import SavePolicy
+from lockstep.config import RunConfig
+from lockstep.engine.best import judge, natural_mode
+from lockstep.engine.collectives import Collectives
+from lockstep.engine.lightning_data import Step, epoch_steps
+from lockstep.engine.state import TrainState
+from lockstep.engine.strategy import FLAG_INTERVAL, Flags
+from lockstep.events import EpochEnded, Evaluated, Note, RunStarted, Sink, StepLogged
+from lockstep.plan import Plan
+from lockstep.telemetry.throughput import Throughput
+
+#: What 'best' means when the run does not say, if the module logs it.
+MONITOR = "val_loss"
+
+
+class Recorder(Checkpoint):
+    """Counts steps and samples, emits events, saves, and stops all ranks on the same step.
+
+    A ``Checkpoint`` in Lightning's sense: its epoch-end hook comes after the module's own, so rows are complete.
+    State is saved at the beginning of the next batch, when the module's hooks and the schedulers have run.
+
+    Args:
+        save: saves the Trainer's state, as the best or not; collective.
+        poll: reports a save that is done.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        plan: Plan,
+        state: TrainState,
+        collectives: Collectives,
+        sink: Sink,
+        attempt: int,
+        run_dir: Path,
+        stop_requested: Callable[[], bool],
+        heartbeat: Callable[[int, int], None],
+        save: Callable[[pl.Trainer, bool], None],
+        poll: Callable[[], None],
+    ) -> None:
+        self._config, self._plan, self._state, self._collectives = config, plan, state, collectives
+        self._sink, self._attempt, self._run_dir = sink, attempt, run_dir
+        self._stop_requested, self._heartbeat, self._save, self._poll = stop_requested, heartbeat, save, poll
+        self._policy = SavePolicy(config.checkpoint.every_steps, config.checkpoint.every_s, step=state.step)
+        self._speed = Throughput()
+        self._started, self._earlier_s = time.monotonic(), state.elapsed_s
+        self._epoch_sums = torch.tensor([state.epoch_loss, state.epoch_count], dtype=torch.float64)
+        self._interval_sums = self._epoch_sums.clone()
+        self._paused = ExitStack()
+        self._losses: list[tuple[Tensor, int]] = []
+        self._steps: Iterator[Step] = iter(())
+        self._step: Step | None = None
+        self._micro = 0
+        self._due: bool | None = None
+        self._left_at: float | None = None
+        self._waited_s = 0.0
+        self._norm: float | None = None
+        self._lr = math.nan
+        self.ended_by: str | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training, earlier attempts included."""
+        return self._earlier_s + time.monotonic() - self._started
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an earlier attempt did all there was to do."""
+        patience = self._config.training.early_stopping_patience
+        return self._state.step >= self._plan.total_steps or 0 < patience <= self._state.evaluations_without_gain
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        plan, state = self._plan, self._state
+        self._sink.emit(RunStarted(self._run_dir, self._attempt, state.step, plan.total_steps, plan.as_dict()))
+        for note in plan.notes:
+            self._sink.emit(Note("info", note))
+        self._begin_epoch()
+        self._interval = self._epoch_mark = self._speed.mark()
+
+    def _begin_epoch(self) -> None:
+        self._steps = epoch_steps(self._plan.batch, self._collectives.rank, self._state.position)
+        self._step, self._micro = None, 0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save_if_due(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        trainer.fit_loop.restarting = False  # else plateau schedulers would miss the end of a resumed epoch
+        if self._left_at is not None:
+            self._waited_s += time.perf_counter() - self._left_at
+        self._save_if_due(trainer)
+        self._lr = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else math.nan
+        if self._step is None:
+            self._step = next(self._steps)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if (self._state.step + 1) % self._config.telemetry.log_interval == 0:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self._norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._step is not None
+        start, stop = self._step.mine[self._micro]
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            # The Trainer has divided it for the accumulation.
+            self._losses.append((loss.detach() * trainer.accumulate_grad_batches, stop - start))
+        self._micro += 1
+        if self._micro == len(self._step.mine):
+            self._finish_step(trainer, self._step)
+            self._step, self._micro = None, 0
+        self._left_at = time.perf_counter()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused.enter_context(self._speed.paused())
+        if self._collectives.size > 1:
+            # DDP hands out rank 0's buffers before each forward pass; all ranks are to evaluate with them too.
+            for buffer in pl_module.buffers():
+                dist.broadcast(buffer, 0)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused.close()
+        self._left_at = time.perf_counter()
+        if trainer.sanity_checking or trainer.is_last_batch:
+            return
+        metrics = {name: value for name, value in _numbers(trainer.callback_metrics).items() if _of_validation(name)}
+        self._sink.emit(Evaluated(self._attempt, self._state.epoch + 1, self._state.step, metrics))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._plan.batch.window(self._state.position) is not None and self.ended_by != "completed":
+            return  # a stop in mid-epoch
+        total, count = self._epoch_sums.tolist()
+        speed, state = self._speed.since(self._epoch_mark), self._state
+        row = {"train_loss": total / count if count else math.nan, **_numbers(trainer.callback_metrics)}
+        row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
+        epoch = state.epoch + 1
+        improved = self._judge(row, epoch)
+        if self.ended_by == "completed":
+            trainer.should_stop = True
+        if self._plan.batch.window(state.position) is None:
+            state.epoch, state.position, state.epoch_loss, state.epoch_count = epoch, 0, 0.0, 0.0
+            self._epoch_sums.zero_()
+            self._interval_sums.zero_()
+        self._epoch_mark = self._speed.mark()
+        self._sink.emit(EpochEnded(self._attempt, epoch, state.step, row, improved))
+        self._due = improved
+        self._begin_epoch()
+        if trainer.should_stop and self.ended_by is None:  # a callback of the user's
+            self.ended_by = "completed"
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._due is None and self.ended_by != "completed":
+            self._due = False
+        self._save_if_due(trainer)
+
+    # One step.
+
+    def _finish_step(self, trainer: pl.Trainer, step: Step) -> None:
+        state = self._state
+        state.step += 1
+        state.micro_step += len(step.mine)
+        state.samples_seen += step.stop - step.start
+        state.position = step.stop
+        self._speed.add(step.stop - step.start, self._waited_s)
+        self._waited_s = 0.0
+        self._heartbeat(state.step, self._plan.total_steps)
+        over = self._plan.batch.window(state.position) is None
+        log = state.step % self._config.telemetry.log_interval == 0 or state.step >= self._plan.total_steps
+        on_host = trainer.strategy.root_device.type == "cpu"
+        if on_host or over or log or state.step % FLAG_INTERVAL == 0:
+            self._agree(trainer, over)
+        if log:
+            self._log(trainer)
+
+    def _agree(self, trainer: pl.Trainer, epoch_over: bool) -> None:
+        """Sum losses and requests over ranks, so that all of them act on the same step."""
+        device = trainer.strategy.root_device
+        losses = torch.stack([loss.double() * size for loss, size in self._losses]).sum() if self._losses else 0.0
+        count = float(sum(size for _, size in self._losses))
+        self._losses = []
+        requests = self._requests()
+        sums = torch.tensor([0.0, count, *requests], dtype=torch.float64, device=device)
+        sums[0] += losses
+        if self._collectives.size > 1:
+            dist.all_reduce(sums)
+        values = sums.tolist()
+        if math.isfinite(values[0]):
+            self._epoch_sums += torch.tensor(values[:2], dtype=torch.float64)
+        self._state.epoch_loss, self._state.epoch_count = self._epoch_sums.tolist()
+        flags = Flags(*values[2:])
+        if flags.save and not epoch_over:
+            self._due = False
+        if self._state.step >= self._plan.total_steps:
+            self.ended_by, trainer.should_stop = "completed", True
+        elif flags.stop or flags.time_up:
+            self.ended_by, trainer.should_stop = "stopped" if flags.stop else "time is up", True
+            if not epoch_over:
+                trainer.limit_val_batches = 0  # a stop in mid-epoch does not wait for an evaluation
+
+    def _requests(self) -> Flags:
+        """What this rank asks all ranks to agree on; clocks are rank 0's alone."""
+        stop = float(self._stop_requested())
+        if not self._collectives.is_main:
+            return Flags(stop)
+        limit = self._config.training.max_time_s
+        time_up = limit is not None and time.monotonic() - self._started > limit
+        return Flags(stop, float(time_up), float(self._policy.due(self._state.step)))
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        total, count = (self._epoch_sums - self._interval_sums).tolist()
+        speed, state = self._speed.since(self._interval), self._state
+        self._sink.emit(
+            StepLogged(
+                attempt=self._attempt,
+                step=state.step,
+                epoch=state.epoch + 1,
+                samples_seen=state.samples_seen,
+                loss=total / count if count else math.nan,
+                lr=self._lr,
+                grad_norm=self._norm,
+                samples_per_s=speed.samples_per_s,
+                data_wait_share=speed.data_wait_share,
+                skipped_steps=0,
+                scalars=_numbers(trainer.logged_metrics),
+            )
+        )
+        self._interval, self._interval_sums = self._speed.mark(), self._epoch_sums.clone()
+        self._poll()
+
+    def _judge(self, row: dict[str, float], epoch: int) -> bool:
+        """Rank 0's verdict for all: what a module logs without sync_dist differs between ranks."""
+        monitor = self._config.checkpoint.monitor or MONITOR
+        mode = self._config.checkpoint.mode or natural_mode(monitor)
+        value = self._collectives.broadcast(row.get(monitor))
+        if value is None:
+            return False
+        metrics = {name: v for name, v in row.items() if _of_validation(name)}
+        if judge(self._state, metrics, value, mode, epoch):
+            return True
+        patience = self._config.training.early_stopping_patience
+        if patience and self._state.evaluations_without_gain >= patience:
+            self.ended_by = "completed"
+            self._sink.emit(Note("info", f"Early stopping: {monitor} has not improved for {patience} evaluations."))
+        return False
+
+    def _save_if_due(self, trainer: pl.Trainer) -> None:
+        if self._due is not None:
+            best, self._due = self._due, None
+            self._policy.saved(self._state.step)
+            self._save(trainer, best)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if torch.as_tensor(value).numel() == 1}
+
+
+def _of_validation(name: str) -> bool:
+    return name.startswith(("val_", "val/", "valid"))

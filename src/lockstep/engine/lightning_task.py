@@ -1,0 +1,261 @@
+"""A user's ``LightningModule`` and ``LightningDataModule`` in the place of a task, so that they run like one.
+
+Nothing here imports Lightning: the objects are asked for what their classes promise. What trains them is
+:mod:`lockstep.engine.lightning_fit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from pydantic import Field, field_validator
+from torch import nn
+
+from lockstep.engine.runtime import seeded
+from lockstep.engine.task import Datasets, Task, TaskConfig
+from lockstep.errors import ConfigError, TaskError, UnsupportedError
+from lockstep.plan.loader import LoaderFacts
+
+#: Arguments of the Trainer that the plan and the run's settings decide.
+DECIDED = {
+    "accelerator": "hardware.selected_devices",
+    "devices": "hardware.selected_devices",
+    "strategy": "hardware.selected_devices",
+    "num_nodes": "a launcher such as torchrun",
+    "precision": "hardware.precision",
+    "max_epochs": "training.epochs",
+    "max_steps": "training.max_steps",
+    "max_time": "training.max_time_s",
+    "accumulate_grad_batches": "training.accumulate",
+    "gradient_clip_val": "training.max_grad_norm",
+    "use_distributed_sampler": "nothing: the order is Lockstep's",
+    "sync_batchnorm": "distributed.sync_batchnorm",
+    "default_root_dir": "save_dir",
+    "fast_dev_run": "debug.fast_dev_run",
+    "overfit_batches": "nothing",
+    "barebones": "nothing",
+}
+
+
+class ModuleConfig(TaskConfig):
+    """``task.<setting>`` of a module that is named by its class."""
+
+    model: dict[str, Any] = Field(default_factory=dict, description="arguments of the LightningModule")
+    datamodule: str | None = Field(
+        None, description="the LightningDataModule, as path/to/file.py:Class; unset: the module has its own loaders"
+    )
+    data: dict[str, Any] = Field(default_factory=dict, description="arguments of the LightningDataModule")
+    trainer: dict[str, Any] = Field(default_factory=dict, description="more arguments of Lightning's Trainer")
+
+    @field_validator("datamodule")
+    @classmethod
+    def _found_from_any_folder(cls, value: str | None) -> str | None:
+        place, colon, attribute = (value or "").rpartition(":")
+        return f"{Path(place).resolve()}{colon}{attribute}" if place.endswith(".py") else value
+
+
+class ModuleTask(Task):
+    """A ``LightningModule`` with its data. It trains on Lightning's Trainer; its losses are its own means.
+
+    Args:
+        config: when module and data are made from classes (:func:`module_task`).
+        module: a ``LightningModule``.
+        datamodule: a ``LightningDataModule``; ``None`` when the module has ``train_dataloader`` itself.
+        trainer: more arguments of the ``Trainer``.
+    """
+
+    Config = ModuleConfig
+    #: The Trainer's own defaults, where the general ones differ.
+    defaults: ClassVar[Any] = {"training": {"engine": "lightning", "max_grad_norm": None, "early_stopping_patience": 0}}
+    module_class: ClassVar[type | None] = None
+    find_class: ClassVar[Callable[[str], type]]
+
+    def __init__(
+        self,
+        config: ModuleConfig | None = None,
+        *,
+        module: Any = None,
+        datamodule: Any = None,
+        trainer: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._module, self._datamodule = module, datamodule
+        self._facts: LoaderFacts | None = None
+        self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
+        _check_given(self.trainer_arguments)
+
+    @property
+    def module(self) -> Any:
+        """The ``LightningModule``, made when it is first asked for."""
+        if self._module is None:
+            self._module = self._build()
+        return self._module
+
+    @property
+    def datamodule(self) -> Any:
+        """The ``LightningDataModule``, if there is one."""
+        if self._datamodule is None and self.config.datamodule is not None:
+            self._datamodule = _make(type(self).find_class(self.config.datamodule), self.config.data, "task.data")
+        return self._datamodule
+
+    def renew(self) -> None:
+        """Forget what was made from classes to plan with, so that training makes it again from the run's seed."""
+        if self.module_class is not None:
+            self._module = self._datamodule = None
+
+    def _build(self) -> Any:
+        if self.module_class is None:
+            raise TaskError(
+                "this run's LightningModule lives in a script or notebook",
+                why="only running that again can make it",
+                fix="call lockstep.lightning.fit(…, resume=True) there, with the same save_dir",
+            )
+        return _make(self.module_class, self.config.model, "task.model")
+
+    def prepare(self) -> None:
+        for owner in filter(None, (self.datamodule, self.module)):
+            owner.prepare_data()
+
+    def datasets(self) -> Datasets:
+        """Only the training set: the module's own hooks see the others."""
+        loader = self.train_loader()
+        self._facts = _facts_of(loader, self.module)
+        return Datasets(loader.dataset)
+
+    def train_loader(self) -> Any:
+        """The user's own training loader, set up as the Trainer would.
+
+        Raises:
+            UnsupportedError: its order cannot be Lockstep's.
+        """
+        source = self._source()
+        with seeded(self.data.seed):
+            source.setup("fit")
+        loader = source.train_dataloader()
+        check_loader(loader)
+        return loader
+
+    @property
+    def loader_facts(self) -> LoaderFacts:
+        """What the plan must know of the loader; :meth:`datasets` has opened it."""
+        assert self._facts is not None
+        return self._facts
+
+    def model(self) -> nn.Module:
+        module: nn.Module = self._module if self._module is not None else self._build()
+        return module
+
+    def _source(self) -> Any:
+        """Who has the training loader: the data module where it defines one, else the module, as the Trainer looks."""
+        for owner in filter(None, (self.datamodule, self.module)):
+            if owner.train_dataloader.__module__.partition(".")[0] not in _LIGHTNING:
+                return owner
+        raise TaskError(
+            f"{type(self.module).__name__} has no training data",
+            why="neither it nor a LightningDataModule defines train_dataloader()",
+            fix="give a data module: --set task.datamodule=my_file.py:MyData, or fit(module, datamodule)",
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> NoReturn:
+        self._refuse("loss")
+
+    def evaluate(self, model: nn.Module, batch: Any) -> NoReturn:
+        self._refuse("evaluate")
+
+    def metrics(self) -> NoReturn:
+        self._refuse("metrics")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self.module).__name__} is a LightningModule, which has no {what}() of a task",
+            why="its steps compute and log what they like",
+            fix="use `lockstep lightning validate` or `test`, or write a lockstep.Task",
+        )
+
+
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def is_module_class(kind: type) -> bool:
+    """Whether ``kind`` is a ``LightningModule``, found out without importing Lightning."""
+    return any(
+        base.__name__ == "LightningModule" and base.__module__.partition(".")[0] in _LIGHTNING for base in kind.__mro__
+    )
+
+
+def module_task(kind: type, find_class: Callable[[str], type]) -> type[ModuleTask]:
+    """The class of tasks that train LightningModules of class ``kind``; ``find_class`` knows a class by its name."""
+    return type(f"{kind.__name__}Task", (ModuleTask,), {"module_class": kind, "find_class": staticmethod(find_class)})
+
+
+def _check_given(arguments: dict[str, Any]) -> None:
+    """Raises :class:`ConfigError` on arguments of the Trainer that the run decides."""
+    for name in sorted(arguments.keys() & DECIDED.keys()):
+        raise ConfigError(
+            f"the Trainer's {name} is not to be given",
+            why=f"the run decides it, by {DECIDED[name]}",
+            fix=f"leave {name} out",
+        )
+
+
+def _make(kind: type, arguments: dict[str, Any], section: str) -> Any:
+    """Raises :class:`ConfigError` when ``kind`` does not take ``arguments``."""
+    try:
+        signature(kind).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{kind.__name__} does not take these arguments",
+            why=str(error),
+            fix=f"set them as {section}.<argument>: {kind.__name__}{signature(kind)}",
+        ) from None
+    return kind(**arguments)
+
+
+def _facts_of(loader: Any, module: Any) -> LoaderFacts:
+    from torch.utils.data import RandomSampler
+
+    return LoaderFacts(
+        batch_size=loader.batch_size,
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        drop_last=loader.drop_last,
+        whole_steps=not module.automatic_optimization,
+    )
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse a training loader whose samples Lockstep cannot put into an order of its own.
+
+    Raises:
+        UnsupportedError, DataError: saying what to do instead.
+    """
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+    from lockstep.engine.facts import check_dataset
+
+    if not isinstance(loader, DataLoader):
+        raise UnsupportedError(
+            f"train_dataloader() returned {type(loader).__name__}, not one DataLoader",
+            why="the order of several loaders together is not a function of sample and position",
+            fix="concatenate the data sets (torch.utils.data.ConcatDataset) into one DataLoader",
+        )
+    check_dataset(loader.dataset, "train")
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UnsupportedError(
+            f"the training loader is a {type(loader).__name__}, which walks its data in a way of its own",
+            why="Lockstep's order could not be seen to hold",
+            fix="use torch.utils.data.DataLoader; a resume needs no stateful loader",
+        )
+    known = isinstance(loader.sampler, (RandomSampler, SequentialSampler))
+    replaced = isinstance(loader.sampler, RandomSampler) and (
+        loader.sampler.replacement or loader.sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if not known or replaced or type(loader.batch_sampler) is not BatchSampler:
+        what = type(loader.sampler if not known or replaced else loader.batch_sampler).__name__
+        raise UnsupportedError(
+            f"the training loader draws its samples by {what}",
+            why="Lockstep's order shows every sample once an epoch, on any number of ranks, and resumes anywhere",
+            fix="use shuffle=True or shuffle=False with batch_size; make weights part of the loss or the data set",
+        )

@@ -1,0 +1,46 @@
+"""Checkpoints and logs to any storage, from rank 0, without anybody waiting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lockstep.telemetry.upload import Retry, Uploader
+
+
+class Upload(Callback):
+    """Copies ``local_dir`` to ``target`` every N epochs and at the end; rank 0 alone, in a thread of its own.
+
+    Other ranks do not wait, and end when they are done; rank 0 waits for the last copy. A failure is retried,
+    then reported as a warning; it never ends the training.
+
+    Args:
+        local_dir: for instance the folder of checkpoints and logs.
+        target: any path or URL that fsspec knows, such as ``s3://bucket/run``.
+        every_n_epochs: how often, besides the end.
+        retry: how often a file is tried.
+
+    Raises:
+        ConfigError: fsspec does not know the target.
+    """
+
+    def __init__(
+        self, local_dir: Path | str, target: str, *, every_n_epochs: int = 1, retry: Retry | None = None
+    ) -> None:
+        self.uploader = Uploader(local_dir, target, retry=retry)
+        self._every = every_n_epochs
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # At the start of the next one: an epoch's checkpoint is written after most callbacks have heard of its end.
+        if trainer.is_global_zero and trainer.current_epoch and trainer.current_epoch % self._every == 0:
+            self.uploader.request()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if trainer.is_global_zero:
+            self.uploader.close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # The last thing that happens: nobody is in a collective call any more.
+        if trainer.is_global_zero and stage == "fit":
+            self.uploader.close()

@@ -1,0 +1,205 @@
+"""LightningCLI with Lockstep's hardware section, run folder and launcher: ``lockstep lightning fit -c FILE``.
+
+From Python, :func:`run` does the same, with a script's own classes if it gives them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lockstep.config import resolve as resolve_config
+from lockstep.engine.lightning_data import evaluation_loader, replaced_loaders
+from lockstep.hardware.detect import detect_devices
+from lockstep.hardware.world import World, read_world
+from lockstep.launch.folder import create_folder, refuse_running, warn
+from lockstep.launch.signals import exit_code
+from lockstep.lightning.callbacks import (
+    ConfigurationCheck,
+    DeviceMonitor,
+    JSONMetricsLogger,
+    LearningRate,
+    RunStatus,
+    StopOnSignal,
+)
+from lockstep.lightning.hardware import DECIDED, Hardware, Resolved, resolve
+from lockstep.lightning.ranks import run_in_ranks
+from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.sinks import tensorboard_wanted
+
+CONFIG_FILE = "cli_config.yaml"
+
+
+class RanksNeeded(Exception):
+    """The configuration is for several processes, and this one is alone. ``run_dir``: of a fit, its folder."""
+
+    def __init__(self, ranks: int, run_dir: RunDir | None) -> None:
+        super().__init__(ranks, run_dir)
+        self.ranks, self.run_dir = ranks, run_dir
+
+
+class LockstepCLI(LightningCLI):
+    """Sections ``model``, ``data``, ``trainer``, ``optimizer``, ``lr_scheduler`` and ``hardware``.
+
+    Subclass it as a ``LightningCLI``. Use :func:`run` rather than the class itself: it starts the ranks.
+
+    Args:
+        run_dir: the folder that a launcher has made for this run.
+        args: what follows the program's name, or the same as nested values.
+
+    Raises:
+        RanksNeeded: several processes are to run this.
+        UsageError: wrong hardware or run folder.
+    """
+
+    def __init__(self, *args: Any, run_dir: RunDir | None = None, **kwargs: Any) -> None:
+        self.run_dir = run_dir
+        self.stop = StopOnSignal()
+        self._resolved = Resolved({}, 1)
+        kwargs = {"save_config_kwargs": {"config_filename": CONFIG_FILE, "overwrite": True}} | kwargs
+        super().__init__(*args, **kwargs)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 128 and the number of the signal that stopped the training."""
+        return 0 if self.stop.stopped_by is None else exit_code(self.stop.stopped_by)
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_core_arguments_to_parser(parser)
+        parser.add_class_arguments(Hardware, "hardware")
+        parser.add_argument(
+            "--run_dir", type=str | None, default=None, help="Run folder of a fit. Default: a new one in runs/."
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        # As Lightning does it, but without its warning that a program has arguments of its own, too.
+        self.config = parser.parse_object(args) if isinstance(args, Mapping) else parser.parse_args(args)
+
+    def before_instantiate_classes(self) -> None:
+        assert self.subcommand is not None, "ranks are started for a subcommand"
+        settings = self.config[self.subcommand]
+        world = read_world(os.environ)
+        hardware = Hardware(settings.hardware.selected_devices, settings.hardware.precision)
+        trainer = {name: settings.trainer.get(name) for name in (*DECIDED, "num_nodes")}
+        defaults = {name: self._parser(self.subcommand).get_default(f"trainer.{name}") for name in DECIDED}
+        self._resolved = resolve(hardware, trainer, defaults, world, detect_devices())
+        if self.subcommand == "fit" and self.run_dir is None:
+            self.run_dir = _run_folder(settings, self._model_name(settings), world)
+        if world.launcher == "none":
+            for note in self._resolved.notes:
+                warn(note)
+            if self._resolved.ranks > 1:
+                raise RanksNeeded(self._resolved.ranks, self.run_dir)
+
+    def _model_name(self, settings: Any) -> str:
+        """Where the model's class is: ``package.module:Class``."""
+        if self.subclass_mode_model:
+            return ":".join(str(settings.model.class_path).rsplit(".", 1))
+        return f"{self._model_class.__module__}:{self._model_class.__qualname__}"
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        world = read_world(os.environ)
+        if subcommand == "fit" or world.size == 1:
+            super()._run_subcommand(subcommand)
+            return
+        seed = self._get(self.config, "seed_everything")
+        share = partial(evaluation_loader, world=world, seed=int(seed))
+        with replaced_loaders([self.model, self.datamodule], lambda loader: loader, share, seed=int(seed)):
+            super()._run_subcommand(subcommand)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        settings = self._get(self.config_init, "trainer")
+        if self.subcommand != "fit":
+            # Lightning's own sampler pads: some samples would count twice.
+            kwargs = {"use_distributed_sampler": False} | kwargs
+        if self.run_dir is not None:
+            kwargs = self._in_run_folder(self.run_dir, settings) | kwargs
+        return super().instantiate_trainer(**self._resolved.trainer, **kwargs)
+
+    def _in_run_folder(self, run: RunDir, settings: Any) -> dict[str, Any]:
+        """Where the trainer writes, and who listens to it; what the user has set stays."""
+        callbacks: list[Callback] = list(settings.callbacks or [])
+        self.stop = next((c for c in callbacks if isinstance(c, StopOnSignal)), StopOnSignal(run.checkpoints))
+        wanted: list[Callback] = [
+            ConfigurationCheck(),
+            RunStatus(run.path),
+            JSONMetricsLogger(run.path),
+            LearningRate(),
+            DeviceMonitor(run.path),
+            self.stop,
+        ]
+        if settings.enable_checkpointing is not False and not any(isinstance(c, Checkpoint) for c in callbacks):
+            wanted.append(ModelCheckpoint(run.checkpoints, save_last=True))
+        kinds = {type(callback) for callback in callbacks}
+        arguments: dict[str, Any] = {"callbacks": [*callbacks, *(c for c in wanted if type(c) not in kinds)]}
+        if settings.default_root_dir is None:
+            arguments["default_root_dir"] = str(run.path)
+        if settings.logger is None:
+            from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+            kind = TensorBoardLogger if tensorboard_wanted("auto") else CSVLogger
+            arguments["logger"] = kind(run.path, name="", version="logs")
+        return arguments
+
+
+def run(
+    args: Sequence[str] | Mapping[str, Any] | None = None,
+    *,
+    model_class: type[LightningModule] | None = None,
+    datamodule_class: type[LightningDataModule] | None = None,
+    cli_class: type[LockstepCLI] = LockstepCLI,
+    **options: Any,
+) -> int:
+    """Run a subcommand of LightningCLI; returns its exit code: 0, or 130 or 143 after a stop.
+
+    One device trains in this process. For several, Lockstep's launcher starts the ranks, and nothing of the
+    caller is executed again: it may be a script without a main guard, a notebook or a server's thread.
+
+    Args:
+        args: as on the command line (``["fit", "-c", "cli_config.yaml"]``); ``None`` takes this process's.
+        model_class: the model, so that the configuration has its arguments; ``None``: named by ``class_path``.
+        datamodule_class: the data, likewise.
+        options: further arguments of ``LightningCLI``.
+
+    Raises:
+        SystemExit: wrong arguments (code 2) or ``--help``, as ``argparse`` does.
+        LockstepError: wrong hardware; or a rank failed.
+    """
+    tokens = sys.argv[1:] if args is None else args
+    options |= {"model_class": model_class, "datamodule_class": datamodule_class}
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # classes are named as seen from here
+    try:
+        return cli_class(args=tokens, **options).exit_code
+    except RanksNeeded as needed:
+        return run_in_ranks(needed.run_dir, needed.ranks, cli_class, {"args": tokens, **options})
+    except KeyboardInterrupt:
+        return exit_code(signal.SIGINT)
+
+
+def _run_folder(settings: Any, task: str, world: World) -> RunDir | None:
+    """A new run folder, or that of the run that the checkpoint is of; ``None`` where the ranks cannot agree on one.
+
+    ``task`` is what the run's record names.
+    """
+    if world.from_outside and settings.run_dir is None:
+        if world.is_main:
+            warn(f"there is no run folder: under {world.launcher}, name one for all ranks with --run_dir")
+        return None
+    if not world.is_main:
+        return RunDir(Path(settings.run_dir))
+    if settings.run_dir is not None and settings.get("ckpt_path") and (Path(settings.run_dir) / "run.json").exists():
+        run = RunDir.open(Path(settings.run_dir))
+        refuse_running(run)
+        return run
+    return create_folder(resolve_config({"task": {"name": task}, "save_dir": settings.run_dir}))

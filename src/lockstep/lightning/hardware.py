@@ -1,0 +1,123 @@
+"""The ``hardware`` section of ``lockstep lightning``: from selected devices to arguments of a ``Trainer``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lockstep.config import DistributedConfig, HardwareConfig
+from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.hardware.device import Device
+from lockstep.hardware.resolve import resolve_placement
+from lockstep.hardware.world import World
+
+#: What the section decides; each may be set in ``trainer`` instead, but not beside it.
+DECIDED = ("accelerator", "devices", "strategy", "precision")
+
+
+@dataclass
+class Hardware:
+    """Which devices to train on, and in what precision.
+
+    Args:
+        selected_devices: "cpu", "gpu:0", …; "all" alone means every GPU, else the CPU. "cpu" twice means two ranks on
+            the CPU. Unset: gpu:0 if there is one, else cpu; unless trainer.accelerator, devices or strategy say it.
+        precision: 32, 16-mixed or bf16-mixed.
+    """
+
+    selected_devices: list[str] | None = None
+    precision: Literal["32", "16-mixed", "bf16-mixed"] = "32"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """``trainer``: arguments of a ``Trainer`` that differ from its settings; ``ranks``: processes on this node."""
+
+    trainer: dict[str, Any]
+    ranks: int
+    notes: tuple[str, ...] = ()
+
+
+def resolve(
+    hardware: Hardware,
+    trainer: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    world: World,
+    detected: Sequence[Device],
+) -> Resolved:
+    """Decide what a ``Trainer`` runs on.
+
+    Args:
+        trainer: the settings of the ``trainer`` section.
+        defaults: what these are when nobody sets them.
+        world: whether somebody started the ranks already.
+        detected: what this machine has.
+
+    Raises:
+        ConfigError: both sections decide, or several nodes without a launcher.
+        DeviceError: a device that is not here, malformed or lacks the precision.
+        UnsupportedError: a GPU named twice.
+    """
+    own = [name for name in DECIDED if trainer.get(name) != defaults.get(name)]
+    if own and hardware == Hardware():
+        return Resolved({}, _ranks_of(trainer, world, detected))
+    if own:
+        settings = ", ".join(f"trainer.{name}={trainer[name]}" for name in own)
+        raise ConfigError(
+            f"the hardware section and {settings} both say what to train on",
+            why="hardware resolves to the trainer's accelerator, devices, strategy and precision",
+            fix="leave one of the two out",
+        )
+    selected = None if hardware.selected_devices is None else tuple(hardware.selected_devices)
+    config = HardwareConfig(selected_devices=selected, precision=hardware.precision)  # type: ignore[call-arg]
+    placement = resolve_placement(config, DistributedConfig(), world, detected)  # type: ignore[call-arg]
+    if placement.accelerator == "gpu" and len(set(placement.devices)) < len(placement.devices):
+        raise UnsupportedError(
+            f"a GPU is named twice ({', '.join(placement.devices)})",
+            why="a Lightning Trainer takes each GPU once",
+            fix="name each GPU once, or train with Lockstep's own engine, where a repeated GPU carries two ranks",
+        )
+    on_cpu = placement.accelerator == "cpu"
+    arguments = {
+        "accelerator": placement.accelerator,
+        "devices": len(placement.devices) if on_cpu else [int(name.partition(":")[2]) for name in placement.devices],
+        "strategy": "ddp" if placement.world_size > 1 else "auto",
+        "num_nodes": placement.nodes,
+        "precision": placement.precision,
+    }
+    return Resolved(arguments, len(placement.devices), placement.notes)
+
+
+def _ranks_of(trainer: Mapping[str, Any], world: World, detected: Sequence[Device]) -> int:
+    """How many processes Lightning's own settings mean on this node; 1 where Lightning must start them itself."""
+    if int(trainer.get("num_nodes") or 1) > 1 and not world.from_outside:
+        raise ConfigError(
+            f"trainer.num_nodes is {trainer['num_nodes']}, but this process is alone",
+            why="ranks on other machines must be started there",
+            fix="start the command with torchrun or srun on every node",
+        )
+    strategy, accelerator, devices = (trainer.get(name) for name in ("strategy", "accelerator", "devices"))
+    if isinstance(strategy, str) and strategy.startswith(("ddp_spawn", "ddp_fork", "ddp_notebook")):
+        return 1
+    gpus = sum(device.kind == "gpu" for device in detected)
+    if accelerator == "auto":
+        accelerator = "gpu" if gpus else "cpu"
+    if accelerator not in ("cpu", "gpu", "cuda"):
+        return 1
+    available = 1 if accelerator == "cpu" else gpus
+    return _count(devices, available)
+
+
+def _count(devices: Any, available: int) -> int:
+    """Lightning's forms of ``devices``: a number, -1 or "auto" for all, a list of indices, or either as text."""
+    if isinstance(devices, str):
+        if devices == "auto":
+            return available
+        parts = [part for part in devices.split(",") if part.strip()]
+        if len(parts) > 1 or devices.strip().endswith(","):
+            return len(parts)
+        devices = int(devices) if devices.strip().lstrip("-").isdigit() else available
+    if isinstance(devices, int):
+        return available if devices == -1 else max(devices, 1)
+    return len(devices)

@@ -1,0 +1,65 @@
+"""A configured ``Trainer`` for people who call ``trainer.fit`` themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lockstep.config import HardwareConfig
+from lockstep.config.load import explain
+from lockstep.errors import ConfigError
+from lockstep.hardware.detect import detect_devices
+from lockstep.hardware.resolve import resolve_hardware
+from lockstep.hardware.selection import choose_default
+
+
+def build_trainer(run_dir: Path | str, config: Mapping[str, Any]) -> Trainer:
+    """A ``Trainer`` on the devices of ``config["hardware"]``, with ``run_dir`` as its root.
+
+    With several devices its strategy is ``ddp``: Lightning then starts the other processes by running the
+    script again, unless a launcher has started them. :func:`lockstep.lightning.fit` runs nothing again.
+
+    Args:
+        run_dir: where the Trainer's logs and checkpoints go.
+        config: ``{"hardware": {"selected_devices": ["gpu:0"], "precision": "32"}}``; without devices the first
+            GPU, else the CPU. ``config["trainer"]`` has more arguments of the ``Trainer``.
+
+    Raises:
+        DeviceError: an empty selection, or a device that is malformed, absent or named twice.
+        ConfigError: an unknown key or value, or a Trainer argument that the devices decide.
+    """
+    unknown = config.keys() - {"hardware", "trainer"}
+    if unknown:
+        raise ConfigError(
+            f"build_trainer does not know {', '.join(sorted(unknown))}",
+            why="it takes the sections hardware and trainer",
+            fix="put arguments of the Trainer into config['trainer']",
+        )
+    given = dict(config.get("hardware") or {})
+    hardware = _checked(given)
+    detected = detect_devices()
+    selected = hardware.selected_devices
+    if selected is None:
+        selected = choose_default(detected).devices
+    decided = {**resolve_hardware(list(selected), detected), "precision": hardware.precision}
+    arguments = dict(config.get("trainer") or {})
+    both = sorted(arguments.keys() & {*decided, "default_root_dir"})
+    if both:
+        raise ConfigError(
+            f"trainer.{both[0]} is not to be given",
+            why="the hardware section and run_dir decide it",
+            fix="leave it out",
+        )
+    return Trainer(**decided, **arguments, default_root_dir=run_dir)
+
+
+def _checked(given: Mapping[str, Any]) -> HardwareConfig:
+    from pydantic import ValidationError
+
+    try:
+        return HardwareConfig.model_validate(dict(given))
+    except ValidationError as error:
+        raise explain(error, HardwareConfig, prefix="hardware.") from None

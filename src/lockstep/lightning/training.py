@@ -1,0 +1,64 @@
+"""Training a user's ``LightningModule`` with Lockstep's hardware, order, run folder and launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config import RunConfig
+from lockstep.config.load import merge
+from lockstep.engine.attempt import RunResult
+from lockstep.engine.lightning_task import ModuleTask
+from lockstep.errors import ConfigError
+from lockstep.launch.folder import overrides_of
+from lockstep.launch.run import train
+from lockstep.telemetry.rundir import RunDir
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+
+def fit(
+    module: LightningModule,
+    datamodule: LightningDataModule | None = None,
+    *,
+    hardware: Mapping[str, Any] | None = None,
+    config: RunConfig | Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    resume: bool = False,
+) -> RunResult:
+    """Train ``module`` on the devices of ``hardware``; returns when the run has ended. ``module`` then has its weights.
+
+    Both run unchanged on Lightning's Trainer. One device trains in this process, several in processes of their
+    own that share nothing with it, so this may be called from a script without a main guard, a notebook, a
+    thread or a server. Promised are the order of training samples (Lockstep's: no ``DistributedSampler``, no
+    padding, resumed anywhere on any number of ranks), that each validation sample counts once, and the run
+    folder. Losses are the module's own means, so their denominators are too.
+
+    Args:
+        module: its ``configure_optimizers`` decides optimizer and schedule.
+        datamodule: ``None`` when ``module`` has ``train_dataloader`` itself.
+        hardware: the section of document 000: ``{"selected_devices": ["gpu:0", "gpu:1"], "precision": "bf16-mixed"}``.
+        config: other settings that differ from the defaults: ``{"training": {"epochs": 5}, "save_dir": "run"}``.
+            The batch size per device is the DataLoader's.
+        trainer: more arguments of the ``Trainer``: callbacks, loggers, a profiler.
+        resume: go on with the unfinished run in ``save_dir``; on a fresh folder just start.
+
+    Raises:
+        UsageError: before anything starts. RunError: when the run fails.
+    """
+    settings = overrides_of(config)
+    if hardware is not None:
+        if settings.get("hardware"):
+            raise ConfigError("hardware is given twice", fix="leave it out of config")
+        settings = merge(settings, {"hardware": dict(hardware)})
+    task = ModuleTask(module=module, datamodule=datamodule, trainer=dict(trainer or {}))
+    result = train(task, settings, resume=resume)
+    run = RunDir.open(result.run_dir)
+    if run.plan()["batch"]["ranks"] > 1:
+        store = CheckpointStore(run.checkpoints)
+        step = store.step_of("last")
+        if step is not None:
+            module.load_state_dict(store.load(step).model, strict=module.strict_loading)
+    return result

@@ -1,0 +1,6 @@
+"""Images of handwritten digits through a narrow code and back."""
+
+from lockstep.tasks.autoencoder.digits import load_digits
+from lockstep.tasks.autoencoder.task import AutoencoderConfig, AutoencoderTask
+
+__all__ = ["AutoencoderConfig", "AutoencoderTask", "load_digits"]

@@ -1,0 +1,78 @@
+"""The autoencoder task: settings, data, model, loss and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.data.arrays import ArrayDataset
+from lockstep.engine.task import Datasets, Loss, Task, TaskConfig
+from lockstep.errors import ConfigError
+from lockstep.models.autoencoder import Autoencoder
+from lockstep.tasks.autoencoder.digits import load_digits
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+
+class AutoencoderConfig(TaskConfig):
+    """Settings of the autoencoder task (``task.<key>``)."""
+
+    hidden: tuple[PositiveInt, ...] = Field((128, 64), description="widths of the layers between image and code")
+    code: int = Field(16, ge=1, description="numbers that an image is squeezed into")
+
+
+class AutoencoderTask(Task):
+    """Reconstruct images of handwritten digits, which are in the package, from a short code."""
+
+    Config = AutoencoderConfig
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "training": {"epochs": 40, "batch_size": 32, "early_stopping_patience": 10},
+        "optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 1e-4},
+        "scheduler": {"name": "cosine", "warmup_epochs": 1},
+    }
+    monitor = ("val_loss", "min")
+    config: AutoencoderConfig
+
+    def datasets(self) -> Datasets:
+        """Images ``(1, 8, 8)`` from 0 to 1."""
+        if self.data.data_dir is not None or self.data.download:
+            raise ConfigError(
+                "the autoencoder task reads no folder and downloads nothing",
+                why="its images are in the package",
+                fix="leave --data-dir and --download out",
+            )
+        train, val, test = (ArrayDataset(load_digits(split).images) for split in ("train", "val", "test"))
+        return Datasets(train, val, test)
+
+    def model(self) -> nn.Module:
+        return Autoencoder(hidden=self.config.hidden, code=self.config.code)
+
+    # A batch: a tuple of one tensor, images (n, 1, 8, 8).
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Squared error, summed over pixels; the items are pixels."""
+        (images,) = batch
+        return self._loss(model(images), images)
+
+    def _loss(self, reconstructions: Tensor, images: Tensor) -> Loss:
+        return Loss(F.mse_loss(reconstructions.float(), images, reduction="sum"), images.numel())
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+        (images,) = batch
+        return model(images).float(), images
+
+    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Tensor, ...]]:
+        rows = self.evaluate(model, batch)
+        return self._loss(*rows), rows
+
+    def metrics(self) -> MetricCollection:
+        """Mean squared error of a pixel, and the peak signal-to-noise ratio in decibels."""
+        from torchmetrics import MeanSquaredError, MetricCollection
+        from torchmetrics.image import PeakSignalNoiseRatio
+
+        return MetricCollection({"mse": MeanSquaredError(), "psnr": PeakSignalNoiseRatio(data_range=1.0)})

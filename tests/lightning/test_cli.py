@@ -1,0 +1,235 @@
+"""``lockstep lightning``: its configuration, its errors, and ranks that are started from anywhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lockstep.cli.main import main
+from lockstep.errors import ConfigError
+from lockstep.lightning.cli import run
+from lockstep.telemetry.rundir import RunDir
+from tests.conftest import RunCli, cli_environment
+from tests.gloo import ROOT
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+CONFIG: dict[str, Any] = {
+    "seed_everything": False,
+    "model": {"class_path": "tests.lightning.trainings.Probe", "init_args": {"val_loss": [3.0, 2.0, 1.0]}},
+    "trainer": {"max_epochs": 2, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1},
+    "hardware": {"selected_devices": ["cpu"], "precision": "32"},
+    "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.2}},
+    "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration file in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return write_config(tmp_path)
+
+
+def write_config(folder: Path, **sections: Any) -> Path:
+    path = folder / "cli_config.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, **sections}))
+    return path
+
+
+def test_a_fit_leaves_a_run_folder_and_other_subcommands_use_its_checkpoint(config: Path, tmp_path: Path) -> None:
+    assert run(["fit", "-c", str(config), "--run_dir", "out"]) == 0
+    folder = RunDir.open(tmp_path / "out")
+    record = folder.read()
+    assert (record.status, record.task) == ("completed", "tests.lightning.trainings:Probe")
+    assert (record.best_epoch, record.placement["devices"], record.placement["precision"]) == (2, ["cpu"], "32-true")
+    assert [row["lr"] for row in folder.epochs()] == [0.2, 0.1], "optimizer and scheduler of the configuration"
+    assert [row["own_train"] for row in folder.epochs()] == [1, 2]
+    assert list((tmp_path / "out" / "logs").glob("events.out.tfevents*"))
+    assert list((tmp_path / "out").glob("system-*.jsonl"))
+    last = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    # The configuration that was saved is the configuration that was given: it may be used again.
+    saved = str(tmp_path / "out" / "logs" / "cli_config.yaml")
+    assert run(["validate", "-c", saved, "--ckpt_path", str(last), "--weights_only", "false"]) == 0
+    assert (
+        run(["fit", "-c", saved, "--trainer.max_epochs", "3", "--ckpt_path", str(last), "--weights_only", "false"]) == 0
+    )
+    assert [(row["epoch"], row["attempt"]) for row in folder.epochs()] == [(1, 1), (2, 1), (3, 2)]
+    assert folder.read().best_metric == {"val_loss": 1.0}
+
+
+def test_print_config_round_trips(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    printed = []
+    for path in (config, tmp_path / "printed.yaml"):
+        with pytest.raises(SystemExit) as end:
+            run(["fit", "-c", str(path), "--print_config"])
+        assert end.value.code == 0
+        printed.append(capsys.readouterr().out)
+        (tmp_path / "printed.yaml").write_text(printed[-1])
+    assert printed[0] == printed[1]
+    content = yaml.safe_load(printed[0])
+    assert content.keys() >= {"model", "data", "trainer", "optimizer", "lr_scheduler", "hardware", "run_dir"}
+    assert content["hardware"] == CONFIG["hardware"]
+
+
+def test_the_sections_contradict_each_other(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lightning", "fit", "-c", str(config), "--trainer.accelerator", "cpu", "--trainer.devices", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "trainer.accelerator=cpu, trainer.devices=2" in error
+    assert "fix: leave one of the two out" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hardware.selected_devices", "[gpu:7]"], "there is no gpu:7 on this machine"),
+        (["--hardware.precision", "8"], "hardware.precision"),
+        (["--trainer.epochs", "3"], "trainer.epochs"),
+        (["--model", "no.such.Model"], "no.such.Model"),
+    ],
+)
+def test_bad_values_are_told_in_words(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["lightning", "fit", "-c", str(config), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
+    assert not (config.parent / "runs").exists()
+
+
+def test_the_help_lists_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lightning", "--help"]) == 0
+    overview = capsys.readouterr().out
+    assert all(name in overview for name in ("fit", "validate", "test", "predict", "hardware"))
+    assert main(["lightning", "fit", "--help"]) == 0
+    page = capsys.readouterr().out
+    for flag in ("--model", "--data", "--trainer.max_epochs", "--optimizer", "--lr_scheduler", "--ckpt_path"):
+        assert flag in page
+    for flag in ("--hardware.selected_devices", "--hardware.precision {32,16-mixed,bf16-mixed}", "--run_dir"):
+        assert flag in page
+
+
+def test_an_old_run_folder_is_not_written_into(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(Exception, match="out"):
+        run(["fit", "-c", str(config), "--run_dir", "out"])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def test_several_nodes_are_refused_before_anything_starts(config: Path) -> None:
+    write_config(config.parent, hardware={})
+    with pytest.raises(ConfigError, match="torchrun or srun"):
+        run(["fit", "-c", str(config), "--trainer.num_nodes", "2", "--trainer.devices", "2"])
+
+
+# Ranks. The trainer's own `devices` and `strategy` start them, too.
+
+
+def test_ddp_from_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
+    ddp = {**CONFIG["trainer"], "accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+    config = write_config(tmp_path, hardware={}, trainer=ddp)
+    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    result = run_cli("lightning", "fit", "-c", config, "--run_dir", "out", env=env)
+    assert result.code == 0, result.err
+    assert (result.out + result.err).count("DDPStrategy (2 ranks)") == 1
+    folder = RunDir.open(tmp_path / "out")
+    record = folder.read()
+    assert (record.status, record.placement["world_size"]) == ("completed", 2)
+    assert [row["step"] for row in folder.epochs()] == [4, 8]
+    assert sorted(path.name for path in folder.logs.glob("rank-*.log")) == ["rank-0.log", "rank-1.log"]
+    assert not (tmp_path / "out" / "lightning.pkl").exists()
+
+
+#: Nothing here can be executed again: it is read from standard input, has no main guard, and its model is its own.
+NOTEBOOK = """
+import sys, torch
+from lockstep.lightning.cli import run
+from tests.lightning.trainings import Probe
+with open("executed", "a") as file:
+    file.write("once\\n")
+class Own(Probe):
+    def on_validation_epoch_end(self):
+        pass
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(torch.arange(5), batch_size=2)
+    def validation_step(self, batch, batch_idx):
+        with open(f"seen-{self.global_rank}", "a") as file:
+            file.writelines(f"{int(sample)}\\n" for sample in batch)
+sys.exit(run({"validate": SETTINGS}, model_class=Own))
+"""
+
+SERVER = """
+import http.server, threading, urllib.request
+from lockstep.lightning.cli import run
+with open("executed", "a") as file:
+    file.write("once\\n")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        try:
+            answer = f"code {run(['fit', '-c', 'cli_config.yaml', '--run_dir', 'out'])}"
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(answer.encode())
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}").read().decode())
+server.shutdown()
+"""
+
+
+def execute(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environ = cli_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
+    return subprocess.run(
+        [sys.executable, "-"], input=program, cwd=folder, env=environ, capture_output=True, text=True, timeout=110
+    )
+
+
+def test_ddp_from_a_notebook_like_parent_counts_each_sample_once(tmp_path: Path) -> None:
+    settings = {"seed_everything": False, "trainer": CONFIG["trainer"]}
+    settings |= {"hardware": {"selected_devices": ["cpu", "cpu"]}}
+    done = execute(NOTEBOOK.replace("SETTINGS", repr(settings)), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "executed").read_text() == "once\n"
+    seen = [(tmp_path / f"seen-{rank}").read_text().split() for rank in (0, 1)]
+    assert sorted(seen[0] + seen[1]) == ["0", "1", "2", "3", "4"]
+    assert not (tmp_path / "runs").exists(), "only a fit has a run folder"
+
+
+@pytest.mark.parametrize(("package", "logger"), [("wandb", "WandbLogger"), ("mlflow", "MLFlowLogger")])
+def test_other_loggers_work_offline(config: Path, package: str, logger: str) -> None:
+    pytest.importorskip(package)
+    offline = {"wandb": {"offline": True, "save_dir": "out-logs"}, "mlflow": {"tracking_uri": "file:./out-logs"}}[
+        package
+    ]
+    trainer = {
+        **CONFIG["trainer"],
+        "logger": {"class_path": f"lightning.pytorch.loggers.{logger}", "init_args": offline},
+    }
+    write_config(config.parent, trainer=trainer)
+    assert run(["fit", "-c", str(config), "--run_dir", "out"]) == 0
+    assert any((config.parent / "out-logs").rglob("*"))
+
+
+def test_a_failed_rank_in_a_servers_thread_is_an_error_of_that_request(tmp_path: Path) -> None:
+    model = {"class_path": "tests.lightning.trainings.Probe", "init_args": {"fail_in_epoch": 1}}
+    write_config(tmp_path, model=model, hardware={"selected_devices": ["cpu", "cpu"]})
+    done = execute(SERVER, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "RankFailed: rank" in done.stdout
+    assert "the probe broke, as it was told to" in done.stdout
+    assert (tmp_path / "executed").read_text() == "once\n"
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["status"] == "failed"
+    assert "as it was told to" in record["error"]

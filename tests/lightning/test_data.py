@@ -1,0 +1,126 @@
+"""A user's loaders in Lockstep's order: pure arithmetic, for any numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from lockstep.data.loader import child_signal_kept
+from lockstep.engine.lightning_data import SharedBatches, epoch_steps, evaluation_loader
+from lockstep.engine.lightning_task import check_loader
+from lockstep.errors import DataError, UnsupportedError
+from lockstep.hardware.world import World
+from lockstep.plan.batch import BatchPlan, resolve_batch
+
+SMALL = st.integers(1, 6)
+
+
+def batch_plan(samples: int, ranks: int, batch_size: int, accumulate: int) -> BatchPlan:
+    return resolve_batch(
+        samples=samples,
+        ranks=ranks,
+        devices_per_rank=1,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        global_batch_size=None,
+        tail="spread",
+        lanes=None,
+        has_batchnorm=False,
+        sync_batchnorm=False,
+        even=True,
+    )[0]
+
+
+@given(st.integers(0, 200), SMALL, SMALL, SMALL, st.data())
+def test_ranks_share_every_step_evenly_and_each_sample_is_taken_once(
+    more: int, ranks: int, batch_size: int, accumulate: int, data: st.DataObject
+) -> None:
+    samples = ranks * accumulate + more
+    plan = batch_plan(samples, ranks, batch_size, accumulate)
+    first = data.draw(st.integers(0, plan.steps_per_epoch - 1))
+    position = list(epoch_steps(plan, 0, 0))[first].start
+    taken = []
+    walks = [list(epoch_steps(plan, rank, position)) for rank in range(ranks)]
+    for steps in zip(*walks, strict=True):
+        assert {len(step.mine) for step in steps} == {accumulate}
+        sizes = [stop - start for step in steps for start, stop in step.mine]
+        assert min(sizes) >= 1
+        assert max(sizes) <= batch_size + 2
+        taken += [number for step in steps for span in step.mine for number in range(*span)]
+    assert sorted(taken) == list(range(position, samples))
+
+
+@given(st.integers(1, 200), SMALL, SMALL)
+def test_evaluation_counts_each_sample_once_in_batches_of_at_most_the_loaders_size(
+    samples: int, batch_size: int, ranks: int
+) -> None:
+    worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
+    if samples < ranks:
+        with pytest.raises(DataError, match="cannot be evaluated"):
+            SharedBatches(samples, batch_size, worlds[0])
+        return
+    shares = [list(SharedBatches(samples, batch_size, world)) for world in worlds]
+    assert sorted(number for share in shares for batch in share for number in batch) == list(range(samples))
+    assert all(1 <= len(batch) <= batch_size for share in shares for batch in share)
+    lengths = [len(share) for share in shares]
+    assert max(lengths) - min(lengths) <= (1 if samples < max(lengths) * ranks else 0)
+    assert min(lengths) >= 1
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (DataLoader(numbers(4), sampler=WeightedRandomSampler([1.0] * 4, 4)), "WeightedRandomSampler"),
+        (DataLoader(Stream()), "iterable"),
+        ([DataLoader(numbers(4)), DataLoader(numbers(4))], "ConcatDataset"),
+        (DataLoader(numbers(4), batch_sampler=[[0, 1], [2, 3]]), "list"),
+    ],
+)
+def test_a_loader_whose_order_cannot_be_lockstep_s_is_refused(loader: Any, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        check_loader(loader)
+
+
+def test_an_evaluation_loader_with_a_sampler_of_its_own_stays_on_one_rank_and_is_refused_on_two() -> None:
+    loader = DataLoader(numbers(4), sampler=WeightedRandomSampler([1.0] * 4, 4))
+    assert evaluation_loader(loader, World(), 1) is loader
+    with pytest.raises(UnsupportedError, match="sampler of its own"):
+        evaluation_loader(loader, World(size=2, local_size=2), 1)
+
+
+class RandomInWorkers(TensorDataset):
+    """What an augmentation in a worker draws from each library."""
+
+    def __getitem__(self, index: int) -> Any:
+        import random
+
+        import numpy as np
+
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+def test_workers_and_generators_are_seeded_by_run_and_rank() -> None:
+    def draws(rank: int) -> list[list[float]]:
+        loader = DataLoader(RandomInWorkers(torch.zeros(4)), batch_size=2, num_workers=1)
+        shared = evaluation_loader(loader, World(rank=rank, size=2, local_size=2), seed=7)
+        with child_signal_kept():
+            return [row for batch in shared for row in batch.tolist()]
+
+    first = draws(0)
+    assert draws(0) == first, "a run that is repeated draws the same"
+    assert draws(1) != first, "ranks draw different numbers"
+    assert len({value for row in first for value in row}) == 6, "so do the libraries"

@@ -1,0 +1,277 @@
+"""A user's LightningModule and LightningDataModule on Lockstep's devices, order and run folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+import lockstep
+from lockstep.errors import ConfigError, DeviceError, TaskError, UnsupportedError
+from lockstep.launch.run import resume
+from lockstep.lightning import fit
+from lockstep.telemetry.rundir import RunDir
+from tests.e2e.test_train import finish, start, wait_for_step, weights
+from tests.gloo import ROOT, clean_environment
+from tests.lightning import own
+
+FILE = ROOT / "tests" / "lightning" / "own.py"
+MODULE = f"{FILE}:Classifier"
+DATA = ("--set", f"task.datamodule={FILE}:Numbered")
+ONE = {"selected_devices": ["cpu"]}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+
+
+def settings(folder: Path, **training: Any) -> dict[str, Any]:
+    return {
+        "training": {"threads": 1, "epochs": 2, **training},
+        "telemetry": {"log_interval": 1, "progress": "silent"},
+        "save_dir": str(folder / "run"),
+    }
+
+
+def noted(folder: Path) -> Path:
+    path = folder / "seen"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def test_one_device_trains_the_object_itself_and_fills_the_run_folder(tmp_path: Path) -> None:
+    module, data = own.Classifier(str(noted(tmp_path))), own.Numbered()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    result = fit(module, data, hardware=ONE, config=settings(tmp_path, accumulate=2))
+    assert result.status == "completed"
+    assert any(not torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert "train_dataloader" not in vars(data), "the user's objects are as before"
+    used = own.seen(tmp_path / "seen")
+    assert [len(used[epoch]) for epoch in (0, 1)] == [50, 50]
+    assert set(used[0]) == set(used[1])
+    assert len(set(used[0])) == 50
+    run = RunDir.open(tmp_path / "run")
+    assert run.status() == "completed"
+    rows = run.epochs()
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert [row["epoch_hook"] for row in rows] == [0.0, 1.0], "what the module's own epoch-end hook logs is in its row"
+    assert rows[-1]["train_loss"] < rows[0]["train_loss"]
+    assert rows[-1]["val_number"] == 2.0
+    steps = run.steps()
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    assert steps[-1]["samples_seen"] == 100
+    assert steps[0]["lr"] == pytest.approx(0.1)
+    assert run.progress().step == 8
+    assert result.best_metric.keys() >= {"val_loss"}
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["best", "last", "step-00000004", "step-00000008"]
+    for name, value in weights(tmp_path / "run").items():
+        assert torch.equal(value, module.state_dict()[name])
+
+
+def test_a_named_module_stopped_on_two_ranks_goes_on_with_one_and_three(tmp_path: Path) -> None:
+    """Every epoch uses every sample once, whatever number of ranks takes which part of it."""
+    (noted(tmp_path) / "slow").touch()
+    model = ("--set", f"task.model.seen={tmp_path / 'seen'}")
+    common = ("--set", "task.data.samples=253", "--epochs", "2", "--log-interval", "1")
+    command = ("train", MODULE, "--devices", "cpu,cpu", "--save-dir", "run", *DATA, *model, *common)
+    process = start(*command, cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 2, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process, code=143)
+    (tmp_path / "seen" / "slow").unlink()
+    run = RunDir.open(tmp_path / "run")
+    assert run.read().status == "stopped"
+    first = run.progress().step
+    assert 2 <= first < 16, "in mid-epoch: 253 samples are 16 steps of 16"
+    assert run.plan()["batch"]["global_batch"] == 16
+    resume(run, devices="cpu", overrides={"training": {"max_steps": 20}})
+    assert run.progress().step == 20
+    assert run.plan()["batch"]["accumulate"] == 2, "the global batch of 16 stays, in two micro-batches of one rank"
+    finish(start("resume", "run", "--devices", "cpu,cpu,cpu", "--set", "training.max_steps=null", cwd=tmp_path))
+    assert run.read().status == "completed"
+    used = own.seen(tmp_path / "seen")
+    assert sorted(used[0]) == sorted(used[1]), "the module's random split is the same in every attempt"
+    assert len(used[0]) == len(set(used[0])) == 253
+    assert used[0] != used[1], "another order in each epoch"
+    steps = run.steps()
+    assert [row["step"] for row in steps] == list(range(1, 33))
+    assert steps[-1]["samples_seen"] == 506
+    # The module's own schedule went on as if the run had never stopped, over the steps of the whole run.
+    assert [row["lr"] for row in steps[:first]] == pytest.approx([0.1 * (1 - k / 33) for k in range(first)])
+    assert [row["lr"] for row in steps[21:]] == pytest.approx([0.1 * (1 - k / 33) for k in range(21, 32)])
+    assert run.epochs()[-1]["val_number"] == 2.0
+    assert run.epochs()[-1]["val_count"] == 5.0
+
+
+SCRIPT = """
+import threading
+import torch
+from torch import nn
+from lockstep.lightning import fit
+from tests.lightning.own import Classifier, Numbered
+
+class Mine(Classifier):
+    def __init__(self):
+        super().__init__(manual=True, batchnorm=True)
+
+module, results = Mine(), []
+before = module.net[0].weight.detach().clone()
+hardware = {"selected_devices": ["cpu", "cpu"], "precision": "bf16-mixed"}
+config = {"save_dir": "run", "training": {"epochs": 1}}
+
+def train():
+    results.append(fit(module, Numbered(val_samples=3), hardware=hardware, config=config))
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+assert results[0].status == "completed", results
+assert results[0].step == 4, results
+assert not torch.equal(module.net[0].weight, before), "the caller's module has the trained weights"
+print("val_number", results[0].best_metric["val_number"])
+"""
+
+
+def test_a_program_on_standard_input_trains_a_class_of_its_own_on_two_ranks_from_a_thread(tmp_path: Path) -> None:
+    """No main guard, no file to run again; a module that optimizes manually, with BatchNorm, in mixed precision."""
+    done = subprocess.run(
+        [sys.executable, "-"],
+        cwd=tmp_path,
+        env=clean_environment(PYTHONPATH=str(ROOT)),
+        input=SCRIPT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "val_number 1.0" in done.stdout, "3 validation samples on two ranks count once each"
+
+
+def test_a_named_module_starts_from_the_seed_of_the_run(tmp_path: Path) -> None:
+    found = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        config = settings(tmp_path / name, seed=seed, epochs=1) | {"hardware": ONE}
+        config["task"] = {"datamodule": f"{FILE}:Numbered", "model": {"batchnorm": True}}
+        lockstep.train(MODULE, config)
+        found.append(weights(tmp_path / name / "run"))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert not torch.equal(found[0]["net.0.weight"], found[2]["net.0.weight"])
+
+
+class StopAfter(pl.Callback):
+    """Sends this process a real SIGTERM when so many steps are done."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("stopped_after", [3, 7])
+def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(tmp_path: Path, stopped_after: int) -> None:
+    """In mid-epoch and at the end of one: optimizer, schedule and order go on where they were."""
+    folders = {name: tmp_path / name for name in ("whole", "parts")}
+    modules = {}
+    for name, folder in folders.items():
+        folder.mkdir()
+        torch.manual_seed(5)
+        modules[name] = own.Classifier(str(noted(folder)), batchnorm=True)
+    fit(modules["whole"], own.Numbered(), hardware=ONE, config=settings(folders["whole"]))
+    config, stop = settings(folders["parts"]), {"callbacks": [StopAfter(stopped_after)]}
+    stopped = fit(modules["parts"], own.Numbered(), hardware=ONE, config=config, trainer=stop)
+    assert (stopped.status, stopped.exit_code) == ("stopped", 143)
+    assert stopped_after <= stopped.step <= stopped_after + 1
+    again = own.Classifier(str(folders["parts"] / "seen"), batchnorm=True)
+    result = fit(again, own.Numbered(), config=config, resume=True)
+    assert (result.status, result.step) == ("completed", 14)
+    assert own.seen(folders["parts"] / "seen") == own.seen(folders["whole"] / "seen")
+    ours, theirs = weights(folders["parts"] / "run"), weights(folders["whole"] / "run")
+    for name in theirs:
+        assert torch.equal(ours[name], theirs[name]), name
+    rows = [RunDir.open(folder / "run").epochs() for folder in folders.values()]
+    for key in ("train_loss", "val_loss", "lr"):
+        assert [row[key] for row in rows[0]] == pytest.approx([row[key] for row in rows[1]], rel=1e-6), key
+
+
+def test_the_command_line_cannot_resume_an_object_of_a_script(tmp_path: Path) -> None:
+    fit(own.Classifier(), own.Numbered(), hardware=ONE, config=settings(tmp_path, max_steps=1))
+    with pytest.raises(TaskError, match="script or notebook"):
+        resume(RunDir.open(tmp_path / "run"), overrides={"training": {"max_steps": 2}})
+
+
+def test_workers_change_nothing(tmp_path: Path) -> None:
+    losses = []
+    for workers in (0, 1):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        torch.manual_seed(3)
+        module = own.Classifier(batchnorm=True)
+        data = own.Numbered(workers=workers, val_samples=9)
+        fit(module, data, hardware=ONE, config=settings(folder))
+        losses.append([(row["train_loss"], row["val_loss"]) for row in RunDir.open(folder / "run").epochs()])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "words"),
+    [
+        ({"trainer": {"devices": 2}}, ConfigError, "selected_devices"),
+        ({"trainer": {"use_distributed_sampler": True}}, ConfigError, "order"),
+        ({"hardware": {"selected_devices": ["gpu:900"]}}, DeviceError, "gpu:900"),
+        ({"training": {"reproducibility": "exact"}}, UnsupportedError, "exact"),
+        ({"training": {"engine": "native"}}, ConfigError, "native"),
+        ({"training": {"compile": True}}, UnsupportedError, "compile"),
+    ],
+)
+def test_what_is_refused_before_anything_is_trained(
+    tmp_path: Path, more: dict[str, Any], error: type, words: str
+) -> None:
+    config = settings(tmp_path, **more.get("training", {}))
+    with pytest.raises(error, match=words):
+        fit(
+            own.Classifier(),
+            own.Numbered(),
+            hardware=more.get("hardware", ONE),
+            config=config,
+            trainer=more.get("trainer"),
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_trainers_own_callbacks_profiler_and_sanity_check_are_there(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Watch(pl.Callback):
+        def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            calls.append("sanity")
+
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            calls.append("epoch")
+            trainer.should_stop = True
+
+    config = settings(tmp_path) | {"lightning": {"profiler": "simple"}, "validation": {"sanity_steps": 2}}
+    result = fit(own.Classifier(), own.Numbered(), hardware=ONE, config=config, trainer={"callbacks": [Watch()]})
+    assert calls == ["sanity", "epoch"]
+    assert (result.status, result.step) == ("completed", 7)
+    assert "run_training_epoch" in next((tmp_path / "run" / "logs").glob("*profile*")).read_text()
+
+
+def test_a_failure_in_the_module_is_the_runs_error(tmp_path: Path) -> None:
+    class Broken(own.Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("the module broke, as it was told to")
+
+    with pytest.raises(ValueError, match="as it was told to"):
+        fit(Broken(), own.Numbered(), hardware=ONE, config=settings(tmp_path))
+    run = RunDir.open(tmp_path / "run")
+    assert run.status() == "failed"
+    assert "as it was told to" in (run.read().error or "")

@@ -1,0 +1,70 @@
+"""A small LightningModule and Trainer for these tests; the ranks of a test can import it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Probe(LightningModule):
+    """Four batches an epoch; logs the epoch's number wherever a module may log."""
+
+    def __init__(self, *, val_loss: list[float] | None = None, fail_in_epoch: int | None = None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.val_loss, self.fail_in_epoch = val_loss, fail_in_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.fail_in_epoch == self.current_epoch:
+            raise ValueError("the probe broke, as it was told to")
+        loss = self.layer(batch[0]).square().mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        values = self.val_loss or [1.0]
+        self.log("val_loss", values[min(self.current_epoch, len(values) - 1)], sync_dist=False)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("own_val", float(self.current_epoch + 1))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("own_train", float(self.current_epoch + 1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(8 * self.trainer.world_size, 2)), batch_size=2)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(2 * self.trainer.world_size, 2)), batch_size=2)
+
+
+def make_trainer(folder: Path, callbacks: list[Any], **settings: Any) -> Trainer:
+    settings = {"max_epochs": 3, "logger": False, "enable_checkpointing": False} | settings
+    return Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **{"devices": 1, **settings},
+    )
+
+
+def be_rank(rank: int) -> dict[str, Any]:
+    """Let Lightning take the calling process, whose group exists, as a rank; settings for its Trainer."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    warnings.simplefilter("default")
+    return {"devices": 2, "strategy": "ddp"}
