@@ -87,6 +87,16 @@ def test_other_draws_are_named() -> None:
     assert (len(found), draws) == (4, {"rand_like"})
 
 
+def test_functional_batch_statistics_can_be_switched_off() -> None:
+    class Own(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return F.batch_norm(inputs, torch.zeros(5), torch.ones(5), training=True)
+
+    watched = Watched(Summing(), Own(), ("batchnorm",))
+    inputs = torch.randn(6, 5, 4) + 3
+    assert watched.loss(Own(), inputs).total.item() == pytest.approx(inputs.sum().item(), rel=1e-4)
+
+
 def test_batch_statistics_can_be_switched_off() -> None:
     model = nn.Sequential(nn.BatchNorm1d(5), nn.ReLU())
     watched = Watched(Summing(), model.train(), ("batchnorm",))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.hardware.device import GpuUser
-from lockstep.hardware.nvml import FakeNvml, Nvml, NvmlGpu, PyNvml, open_nvml
+from lockstep.hardware.nvml import FakeNvml, GpuHealth, GpuLink, Nvml, NvmlGpu, PyNvml, open_nvml
 
 
 class DriverError(Exception):
@@ -19,6 +19,9 @@ class Driver:
     """The functions of ``pynvml`` that Lockstep calls, over plain dictionaries; a missing entry is 'not supported'."""
 
     NVMLError = DriverError
+    NVML_TEMPERATURE_GPU = NVML_VOLATILE_ECC = NVML_P2P_STATUS_OK = 0
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+    NVML_P2P_CAPS_INDEX_NVLINK = 2
 
     def __init__(self, *handles: dict[str, Any]) -> None:
         self.handles = handles
@@ -71,6 +74,30 @@ class Driver:
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
         return 12040
 
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "550.54.15"
+
+    def nvmlDeviceGetTemperature(self, handle: dict[str, Any], sensor: int) -> Any:
+        return self._get(handle, "temperature")
+
+    def nvmlDeviceGetEccMode(self, handle: dict[str, Any]) -> Any:
+        return self._get(handle, "ecc")
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: dict[str, Any], kind: int, counter: int) -> Any:
+        return self._get(handle, "ecc errors")
+
+    def nvmlDeviceGetRemappedRows(self, handle: dict[str, Any]) -> Any:
+        return self._get(handle, "remapped rows")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: dict[str, Any]) -> Any:
+        return self._get(handle, "throttle reasons")
+
+    def nvmlDeviceGetP2PStatus(self, one: dict[str, Any], other: dict[str, Any], capability: int) -> Any:
+        return self._get(one, "peers")[other["uuid"]][capability]
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: dict[str, Any], other: dict[str, Any]) -> Any:
+        return self._get(one, "levels")[other["uuid"]]
+
     def nvmlShutdown(self) -> None:
         self.open = False
 
@@ -117,6 +144,17 @@ def test_mig_slices_take_the_capability_of_their_gpu() -> None:
     assert nvml.by_uuid("MIG-8") is None
 
 
+def test_health_and_links() -> None:
+    hot = {"uuid": "GPU-1", "temperature": 93, "ecc": (1, 1), "ecc errors": 2, "remapped rows": (0, 1, 1, 0)}
+    hot |= {"throttle reasons": 0x4 | 0x40 | 0x80, "peers": {"GPU-2": {0: 0, 2: 5}}, "levels": {"GPU-2": 50}}
+    nvml = PyNvml(Driver(hot, {"uuid": "GPU-2"}))
+    assert nvml.driver_version() == "550.54.15"
+    assert nvml.health("GPU-1") == GpuHealth(93, True, 2, "pending", ("hot", "power brake"))
+    assert nvml.health("GPU-2") == nvml.health("GPU-9") == GpuHealth()
+    assert nvml.link("GPU-1", "GPU-2") == GpuLink(peer=True, nvlink=False, path="two CPU sockets")
+    assert nvml.link("GPU-2", "GPU-1") == nvml.link("GPU-1", "GPU-9") == GpuLink(peer=None, nvlink=False, path="")
+
+
 def test_the_fake_is_one_too() -> None:
     gpu = NvmlGpu("GPU-1", "X", (8, 0), 1, 1)
     fake: Nvml = FakeNvml([gpu], driver=(12, 8))
@@ -143,3 +181,6 @@ def test_the_real_one_knows_its_gpus() -> None:
             assert gpu.total
             assert gpu.capability > (0, 0)
             assert nvml.by_uuid(gpu.uuid) is not None
+            health = nvml.health(gpu.uuid)
+            assert health.temperature_c is None or 0 < health.temperature_c < 120
+        assert nvml.driver_version()

@@ -92,3 +92,19 @@ class OwnStart(Toy):
     def model(self) -> nn.Module:
         torch.manual_seed(place()[1])
         return super().model()
+
+
+class RankValidation(Toy):
+    """Training is the same everywhere; what is evaluated is not."""
+
+    def validate(self, model: nn.Module, batch: Any) -> Any:
+        loss, rows = super().validate(model, batch)
+        return Loss(loss.total * place()[1], loss.count), rows
+
+
+class WrongCountAndDraws(MeanOfMeans):
+    """A harmless draw beside a real fault: the fault is to be named."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        torch.rand_like(batch[0])
+        return super().loss(model, batch)

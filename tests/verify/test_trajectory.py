@@ -66,9 +66,15 @@ def test_the_floor_never_falls_and_parting_is_beyond_it(noise: list[float], fact
     assert floor.parting(gap_between(base, far), factor) == ("loss", 2)
 
 
+def test_no_number_in_a_validation_is_a_difference_and_no_crash() -> None:
+    base = trajectory([1.0])
+    gap = gap_between(base, trajectory([1.0], validation=({"val_loss": math.nan},)))
+    assert floor_of([], base).parting(gap, 30) == ("validation loss", 0)
+
+
 def test_validation_counts_only_where_training_agrees() -> None:
     base = trajectory([1.0, 1.0])
     floor = floor_of([], base)
     other = {"validation": ({"val_loss": 2.0},)}
-    assert floor.parting(gap_between(base, trajectory([1.0, 1.0], **other)), 30) == ("validation loss", 1)
+    assert floor.parting(gap_between(base, trajectory([1.0, 1.0], **other)), 30) == ("validation loss", 0)
     assert floor.parting(gap_between(base, trajectory([1.0, 1.1], **other)), 30) == ("loss", 1)

@@ -132,4 +132,7 @@ def feed(digest: Any, value: Any) -> None:
     elif isinstance(value, (int, float, str, bytes, bool, type(None), np.generic)):
         digest.update(repr(value).encode())
     else:
-        digest.update(pickle.dumps(type(value)))
+        try:
+            digest.update(pickle.dumps(value))
+        except Exception:  # whatever an object of the user's raises: then its type has to do
+            digest.update(repr(type(value)).encode())

@@ -133,9 +133,10 @@ class Fit:
         if result.step % self.config.telemetry.log_interval == 0 or result.step == self.plan.total_steps:
             self._log(result)
         every_steps = self.config.validation.every_steps
-        if every_steps and result.step % every_steps == 0 and not result.epoch_ended:
+        ends = result.epoch_ended or result.step >= self.plan.total_steps
+        if every_steps and result.step % every_steps == 0 and not ends:
             self._validate_between_epochs()
-        if result.epoch_ended or result.step >= self.plan.total_steps:
+        if ends:
             self._end_epoch(result)
         flags = result.flags or Flags()
         if flags.save and not result.epoch_ended:

@@ -41,6 +41,12 @@ def epoch_steps(batch: BatchPlan, rank: int, position: int) -> Iterator[Step]:
         start, position = span
         shares = parts(position - start, batch.ranks, batch.least_part)
         smallest = min(stop - first for first, stop in shares)
+        if smallest == 0:
+            raise DataError(
+                f"the last {position - start} sample(s) of this epoch cannot be shared by {batch.ranks} ranks",
+                why="a module has to see a batch on every rank, and the run stopped just before them",
+                fix=f"resume on at most {position - start} devices until the epoch is over",
+            )
         number = max(1, min(batch.accumulate, smallest // batch.least_part))
         first, stop = shares[rank]
         mine = tuple((start + first + a, start + first + b) for a, b in parts(stop - first, number, batch.least_part))
@@ -58,6 +64,7 @@ class OrderedBatches:
         assert loader is not None
         self._batch, self._rank, self._state = plan.batch, rank, state
         self._order: SampleOrder = Order(plan.task.train_samples, plan.seed) if loader.shuffle else InOrder()
+        self._counted: tuple[int, int] | None = None
 
     @property
     def epoch(self) -> int:
@@ -69,7 +76,10 @@ class OrderedBatches:
         return round(self._state.position / self._batch.global_batch) * self._batch.accumulate
 
     def __len__(self) -> int:
-        return self.done + self._batch.steps_left(self._state.position) * self._batch.accumulate
+        position = self._state.position
+        if self._counted is None or self._counted[0] != position:
+            self._counted = position, sum(len(step.mine) for step in epoch_steps(self._batch, self._rank, position))
+        return self.done + self._counted[1]
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._walk(self._state.epoch, self._state.position)
@@ -158,7 +168,7 @@ def training_loader(loader: DataLoader[Any], plan: Plan, world: World, state: Tr
 
 
 def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
-    """The user's evaluation loader, shared out among ranks; with one rank only its seeds are set.
+    """The user's evaluation loader, in index order and shared out among ranks; nothing is dropped.
 
     Raises:
         UnsupportedError: a loader that cannot be shared out. DataError: fewer samples than ranks.
@@ -176,8 +186,6 @@ def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
             why="its samples could not be shared out so that each counts once",
             fix="use a DataLoader of a map-style data set with batch_size and no sampler, or one device",
         )
-    if world.size == 1:
-        return SeededLoader(loader, loader.batch_sampler, seed, 0, lambda: 0)
     assert loader.batch_size is not None
     batches = SharedBatches(len(loader.dataset), loader.batch_size, world)
     return SeededLoader(loader, batches, seed, world.rank, lambda: 0)

@@ -72,6 +72,7 @@ class Recorder(Checkpoint):
         self._due: bool | None = None
         self._left_at: float | None = None
         self._waited_s = 0.0
+        self._earlier: dict[str, Any] = {}
         self._norm: float | None = None
         self._lr = math.nan
         self.ended_by: str | None = None
@@ -153,7 +154,7 @@ class Recorder(Checkpoint):
             return  # a stop in mid-epoch
         total, count = self._epoch_sums.tolist()
         speed, state = self._speed.since(self._epoch_mark), self._state
-        row = {"train_loss": total / count if count else math.nan, **_numbers(trainer.callback_metrics)}
+        row = {"train_loss": total / count if count else math.nan, **_numbers(self._fresh(trainer))}
         row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         epoch = state.epoch + 1
         improved = self._judge(row, epoch)
@@ -174,6 +175,12 @@ class Recorder(Checkpoint):
         if self._due is None and self.ended_by != "completed":
             self._due = False
         self._save_if_due(trainer)
+
+    def _fresh(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """What was logged since the last epoch's row: Lightning keeps every value, as the same object, for ever."""
+        metrics, earlier = dict(trainer.callback_metrics), self._earlier
+        self._earlier = metrics
+        return {name: value for name, value in metrics.items() if value is not earlier.get(name)}
 
     # One step.
 

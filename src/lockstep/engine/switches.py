@@ -1,7 +1,8 @@
-"""Dropout and batch statistics off, whatever module or function asks for them: to find where two runs part.
+"""Dropout and batch statistics off, for layers and functions of torch alike: to find where two runs part.
 
-Layers are told to behave as in evaluation. Functional calls are met by a ``TorchFunctionMode``, which also
-notes every random function that a forward pass draws from.
+Layers are told to behave as in evaluation; one without running statistics has none to go by and stays as it is.
+Functional calls are met by a ``TorchFunctionMode``, which also notes every random function that a forward pass
+draws from.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ _DRAWS = frozenset(
 class _Watch(TorchFunctionMode):
     """Notes what draws random numbers in training, and turns dropout off when told to."""
 
-    def __init__(self, draws: set[str], *, no_dropout: bool) -> None:
+    def __init__(self, draws: set[str], off: Sequence[str]) -> None:
         super().__init__()
-        self._draws, self._no_dropout = draws, no_dropout
+        self._draws = draws
+        self._no_dropout, self._no_batchnorm = "dropout" in off, "batchnorm" in off
 
     def __torch_function__(
         self,
@@ -49,6 +51,11 @@ class _Watch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if func is F.batch_norm and self._no_batchnorm:
+            call = signature(func).bind(*args, **kwargs)
+            if call.arguments.get("running_mean") is not None:
+                call.arguments["training"] = False
+            return func(*call.args, **call.kwargs)
         if name in _RATES and getattr(F, name) is func:
             call = signature(func).bind(*args, **kwargs)
             call.apply_defaults()
@@ -100,10 +107,10 @@ class Watched(Task):
             self.draws.add("dropout")
         if "batchnorm" in off:
             _quieten([m for m in model.modules() if isinstance(m, _NormBase)])
-        self._no_dropout = "dropout" in off
+        self._off = off
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        with _Watch(self.draws, no_dropout=self._no_dropout):
+        with _Watch(self.draws, self._off):
             return self._task.loss(model, batch)
 
 

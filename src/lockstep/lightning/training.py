@@ -55,10 +55,9 @@ def fit(
         settings = merge(settings, {"hardware": dict(hardware)})
     task = ModuleTask(module=module, datamodule=datamodule, trainer=dict(trainer or {}))
     result = train(task, settings, resume=resume)
-    run = RunDir.open(result.run_dir)
-    if run.plan()["batch"]["ranks"] > 1:
-        store = CheckpointStore(run.checkpoints)
-        step = store.step_of("last")
-        if step is not None:
-            module.load_state_dict(store.load(step).model, strict=module.strict_loading)
+    # Other processes may have trained it, or an earlier attempt, which left nothing to do.
+    store = CheckpointStore(RunDir.open(result.run_dir).checkpoints)
+    step = store.step_of("last")
+    if step is not None:
+        module.load_state_dict(store.load(step).model, strict=module.strict_loading)
     return result

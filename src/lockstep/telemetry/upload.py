@@ -68,16 +68,15 @@ class Uploader:
 
     def request(self) -> None:
         """Ask for a pass over the folder; returns at once. Requests during a pass become one more pass."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="lockstep-upload", daemon=True)
             self._thread.start()
         self._wanted.set()
 
     def close(self) -> bool:
-        """Make a last pass and wait for it; whether all is at the target. May be called twice."""
-        if not self._closing.is_set():
-            self._closing.set()
-            self.request()
+        """Make a last pass and wait for it; whether all is at the target. A later request begins anew."""
+        self._closing.set()
+        self.request()
         assert self._thread is not None, "a request starts the thread"
         self._thread.join(self._close_timeout_s)
         if self._thread.is_alive():
@@ -98,6 +97,7 @@ class Uploader:
                 name, why = next(iter(self.failures.items()))
                 self._report(f"{len(self.failures)} files are not at {self.target}; {name or 'all'}: {why}")
             if last:
+                self._closing.clear()
                 return
 
     def _pass(self) -> None:
@@ -177,7 +177,7 @@ def _check_target(target: str, local_dir: Path) -> None:
             fix="choose a target elsewhere",
         )
     try:
-        fsspec.get_filesystem_class(protocol)
+        fsspec.get_filesystem_class(protocol.partition("::")[0])
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"cannot upload to {target}",

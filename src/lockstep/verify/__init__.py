@@ -15,10 +15,10 @@ from lockstep.engine.task import Task
 from lockstep.errors import UnsupportedError, UsageError
 from lockstep.hardware.world import read_world
 from lockstep.launch.prepare import prepare
-from lockstep.verify.diagnose import FACTOR, Cause, evidence, experiments, grouping, unknown, unseeded
+from lockstep.verify.diagnose import FACTOR, Cause, evidence, experiments, grouping, other_draws, unknown, unseeded
 from lockstep.verify.lab import Lab, Variant
 from lockstep.verify.report import BLIND, Comparison, Outcome, VerifyReport
-from lockstep.verify.trajectory import Floor, Gap, Trajectory, floor_of, gap_between
+from lockstep.verify.trajectory import ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -58,6 +58,12 @@ def verify(
         raise UsageError(f"{steps} steps show nothing", fix="take --steps 24, or any number from 1 on")
     prepared = prepare(task, config)
     plan = prepared.plan
+    if plan.task.loader is not None:
+        raise UnsupportedError(
+            "verify compares runs of a lockstep.Task, and this is a LightningModule",
+            why="its losses are means of its own, so several devices do not promise what one gives",
+            fix="write a lockstep.Task (docs/from-lightning.md)",
+        )
     devices = plan.batch.ranks * plan.batch.devices_per_rank
     if devices < 2:
         raise UsageError(
@@ -131,13 +137,15 @@ class _Verification:
         if any(cause.code in {"initial weights", "order"} for cause in found):
             return found
         # A wrong count or rate may be there without having made the difference: what an experiment shows comes first.
-        found = [*experiments(self._lab, quiet, floor, compared.one.draws), *found]
+        found = [*experiments(self._lab, quiet, floor), *found]
+        if not found:
+            found = list(other_draws(compared.one.draws, self._lab.plan))
         if not found:
             cause = grouping(self._lab, quiet, floor)
             found = [cause] if cause is not None else []
         if not found:
             parting = floor.parting(compared.gap, FACTOR) or ("weights", 0)
-            found = [unknown(compared.gap, *parting)]
+            found = [unknown(*parting)]
         return found
 
     def _conclude(
@@ -174,7 +182,8 @@ class _Verification:
 
 
 def _identical(one: Trajectory, many: Trajectory) -> bool:
-    return one.fingerprint == many.fingerprint and np.array_equal(one.loss, many.loss, equal_nan=True)
+    same_weights = one.fingerprint == many.fingerprint and np.array_equal(one.loss, many.loss, equal_nan=True)
+    return same_weights and not gap_between(one, many).validation.max(initial=0) > ROUNDING
 
 
 def _verdict(outcome: Outcome, comparison: Comparison, floor: Floor, as_configured: Gap, devices: int) -> str:
@@ -196,9 +205,9 @@ def _verdict(outcome: Outcome, comparison: Comparison, floor: Floor, as_configur
             f"most {most:.1e} apart (noise floor {noise:.1e}); with dropout {as_configured.loss.max():.1e}, since in "
             "fast mode each rank draws its own masks (--reproducibility exact makes them the same)"
         )
-    quantity, step = floor.parting(gap, FACTOR) or ("weights", steps - 1)
-    apart = gap.items()[quantity]
+    quantity, place = floor.parting(gap, FACTOR) or ("weights", steps - 1)
+    since = f"in validation {place + 1}" if quantity == "validation loss" else f"from step {place + 1} on"
     return (
-        f"DIFFERENT: from step {step + 1} on the {quantity} of {devices} devices and one are {apart[step]:.1e} apart "
-        f"(noise floor {floor.values[quantity][step]:.1e})"
+        f"DIFFERENT: {since} the {quantity} of {devices} devices and one are {gap.items()[quantity][place]:.1e} apart "
+        f"(noise floor {floor.values[quantity][place]:.1e})"
     )

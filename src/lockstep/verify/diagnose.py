@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.plan import Plan
 from lockstep.verify.lab import Lab, Variant
-from lockstep.verify.trajectory import Floor, Gap, Trajectory, gap_between
+from lockstep.verify.trajectory import Floor, Trajectory, gap_between
 
 #: How many times the noise floor two runs of equal meaning may be apart. Rounding of one and of many devices is not
 #: the same rounding; differences in meaning are larger by orders of magnitude.
@@ -92,7 +92,7 @@ def evidence(one: Trajectory, many: Trajectory, devices: int) -> Iterator[Cause]
         )
 
 
-def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor, draws: tuple[str, ...]) -> Iterator[Cause]:
+def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Cause]:
     """What makes the difference go away when it is switched off in both runs. Runs more variants."""
     plan = lab.plan
     if plan.task.has_batchnorm:
@@ -106,10 +106,14 @@ def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor, draws: tuple[str
             yield Cause(
                 "precision",
                 f"in float32 the runs agree: what differs is the rounding of {plan.placement['precision']}",
-                "nothing need be mended; take precision 32, or reproducibility exact, where it matters",
+                "nothing need be mended; take precision 32 where it matters",
             )
+
+
+def other_draws(draws: tuple[str, ...], plan: Plan) -> Iterator[Cause]:
+    """Random numbers that no experiment can switch off; in exact mode they are the same on any devices."""
     others = sorted(set(draws) - {"dropout"})
-    if others:
+    if others and plan.reproducibility == "fast":
         yield Cause(
             "random draws",
             f"the forward pass draws random numbers ({', '.join(others)}), and in fast mode each rank draws its own",
@@ -145,7 +149,7 @@ def _batchnorm(plan: Plan) -> Cause:
     )
 
 
-def unknown(gap: Gap, quantity: str, step: int) -> Cause:
+def unknown(quantity: str, place: int) -> Cause:
     """The last word when nothing explains it: what parted first says where to look."""
     where = {
         "loss": "the loss parts first: the forward pass depends on the rank or the number of ranks",
@@ -156,6 +160,5 @@ def unknown(gap: Gap, quantity: str, step: int) -> Cause:
         "validation loss": "training agrees and validation does not: it depends on the rank, or on buffers that no "
         "rule merges",
     }
-    return Cause(
-        "unknown", f"{where[quantity]} (step {step + 1})", "look there for RANK, WORLD_SIZE and torch.distributed"
-    )
+    when = f"{'validation' if quantity == 'validation loss' else 'step'} {place + 1}"
+    return Cause("unknown", f"{where[quantity]} ({when})", "look there for RANK, WORLD_SIZE and torch.distributed")

@@ -107,7 +107,13 @@ class Lab:
                 "batch_size": plan.eval_batch_size,
             },
             "checkpoint": {"every_steps": None, "every_s": None, "keep_last": 1},
-            "telemetry": {"log_interval": 1, "tensorboard": "off", "progress": "silent"},
+            "telemetry": {
+                "log_interval": 1,
+                "tensorboard": "off",
+                "progress": "silent",
+                "record_samples": False,
+                "upload_to": None,
+            },
             "launch": {"max_restarts": 0},
             "debug": {
                 "trace": variant.trace,

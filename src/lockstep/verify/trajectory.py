@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,10 @@ def read_trajectory(path: Path) -> Trajectory:
         digest=digest,
         samples=samples,
         draws=tuple(main["draws"].tolist()),
-        validation=tuple({k: v for k, v in row.items() if k.startswith("val_")} for row in run.epochs()),
+        # JSON has no NaN: what was not a number comes back as nothing.
+        validation=tuple(
+            {k: math.nan if v is None else v for k, v in row.items() if k.startswith("val_")} for row in run.epochs()
+        ),
         fingerprint=hashlib.sha256(model.read_bytes()).hexdigest(),
     )
 
@@ -78,7 +82,7 @@ class Gap:
     """How far two runs are apart after each step: relative differences, [steps] each.
 
     ``weights`` is relative to the way that they have come since the start. ``validation`` is that of the validation
-    loss, at the step after which it was taken.
+    loss: [validations].
     """
 
     loss: Floats
@@ -133,14 +137,14 @@ class Floor:
     values: dict[str, Floats]
 
     def parting(self, gap: Gap, factor: float) -> tuple[str, int] | None:
-        """The first quantity and step (from 0) at which ``gap`` is more than ``factor`` times the floor."""
+        """The first quantity and place (step or validation, from 0) at which ``gap`` is ``factor`` times the floor."""
         first: tuple[str, int] | None = None
         for name, differences in gap.items().items():
             allowed = factor * self.values[name][: len(differences)]
             beyond = np.flatnonzero(differences > allowed)
             if name == "validation loss":
                 # It follows from the weights: of interest by itself only where they agree.
-                return first or ((name, len(gap.loss) - 1) if beyond.size else None)
+                return first or ((name, int(beyond[0])) if beyond.size else None)
             if beyond.size and (first is None or beyond[0] < first[1]):
                 first = name, int(beyond[0])
         return first
