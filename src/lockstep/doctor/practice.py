@@ -1,0 +1,109 @@
+"""The practical part: real ranks on the chosen devices, and one training step from the data to the checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.config import resolve
+from lockstep.doctor.finding import Finding, first_line
+from lockstep.doctor.ranks import MEETING_FILE, PLACEMENT_FILE, TIMEOUT_S, Meeting
+from lockstep.errors import LockstepError, RunError
+from lockstep.hardware.resolve import Placement
+from lockstep.launch import elastic, failure
+from lockstep.launch.causes import find_cause
+from lockstep.launch.folder import create_folder
+from lockstep.telemetry.rundir import read_json, write_json
+
+if TYPE_CHECKING:
+    from lockstep.engine.attempt import RunResult
+
+TASK = "har"
+TOGETHER = "several devices train together only if their processes reach each other"
+STEP = "a whole step: data, forward, backward, all-reduce, optimizer, validation and checkpoint, as `train` does it"
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder for the runs of the examination, removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def alone(placement: Placement) -> Finding:
+    """The finding in place of a meeting when there is one rank."""
+    name = placement.devices[0]
+    what = f"one rank: nobody to talk to (--devices {name},{name} rehearses two on this device)"
+    return Finding("ranks", "skip", what, TOGETHER)
+
+
+def let_ranks_meet(placement: Placement, folder: Path) -> Meeting:
+    """Start a rank on each device of ``placement``; what they found out together.
+
+    Raises:
+        LockstepError: a rank failed. KeyboardInterrupt: stopped.
+    """
+    run = create_folder(resolve({"save_dir": str(folder / "ranks")}))
+    write_json(run.path / PLACEMENT_FILE, placement.as_dict())
+    with contextlib.redirect_stdout(sys.stderr):
+        code = elastic.launch(run, placement.world_size, worker_module="lockstep.doctor.worker")
+    if code >= 128:
+        raise KeyboardInterrupt
+    if code:
+        report = failure.collect(run)
+        raise report.as_error() if report else RunError(f"the ranks ended with exit code {code}")
+    return Meeting.model_validate(read_json(run.path / MEETING_FILE))
+
+
+def train_one_step(placement: Placement, folder: Path) -> RunResult:
+    """One step of the built-in task on the devices of ``placement``, from its data to the checkpoint.
+
+    Raises:
+        LockstepError: it failed. KeyboardInterrupt: stopped.
+    """
+    from lockstep.launch.run import train
+
+    settings = {
+        "save_dir": str(folder / "step"),
+        "hardware": {"selected_devices": list(placement.devices)},
+        "distributed": {"timeout_s": TIMEOUT_S},
+        "telemetry": {"progress": "silent", "tensorboard": "off"},
+        "debug": {"fast_dev_run": True},
+    }
+    with contextlib.redirect_stdout(sys.stderr):
+        result = train(TASK, settings)
+    if result.exit_code >= 128:
+        raise KeyboardInterrupt
+    return result
+
+
+def step_finding(result: RunResult, placement: Placement) -> Finding:
+    """Pure: what a training step that ended says."""
+    where = f"{placement.world_size} rank(s) on {', '.join(placement.devices)}"
+    if result.exit_code == 0 and result.status == "completed" and result.step == 1:
+        loss = result.metrics.get("val_loss")
+        text = "" if loss is None else f", validation loss {loss:.3f}"
+        return Finding("training step", "ok", f"{TASK} took a step with {where}{text}", STEP)
+    what = f"{TASK} with {where} ended as {result.status} after {result.step} steps (exit code {result.exit_code})"
+    return Finding("training step", "fail", what, STEP, by_hand(placement))
+
+
+def failed(name: str, why: str, error: BaseException, fix: str) -> Finding:
+    """The finding that an error in the practical part makes; ``fix``: where neither error nor cause has one."""
+    text = first_line(error)
+    if isinstance(error, LockstepError):
+        fix = error.fix or fix
+    else:
+        cause = find_cause(f"{type(error).__name__}: {error}")
+        text, fix = (f"{text} ({cause.why})", cause.fix) if cause else (text, fix)
+    return Finding(name, "fail", text, why, fix)
+
+
+def by_hand(placement: Placement) -> str:
+    """How to see by itself what failed here."""
+    devices = ",".join(placement.devices)
+    return f"see it by itself: lockstep train {TASK} --devices {devices} --fast-dev-run"

@@ -1,0 +1,298 @@
+"""What each check says of facts that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.doctor.finding import Finding, guarded
+from lockstep.doctor.gpus import (
+    Versions,
+    check_devices,
+    check_health,
+    check_links,
+    check_memory,
+    check_versions,
+    gather_health,
+    gather_links,
+    gather_versions,
+)
+from lockstep.doctor.host import (
+    Cores,
+    Limits,
+    SharedMemory,
+    check_cores,
+    check_limits,
+    check_shared_memory,
+    gather_cores,
+    gather_limits,
+    gather_shared_memory,
+)
+from lockstep.doctor.network import (
+    Network,
+    check_clock,
+    check_host_name,
+    check_interface,
+    check_port,
+    find_free_port,
+    gather_network,
+    read_clock,
+)
+from lockstep.doctor.node import merged
+from lockstep.doctor.practice import failed
+from lockstep.doctor.ranks import AllReduce, Meeting, RankFacts
+from lockstep.doctor.storage import RunFolder, check_run_folder, probe_run_folder
+from lockstep.doctor.together import check_meeting
+from lockstep.errors import DataError
+from lockstep.hardware.device import GpuUser
+from lockstep.hardware.nvml import FakeNvml, GpuHealth, GpuLink, NvmlGpu
+from tests.hardware.machines import CPU, broken_gpu, gpu, machine
+
+GOOD = Versions("0.1.0", "3.12.1", "2.13.0+cu130", cuda="13.0", nccl="2.28.9", driver="580.65.06", driver_cuda=(13, 0))
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
+    found = {finding.name: finding for finding in findings}
+    assert all(finding.why for finding in found.values())
+    assert all(finding.fix for finding in found.values() if finding.status in {"warn", "fail"})
+    return found
+
+
+def statuses(findings: Iterable[Finding]) -> dict[str, str]:
+    return {name: finding.status for name, finding in by_name(findings).items()}
+
+
+def fake(*healths: GpuHealth, links: dict[tuple[int, int], GpuLink] | None = None) -> FakeNvml:
+    gpus = [NvmlGpu(f"GPU-{index}", "NVIDIA Test", (9, 0), 80, 80) for index in range(4)]
+    return FakeNvml(
+        gpus,
+        health={f"GPU-{index}": health for index, health in enumerate(healths)},
+        links={(f"GPU-{a}", f"GPU-{b}"): link for (a, b), link in (links or {}).items()},
+    )
+
+
+def test_devices_and_versions_that_fit() -> None:
+    assert "gpu:1" in only(check_devices(machine(2), ["gpu:0", "gpu:1"])).what
+    finding = only(check_versions(GOOD, machine(2)))
+    assert finding.status == "ok"
+    assert "NCCL 2.28.9" in finding.what and "up to CUDA 13.0" in finding.what
+    searched = replace(CPU, note="the search for accelerators failed: no answer")
+    assert statuses(check_devices([searched], ["cpu"])) == {"devices": "warn"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "devices", "words"),
+    [
+        (GOOD, [CPU, broken_gpu(0)], "the driver is too old"),
+        (replace(GOOD, nccl=""), machine(2), "no NCCL"),
+        (replace(GOOD, torch="2.8.1"), machine(0), "torch 2.8.1"),
+    ],
+)
+def test_versions_that_do_not_fit(versions: Versions, devices: list[object], words: str) -> None:
+    finding = by_name(check_versions(versions, devices))["versions"]  # type: ignore[arg-type]
+    assert finding.status == "fail"
+    assert words in finding.what
+
+
+def test_one_gpu_needs_no_nccl_and_this_torch_is_described() -> None:
+    assert only(check_versions(replace(GOOD, nccl=""), machine(1))).status == "ok"
+    assert only(check_versions(gather_versions(None), machine(0))).status == "ok"
+
+
+def test_memory_and_other_users() -> None:
+    busy = gpu(1, users=(GpuUser(7, "python", 20.0),))
+    full = replace(gpu(2), free_gb=0.4)
+    found = by_name(check_memory([gpu(0), busy, full]))
+    assert [finding.status for finding in found.values()] == ["ok", "warn", "fail"]
+    assert "pid 7" in found["memory of gpu:1"].what
+
+
+@pytest.mark.parametrize(
+    ("health", "ecc", "clocks"),
+    [
+        (GpuHealth(temperature_c=40, ecc=True, ecc_errors=0), "ok", "ok"),
+        (GpuHealth(), "skip", "ok"),
+        (GpuHealth(ecc=True, ecc_errors=3), "fail", "ok"),
+        (GpuHealth(ecc=True, repair="pending"), "warn", "ok"),
+        (GpuHealth(ecc=True, repair="failed"), "fail", "ok"),
+        (GpuHealth(ecc=True, temperature_c=91, slowdowns=("hot",)), "ok", "warn"),
+    ],
+)
+def test_ecc_and_throttling(health: GpuHealth, ecc: str, clocks: str) -> None:
+    found = statuses(check_health(gather_health(fake(health), [gpu(0)])))
+    assert found == {"ECC of gpu:0": ecc, "clocks of gpu:0": clocks}
+
+
+def test_peer_access() -> None:
+    near = GpuLink(peer=True, nvlink=True, path="one PCIe switch")
+    far = GpuLink(peer=False, nvlink=False, path="two CPU sockets")
+    nvml = fake(links={(0, 1): near, (0, 2): far, (1, 2): far})
+    assert statuses(check_links(gather_links(nvml, [gpu(0)]))) == {"peer access": "skip"}
+    joined = by_name(check_links(gather_links(nvml, [gpu(0), gpu(1)])))["peer access"]
+    assert (joined.status, "1 over NVLink" in joined.what) == ("ok", True)
+    apart = by_name(check_links(gather_links(nvml, [gpu(0), gpu(1), gpu(2)])))["peer access"]
+    assert apart.status == "warn"
+    assert "2 of 3 pairs" in apart.what and "gpu:1 and gpu:2" in apart.what
+
+
+@pytest.mark.parametrize(
+    ("shared", "status"),
+    [
+        (SharedMemory(8_000_000_000, 8_000_000_000), "ok"),
+        (SharedMemory(67_108_864, 67_000_000), "warn"),
+        (SharedMemory(67_108_864, 1_000_000), "fail"),
+        (SharedMemory(error="No such file or directory"), "fail"),
+    ],
+)
+def test_shared_memory(shared: SharedMemory, status: str) -> None:
+    assert statuses(check_shared_memory(shared)) == {"shared memory": status}
+
+
+def test_limits() -> None:
+    plenty = Limits(None, None, None, rdma=("mlx5_0",))
+    assert set(statuses(check_limits(plenty, 4)).values()) == {"ok"}
+    found = by_name(check_limits(Limits(256, 1_000_000, 65_536, rdma=("mlx5_0",)), 4))
+    assert [finding.status for finding in found.values()] == ["warn", "warn"]
+    assert "ulimit -n" in found["open files"].fix and "mlx5_0" in found["locked memory"].what
+    assert "administrator" in by_name(check_limits(Limits(256, 256, None), 4))["open files"].fix
+    assert statuses(check_limits(Limits(4096, 4096, 65_536), 4)) == {"open files": "ok", "locked memory": "ok"}
+
+
+def test_cores() -> None:
+    assert "up to 4" in only(check_cores(Cores(16, 16), 2, gpus=True)).what
+    assert only(check_cores(Cores(2, 2), 2, gpus=False)).status == "ok", "a rehearsal on two cores"
+    assert statuses(check_cores(Cores(2, 2), 2, gpus=True)) == {"cores": "warn"}
+    assert statuses(check_cores(Cores(2, 2), 4, gpus=False)) == {"cores": "warn"}
+    quota = by_name(check_cores(Cores(64, 4), 2, gpus=True))["cores"]
+    assert (quota.status, "--num-workers 1" in quota.fix) == ("warn", True)
+
+
+def test_what_this_machine_really_has() -> None:
+    assert gather_cores().usable >= 1
+    assert gather_limits().files != 0
+    assert gather_shared_memory().total > 0
+    assert gather_shared_memory(Path("/no/such/folder")).error
+    network = gather_network({}, nodes=1, outside=False, nccl=False)
+    assert network.host and network.interfaces
+    assert find_free_port() == ""
+    assert statuses(check_clock(read_clock())) == {"clock": "ok"}
+
+
+def test_a_clock_that_cannot_be_used() -> None:
+    assert "back 1 times" in by_name(check_clock([1.0, 2.0, 1.5, 3.0]))["clock"].what
+    assert statuses(check_clock([1.0, 1.0, 1.0])) == {"clock": "fail"}
+    assert statuses(check_port("Permission denied")) == {"port": "fail"}
+
+
+HOME = Network("node1", ("10.0.0.1",), interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
+
+
+@pytest.mark.parametrize(
+    ("network", "name", "interface"),
+    [
+        (HOME, "ok", "ok"),
+        (replace(HOME, nodes=2, outside=True), "ok", "ok"),
+        (replace(HOME, addresses=("127.0.1.1",)), "ok", "ok"),
+        (replace(HOME, addresses=("127.0.1.1",), nodes=2, outside=True), "ok", "warn"),
+        (replace(HOME, addresses=(), error="Name or service not known"), "warn", "ok"),
+        (replace(HOME, addresses=("192.0.2.7",)), "warn", "ok"),
+        (replace(HOME, lookup_s=10.0), "warn", "ok"),
+        (replace(HOME, chosen={"GLOO_SOCKET_IFNAME": "eth0"}), "ok", "ok"),
+        (replace(HOME, chosen={"GLOO_SOCKET_IFNAME": "eth1"}), "ok", "fail"),
+        (replace(HOME, chosen={"NCCL_SOCKET_IFNAME": "eth,ib"}), "ok", "ok"),
+        (replace(HOME, chosen={"NCCL_SOCKET_IFNAME": "=eth"}), "ok", "fail"),
+        (replace(HOME, chosen={"NCCL_SOCKET_IFNAME": "^lo"}), "ok", "ok"),
+        (replace(HOME, chosen={"NCCL_SOCKET_IFNAME": "^lo,eth"}), "ok", "fail"),
+    ],
+)
+def test_name_and_interface(network: Network, name: str, interface: str) -> None:
+    assert statuses(check_host_name(network)) == {"host name": name}
+    assert statuses(check_interface(network)) == {"interface": interface}
+
+
+def test_the_interface_is_named() -> None:
+    assert "over lo" in only(check_interface(HOME)).what
+    assert "gloo takes eth0" in only(check_interface(replace(HOME, nodes=2, outside=True))).what
+
+
+def test_a_run_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    folder = probe_run_folder(tmp_path / "not" / "there")
+    assert (folder.error, folder.atomic) == ("", True)
+    assert folder.fsync_s > 0 and folder.bytes_per_s > 0 and folder.free > 0
+    assert list(tmp_path.iterdir()) == []
+    assert statuses(check_run_folder(replace(folder, fsync_s=0.01, free=10**10))) == dict.fromkeys(
+        ("run folder", "atomic rename", "disk speed", "free space"), "ok"
+    )
+    bad = statuses(check_run_folder(RunFolder(tmp_path, "", False, 0.5, 1e6, 1_000)))
+    assert bad == {"run folder": "ok", "atomic rename": "fail", "disk speed": "warn", "free space": "fail"}
+
+
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    finding = by_name(check_run_folder(probe_run_folder(tmp_path / "file" / "runs")))["run folder"]
+    assert finding.status == "fail"
+    assert "Not a directory" in finding.what and "--runs-dir" in finding.fix
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+VERSIONS = {"torch": "2.13.0", "nccl": "2.28.9"}
+RANKS = tuple(RankFacts(rank=rank, host=f"n{rank}", device="gpu:0", versions=VERSIONS) for rank in range(2))
+ROWS = (AllReduce(bytes=4096, seconds=5e-5, bus_gb_s=0.1), AllReduce(bytes=64 << 20, seconds=1e-3, bus_gb_s=67.1))
+MEETING = Meeting(backend="nccl", ranks=RANKS, all_reduce=ROWS)
+
+
+def test_ranks_that_met_well() -> None:
+    found = by_name(check_meeting(MEETING))
+    assert [finding.status for finding in found.values()] == ["ok"] * 5
+    assert "0 on gpu:0 of n0" in found["ranks"].what
+    alone = Meeting(backend="nccl", ranks=(RANKS[0], RANKS[0]), all_reduce=ROWS)
+    assert "same versions" not in by_name(check_meeting(alone)), "one host has one installation"
+
+
+def test_ranks_that_differ() -> None:
+    other = RANKS[1].model_copy(update={"versions": {**VERSIONS, "nccl": "2.20.5"}, "clock_s": (-3.0, 0.001)})
+    found = by_name(check_meeting(MEETING.model_copy(update={"ranks": (RANKS[0], other)})))
+    assert found["same versions"].status == "fail" and "nccl 2.28.9, 2.20.5" in found["same versions"].what
+    assert found["clock skew"].status == "warn" and "n1 is 3.0 s behind" in found["clock skew"].what
+
+
+def test_sums_that_are_wrong_or_slow() -> None:
+    rows = (ROWS[0], ROWS[1].model_copy(update={"wrong": (1,), "bus_gb_s": 0.5}))
+    found = by_name(check_meeting(MEETING.model_copy(update={"all_reduce": rows})))
+    assert found["all-reduce"].status == "fail" and "rank 1 at 64 MiB" in found["all-reduce"].what
+    assert found["bandwidth"].status == "warn"
+
+
+def test_a_check_that_breaks_is_a_finding() -> None:
+    def broken() -> Iterable[Finding]:
+        yield Finding("first", "ok", "said before", "it matters")
+        raise ZeroDivisionError("a mistake of ours")
+
+    finding = by_name(guarded("limits", broken))["limits"]
+    assert (finding.status, "a mistake of ours" in finding.what) == ("warn", True)
+
+
+def test_an_error_keeps_its_own_fix() -> None:
+    assert failed("ranks", "w", DataError("gone", fix="fetch it"), "look").fix == "fetch it"
+    known = failed("ranks", "w", RuntimeError("CUDA out of memory"), "look")
+    assert "devices" in known.fix
+    assert failed("ranks", "w", RuntimeError("never seen"), "look").fix == "look"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["n1", "n2", "n3"]))))
+def test_what_nodes_say_alike_is_said_once(said: list[tuple[str, str]]) -> None:
+    findings = [Finding(name, "ok", "what", "why", node=node) for name, node in said]
+    together = merged(findings)
+    assert len(together) == len({name for name, _ in said})
+    for finding in together:
+        assert set(finding.node.split(", ")) == {node for name, node in said if name == finding.name}
