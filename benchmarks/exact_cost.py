@@ -12,7 +12,8 @@ MLP        561-128-6, as in ``step_overhead.py``, global batches 64 and 256
 With several ranks ``fast`` synchronises BatchNorm unless told otherwise; the CNN is measured both ways.
 The runs that are compared are ordinary runs in processes of their own, side by side, which take turns of a few
 steps: a hook hands the turn on and waits for the next. So other load on the machine meets all of them alike.
-Ratios are taken between turns of the same round.
+Ratios are taken between turns of the same round: of wall-clock time, and of rank 0's CPU time, which other load
+hardly changes but which does not count waiting for the other rank.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ LARGE_MLP = Setting("MLP, batch 256", "TrainingMlp", 256, 20)
 #: Settings by number of ranks.
 SETTINGS = {2: (replace(CNN, ways=tuple(WAYS)), MLP, LARGE_MLP), 1: (CNN, MLP, LARGE_MLP)}
 
+#: Seconds a step by way and by clock ("wall", "cpu"), one for each turn.
+Times = dict[str, dict[str, list[float]]]
+
 
 class Turns:
     """A hook: notes how long a turn took, hands on, and waits until the turn comes round again.
@@ -75,24 +79,24 @@ class Turns:
         self._out = folder / f"{place}.json"
         self._blocks = blocks
         self._main = os.environ.get("RANK", "0") == "0"
-        self._started: float | None = None
-        self._seconds: list[float] = []
+        self._started: tuple[float, float] | None = None
+        self._turns: list[dict[str, float]] = []
 
     def __call__(self, result: Any, model: Any) -> None:
-        now = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         if self._started is not None:
-            self._seconds.append(now - self._started)
+            self._turns.append({"wall": wall - self._started[0], "cpu": cpu - self._started[1]})
             if self._main:
                 os.write(self._next, b".")
-        if len(self._seconds) == self._blocks:
+        if len(self._turns) == self._blocks:
             if self._main:
-                self._out.write_text(json.dumps(self._seconds))
+                self._out.write_text(json.dumps(self._turns))
             return
         if self._main:
             os.read(self._own, 1)
         if dist.is_initialized():
             dist.barrier()
-        self._started = time.perf_counter()
+        self._started = time.perf_counter(), time.process_time()
 
 
 class _TakesTurns:
@@ -132,8 +136,8 @@ def train(setting: Setting, way: str, ranks: int, blocks: int, folder: Path) -> 
     lockstep.train(f"{__file__}:{setting.task}", config)
 
 
-def measure(setting: Setting, ranks: int, blocks: int) -> dict[str, list[float]]:
-    """Seconds a step, by way and turn."""
+def measure(setting: Setting, ranks: int, blocks: int) -> Times:
+    """Seconds a step, by way, turn and clock."""
     runs, number = [], len(setting.ways)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -158,8 +162,11 @@ def measure(setting: Setting, ranks: int, blocks: int) -> dict[str, list[float]]
                 run.kill()
                 run.wait()
             os.close(first)
-        seconds = [json.loads((folder / f"{place}.json").read_text())[WARM_UP:] for place in range(number)]
-    return {way: [s / setting.turn for s in turns] for way, turns in zip(setting.ways, seconds, strict=True)}
+        found = [json.loads((folder / f"{place}.json").read_text())[WARM_UP:] for place in range(number)]
+    return {
+        way: {clock: [turn[clock] / setting.turn for turn in turns] for clock in ("wall", "cpu")}
+        for way, turns in zip(setting.ways, found, strict=True)
+    }
 
 
 def _wait(runs: list[subprocess.Popen[bytes]]) -> None:
@@ -172,20 +179,21 @@ def _wait(runs: list[subprocess.Popen[bytes]]) -> None:
         raise SystemExit("a run failed")
 
 
-def summary(name: str, times: dict[str, list[float]]) -> dict[str, Any]:
+def summary(name: str, times: Times) -> dict[str, Any]:
     """Of each way its time, and its ratio to each kind of ``fast``."""
     rows: dict[str, Any] = {}
-    for way, seconds in times.items():
+    for way, clocks in times.items():
         bases = [base for base in times if WAYS[base][0] == "fast" and base != way]
         rows[way] = {
-            "ms_per_step": round(statistics.median(seconds) * 1e3, 3),
-            "to": {base: ratios(seconds, times[base]) for base in bases},
+            "ms_per_step": {clock: round(statistics.median(clocks[clock]) * 1e3, 3) for clock in clocks},
+            "to": {base: {clock: ratios(clocks[clock], times[base][clock]) for clock in clocks} for base in bases},
         }
-        print(f"  {name:17} {way:17} {rows[way]['ms_per_step']:6.2f} ms", end="")
+        milliseconds = rows[way]["ms_per_step"]
+        print(f"  {name:17} {way:17} {milliseconds['wall']:6.2f} ms, CPU {milliseconds['cpu']:6.2f} ms")
         for base, found in rows[way]["to"].items():
-            low, high = found["ratio_quartiles"]
-            print(f"   {found['ratio']:.2f} × {base} ({low:.2f} to {high:.2f})", end="")
-        print(flush=True)
+            low, high = found["wall"]["ratio_quartiles"]
+            wall, cpu = found["wall"]["ratio"], found["cpu"]["ratio"]
+            print(f"{'':24}{wall:.2f} ({low:.2f} to {high:.2f}), CPU {cpu:.2f} × {base}", flush=True)
     return rows
 
 

@@ -15,8 +15,13 @@ import torch
 
 
 def header() -> dict[str, Any]:
-    """Date, machine and torch, as every result begins."""
-    return {"date": date.today().isoformat(), "machine": machine(), "torch": torch.__version__}
+    """Date, machine, torch and the load before the benchmark began, as every result begins."""
+    return {
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "torch": torch.__version__,
+        "load_before": round(os.getloadavg()[0], 2),
+    }
 
 
 def machine() -> str:

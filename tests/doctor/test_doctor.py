@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,12 +23,11 @@ REHEARSED = ("ranks", "clock skew", "all-reduce", "bandwidth", "training step")
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the commands of a test keep temporary files."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    return folder
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the commands of a test keep temporary files; a short path, since sockets lie there (108 characters)."""
+    with tempfile.TemporaryDirectory(prefix="d-") as name:
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
 
 
 def left_behind(folder: Path) -> list[str]:

@@ -59,7 +59,7 @@ class TracedSource(Source):
     def indices(self, request: Request) -> Indices:
         indices = super().indices(request)
         if self.arrangement == "reversed":
-            return np.ascontiguousarray(indices[::-1])
+            return indices[::-1].copy()
         if self.arrangement == "shuffled":
             key = derive_key("arrangement", self.seed, request.epoch, request.start)
             return np.random.default_rng(key).permutation(indices)
