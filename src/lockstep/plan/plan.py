@@ -327,7 +327,7 @@ def _loader(
 
 
 #: Time of a step in exact mode against fast, as measured by ``benchmarks/exact_cost.py`` with 8 lanes on CPU cores.
-EXACT_COST = "measured: 0.7 to 1.2 times the time of fast on two CPU ranks, 1.3 to 3.3 times on one"
+EXACT_COST = "measured: 0.9 times the time of fast on two CPU ranks, 1.8 to 2.9 times on one"
 
 
 def _reproducibility_reason(exact: bool, lanes: int) -> str:
