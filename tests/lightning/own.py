@@ -21,6 +21,7 @@ class Classifier(pl.LightningModule):
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if batchnorm else nn.Tanh(), nn.Linear(8, 2))
         self.automatic_optimization = not manual
+        self.example_input_array = torch.zeros(2, 4)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, labels, numbers = batch
@@ -46,6 +47,12 @@ class Classifier(pl.LightningModule):
         self.log("val_loss", nn.functional.cross_entropy(self.net(inputs), labels), sync_dist=True)
         self.log("val_number", numbers.double().mean(), sync_dist=True)
         self.log("val_count", float(len(labels)), sync_dist=True, reduce_fx="sum")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_number", batch[2].double().mean())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
 
     def on_train_epoch_end(self) -> None:
         self.log("epoch_hook", float(self.current_epoch))
@@ -78,6 +85,9 @@ class Numbered(pl.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         return DataLoader(self.val, batch_size=self.hparams.batch_size)
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(_numbered(11, 3), batch_size=self.hparams.batch_size)
 
 
 def _numbered(samples: int, seed: int) -> TensorDataset:

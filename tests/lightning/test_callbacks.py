@@ -133,7 +133,7 @@ def test_the_check_is_printed_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["signal", "request"])
 def test_a_stop_ends_the_training_with_a_checkpoint(tmp_path: Path, how: str) -> None:
-    stop = StopOnSignal(tmp_path, every_n_batches=1)
+    stop = StopOnSignal(tmp_path, every_n_steps=1)
     ask = stop.request if how == "request" else lambda: os.kill(os.getpid(), signal.SIGTERM)
     trainer = make_trainer(
         tmp_path, [At(1, 1, ask), stop, RunStatus(tmp_path / "run"), JSONMetricsLogger(tmp_path / "run")]
@@ -193,7 +193,7 @@ def in_two_ranks(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     callbacks = [early, RunStatus(run), JSONMetricsLogger(run), DeviceMonitor(run), Upload(run, str(remote))]
     trainer = make_trainer(folder, [*callbacks, ConfigurationCheck(stream)], max_epochs=6, **settings)
     trainer.fit(Probe(val_loss=losses))
-    stop = StopOnSignal(folder / "stop", every_n_batches=1)
+    stop = StopOnSignal(folder / "stop", every_n_steps=1)
     # The signal reaches rank 1 alone.
     ask = (lambda: os.kill(os.getpid(), signal.SIGINT)) if rank == 1 else (lambda: None)
     second = make_trainer(folder, [At(0, 1, ask), stop], **settings)

@@ -208,18 +208,17 @@ def test_ddp_from_a_notebook_like_parent_counts_each_sample_once(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("package", "logger"), [("wandb", "WandbLogger"), ("mlflow", "MLFlowLogger")])
-def test_other_loggers_work_offline(config: Path, package: str, logger: str) -> None:
+def test_other_loggers_work_offline(run_cli: RunCli, tmp_path: Path, package: str, logger: str) -> None:
     pytest.importorskip(package)
-    offline = {"wandb": {"offline": True, "save_dir": "out-logs"}, "mlflow": {"tracking_uri": "file:./out-logs"}}[
-        package
-    ]
-    trainer = {
-        **CONFIG["trainer"],
-        "logger": {"class_path": f"lightning.pytorch.loggers.{logger}", "init_args": offline},
-    }
-    write_config(config.parent, trainer=trainer)
-    assert run(["fit", "-c", str(config), "--run_dir", "out"]) == 0
-    assert any((config.parent / "out-logs").rglob("*"))
+    offline = {"wandb": {"offline": True, "save_dir": "out-logs"}, "mlflow": {"tracking_uri": "file:./out-logs"}}
+    own = {"class_path": f"lightning.pytorch.loggers.{logger}", "init_args": offline[package]}
+    (tmp_path / "out-logs").mkdir()
+    config = write_config(tmp_path, trainer={**CONFIG["trainer"], "logger": own})
+    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "MLFLOW_ALLOW_FILE_STORE": "true", "WANDB_SILENT": "true"}
+    result = run_cli("lightning", "fit", "-c", config, "--run_dir", "out", env=env)
+    assert result.code == 0, result.err
+    kept = {"wandb": "out-logs/wandb/offline-run-*/run-*.wandb", "mlflow": "out-logs/*/*/metrics/val_loss"}[package]
+    assert len(list(tmp_path.glob(kept))) == 1
 
 
 def test_a_failed_rank_in_a_servers_thread_is_an_error_of_that_request(tmp_path: Path) -> None:

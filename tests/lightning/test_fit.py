@@ -15,7 +15,8 @@ import torch
 
 import lockstep
 from lockstep.errors import ConfigError, DeviceError, TaskError, UnsupportedError
-from lockstep.launch.run import resume
+from lockstep.launch.export import export
+from lockstep.launch.run import evaluate, resume
 from lockstep.lightning import fit
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start, wait_for_step, weights
@@ -106,6 +107,20 @@ def test_a_named_module_stopped_on_two_ranks_goes_on_with_one_and_three(tmp_path
     assert [row["lr"] for row in steps[21:]] == pytest.approx([0.1 * (1 - k / 33) for k in range(21, 32)])
     assert run.epochs()[-1]["val_number"] == 2.0
     assert run.epochs()[-1]["val_count"] == 5.0
+    assert [len(row["ranks"]) for row in run.ranks() if row["step"] in (1, 20, 32)] == [2, 1, 3]
+
+
+def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(tmp_path: Path) -> None:
+    config = settings(tmp_path, epochs=1) | {"hardware": ONE, "task": {"datamodule": f"{FILE}:Numbered"}}
+    lockstep.train(MODULE, config)
+    run = RunDir.open(tmp_path / "run")
+    tested, validated = evaluate(run), evaluate(run, split="val", checkpoint="last")
+    assert (tested["samples"], tested["metrics"]) == (11, {"test_number": 5.0})
+    assert (validated["samples"], validated["step"]) == (5, 7)
+    assert validated["metrics"]["val_loss"] == pytest.approx(run.epochs()[-1]["val_loss"])
+    export(run, tmp_path / "out")
+    done = subprocess.run([sys.executable, str(tmp_path / "out" / "load_example.py")], capture_output=True, text=True)
+    assert done.stdout == "output: (2, 2)\n", done.stderr
 
 
 SCRIPT = """
@@ -174,6 +189,24 @@ class StopAfter(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Told(own.Classifier):
+    """Validates as it was told to: worst, best, then never better."""
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.log("val_score", {2: 3.0, 4: 1.0}.get(self.global_step, 2.0))
+
+
+def test_validations_in_mid_epoch_decide_what_is_best_and_when_to_stop(tmp_path: Path) -> None:
+    config = settings(tmp_path, early_stopping_patience=2) | {"validation": {"every_steps": 2}}
+    config["checkpoint"] = {"monitor": "val_score", "mode": "min"}
+    result = fit(Told(), own.Numbered(), hardware=ONE, config=config)
+    run = RunDir.open(tmp_path / "run")
+    assert (result.status, result.step) == ("completed", 8), "seven steps an epoch; without gain at 6 and 8"
+    assert result.best_metric["val_score"] == 1.0
+    assert (run.checkpoints / "best").readlink() == Path("step-00000004")
 
 
 @pytest.mark.parametrize("stopped_after", [3, 7])

@@ -10,6 +10,9 @@ import pytest
 from lockstep.errors import ConfigError, DeviceError
 from lockstep.lightning import build_trainer, get_available_gpus, resolve_hardware
 
+# A machine with SLURM makes Lightning remark on every Trainer.
+pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
+
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 
 class Probe(LightningModule):
@@ -48,6 +49,40 @@ class Probe(LightningModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.ones(2 * self.trainer.world_size, 2)), batch_size=2)
+
+
+class Numbers(LightningModule):
+    """Learns from the numbers 0 to ``samples`` - 1, and writes down which of them it saw, per rank and epoch."""
+
+    def __init__(self, *, samples: int = 21, batch_size: int = 4, name: str = "seen") -> None:
+        super().__init__()
+        self.samples, self.batch_size, self.name = samples, batch_size, name
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with Path(f"{self.name}-{self.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps([self.current_epoch, batch.tolist()]) + "\n")
+        return self.layer(batch[:, None].float()).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", float(self.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.arange(self.samples), batch_size=self.batch_size, shuffle=True)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.arange(4), batch_size=2)  # type: ignore[arg-type]
+
+
+class Weighted(Numbers):
+    """Draws its samples by weight."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        sampler = WeightedRandomSampler([1.0] * self.samples, self.samples)
+        return DataLoader(torch.arange(self.samples), batch_size=self.batch_size, sampler=sampler)  # type: ignore[arg-type]
 
 
 def make_trainer(folder: Path, callbacks: list[Any], **settings: Any) -> Trainer:

@@ -122,7 +122,8 @@ def profiler(kind: str | None, run_dir: Path) -> Profiler | None:
 def quiet_trainer() -> Iterator[None]:
     """Lightning's informational lines go unsaid: the plan has told of devices, and rank 0 speaks through the sinks.
 
-    So do warnings about Lightning's own use of what torch has deprecated, and about resuming, which Lockstep does.
+    So do warnings about Lightning's own use of what torch has deprecated, and about resuming and SLURM, which are
+    Lockstep's business here.
     """
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
     before = [(logger, logger.level) for logger in map(logging.getLogger, names)]
@@ -130,7 +131,12 @@ def quiet_trainer() -> Iterator[None]:
         logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            for message in (".*LeafSpec.*", ".*dataloader is.*not resumable.*", ".*than the logging interval.*"):
+            for message in (
+                ".*LeafSpec.*",
+                ".*dataloader is.*not resumable.*",
+                ".*than the logging interval.*",
+                "The `srun` command is available.*",
+            ):
                 warnings.filterwarnings("ignore", message)
             yield
     finally:

@@ -20,7 +20,7 @@ from lockstep.engine.runtime import seeded
 from lockstep.engine.state import TrainState
 from lockstep.errors import DataError, UnsupportedError
 from lockstep.hardware.world import World
-from lockstep.plan import BatchPlan, Plan
+from lockstep.plan import BatchPlan
 from lockstep.plan.batch import Span, parts
 
 #: The loader hooks of modules and data modules that belong to evaluation.
@@ -59,16 +59,9 @@ class OrderedBatches:
     Its length is that of the whole epoch, of which a resumed run has done some already.
     """
 
-    def __init__(self, plan: Plan, rank: int, state: TrainState) -> None:
-        loader = plan.task.loader
-        assert loader is not None
-        self._batch, self._rank, self._state = plan.batch, rank, state
-        self._order: SampleOrder = Order(plan.task.train_samples, plan.seed) if loader.shuffle else InOrder()
+    def __init__(self, batch: BatchPlan, order: SampleOrder, rank: int, state: TrainState) -> None:
+        self._batch, self._order, self._rank, self._state = batch, order, rank, state
         self._counted: tuple[int, int] | None = None
-
-    @property
-    def epoch(self) -> int:
-        return self._state.epoch
 
     @property
     def done(self) -> int:
@@ -151,20 +144,23 @@ class SeededLoader(DataLoader[Any]):
         return super().__iter__()
 
 
-def training_loader(loader: DataLoader[Any], plan: Plan, world: World, state: TrainState) -> SeededLoader:
-    """The user's training loader in the order of ``plan``, from where ``state`` stands.
+def training_loader(
+    loader: DataLoader[Any], batch: BatchPlan, seed: int, world: World, state: TrainState
+) -> SeededLoader:
+    """The user's training loader in Lockstep's order, from where ``state`` stands.
 
     Raises:
         DataError: its data set is not that of the plan.
     """
     samples = len(loader.dataset)  # type: ignore[arg-type]
-    if samples != plan.task.train_samples:
+    if samples != batch.samples:
         raise DataError(
-            f"the training set has {samples} samples here, and had {plan.task.train_samples} when the run was planned",
+            f"the training set has {samples} samples here, and had {batch.samples} when the run was planned",
             fix="let the data module make the same data in every process",
         )
-    batches = OrderedBatches(plan, world.rank, state)
-    return SeededLoader(loader, batches, plan.seed, world.rank, lambda: batches.epoch)
+    order: SampleOrder = Order(samples, seed) if isinstance(loader.sampler, RandomSampler) else InOrder()
+    batches = OrderedBatches(batch, order, world.rank, state)
+    return SeededLoader(loader, batches, seed, world.rank, lambda: state.epoch)
 
 
 def evaluation_loader(loader: Any, world: World, seed: int) -> Any:

@@ -115,7 +115,7 @@ class ModuleFit:
             child_signal_kept(),
             replaced_loaders(
                 [data, module],
-                lambda loader: training_loader(loader, self.plan, self.world, self.state),
+                lambda loader: training_loader(loader, batch, self.plan.seed, self.world, self.state),
                 lambda loader: evaluation_loader(loader, self.world, self.plan.seed),
                 seed=self.plan.seed,
             ),

@@ -20,10 +20,12 @@ from lockstep.config import RunConfig
 from lockstep.engine.best import judge, natural_mode
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.lightning_data import Step, epoch_steps
+from lockstep.engine.ranks import RankWatch
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategy import FLAG_INTERVAL, Flags
 from lockstep.events import EpochEnded, Evaluated, Note, RunStarted, Sink, StepLogged
 from lockstep.plan import Plan
+from lockstep.telemetry.pulse import Activity, pulse
 from lockstep.telemetry.throughput import Throughput
 
 #: What 'best' means when the run does not say, if the module logs it.
@@ -74,6 +76,9 @@ class Recorder(Checkpoint):
         self._waited_s = 0.0
         self._earlier: dict[str, Any] = {}
         self._norm: float | None = None
+        self._monitor = config.checkpoint.monitor or MONITOR
+        #: Whether the newest validation, in mid-epoch, has been judged already.
+        self._judged = False
         self._lr = math.nan
         self.ended_by: str | None = None
 
@@ -90,9 +95,19 @@ class Recorder(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         plan, state = self._plan, self._state
-        self._sink.emit(RunStarted(self._run_dir, self._attempt, state.step, plan.total_steps, plan.as_dict()))
+        where = (self._run_dir, self._attempt, state.step, plan.total_steps, plan.as_dict())
+        self._sink.emit(RunStarted(*where, position=lambda: state.step))
+        self._ranks = RankWatch(
+            self._collectives,
+            trainer.strategy.root_device,
+            pl_module.parameters(),
+            self._sink.emit,
+            attempt=self._attempt,
+            step=state.step,
+        )
         for note in plan.notes:
             self._sink.emit(Note("info", note))
+        pulse.at(Activity.FIRST_STEP, state.step)
         self._begin_epoch()
         self._interval = self._epoch_mark = self._speed.mark()
 
@@ -106,6 +121,7 @@ class Recorder(Checkpoint):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        pulse.at(Activity.STEP)
         trainer.fit_loop.restarting = False  # else plateau schedulers would miss the end of a resumed epoch
         if self._left_at is not None:
             self._waited_s += time.perf_counter() - self._left_at
@@ -113,9 +129,11 @@ class Recorder(Checkpoint):
         self._lr = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else math.nan
         if self._step is None:
             self._step = next(self._steps)
+            if self._is_logged(self._state.step + 1):
+                self._ranks.before_logged_step()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        if (self._state.step + 1) % self._config.telemetry.log_interval == 0:
+        if self._is_logged(self._state.step + 1):
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else None
 
@@ -134,7 +152,14 @@ class Recorder(Checkpoint):
             self._step, self._micro = None, 0
         self._left_at = time.perf_counter()
 
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        pulse.at(Activity.EVALUATING)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pulse.at(Activity.COMPUTING_METRICS)  # of the module's own hook, which comes after this one
+
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pulse.at(Activity.EVALUATING)
         self._paused.enter_context(self._speed.paused())
         if self._collectives.size > 1:
             # DDP hands out rank 0's buffers before each forward pass; all ranks are to evaluate with them too.
@@ -142,12 +167,20 @@ class Recorder(Checkpoint):
                 dist.broadcast(buffer, 0)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pulse.at(Activity.HOOKS)
         self._paused.close()
         self._left_at = time.perf_counter()
-        if trainer.sanity_checking or trainer.is_last_batch:
+        if trainer.sanity_checking:
             return
+        self._judged = not trainer.is_last_batch
+        if trainer.is_last_batch:
+            return  # the epoch's row judges it
         metrics = {name: value for name, value in _numbers(trainer.callback_metrics).items() if _of_validation(name)}
-        self._sink.emit(Evaluated(self._attempt, self._state.epoch + 1, self._state.step, metrics))
+        epoch = self._state.epoch + 1
+        self._sink.emit(Evaluated(self._attempt, epoch, self._state.step, metrics))
+        if self._judge(metrics, epoch):
+            self._due = True
+        trainer.should_stop = trainer.should_stop or self.ended_by is not None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._plan.batch.window(self._state.position) is not None and self.ended_by != "completed":
@@ -157,13 +190,14 @@ class Recorder(Checkpoint):
         row = {"train_loss": total / count if count else math.nan, **_numbers(self._fresh(trainer))}
         row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         epoch = state.epoch + 1
-        improved = self._judge(row, epoch)
+        improved = not (self._judged and _of_validation(self._monitor)) and self._judge(row, epoch)
         if self.ended_by == "completed":
             trainer.should_stop = True
         if self._plan.batch.window(state.position) is None:
             state.epoch, state.position, state.epoch_loss, state.epoch_count = epoch, 0, 0.0, 0.0
             self._epoch_sums.zero_()
             self._interval_sums.zero_()
+        self._ranks.end_epoch(state.step, epoch, self._speed.since(self._interval))
         self._epoch_mark = self._speed.mark()
         self._sink.emit(EpochEnded(self._attempt, epoch, state.step, row, improved))
         self._due = improved
@@ -172,9 +206,11 @@ class Recorder(Checkpoint):
             self.ended_by = "completed"
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ranks.flush()
         if self._due is None and self.ended_by != "completed":
             self._due = False
         self._save_if_due(trainer)
+        pulse.at(Activity.ENDING)
 
     def _fresh(self, trainer: pl.Trainer) -> dict[str, Any]:
         """What was logged since the last epoch's row: Lightning keeps every value, as the same object, for ever."""
@@ -193,8 +229,9 @@ class Recorder(Checkpoint):
         self._speed.add(step.stop - step.start, self._waited_s)
         self._waited_s = 0.0
         self._heartbeat(state.step, self._plan.total_steps)
+        pulse.at(Activity.HOOKS, state.step)
         over = self._plan.batch.window(state.position) is None
-        log = state.step % self._config.telemetry.log_interval == 0 or state.step >= self._plan.total_steps
+        log = self._is_logged(state.step)
         on_host = trainer.strategy.root_device.type == "cpu"
         if on_host or over or log or state.step % FLAG_INTERVAL == 0:
             self._agree(trainer, over)
@@ -253,12 +290,16 @@ class Recorder(Checkpoint):
                 scalars=_numbers(trainer.logged_metrics),
             )
         )
+        self._ranks.log(state.step, state.epoch + 1, speed)
         self._interval, self._interval_sums = self._speed.mark(), self._epoch_sums.clone()
         self._poll()
 
+    def _is_logged(self, step: int) -> bool:
+        return step % self._config.telemetry.log_interval == 0 or step >= self._plan.total_steps
+
     def _judge(self, row: dict[str, float], epoch: int) -> bool:
         """Rank 0's verdict for all: what a module logs without sync_dist differs between ranks."""
-        monitor = self._config.checkpoint.monitor or MONITOR
+        monitor = self._monitor
         mode = self._config.checkpoint.mode or natural_mode(monitor)
         value = self._collectives.broadcast(row.get(monitor))
         if value is None:
@@ -276,7 +317,8 @@ class Recorder(Checkpoint):
         if self._due is not None:
             best, self._due = self._due, None
             self._policy.saved(self._state.step)
-            self._save(trainer, best)
+            with pulse.during(Activity.SAVING):
+                self._save(trainer, best)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

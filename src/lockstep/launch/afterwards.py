@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.evaluate import evaluate
+from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.precision import Precision
-from lockstep.engine.resume import load_weights
+from lockstep.engine.resume import load_weights, restoring
 from lockstep.engine.runtime import rank_device
 from lockstep.engine.task import Datasets, Task
-from lockstep.errors import CheckpointError, DataError
+from lockstep.errors import CheckpointError, DataError, RunFolderError
 from lockstep.hardware.world import World
+from lockstep.launch.folder import refuse_unknown_code
 from lockstep.launch.prepare import place, settle
 from lockstep.plan import Plan
 from lockstep.telemetry.rundir import RunDir
@@ -23,6 +26,7 @@ from lockstep.telemetry.rundir import RunDir
 
 def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpoint: str | int) -> dict[str, Any]:
     """Metrics of one checkpoint on one split, computed on one device in this process."""
+    refuse_unknown_code(run)
     wanted = devices.split(",")[0] if devices else None
     config = run.config()
     if wanted is not None or config.hardware.selected_devices:
@@ -32,11 +36,20 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
         )
     snapshot = find_checkpoint(run, checkpoint)
     task, datasets = reopen(config, snapshot)
+    about = {"run": run.read().id, "split": split, "step": snapshot.step}
+    if isinstance(task, ModuleTask):
+        from lockstep.engine.lightning_evaluate import evaluate_module
+
+        placement = place(config, World())
+        load_weights(task.module, snapshot.model, run.path)
+        device = rank_device(placement.devices, World())
+        values, samples = evaluate_module(task, split, device, placement.precision, config.training.seed)
+        return {**about, "samples": samples, "metrics": values}
     dataset = getattr(datasets, split, None)
     if dataset is None:
         raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
     placement = place(config, World())
-    plan = Plan.model_validate(run.plan())
+    plan = _plan_of(run)
     device = rank_device(placement.devices, World())
     model = task.model()
     load_weights(model, snapshot.model, run.path)
@@ -52,13 +65,25 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
         seed=plan.seed,
     )
     named = {f"{split}_{name}": value for name, value in values.items()}
-    return {"run": run.read().id, "split": split, "step": snapshot.step, "samples": len(dataset), "metrics": named}
+    return {**about, "samples": len(dataset), "metrics": named}
+
+
+def _plan_of(run: RunDir) -> Plan:
+    try:
+        return Plan.model_validate(run.plan())
+    except ValidationError as error:
+        raise RunFolderError(
+            f"{run.plan_file} is damaged",
+            why=str(error)[:300],
+            fix=f"copy the newest plan.json of {run.attempts} over it",
+        ) from None
 
 
 def reopen(config: RunConfig, snapshot: Snapshot) -> tuple[Task, Datasets]:
     """A run's task as the checkpoint left it (how it standardised its data, say), and its data."""
     task, _ = settle(config.task.name, config)
-    task.load_state_dict(snapshot.trainer["task"])
+    with restoring(f"the checkpoint of step {snapshot.step}"):
+        task.load_state_dict(snapshot.trainer["task"])
     task.prepare()
     return task, task.datasets()
 
@@ -69,10 +94,12 @@ def load_model(run: RunDir, checkpoint: str | int = "best") -> tuple[Task, torch
     Raises:
         CheckpointError: there is no such checkpoint, or it is corrupt.
     """
+    refuse_unknown_code(run)
     snapshot = find_checkpoint(run, checkpoint)
     config = run.config()
     task, _ = settle(config.task.name, config)
-    task.load_state_dict(snapshot.trainer["task"])
+    with restoring(f"the checkpoint of step {snapshot.step}"):
+        task.load_state_dict(snapshot.trainer["task"])
     model = task.model()
     load_weights(model, snapshot.model, run.path)
     return task, model.eval()
@@ -112,8 +139,11 @@ def model_inputs(task: Task, model: torch.nn.Module, batch: Any) -> tuple[tuple[
     """What the task passes to ``model.forward`` for ``batch``, found by watching it.
 
     Raises:
-        DataError: the task's evaluation does not call the model itself.
+        DataError: the task's evaluation does not call the model itself; a ``LightningModule`` has no
+            ``example_input_array``.
     """
+    if isinstance(task, ModuleTask):
+        return _example_of(model)
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def watch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -133,3 +163,16 @@ def model_inputs(task: Task, model: torch.nn.Module, batch: Any) -> tuple[tuple[
     args, kwargs = seen[0]
     # Tensors made in inference mode cannot be traced.
     return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args), kwargs
+
+
+def _example_of(module: torch.nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    example = getattr(module, "example_input_array", None)
+    if example is None:
+        raise DataError(
+            "the module does not say what its forward() takes",
+            why="it has no example_input_array",
+            fix="set self.example_input_array in its __init__, or export the weights alone (--no-program)",
+        )
+    if isinstance(example, dict):
+        return (), example
+    return (tuple(example) if isinstance(example, (list, tuple)) else (example,)), {}

@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.checkpoint.store import Snapshot
 from lockstep.errors import RunFolderError, UnsupportedError
 from lockstep.launch.afterwards import example_batch, find_checkpoint, model_inputs, reopen
+from lockstep.launch.folder import refuse_unknown_code
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
 
@@ -45,6 +46,7 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
         raise RunFolderError(
             f"{out} is not empty", why="an export never overwrites", fix="give another folder with --out"
         )
+    refuse_unknown_code(run)
     snapshot = find_checkpoint(run, checkpoint)
     building = out.with_name(out.name + ".partial")
     shutil.rmtree(building, ignore_errors=True)

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,10 @@ from lockstep.lightning.callbacks import (
     StopOnSignal,
 )
 from lockstep.lightning.hardware import DECIDED, Hardware, Resolved, resolve
+from lockstep.lightning.order import TrainingOrder
 from lockstep.lightning.ranks import run_in_ranks
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.sinks import tensorboard_wanted
+from lockstep.telemetry.tensorboard import tensorboard_wanted
 
 CONFIG_FILE = "cli_config.yaml"
 
@@ -107,27 +108,39 @@ class LockstepCLI(LightningCLI):
         return f"{self._model_class.__module__}:{self._model_class.__qualname__}"
 
     def _run_subcommand(self, subcommand: str) -> None:
-        world = read_world(os.environ)
-        if subcommand == "fit" or world.size == 1:
-            super()._run_subcommand(subcommand)
-            return
-        seed = self._get(self.config, "seed_everything")
-        share = partial(evaluation_loader, world=world, seed=int(seed))
-        with replaced_loaders([self.model, self.datamodule], lambda loader: loader, share, seed=int(seed)):
+        seed, world = self.seed, read_world(os.environ)
+        with replaced_loaders(
+            [self.datamodule, self.model],
+            lambda loader: self.order.loader(loader, self.trainer, self.model),
+            partial(evaluation_loader, world=world, seed=seed),
+            seed=seed,
+        ):
             super()._run_subcommand(subcommand)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         settings = self._get(self.config_init, "trainer")
-        if self.subcommand != "fit":
-            # Lightning's own sampler pads: some samples would count twice.
-            kwargs = {"use_distributed_sampler": False} | kwargs
-        if self.run_dir is not None:
-            kwargs = self._in_run_folder(self.run_dir, settings) | kwargs
-        return super().instantiate_trainer(**self._resolved.trainer, **kwargs)
+        # Lightning's own sampler pads and forgets where it was: some samples would count twice.
+        arguments: dict[str, Any] = {"use_distributed_sampler": False}
+        if self.subcommand == "fit":
+            callbacks = list(settings.callbacks or [])
+            arguments["callbacks"] = [self.order, *callbacks]
+            if self.run_dir is not None:
+                arguments["callbacks"] += self._listeners(self.run_dir, settings, callbacks)
+                arguments |= self._places(self.run_dir, settings)
+        return super().instantiate_trainer(**self._resolved.trainer, **arguments | kwargs)
 
-    def _in_run_folder(self, run: RunDir, settings: Any) -> dict[str, Any]:
-        """Where the trainer writes, and who listens to it; what the user has set stays."""
-        callbacks: list[Callback] = list(settings.callbacks or [])
+    @cached_property
+    def order(self) -> TrainingOrder:
+        """Of a fit's training samples."""
+        return TrainingOrder(read_world(os.environ), self.seed)
+
+    @property
+    def seed(self) -> int:
+        """Of the order of samples, of loader workers and of ``setup()``."""
+        return int(self._get(self.config, "seed_everything") or 0)
+
+    def _listeners(self, run: RunDir, settings: Any, callbacks: list[Callback]) -> list[Callback]:
+        """Who writes the run folder, where the user has not brought the same."""
         self.stop = next((c for c in callbacks if isinstance(c, StopOnSignal)), StopOnSignal(run.checkpoints))
         wanted: list[Callback] = [
             ConfigurationCheck(),
@@ -140,7 +153,12 @@ class LockstepCLI(LightningCLI):
         if settings.enable_checkpointing is not False and not any(isinstance(c, Checkpoint) for c in callbacks):
             wanted.append(ModelCheckpoint(run.checkpoints, save_last=True))
         kinds = {type(callback) for callback in callbacks}
-        arguments: dict[str, Any] = {"callbacks": [*callbacks, *(c for c in wanted if type(c) not in kinds)]}
+        return [callback for callback in wanted if type(callback) not in kinds]
+
+    @staticmethod
+    def _places(run: RunDir, settings: Any) -> dict[str, Any]:
+        """Where the trainer writes; what the user has set stays."""
+        arguments: dict[str, Any] = {}
         if settings.default_root_dir is None:
             arguments["default_root_dir"] = str(run.path)
         if settings.logger is None:

@@ -44,16 +44,16 @@ class StopOnSignal(Callback):
     Args:
         checkpoint_dir: where ``stopped.ckpt`` is written (``trainer.fit(ckpt_path=…)`` goes on from it);
             ``None``: no checkpoint.
-        every_n_batches: how often the ranks talk about it. More: fewer small all-reduces, a later end.
+        every_n_steps: how often the ranks talk about it. More: fewer small all-reduces, a later end.
 
     Attributes:
         stopped_by: the number of the signal that ended the training, on every rank; else ``None``.
     """
 
-    def __init__(self, checkpoint_dir: Path | str | None = None, *, every_n_batches: int = 10) -> None:
+    def __init__(self, checkpoint_dir: Path | str | None = None, *, every_n_steps: int = 10) -> None:
         self.stopped_by: int | None = None
         self._checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self._every = every_n_batches
+        self._every = every_n_steps
         self._request = StopRequest()
 
     def request(self, signum: int = signal.SIGTERM) -> None:
@@ -67,7 +67,9 @@ class StopOnSignal(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.stopped_by is not None or ((batch_idx + 1) % self._every and not trainer.is_last_batch):
+        # Between two steps only: a checkpoint has no half of an accumulation.
+        steps, rest = divmod(batch_idx + 1, trainer.accumulate_grad_batches)
+        if self.stopped_by is not None or ((rest or steps % self._every) and not trainer.is_last_batch):
             return
         for signum in (signal.SIGINT, signal.SIGTERM):
             if trainer.strategy.reduce_boolean_decision(self._request.requested == signum, all=False):

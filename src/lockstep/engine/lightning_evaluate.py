@@ -1,0 +1,52 @@
+"""A checkpoint of a user's ``LightningModule``, evaluated by the module's own steps on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lockstep.engine.lightning import quiet_trainer
+from lockstep.engine.lightning_data import defines, evaluation_loader, replaced_loaders
+from lockstep.engine.lightning_task import ModuleTask
+from lockstep.errors import DataError
+from lockstep.hardware.world import World
+
+
+def evaluate_module(
+    task: ModuleTask, split: str, device: torch.device, precision: str, seed: int
+) -> tuple[dict[str, float], int]:
+    """What ``task.module`` logs over ``split``, under its own names, and how many samples there were.
+
+    Raises:
+        DataError: neither the module nor its data module has such a loader.
+    """
+    module, data = task.module, task.datamodule
+    hook = f"{split}_dataloader"
+    owners = [owner for owner in (module, data) if owner is not None]
+    if split not in ("val", "test") or not any(defines(owner, hook) for owner in owners):
+        raise DataError(
+            f"this module has no {split} data",
+            why=f"neither it nor its data module defines {hook}()",
+            fix="choose --split val or --split test, or write the hook",
+        )
+    sizes: list[int] = []
+
+    def counted(loader: Any) -> Any:
+        sizes.append(len(loader.dataset))
+        return evaluation_loader(loader, World(), seed)
+
+    with quiet_trainer(), replaced_loaders([data, module], lambda loader: loader, counted, seed=seed):
+        trainer = pl.Trainer(
+            accelerator="cpu" if device.type == "cpu" else "cuda",
+            devices=1 if device.type == "cpu" else [device.index],
+            precision="32-true" if precision == "32" else precision,  # type: ignore[arg-type]
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        run = trainer.validate if split == "val" else trainer.test
+        results = run(module, datamodule=data, verbose=False)
+    return {name: value for result in results for name, value in result.items()}, sum(sizes)

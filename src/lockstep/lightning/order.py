@@ -1,0 +1,109 @@
+"""Lockstep's order of training samples in a ``Trainer`` that has no run of Lockstep's: ``lockstep lightning fit``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
+
+from lockstep.engine.lightning_data import SeededLoader, Step, epoch_steps, training_loader
+from lockstep.engine.lightning_task import check_loader
+from lockstep.engine.state import TrainState
+from lockstep.errors import CheckpointError
+from lockstep.hardware.world import World
+from lockstep.plan.batch import BatchPlan, resolve_batch
+
+
+class TrainingOrder(Callback):
+    """Knows how far into the epoch training is, and keeps it in the Trainer's checkpoints.
+
+    Put it before callbacks that save. A batch of the loader that :meth:`loader` returns is a micro-batch; a step
+    takes ``accumulate_grad_batches`` of them, on every rank.
+
+    Args:
+        seed: of the order.
+    """
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._world, self._seed = world, seed
+        self._state = TrainState()
+        self._batch: BatchPlan | None = None
+        self._saved_batch: int | None = None
+        self._steps: Iterator[Step] = iter(())
+        self._step: Step | None = None
+        self._micro = 0
+
+    def loader(self, loader: DataLoader[Any], trainer: Trainer, module: LightningModule) -> SeededLoader:
+        """``loader`` in Lockstep's order, from where the checkpoint stands.
+
+        Raises:
+            UnsupportedError, DataError: a loader whose samples Lockstep cannot put into an order of its own.
+            CheckpointError: it was saved in mid-epoch with another global batch.
+        """
+        check_loader(loader)
+        assert loader.batch_size is not None
+        self._batch, _ = resolve_batch(
+            samples=len(loader.dataset),  # type: ignore[arg-type]
+            ranks=self._world.size,
+            devices_per_rank=1,
+            batch_size=loader.batch_size,
+            accumulate=trainer.accumulate_grad_batches,
+            global_batch_size=None,
+            tail="drop" if loader.drop_last else "spread",
+            lanes=None,
+            has_batchnorm=any(isinstance(part, _BatchNorm) for part in module.modules()),
+            sync_batchnorm=False,
+            even=True,
+        )
+        if self._batch.window(self._state.position) is None:
+            self._state.epoch, self._state.position = self._state.epoch + 1, 0
+        if self._state.position and self._saved_batch != self._batch.global_batch:
+            raise CheckpointError(
+                f"the checkpoint was saved in mid-epoch at a global batch of {self._saved_batch}, "
+                f"and it is {self._batch.global_batch} now",
+                why="LightningCLI's batch is per device, and the Trainer counts the batches of an epoch",
+                fix="resume on as many devices as before until the epoch is over; or train with "
+                "`lockstep train file.py:Module`, which resumes on any number",
+            )
+        return training_loader(loader, self._batch, self._seed, self._world, self._state)
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._batch is not None
+        return {
+            "epoch": self._state.epoch,
+            "position": self._state.position,
+            "global_batch": self._batch.global_batch,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._seed = int(state_dict["seed"])
+        self._saved_batch = int(state_dict["global_batch"])
+        self._state.epoch, self._state.position = int(state_dict["epoch"]), int(state_dict["position"])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        assert self._batch is not None, "the Trainer has asked for the training loader"
+        self._steps = epoch_steps(self._batch, self._world.rank, self._state.position)
+        self._step, self._micro = None, 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._step is None:
+            self._step = next(self._steps, None)
+        assert self._step is not None, "a batch belongs to a step"
+        self._micro += 1
+        if self._micro == len(self._step.mine):
+            self._state.position = self._step.stop
+            self._step, self._micro = None, 0
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_last_batch:  # and not a stop in mid-epoch
+            self._state.epoch, self._state.position = trainer.current_epoch + 1, 0
+            self._begin_epoch()

@@ -1,0 +1,102 @@
+"""Lockstep's order in ``lockstep lightning fit``: every sample once an epoch, also across a stop, on any ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.data.order import Order
+from lockstep.errors import CheckpointError, UnsupportedError
+from lockstep.lightning.cli import run
+from tests.conftest import RunCli
+from tests.gloo import ROOT
+from tests.lightning.test_cli import write_config
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+SAMPLES, SEED = 21, 7
+
+
+def saving(**when: Any) -> dict[str, Any]:
+    arguments = {"dirpath": "saved", "save_top_k": -1, **when}
+    return {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": arguments}
+
+
+SAVES = [
+    saving(filename="{step}", every_n_train_steps=2),
+    saving(filename="validated-{step}", monitor="val_loss", save_on_train_epoch_end=False),
+    saving(filename="over-{step}", monitor="val_loss", mode="max", save_on_train_epoch_end=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")  # LightningCLI seeds the process, and leaves word of it
+
+
+def configuration(folder: Path, *, devices: tuple[str, ...] = ("cpu",), callbacks: Any = None, **numbers: Any) -> Path:
+    trainer = {"max_epochs": 2, "enable_progress_bar": False, "enable_model_summary": False, "callbacks": callbacks}
+    return write_config(
+        folder,
+        seed_everything=SEED,
+        model={"class_path": "tests.lightning.trainings.Numbers", "init_args": {"samples": SAMPLES, **numbers}},
+        trainer=trainer,
+        hardware={"selected_devices": list(devices)},
+    )
+
+
+def seen(folder: Path, name: str = "seen", rank: int = 0) -> list[tuple[int, list[int]]]:
+    lines = (folder / f"{name}-{rank}.jsonl").read_text().splitlines()
+    return [(epoch, samples) for epoch, samples in map(json.loads, lines)]
+
+
+def in_order(epoch: int) -> list[int]:
+    order: list[int] = Order(SAMPLES, SEED).slice(epoch, 0, SAMPLES).tolist()
+    return order
+
+
+def flat(batches: list[tuple[int, list[int]]], epoch: int) -> list[int]:
+    return [sample for of_epoch, batch in batches for sample in batch if of_epoch == epoch]
+
+
+def test_a_stopped_fit_goes_on_with_the_samples_that_it_had_not_seen(tmp_path: Path) -> None:
+    path = configuration(tmp_path, callbacks=SAVES)
+    assert run(["fit", "-c", str(path), "--run_dir", "whole"]) == 0
+    whole = seen(tmp_path)
+    for epoch in (0, 1):
+        assert flat(whole, epoch) == in_order(epoch), "Lockstep's order, new in each epoch, nothing dropped or padded"
+    # Six steps an epoch: in the first one, between the two in three ways, in the second.
+    for name, step in (("step=4", 4), ("step=6", 6), ("validated-step=6", 6), ("over-step=6", 6), ("step=10", 10)):
+        path = configuration(tmp_path, name=name)
+        checkpoint = tmp_path / "saved" / f"{name}.ckpt"
+        tokens = ["--run_dir", name, "--ckpt_path", str(checkpoint), "--weights_only", "false"]
+        assert run(["fit", "-c", str(path), *tokens]) == 0
+        assert seen(tmp_path, name) == whole[step:]
+    path = configuration(tmp_path, batch_size=8)
+    with pytest.raises(CheckpointError, match="global batch of 4, and it is 8 now"):
+        tokens = ["--ckpt_path", str(tmp_path / "saved" / "step=4.ckpt"), "--weights_only", "false"]
+        run(["fit", "-c", str(path), "--run_dir", "other", *tokens])
+
+
+def test_a_loader_that_cannot_be_ordered_is_refused(tmp_path: Path) -> None:
+    path = configuration(tmp_path)
+    path.write_text(path.read_text().replace("trainings.Numbers", "trainings.Weighted"))
+    with pytest.raises(UnsupportedError, match="WeightedRandomSampler"):
+        run(["fit", "-c", str(path), "--run_dir", "out"])
+
+
+def test_two_ranks_share_the_order_of_one(run_cli: RunCli, tmp_path: Path) -> None:
+    path = configuration(tmp_path, devices=("cpu", "cpu"))
+    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    result = run_cli("lightning", "fit", "-c", path, "--run_dir", "out", env=env)
+    assert result.code == 0, result.err
+    ranks = [seen(tmp_path, rank=rank) for rank in (0, 1)]
+    for epoch in (0, 1):
+        steps = [a + b for (of_epoch, a), (_, b) in zip(*ranks, strict=True) if of_epoch == epoch]
+        assert [sample for step in steps for sample in step] == in_order(epoch)
+        assert [len(step) for step in steps] == [8, 8, 5]
