@@ -39,8 +39,18 @@ def test_lockstep_own_launcher_is_not_from_outside() -> None:
     assert not world.from_outside
 
 
+def test_one_of_several_nodes_is_given_its_rank() -> None:
+    world = read_world({**TORCHRUN, "LOCKSTEP_LAUNCHER": "nodes"})
+    assert (world.launcher, world.from_outside) == ("--nodes", True)
+
+
+def test_nodes_with_different_numbers_of_ranks() -> None:
+    world = read_world({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "5", "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0"})
+    assert world.nodes == 2
+
+
 def test_srun() -> None:
-    assert read_world(SRUN) == World(2, 4, 0, 2, 1, "slurm")
+    assert read_world(SRUN) == World(2, 4, 0, 2, 1, "slurm", 2)
 
 
 @pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_STEP_ID"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import CheckpointError, CollectiveError, DataError, LockstepError, RankFailed
-from lockstep.launch import failure
+from lockstep.launch import causes, failure, spare
 from lockstep.launch.causes import find_cause, is_lost_peer
+from lockstep.launch.hang import HangReport, Standstill
 from lockstep.launch.output import MARK, log_file
 from lockstep.telemetry.rundir import RunDir, write_json
 
@@ -189,6 +192,47 @@ def test_known_causes(text: str, name: str) -> None:
     assert cause is not None
     assert cause.name == name
     assert cause.fix
+
+
+def test_every_known_cause_says_why_and_names_a_fix() -> None:
+    known = [cause for _, cause in causes._BY_TEXT] + [*causes._BY_SIGNAL.values()]
+    for cause in (*known, causes.OOM_KILLED, causes._LOST, causes._NCCL, causes._CUDA):
+        assert cause.why
+        assert cause.fix
+    assert {"gpu-memory", "memory", "loader-worker", "disk-full", "port"} <= {cause.name for cause in known}
+
+
+def test_a_hang_is_told_unless_a_rank_failed_by_itself(run_dir: RunDir) -> None:
+    stopped = Standstill(rank=1, step=3, doing="step 4", silent_s=61, state="stopped")
+    hang = HangReport(timeout_s=60, ranks=(Standstill(rank=0, step=3, doing="step 4", silent_s=61), stopped))
+    exits = [ended(rank, -9, by_launcher=True) for rank in range(2)]
+    content = {"ranks": 2, "exits": exits, "hang": hang.model_dump()}
+    write_json(run_dir.logs / failure.LAUNCHER_FILE, content)
+    block = report_of(run_dir).format()
+    assert block.startswith("rank 1 has given no sign of life for 61 s, in step 4\n")
+    assert block.count("fix: ") == 1
+    failure.record(run_dir.logs, 0, caught(ValueError("its own")))
+    assert report_of(run_dir).what == "rank 0 of 2 failed: ValueError: its own"
+
+
+def test_a_kill_while_the_kernel_killed_for_memory_is_told_as_that(run_dir: RunDir) -> None:
+    content = {"ranks": 1, "exits": [ended(0, -9)], "machine": {"total": 10**9, "kills": 1}}
+    write_json(run_dir.logs / failure.LAUNCHER_FILE, {**content, "memory": {"0": {"resident": 5 * 10**8}}})
+    report = report_of(run_dir)
+    assert report.why == "the kernel's out-of-memory killer ended it"
+    assert "rank 0: host: 0.50 GB resident" in report.format()
+
+
+def test_a_failure_is_told_where_the_run_folder_is_gone(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shutil.rmtree(run_dir.path)
+    failure.record(run_dir.logs, 1, caught(ValueError("the folder is gone")))
+    assert report_of(run_dir).what == "rank 1 of 1 failed: ValueError: the folder is gone"
+    spare.clear(run_dir.logs)
+    assert failure.collect(run_dir) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_cause_is_not_guessed() -> None:

@@ -97,6 +97,8 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     """
     for name, expected in manifest.files.items():
         path = folder / name
+        if path.exists() and not path.is_file():  # a named pipe would be waited for, a device read for ever
+            raise CheckpointError(f"{path} is not a regular file", why="a checkpoint's files are", fix=_FIX)
         try:
             with path.open("rb") as file:
                 size = path.stat().st_size

@@ -105,6 +105,25 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
         return target
 
+    def adopt(self, folder: Path, pointers: Collection[Pointer]) -> Path:
+        """Take over a copy of another store's checkpoint from ``folder``, inside this store's; returns where it is now.
+
+        Raises:
+            CheckpointError: it is not whole; nothing has changed.
+            StorageError: it could not be moved.
+        """
+        manifest = read_manifest(folder)
+        verify_files(folder, manifest)
+        target = self.path_of(manifest.step)
+        try:
+            fsync_folder(folder)
+            self._put(folder, target)
+            for pointer in pointers:
+                self._point(pointer, manifest.step)
+        except OSError as error:
+            raise storage_error(error, target) from error
+        return target
+
     def _write_content(self, folder: Path, snapshot: Snapshot) -> Manifest:
         from lockstep.checkpoint.content import check_trainer, write_model, write_trainer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from lockstep.config.sections import RunConfig, TaskSection
 from lockstep.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1 << 20
+MAX_VALUES = 20_000
+_MAX_DIGITS = 1000
 
 
 def resolve(*layers: Mapping[str, Any]) -> RunConfig:
@@ -51,16 +54,22 @@ def read_file(path: Path, _trail: tuple[Path, ...] = ()) -> dict[str, Any]:
 
     Names are relative to the file that gives them; the ending ``.yaml`` may be left out.
     """
-    path = path.resolve()
+    try:
+        path = path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
+        raise ConfigError(f"cannot read {path}", why=str(error), fix="check the path given to --config") from None
     if path in _trail:
         cycle = " → ".join(p.name for p in (*_trail, path))
         raise ConfigError(f"the files name each other as defaults: {cycle}", fix="remove one of the entries")
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a named pipe would be waited for, a device read for ever
+            raise ConfigError(f"{path} is not a regular file", fix="check the path given to --config")
+        if status.st_size > MAX_CONFIG_BYTES:
             raise ConfigError(
                 f"{path} is larger than 1 MiB", why="a configuration is a short text", fix="check the path"
             )
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}", fix="check the path given to --config") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -80,11 +89,59 @@ def read_file(path: Path, _trail: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"`defaults` in {path} must be a list of file names", fix="write `defaults: [base_config]`")
     merged: dict[str, Any] = {}
     for name in defaults:
-        base = path.parent / name
-        if not base.exists() and base.suffix not in {".yaml", ".yml", ".json"}:
-            base = base.with_name(base.name + ".yaml")
-        merged = merge(merged, read_file(base, (*_trail, path)))
+        merged = merge(merged, read_file(_default_file(path, name), (*_trail, path)))
     return merge(merged, content)
+
+
+def _default_file(path: Path, name: str) -> Path:
+    """The file that ``name`` under ``defaults:`` of ``path`` means."""
+    try:
+        base = path.parent / name
+        if base.is_dir() or (not base.exists() and base.suffix not in {".yaml", ".yml", ".json"}):
+            base = base.with_name(base.name + ".yaml")
+        return base.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL in it
+        raise ConfigError(
+            f"`defaults` in {path} names {name[:100]!r}, which is no path", why=str(error)[:300], fix="name a file"
+        ) from None
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """``text`` as plain values; no tag makes an object of a class.
+
+    Raises:
+        yaml.YAMLError: it is not YAML; or it is more than ``MAX_VALUES`` values once its aliases are written out,
+            which a text of a kilobyte can be.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _expanded(node, {}) > MAX_VALUES:
+            raise yaml.YAMLError(f"it has more than {MAX_VALUES:,} values")
+        return loader.construct_document(node)
+    except (AttributeError, LookupError, RecursionError, ValueError) as error:
+        # What PyYAML raises for `!!bool maybe`, `!!int ''`, `!!timestamp soon`, the 31st of February, deep nesting.
+        raise yaml.YAMLError(f"a value cannot be read ({type(error).__name__}: {error})") from None
+    finally:
+        loader.dispose()
+
+
+def _expanded(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """How many values ``node`` is; ``known`` has the nodes seen before, ``None`` for those that are being counted."""
+    if id(node) in known:
+        size = known[id(node)]
+        if size is None:
+            raise yaml.YAMLError("an alias stands for a part of itself")
+        return size
+    if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MAX_DIGITS:
+        raise yaml.YAMLError(f"a number has {len(node.value):,} digits")
+    known[id(node)] = None
+    inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    size = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(_expanded(part, known) for part in inner))
+    known[id(node)] = size
+    return size
 
 
 def parse_set(pair: str) -> dict[str, Any]:
@@ -96,7 +153,7 @@ def parse_set(pair: str) -> dict[str, Any]:
             f"--set {pair!r} is not of the form section.key=value", fix="for example --set training.epochs=5"
         )
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
         if isinstance(value, str) and value == text.strip():  # quoted text stays text
             value = _number(value)
     except (yaml.YAMLError, ValueError) as error:
@@ -146,7 +203,7 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
             fixes.append(f"did you mean {prefix}{near}?" if near else "docs/configuration.md lists every key")
         elif place:
             given = item.get("input")
-            shown = "" if isinstance(given, dict) else f" (given: {given!r})"
+            shown = "" if isinstance(given, dict) else f" (given: {repr(given)[:200]})"
             problems.append(f"{place}: {message[:1].lower() + message[1:]}{shown}")
         else:
             problems.append(message)

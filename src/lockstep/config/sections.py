@@ -28,6 +28,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _representable(cls, value: object) -> object:
+        if isinstance(value, int | float) and abs(value) > 2**63:
+            raise ValueError("is larger than any number that is meant here (2^63)")
+        return value
+
 
 class TaskSection(Section):
     """Which task, and its own settings beside the name (``task.<setting>``)."""
@@ -204,7 +211,47 @@ class TelemetryConfig(Section):
         None, description="copy the run folder to this path or URL (anything that fsspec knows), in the background"
     )
     upload_every_epochs: int = Field(1, ge=1, description="upload_to: how often, besides the end")
+    monitor: bool = Field(True, description="sample GPUs and host once a second, on each node, to system-<node>.jsonl")
+    csv: bool = Field(False, description="also write every logged number to logs/metrics.csv")
+    wandb: bool = Field(False, description="also log to Weights & Biases (`pip install 'lockstep-train[wandb]'`)")
+    wandb_project: str = Field("lockstep", min_length=1, description="the W&B project")
+    wandb_mode: Literal["online", "offline"] = Field(
+        "online", description="offline: only to logs/wandb, for a later `wandb sync`; online needs `wandb login`"
+    )
+    mlflow: bool = Field(False, description="also log to MLflow (`pip install 'lockstep-train[mlflow]'`)")
+    mlflow_uri: str | None = Field(
+        None,
+        description="an MLflow server or store, such as http://host:5000; unset: MLFLOW_TRACKING_URI, else files in "
+        "logs/mlruns",
+    )
+    mlflow_experiment: str = Field("lockstep", min_length=1, description="the MLflow experiment")
+    profile: str | None = Field(
+        None, description="A:B records steps A to B with torch's profiler: a trace and a table in profile/"
+    )
+    profile_ranks: tuple[int, ...] = Field((0,), description="the ranks that profile records")
+    memory_snapshot: bool = Field(
+        False, description="on a GPU, keep a record of allocations and write it to profile/ when memory runs out"
+    )
     record_samples: bool = Field(False, description="record the sample indices of every step (for audits and tests)")
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _steps(cls, value: object) -> object:
+        if isinstance(value, int):
+            raise ValueError("must be in quotes: YAML takes 10:15 for a number of base 60; or use --profile 10:15")
+        if isinstance(value, str):
+            first, colon, last = value.partition(":")
+            numbers = all(part.isascii() and part.isdigit() for part in (first, last))
+            if not colon or not numbers or not 1 <= int(first) <= int(last):
+                raise ValueError("must be FIRST:LAST, two optimizer steps counted from 1, such as 10:15")
+        return value
+
+    @field_validator("profile_ranks", mode="before")
+    @classmethod
+    def _ranks(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return (value,) if isinstance(value, int) else value
 
 
 class LaunchConfig(Section):
@@ -212,6 +259,21 @@ class LaunchConfig(Section):
     stop_grace_s: float = Field(
         30.0, gt=0, description="how long ranks may take to end after a stop before they are killed"
     )
+    hang_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="how long no rank may make progress (batches, steps, evaluation, saving) before the run counts as "
+        "hanging and ends or restarts; the first step, compiling and metrics over all samples may take longer",
+    )
+    nodes: str | None = Field(
+        None,
+        pattern=r"^[1-9]\d*(:[1-9]\d*)?$",
+        description="how many machines train together: 2, or 1:4 for at least one and at most four; unset: this one",
+    )
+    rdzv: str | None = Field(
+        None, description="where nodes meet: host, or host:port, of the one that all others can reach"
+    )
+    join_timeout_s: float = Field(120.0, gt=0, description="how long a node waits for the others to come, or come back")
 
 
 class LightningConfig(Section):

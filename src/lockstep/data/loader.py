@@ -24,6 +24,7 @@ import torch
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import deal
 from lockstep.data.randomness import sample_rng, worker_init
+from lockstep.hardware import lifetime
 from lockstep.plan import BatchPlan, LoaderPlan
 
 Indices = npt.NDArray[np.int64]
@@ -295,7 +296,8 @@ class WorkerLoader:
             worker_init_fn=worker_init(self._source.seed, self._rank, epoch),
         )
         with child_signal_kept():
-            self._iterator = iter(loader)
+            with lifetime.sigterm_held_back():
+                self._iterator = iter(loader)
             try:
                 yield from self._iterator
             finally:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.data.order import ORDER_VERSION
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.state import TrainState
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.plan import OrderPlan, Plan
 
 
@@ -89,6 +92,39 @@ def check_fits(manifest: dict[str, Any], plan: Plan) -> None:
             why="another seed means another order: samples would repeat and others would be left out",
             fix="leave training.seed as it was",
         )
+
+
+@contextlib.contextmanager
+def restoring(source: Path | str) -> Iterator[None]:
+    """What a state that does not fit raises, deep in some ``load_state_dict``, becomes a :class:`CheckpointError`."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:  # every optimizer and task has its own
+        raise CheckpointError(
+            f"the training state in {source} does not fit",
+            why=f"{type(error).__name__}: {str(error)[:300]}",
+            fix="go on with the task and the optimizer that it was saved with, or start a new run with --init-from",
+        ) from error
+
+
+def check_moments(optimizer: Optimizer) -> None:
+    """Raise :class:`ValueError` where a restored state cannot be one of torch's Adam, AdamW or SGD.
+
+    Their ``load_state_dict`` takes anything; the first step would fail in native code.
+    """
+    expected = {Adam: {"step", "exp_avg", "exp_avg_sq"}, AdamW: {"step", "exp_avg", "exp_avg_sq"}, SGD: set[str]()}
+    if type(optimizer) not in expected:
+        return
+    for parameter, state in optimizer.state.items():
+        missing = expected[type(optimizer)] - state.keys()
+        if missing:
+            raise ValueError(f"the optimizer's state lacks {', '.join(sorted(missing))}")
+        for name, value in state.items():
+            fits = value is None if not isinstance(value, Tensor) else value.shape in (parameter.shape, torch.Size())
+            if not fits or (name == "step" and value.dim()):
+                raise ValueError(f"the optimizer's {name} is no state of a parameter of shape {tuple(parameter.shape)}")
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) -> None:

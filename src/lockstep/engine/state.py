@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 
 @dataclass
 class TrainState:
@@ -34,5 +36,6 @@ class TrainState:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> TrainState:
+        """Raises :class:`ValueError` when a value is of the wrong type."""
         known = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
-        return cls(**known)
+        return TypeAdapter(cls).validate_python(known)

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import psutil
@@ -86,7 +86,7 @@ def take_lifeline() -> int:
 
 
 def bind_loader_worker(*, started_by_main_thread: bool = False) -> None:
-    """In a data loader's worker: end with the process that started it, and leave Ctrl-C to that process.
+    """In a data loader's worker: end with the process that started it, and leave Ctrl-C and SIGTERM to that process.
 
     Works for any child of :mod:`multiprocessing`, whatever its start method.
 
@@ -95,15 +95,38 @@ def bind_loader_worker(*, started_by_main_thread: bool = False) -> None:
             thread that started them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if callable(signal.getsignal(signal.SIGTERM)):
-        # A forked worker inherits its rank's handler, which only takes notes: nobody could end it.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
+    _obey_only(parent.pid)
     watch_pipe(parent.sentinel)
     if started_by_main_thread and os.getppid() == parent.pid:  # a fork server's children have another parent
         die_with_parent(parent.pid)
+
+
+@contextlib.contextmanager
+def sigterm_held_back() -> Iterator[None]:
+    """Start loader workers in this, so that no thread of theirs takes a SIGTERM before :func:`bind_loader_worker`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _obey_only(parent_pid: int) -> None:
+    """Let SIGTERM end this process only when ``parent_pid`` sends it.
+
+    SLURM and systemd send it to every process of a job, and a rank needs its workers until it has saved.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent_pid:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="lockstep-sigterm", daemon=True).start()
 
 
 def kill_marked(variable: str, value: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Who am I among the processes: rank and world size, read from the environment that a launcher left.
 
 Three launchers are known: torch's agent (``torchrun``, ``torch.distributed.launch`` and Lockstep's
-own launcher), SLURM's ``srun``, and none. Contract of the variables:
+own launcher, on one node or with ``--nodes`` on several), SLURM's ``srun``, and none. Contract of the variables:
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables and ``man srun``.
 """
 
@@ -13,12 +13,18 @@ from typing import Any, Literal
 
 from lockstep.errors import ConfigError
 
-Launcher = Literal["none", "torchrun", "lockstep", "slurm"]
+Launcher = Literal["none", "torchrun", "lockstep", "--nodes", "slurm"]
+
+#: The value of LOCKSTEP_LAUNCHER with which ranks of several nodes are started.
+SEVERAL_NODES = "nodes"
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One process among ``size``; node ``node_rank`` holds ``local_size`` of them."""
+    """One process among ``size``; node ``node_rank`` holds ``local_size`` of them.
+
+    ``node_count``: how many nodes there are, where the launcher says so; nodes may hold different numbers of ranks.
+    """
 
     rank: int = 0
     size: int = 1
@@ -26,6 +32,7 @@ class World:
     local_size: int = 1
     node_rank: int = 0
     launcher: Launcher = "none"
+    node_count: int | None = None
 
     @property
     def is_main(self) -> bool:
@@ -33,12 +40,12 @@ class World:
 
     @property
     def nodes(self) -> int:
-        return -(-self.size // self.local_size)
+        return self.node_count or -(-self.size // self.local_size)
 
     @property
     def from_outside(self) -> bool:
-        """True when somebody else started the ranks, so that their number is given."""
-        return self.launcher in {"torchrun", "slurm"}
+        """True when their number is given: somebody else started the ranks, or several nodes have met."""
+        return self.launcher in {"torchrun", "--nodes", "slurm"}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,7 +65,8 @@ def read_world(environ: Mapping[str, str]) -> World:
                 local_rank=_number(environ, "LOCAL_RANK", environ["RANK"]),
                 local_size=_number(environ, "LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]),
                 node_rank=_number(environ, "GROUP_RANK", "0"),
-                launcher="lockstep" if environ.get("LOCKSTEP_LAUNCHER") else "torchrun",
+                launcher=_agent(environ.get("LOCKSTEP_LAUNCHER", "")),
+                node_count=_number(environ, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environ else None,
             )
         )
     # An interactive `salloc` or `sbatch` shell sets SLURM_JOB_ID too; only `srun` sets the step's rank.
@@ -73,9 +81,15 @@ def read_world(environ: Mapping[str, str]) -> World:
                 local_size=-(-size // nodes),
                 node_rank=_number(environ, "SLURM_NODEID", "0"),
                 launcher="slurm",
+                node_count=nodes,
             )
         )
     return World()
+
+
+def _agent(mark: str) -> Launcher:
+    """Who runs torch's agent; ``mark`` is what Lockstep's own launcher leaves."""
+    return "--nodes" if mark == SEVERAL_NODES else "lockstep" if mark else "torchrun"
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

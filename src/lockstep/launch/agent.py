@@ -38,7 +38,7 @@ def make_agent(
         stop: stays in charge of SIGINT and SIGTERM.
         supervise: makes the supervisor of each start of all ranks, from their processes.
     """
-    _silence_torch()
+    prepare_torch()
     # Port 0: the system chooses a free one, so launches side by side cannot collide.
     parameters = RendezvousParameters(
         backend="c10d",
@@ -59,13 +59,13 @@ def make_agent(
         monitor_interval=MONITOR_INTERVAL_S,
         local_addr="localhost",
     )
-    # The agent insists on a handler of its own; this one nobody needs.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
     return RankAgent(spec, stop, supervise)
 
 
-def _silence_torch() -> None:
-    """Let torch's loggers write where this process's root logger does, not to the terminal."""
+def prepare_torch() -> None:
+    """Keep torch's agent away from signals; let its loggers write where the root logger does, not to the terminal."""
+    # The agent insists on a handler of its own; this one nobody needs.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
     for name, logger in logging.root.manager.loggerDict.items():
         if isinstance(logger, logging.Logger) and (name == "torch" or name.startswith("torch.")):
             logger.handlers.clear()

@@ -16,7 +16,10 @@ class Cause:
     fix: str
 
 
-_SMALLER = "use a smaller --batch-size, and --grad-accum-steps to keep the global batch"
+#: Part of a fix; where the run's plan is known, its own numbers take this place.
+SMALLER = "use a smaller --batch-size, and --grad-accum-steps to keep the global batch"
+#: Names of causes that mean too little memory, or may mean it.
+MEMORY_CAUSES = frozenset({"gpu-memory", "memory", "killed"})
 
 _BY_TEXT: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), cause)
@@ -25,7 +28,7 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
             r"CUDA out of memory|HIP out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
             r"|CUDA error: out of memory",
             Cause(
-                "gpu-memory", "the GPU is out of memory", f"{_SMALLER}; `lockstep devices` shows who else uses the GPU"
+                "gpu-memory", "the GPU is out of memory", f"`lockstep devices` shows who else uses the GPU; {SMALLER}"
             ),
         ),
         (
@@ -51,7 +54,7 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
         ),
         (
             r"DefaultCPUAllocator: (can't allocate|not enough) memory|^MemoryError|Cannot allocate memory|Errno 12",
-            Cause("memory", "the machine is out of memory", f"{_SMALLER}, or use fewer loader workers (--num-workers)"),
+            Cause("memory", "the machine is out of memory", f"use fewer loader workers (--num-workers), or {SMALLER}"),
         ),
         (
             r"Too many open files|Errno 24|received 0 items of ancdata",
@@ -96,7 +99,7 @@ _BY_SIGNAL = {
     "SIGKILL": Cause(
         "killed",
         "another process, or the kernel's out-of-memory killer, ended it",
-        f"`dmesg | grep -i 'killed process'` tells; if memory was the reason, {_SMALLER}, or use fewer loader workers",
+        f"`dmesg | grep -i 'killed process'` tells; if memory was the reason, use fewer loader workers, or {SMALLER}",
     ),
     "SIGBUS": Cause(
         "shared-memory",
@@ -105,8 +108,13 @@ _BY_SIGNAL = {
     ),
     "SIGSEGV": Cause("crash", "native code crashed", "the rank's log shows where in Python it was at that time"),
     "SIGABRT": Cause("crash", "native code gave up", "the rank's log shows why, and where in Python it was"),
-    "SIGTERM": Cause("killed", "another process ended it while it was starting or ending", "start it again"),
+    "SIGTERM": Cause("ended", "another process ended it while it was starting or ending", "start it again"),
 }
+
+#: For a process killed while the kernel counted such kills.
+OOM_KILLED = Cause(
+    "memory", "the kernel's out-of-memory killer ended it", f"use fewer loader workers (--num-workers), or {SMALLER}"
+)
 
 #: What a rank meets when another one is gone; the same words may mean a download's connection elsewhere,
 #: hence the types.

@@ -34,8 +34,10 @@ def launch(
     environ: Mapping[str, str] | None = None,
     stop_grace_s: float = 30.0,
     max_restarts: int = 0,
+    hang_timeout_s: float = 60.0,
     detached: bool = False,
     worker_module: str = "lockstep.launch.worker",
+    nodes: str | None = None,
 ) -> int:
     """Run ``ranks`` ranks of the run on this machine and wait until all have ended.
 
@@ -52,8 +54,10 @@ def launch(
             threads of each rank (default: OMP_NUM_THREADS, or 1), among them.
         stop_grace_s: how long ranks may take to end after a stop was requested, seconds.
         max_restarts: how often all ranks are started again after one has failed.
+        hang_timeout_s: how long no rank may make progress before all are killed, seconds.
         detached: let the run go on when this process ends; otherwise it is stopped then, in good order.
         worker_module: what every rank runs, as ``python -m MODULE RUN_FOLDER``.
+        nodes: with whom these ranks train together, and where (:class:`lockstep.launch.nodes.Nodes`, formatted).
 
     Returns:
         0: done; 1: failed; 2: wrong usage; 130 or 143: stopped by SIGINT or SIGTERM after a
@@ -72,9 +76,11 @@ def launch(
         *(sys.executable, "-P", "-m", "lockstep.launch.launcher", str(run_dir.path.resolve())),
         *("--ranks", str(ranks), "--worker-module", worker_module),
         *("--stop-grace-s", str(stop_grace_s), "--max-restarts", str(max_restarts)),
+        *("--hang-timeout-s", str(hang_timeout_s)),
         *(() if detached else ("--parent-pid", str(os.getpid()))),
+        *(("--nodes", nodes) if nodes else ()),
     ]
-    launcher_environ = for_launcher({**os.environ, **(environ or {})}, launch_id, sys.path)
+    launcher_environ = for_launcher({**os.environ, **(environ or {})}, launch_id, sys.path, several=nodes is not None)
     with StopRequest() as stop:
         code = _run(command, launcher_environ, stop)
     return code if code >= 0 else _ended_by_signal(run_dir, -code)

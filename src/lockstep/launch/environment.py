@@ -9,12 +9,17 @@ import sysconfig
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from lockstep.hardware.network import GLOO_INTERFACE
+from lockstep.hardware.world import SEVERAL_NODES
+
 #: Says that Lockstep's own launcher started a rank (see :mod:`lockstep.hardware.world`).
 LAUNCHER = "LOCKSTEP_LAUNCHER"
 #: The launcher's process number, for its ranks.
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"
 #: Marks every descendant of one launch.
 LAUNCH_ID = "LOCKSTEP_LAUNCH_ID"
+#: One start of several nodes, restarts included (see :mod:`lockstep.launch.keep`).
+JOB = "LOCKSTEP_JOB"
 #: The caller's ``sys.path``.
 SYS_PATH = "LOCKSTEP_SYS_PATH"
 #: Intra-op threads of each rank.
@@ -27,21 +32,24 @@ _OTHER_LAUNCHERS = (
 )
 
 
-def for_launcher(base: Mapping[str, str], launch_id: str, caller_path: list[str]) -> dict[str, str]:
+def for_launcher(
+    base: Mapping[str, str], launch_id: str, caller_path: list[str], *, several: bool = False
+) -> dict[str, str]:
     """The environment of a launcher and, through it, of its ranks.
 
     Args:
         base: the caller's environment.
         launch_id: a mark that no other launch has.
         caller_path: the caller's ``sys.path``: ranks import what the caller can import.
+        several: whether its ranks are some of those of several nodes.
     """
     environ = {
         key: value
         for key, value in base.items()
-        if key not in (*_OTHER_LAUNCHERS, LAUNCHER_PID) and not key.startswith("TORCHELASTIC_")
+        if key not in (*_OTHER_LAUNCHERS, LAUNCHER_PID, JOB) and not key.startswith("TORCHELASTIC_")
     }
     path = [os.path.abspath(entry or os.curdir) for entry in caller_path if isinstance(entry, str)]
-    environ |= {LAUNCHER: "1", LAUNCH_ID: launch_id, SYS_PATH: os.pathsep.join(path)}
+    environ |= {LAUNCHER: SEVERAL_NODES if several else "1", LAUNCH_ID: launch_id, SYS_PATH: os.pathsep.join(path)}
     # Python's own folders must stay where they are in the order, so PYTHONPATH gets what stood before them.
     first = [*_before_standard_library(path), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(first))
@@ -50,9 +58,9 @@ def for_launcher(base: Mapping[str, str], launch_id: str, caller_path: list[str]
     if "TORCH_DISTRIBUTED_DEBUG" not in base:
         # Every rank's native code complains about the loss of the one that failed; only that one is news.
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if "lo" in (name for _, name in socket.if_nameindex()):
+    if not several and "lo" in (name for _, name in socket.if_nameindex()):
         # All ranks are here: gloo need not find out under which address others would see this machine.
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environ.setdefault(GLOO_INTERFACE, "lo")
     return environ
 
 

@@ -15,16 +15,28 @@ import textwrap
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lockstep.errors import CollectiveError, LockstepError, RankFailed, RunFolderError, UsageError
-from lockstep.launch.causes import Cause, find_cause, is_lost_peer
+from lockstep.errors import (
+    CollectiveError,
+    LockstepError,
+    NonFiniteError,
+    RankFailed,
+    RunFolderError,
+    StorageError,
+    UsageError,
+)
+from lockstep.launch import spare
+from lockstep.launch.causes import MEMORY_CAUSES, OOM_KILLED, SMALLER, Cause, find_cause, is_lost_peer
+from lockstep.launch.hang import HangReport
+from lockstep.launch.memory import MachineMemory, RankMemory, advice, from_rows, own_memory, table
 from lockstep.launch.output import MARK, log_file
-from lockstep.telemetry.rundir import RunDir, read_json, write_json
+from lockstep.plan.batch import BatchPlan
+from lockstep.telemetry.rundir import RunDir, read_json
 
 LAUNCHER_FILE = "launcher.json"
 #: How many of a rank's last lines a report shows.
@@ -52,6 +64,7 @@ class _RankError(BaseModel):
     traceback: str = ""
     error: dict[str, str] | None = None
     exit_code: int = 1
+    memory: RankMemory | None = None
 
 
 class _RankEnd(BaseModel):
@@ -66,6 +79,16 @@ class _RankEnd(BaseModel):
     ended_by_launcher: bool = False
 
 
+class Restart(BaseModel):
+    """Why all ranks were started again: ``step`` was the last one that a rank had finished; ``of``: how many may be."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    step: int = 0
+    reason: str = ""
+    of: int = 0
+
+
 class _Launcher(BaseModel):
     """What of ``launcher.json`` matters here."""
 
@@ -74,6 +97,10 @@ class _Launcher(BaseModel):
     ranks: int | None = None
     exits: list[_RankEnd] = []
     error: str = ""
+    restarts: list[Restart] = []
+    hang: HangReport | None = None
+    memory: dict[int, RankMemory] = {}
+    machine: MachineMemory = MachineMemory()
 
 
 # --- what a failing rank leaves ------------------------------------------------------------------
@@ -84,7 +111,7 @@ def error_file(logs: Path, rank: int) -> Path:
 
 
 def record(logs: Path, rank: int, error: BaseException) -> None:
-    """Write ``rank-<r>.error.json``. Raises :class:`~lockstep.errors.StorageError`."""
+    """Write ``rank-<r>.error.json``, elsewhere if need be. Raises :class:`~lockstep.errors.StorageError`."""
     content = _RankError(
         rank=rank,
         host=socket.gethostname(),
@@ -95,8 +122,9 @@ def record(logs: Path, rank: int, error: BaseException) -> None:
         traceback="".join(traceback.format_exception(error)),
         error=error.as_dict() if isinstance(error, LockstepError) else None,
         exit_code=exit_code_of(error),
+        memory=own_memory(),
     )
-    write_json(error_file(logs, rank), content.model_dump())
+    spare.write(error_file(logs, rank), content.model_dump())
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -121,6 +149,7 @@ def _message(error: BaseException) -> str:
 
 def clear(logs: Path) -> None:
     """Remove what an earlier start left. Raises :class:`OSError`."""
+    spare.clear(logs)
     for path in [logs / LAUNCHER_FILE, *logs.glob("rank-*.error.json")]:
         path.unlink(missing_ok=True)
 
@@ -164,6 +193,11 @@ class RankFailure:
         return self.ended_by_launcher or (self.signal == "SIGABRT" and is_lost_peer("", "\n".join(self.last_lines)))
 
     @property
+    def explains_itself(self) -> bool:
+        """Whether its error's own words say all, and where in Lockstep it was raised says nothing."""
+        return self.error is not None and self.error["code"] in (StorageError.code, NonFiniteError.code)
+
+    @property
     def blames_another(self) -> bool:
         """Whether this rank missed another one, whose own failure says more if it left one."""
         return self.error is not None and self.error["code"] == CollectiveError.code
@@ -173,6 +207,8 @@ class RankFailure:
             return f"was killed by signal {-self.exit_code} ({self.signal})"
         if not self.type:
             return f"ended with exit code {self.exit_code} without an error of its own"
+        if self.explains_itself and self.error:
+            return f"failed: {self.error['message']}"
         first = self.message.strip().splitlines()[:1]
         return f"failed: {': '.join([self.type, *first])}"
 
@@ -190,6 +226,8 @@ class FailureReport:
     others: tuple[RankFailure, ...]
     cause: Cause | None
     launcher_error: str = ""
+    hang: HangReport | None = None
+    memory: str = ""
 
     @property
     def what(self) -> str:
@@ -223,11 +261,15 @@ class FailureReport:
         elif first.is_usage_error:
             return ""
         else:
-            if first.traceback:
+            if first.traceback and not first.explains_itself:
                 blocks.append(textwrap.indent(first.traceback.rstrip(), "  "))
             if first.last_lines:
                 blocks.append(f"last lines of logs/rank-{first.rank}.log:")
                 blocks.append(textwrap.indent("\n".join(first.last_lines), "  "))
+        if self.hang is not None:
+            blocks.append(self.hang.table())
+        if self.memory:
+            blocks.append(self.memory)
         if self.others:
             blocks.append(_collateral(self.others))
         return "\n".join(blocks)
@@ -254,23 +296,63 @@ def _usage_error_class(code: str) -> type[LockstepError]:
 
 def collect(run_dir: RunDir) -> FailureReport | None:
     """What the newest start in ``run_dir`` left about a failure; ``None`` when there was none."""
-    launcher = _read(run_dir.logs / LAUNCHER_FILE, _Launcher) or _Launcher()
+    launcher = _read_launcher(run_dir)
     ends = {end.rank: end for end in launcher.exits}
-    written = (_read(path, _RankError) for path in run_dir.logs.glob("rank-*.error.json"))
+    written = (_read(path, _RankError) for path in spare.find(run_dir.logs, "rank-*.error.json"))
     errors = {error.rank: error for error in written if error is not None}
     failures = [_rank_failure(run_dir.logs, rank, errors.get(rank), ends.get(rank)) for rank in {*errors, *ends}]
     failures = [failure for failure in failures if failure.type or failure.exit_code not in _NO_FAILURE]
+    if launcher.hang is not None and all(failure.is_collateral for failure in failures):
+        hang = launcher.hang
+        return FailureReport(launcher.ranks or len(ends), None, (), hang.cause, hang.headline, hang)
     if not launcher.error and all(failure.ended_by_launcher for failure in failures):
         return None
     failures.sort(key=lambda failure: (failure.is_collateral, failure.blames_another, failure.time, failure.rank))
     first = failures[0] if failures and not (launcher.error and failures[0].is_collateral) else None
+    cause, held = _cause(first, launcher), ""
+    if cause is not None and cause.name in MEMORY_CAUSES:
+        held = _memory_table(run_dir, launcher, errors)
+        cause = replace(cause, fix=cause.fix.replace(SMALLER, _advice(run_dir)))
     return FailureReport(
         ranks=launcher.ranks or len(failures),
         first=first,
         others=tuple(failure for failure in failures if failure is not first),
-        cause=_cause(first, launcher.error),
+        cause=cause,
         launcher_error=launcher.error,
+        memory=held,
     )
+
+
+def restarts(run_dir: RunDir) -> list[Restart]:
+    """The restarts of the newest launch, in their order."""
+    return _read_launcher(run_dir).restarts
+
+
+def _read_launcher(run_dir: RunDir) -> _Launcher:
+    found = (_read(path, _Launcher) for path in spare.find(run_dir.logs, LAUNCHER_FILE))
+    return next(filter(None, found), _Launcher())
+
+
+def _memory_table(run_dir: RunDir, launcher: _Launcher, errors: Mapping[int, _RankError]) -> str:
+    """What is known of each rank's memory: by itself, by the launcher, by the run's rows, in this order."""
+    try:
+        on_gpu = run_dir.plan()["placement"]["accelerator"] == "gpu"
+        known = from_rows(run_dir.ranks(), on_gpu)
+    except (LockstepError, LookupError, TypeError):
+        known = {}
+    for rank, held in launcher.memory.items():
+        known[rank] = held.over(known.get(rank, RankMemory()))
+    for rank, error in errors.items():
+        if error.memory is not None:
+            known[rank] = error.memory.over(known.get(rank, RankMemory()))
+    return table(known, launcher.machine)
+
+
+def _advice(run_dir: RunDir) -> str:
+    try:
+        return advice(BatchPlan.model_validate(run_dir.plan()["batch"]), run_dir.read().id)
+    except (LockstepError, ValidationError, LookupError):
+        return SMALLER
 
 
 def _collateral(others: Sequence[RankFailure]) -> str:
@@ -280,9 +362,11 @@ def _collateral(others: Sequence[RankFailure]) -> str:
     return f"{len(others)} other ranks ended because of it or after it (ranks {names})."
 
 
-def _cause(first: RankFailure | None, launcher_error: str) -> Cause | None:
+def _cause(first: RankFailure | None, launcher: _Launcher) -> Cause | None:
     if first is None:
-        return find_cause(launcher_error)
+        return find_cause(launcher.error)
+    if first.signal == "SIGKILL" and launcher.machine.kills:
+        return OOM_KILLED
     if first.type:
         return find_cause(f"{first.type}: {first.message}", first.signal)
     return find_cause("\n".join(first.last_lines), first.signal)
@@ -291,7 +375,7 @@ def _cause(first: RankFailure | None, launcher_error: str) -> Cause | None:
 def _rank_failure(logs: Path, rank: int, error: _RankError | None, end: _RankEnd | None) -> RankFailure:
     lines = last_lines(log_file(logs, rank))
     if error is not None:
-        known = error.model_dump(exclude={"rank"})
+        known = error.model_dump(exclude={"rank", "memory"})
         return RankFailure(rank=rank, last_lines=lines, **known)
     assert end is not None, "there is one or the other"
     return RankFailure(

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config import RunConfig, dump, resolve
 from lockstep.engine.task import DataSettings, Task
 from lockstep.errors import ConfigError, RunFolderError
+from lockstep.launch.slurm_job import is_own_job
+from lockstep.tasks.known import class_paths, require_known
 from lockstep.tasks.registry import make_task
 from lockstep.telemetry.files import write_text
-from lockstep.telemetry.rundir import RunDir, new_run_id
+from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
 
 
-def create_folder(config: RunConfig) -> RunDir:
+def create_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
     """The folder of a new run: ``save_dir``, or a fresh one under ``runs_dir``. Raises :class:`RunFolderError`."""
-    run_id = new_run_id()
+    run_id = run_id or new_run_id()
     path = config.save_dir or config.runs_dir / run_id
     return RunDir.create(path, config, run_id=run_id, command=sys.argv)
 
@@ -45,7 +49,13 @@ def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
 
 
 def refuse_running(run: RunDir) -> None:
-    record = run.read()
+    """Raises :class:`RunFolderError` when somebody is at the run, or a hand-over to its launcher may be on."""
+    if is_own_job(run, os.environ):
+        return
+    record, deadline = run.read(), time.monotonic() + PENDING_GRACE_S
+    while run.is_between_processes(record) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        record = run.read()
     if run.judge(record) in {"running", "pending"}:
         raise RunFolderError(
             f"run {record.id} is still {run.judge(record)}",
@@ -79,6 +89,11 @@ def changed_config(run: RunDir, changes: Mapping[str, Any]) -> RunConfig:
                 fix="leave it as it was, or start a new run with --init-from",
             )
     return new
+
+
+def refuse_unknown_code(run: RunDir) -> None:
+    """Raises :class:`TaskError` when the run's task is a class that the user has never named on this machine."""
+    require_known(class_paths(run.config().task.model_dump()), f"run {run.read().id}")
 
 
 def warn(message: str) -> None:

@@ -20,16 +20,20 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.errors import LockstepError, StorageError
 from lockstep.hardware import lifetime
-from lockstep.launch import environment, failure, signals
+from lockstep.launch import environment, failure, signals, spare
+from lockstep.launch.hang import HangReport, HangWatch
+from lockstep.launch.memory import MemoryWatch
 from lockstep.launch.supervise import Supervisor
-from lockstep.telemetry.rundir import RunDir, write_json
+from lockstep.telemetry.heartbeat import announce
+from lockstep.telemetry.pulse import PULSES, PulseBoard
+from lockstep.telemetry.rundir import RunDir
 
 if TYPE_CHECKING:
     from lockstep.launch.agent import RankAgent
@@ -47,21 +51,57 @@ class Launch:
     worker_module: str
     stop_grace_s: float
     max_restarts: int
+    hang_timeout_s: float
     parent_pid: int | None
+    nodes: str | None
     stop: signals.StopRequest
     starts: int = 0
     supervisor: Supervisor | None = None
     error: str = ""
     started_at: float = field(default_factory=time.time)
+    board: PulseBoard | None = None
+    memory: MemoryWatch | None = None
+    restarts: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> Supervisor:
         """All ranks have been started, for the first time or again."""
         if self.starts:
-            self._forget_errors()
+            self._record_restart()
         self.starts += 1
-        self.supervisor = Supervisor(processes, stop_requested=self.stop_requested, stop_grace_s=self.stop_grace_s)
+        pids = {rank: process.pid for rank, process in processes.items()}
+        self.memory, hang = MemoryWatch(pids), None
+        if self.board is not None:
+            self.board.clear()
+            hang = HangWatch(pids, self.board.read, logs=self.run_dir.logs, timeout_s=self.hang_timeout_s)
+        self.supervisor = Supervisor(
+            processes,
+            stop_requested=self.stop_requested,
+            stop_grace_s=self.stop_grace_s,
+            look=lambda alive: self._look(alive, hang),
+        )
         self.write()
+        self.announce()
         return self.supervisor
+
+    @property
+    def rank_command(self) -> tuple[str, ...]:
+        """Arguments of ``python`` for each rank. -P: what lies in the working folder does not shadow a module."""
+        return ("-P", "-m", self.worker_module, str(self.run_dir.path))
+
+    def announce(self) -> None:
+        """Answer for the run until rank 0 does: who reads the run folder sees that somebody is at it."""
+        with contextlib.suppress(StorageError):
+            announce(self.run_dir.heartbeat_file, self.step)
+
+    @property
+    def step(self) -> int:
+        """The last step that a rank of the newest start has finished."""
+        return max((sign.step for sign in self.board.read()), default=0) if self.board is not None else 0
+
+    def _look(self, alive: Collection[int], hang: HangWatch | None) -> HangReport | None:
+        if self.memory is not None:
+            self.memory.look(alive)
+        return hang.look(alive) if hang is not None else None
 
     def stop_requested(self) -> int | None:
         # Whoever started the run is gone, without having asked for anything: its run ends in good order.
@@ -80,16 +120,26 @@ class Launch:
             "starts": self.starts,
             "pids": supervisor.pids if supervisor else {},
             "exits": [end.as_dict() for _, end in sorted(supervisor.exits.items())] if supervisor else [],
+            "hang": supervisor.hang.model_dump() if supervisor and supervisor.hang else None,
+            "memory": {rank: held.model_dump() for rank, held in self.memory.ranks.items()} if self.memory else {},
+            "machine": self.memory.machine().model_dump() if self.memory else {},
+            "restarts": self.restarts,
             "stop_requested": signal.Signals(self.stop.requested).name if self.stop.requested else None,
             "error": self.error,
             "exit_code": exit_code,
         }
         try:
-            write_json(self.run_dir.logs / failure.LAUNCHER_FILE, content)
+            spare.write(self.run_dir.logs / failure.LAUNCHER_FILE, content)
         except StorageError as error:
             logging.getLogger(__name__).error("%s", error)
 
-    def _forget_errors(self) -> None:
+    def _record_restart(self) -> None:
+        """Keep what ended the start before this one in ``launcher.json``, for rank 0 to tell; forget the rest."""
+        self.write()
+        report = failure.collect(self.run_dir)
+        self.restarts.append(
+            {"at": time.time(), "step": self.step, "reason": report.what if report else "", "of": self.max_restarts}
+        )
         with contextlib.suppress(OSError):
             failure.clear(self.run_dir.logs)
 
@@ -103,6 +153,7 @@ def main(argv: list[str]) -> int:
     launch = Launch(RunDir(arguments.run), **{k: v for k, v in vars(arguments).items() if k != "run"}, stop=stop)
     _keep_quiet(launch.run_dir.logs / "launcher.log")
     launch.write()
+    launch.announce()
     code = 1
     try:
         code = _run(launch)
@@ -121,7 +172,12 @@ def main(argv: list[str]) -> int:
 def _run(launch: Launch) -> int:
     # Children are told who they belong to before there are any.
     lifetime.make_lifeline()
+    if sys.platform == "linux":
+        launch.board = PulseBoard(launch.ranks)
+        os.environ[PULSES] = launch.board.path
     environment.announce_launcher(os.environ)
+    if launch.nodes is not None:
+        return _run_on_nodes(launch, launch.nodes)
     agent = _make_agent(launch)
     agent.run()
     assert launch.supervisor is not None, "an agent that returns has started its ranks"
@@ -130,12 +186,18 @@ def _run(launch: Launch) -> int:
     return launch.supervisor.exit_code
 
 
+def _run_on_nodes(launch: Launch, nodes: str) -> int:
+    from lockstep.launch import several
+    from lockstep.launch.nodes import Nodes
+
+    return several.run(launch, Nodes.parse(nodes), launch.rank_command)
+
+
 def _make_agent(launch: Launch) -> RankAgent:
     from lockstep.launch.agent import make_agent  # torch, a second
 
     return make_agent(
-        # -P: what happens to lie in the working folder does not shadow a module.
-        ("-P", "-m", launch.worker_module, str(launch.run_dir.path)),
+        launch.rank_command,
         launch.ranks,
         launch_id=os.environ.get(environment.LAUNCH_ID, str(os.getpid())),
         max_restarts=launch.max_restarts,
@@ -161,6 +223,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _keep_quiet(log: Path) -> None:
     """The agent's own messages go to a file; the terminal belongs to rank 0."""
+    logging.raiseExceptions = False  # on a full disk logging would complain on the terminal, at every record
     handler: logging.Handler = logging.NullHandler()
     with contextlib.suppress(OSError):
         handler = logging.FileHandler(log, encoding="utf-8", delay=True)
@@ -175,6 +238,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--worker-module", default="lockstep.launch.worker")
     parser.add_argument("--stop-grace-s", type=float, default=30.0)
     parser.add_argument("--max-restarts", type=int, default=0)
+    parser.add_argument("--hang-timeout-s", type=float, default=60.0)
+    parser.add_argument("--nodes", help="one of several nodes: see lockstep.launch.nodes")
     parser.add_argument("--parent-pid", type=int, help="stop the run when this process, the parent, ends")
     return parser.parse_args(argv)
 

@@ -1,39 +1,51 @@
-"""Training when somebody else started the ranks: ``torchrun``, ``torch.distributed.launch`` or ``srun``."""
+"""Training where the number of ranks is given: ``torchrun``, ``srun``, or ``lockstep train --nodes`` on several nodes.
+
+The ranks meet, agree on the run and who keeps its folder, and rank 0 makes the plan for all.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
 from lockstep.config import RunConfig
+from lockstep.config.load import merge
 from lockstep.engine.attempt import RunResult, run_attempt
-from lockstep.engine.collectives import Collectives
 from lockstep.engine.runtime import rank_device
-from lockstep.engine.task import Task
-from lockstep.errors import LockstepError
+from lockstep.engine.task import Datasets, DataSettings, Task
+from lockstep.errors import ConfigError
+from lockstep.events import Fanout
 from lockstep.hardware import lifetime
 from lockstep.hardware.resolve import Placement
-from lockstep.hardware.world import World, rendezvous
-from lockstep.launch.folder import (
-    changed_config,
-    create_folder,
-    existing_run,
-    keep_config,
-    overrides_of,
-    task_of_run,
-    warn,
-)
+from lockstep.hardware.world import World
+from lockstep.launch.environment import JOB
+from lockstep.launch.folder import changed_config, create_folder, keep_config, overrides_of, task_of_run, warn
+from lockstep.launch.keep import Keeping, agree, lowest_sharing, mark_job
+from lockstep.launch.meet import OWN_SETTINGS, Team, join, meeting
 from lockstep.launch.output import rank_output
 from lockstep.launch.prepare import place, plan_for, resume_point
+from lockstep.launch.share import gather_logs, share_run
 from lockstep.launch.signals import StopRequest
 from lockstep.plan import Plan
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.sinks import standard_sinks
+from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank trains: the same on all of them, but for the folder, the devices and the data's place."""
+
+    run: RunDir
+    task: Task
+    config: RunConfig
+    plan: Plan
+    attempt: int
+    datasets: Datasets
 
 
 def train_as_rank(
@@ -44,84 +56,149 @@ def train_as_rank(
     resume: bool,
     given: RunConfig | Mapping[str, Any] | None,
     as_given: bool,
+    begun: Callable[[RunDir, bool], None] = lambda run, keeps: None,
 ) -> RunResult:
-    """This process is one of ``world.size`` ranks; rank 0 makes the run folder and the plan for all.
+    """This process is one of ``world.size`` ranks; rank 0 makes the plan for all.
+
+    Args:
+        begun: told the run before its first step, and whether this rank writes its folder.
 
     Raises:
-        LockstepError: the same one on every rank when the preparation fails.
+        LockstepError: what is wrong, on the first rank of each node; SystemExit, with its exit code, on the others.
     """
-    existing = existing_run(config, resume)
-    if existing is not None:
-        config = changed_config(existing, overrides_of(given))
-        task = task_of_run(task, config, as_given=as_given)
-    placement = place(config, world)
-    os.environ.update(rendezvous(os.environ))
     lifetime.die_with_parent(os.getppid())
-    device = rank_device(placement.devices, world)
-    dist.init_process_group(
-        backend=placement.backend or "gloo",
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=config.distributed.timeout_s),
-        device_id=device if placement.backend == "nccl" else None,
-    )
-    try:
-        collectives = Collectives(world, timeout_s=config.distributed.timeout_s)
-        with collectives.main_first(per_node=True):
-            if world.local_rank == 0:
-                task.prepare()
-        datasets = task.datasets()
-        run, config, plan, attempt = _agree(collectives, task, config, placement, datasets, existing)
-        with StopRequest() as stop_request, rank_output(run.logs, world.rank):
-            return run_attempt(
-                run,
-                world,
-                task,
-                config,
-                plan,
-                attempt=attempt,
-                sink=standard_sinks(run, config, sys.stdout),
-                stop_signal=lambda: stop_request.requested,
-                datasets=datasets,
+    timeout_s = config.distributed.timeout_s
+    with meeting(world, config) as (team, store):
+        job = os.environ.get(JOB)
+        keeping = agree(team, config, resume=resume, job=job)
+        share_run(team, keeping, config, timeout_s)
+        config = _config_of_run(team, keeping, config, given)
+        if keeping.found:
+            task = task_of_run(task, config, as_given=as_given)
+        placement = _place(team, config, world)
+        start = _prepare(team, keeping, task, config, placement, job)
+        begun(start.run, world.rank in keeping.keepers)
+        device = rank_device(placement.devices, world)
+        if store is not None and placement.backend == "nccl":
+            join(store, "nccl", world, timeout_s, device=device)
+        result = _train(team, keeping, start, world)
+        if dist.is_initialized():
+            gather_logs(Team(team.members, world, timeout_s), keeping)
+        return result
+
+
+def _config_of_run(
+    team: Team, keeping: Keeping, config: RunConfig, given: RunConfig | Mapping[str, Any] | None
+) -> RunConfig:
+    """The run's configuration, with this node's own settings in it. Collective."""
+    if not keeping.found:
+        return config
+    run = RunDir(keeping.path)
+    whole = team.together(lambda: changed_config(run, overrides_of(given)), here=team.me.rank == 0)
+    whole = team.collectives.broadcast(whole)
+    assert whole is not None
+    return whole if team.me.node_rank == team.members[0].node_rank else with_own_settings(whole, config)
+
+
+def with_own_settings(shared: RunConfig, own: RunConfig) -> RunConfig:
+    """``shared`` but for what each node decides by itself, where ``own`` has a value for it."""
+    result, mine = shared.model_dump(mode="json"), own.model_dump(mode="json")
+    for key in OWN_SETTINGS:
+        section, _, name = key.rpartition(".")
+        value = (mine[section] if section else mine)[name]
+        if value is not None:
+            result = merge(result, {section: {name: value}} if section else {name: value})
+    return RunConfig.model_validate(result)
+
+
+def _place(team: Team, config: RunConfig, world: World) -> Placement:
+    """This node's placement, with the devices of all nodes in it. Collective."""
+    placement = team.together(lambda: place(config, world))
+    assert placement is not None
+    if len(team.leads) == 1:
+        return placement
+    everywhere = team.collectives.all_gather(placement)
+    for what in ("accelerator", "strategy", "backend", "precision"):
+        values = {getattr(other, what): team.node_of(rank) for rank, other in reversed(list(enumerate(everywhere)))}
+        if len(values) > 1:
+            error = ConfigError(
+                f"the nodes differ in {what}: {', '.join(f'{value} on {node}' for value, node in values.items())}",
+                why="one step computes on all of them, in the same way",
+                fix="name the devices on each node with --devices, of one kind",
             )
-    finally:
-        dist.destroy_process_group()
+            team.end_if([error])
+    return replace(placement, by_node={team.node_of(lead): everywhere[lead].devices for lead in team.leads})
 
 
-def _agree(
-    collectives: Collectives,
-    task: Task,
-    config: RunConfig,
-    placement: Placement,
-    datasets: Any,
-    existing: RunDir | None,
-) -> tuple[RunDir, RunConfig, Plan, int]:
-    answer: tuple[RunDir, RunConfig, Plan, int] | LockstepError | None = None
-    if collectives.is_main:
-        try:
-            answer = _lay_down(task, config, placement, datasets, existing)
-        except LockstepError as error:
-            answer = error
-    answer = collectives.broadcast(answer)
-    if isinstance(answer, LockstepError):
-        if not collectives.is_main:
-            raise SystemExit(answer.exit_code)  # rank 0 says it for all
-        raise answer
-    assert answer is not None
-    return answer
+def _prepare(
+    team: Team, keeping: Keeping, task: Task, config: RunConfig, placement: Placement, job: str | None
+) -> Start:
+    """Data, plan and folders. Collective."""
+    task.data = DataSettings(config.data.data_dir, config.data.download, config.training.seed)
+    _prepare_data(team, task)
+    datasets = task.datasets()
+    run = RunDir(keeping.path)
+    planned = team.together(lambda: _lay_down(keeping, task, config, placement, datasets, job), here=team.me.rank == 0)
+    planned = team.collectives.broadcast(planned)
+    assert planned is not None
+    plan, attempt, step = planned
+    plan = plan.model_copy(update={"placement": {**plan.placement, "devices": list(placement.devices)}})
+    keeps_too = team.me.rank in keeping.keepers and team.me.rank != 0
+    team.together(lambda: _keep_too(keeping, config, plan, step, job), here=keeps_too)
+    return Start(run, task, config, plan, attempt, datasets)
+
+
+def _prepare_data(team: Team, task: Task) -> None:
+    """``prepare()`` once on each node; where nodes share the data's folder, one of them goes first. Collective."""
+    folder = task.data.data_dir
+    goes_first = folder is None or lowest_sharing(team, folder / "data") == team.me.rank
+    for turn in (True, False):
+        with team.collectives.main_first(per_node=True):
+            if team.is_lead and goes_first is turn:
+                task.prepare()
 
 
 def _lay_down(
-    task: Task,
-    config: RunConfig,
-    placement: Placement,
-    datasets: Any,
-    existing: RunDir | None,
-) -> tuple[RunDir, RunConfig, Plan, int]:
-    point = resume_point(existing, hold=True, report=warn) if existing else None
+    keeping: Keeping, task: Task, config: RunConfig, placement: Placement, datasets: Datasets, job: str | None
+) -> tuple[Plan, int, int]:
+    """On rank 0: the plan, the attempt's number, and the step from which it goes on."""
+    run = RunDir(keeping.path)
+    point = resume_point(run, hold=True, report=warn) if keeping.found else None
     prepared = plan_for(task, config, placement, datasets, point)
-    if existing is not None:
-        keep_config(existing, config)
-    run = existing or create_folder(config)
-    attempt = run.begin_attempt(prepared.plan.as_dict(), placement.as_dict(), point.step if point else 0)
-    return run, config, prepared.plan, attempt
+    if keeping.found:
+        keep_config(run, config)
+    else:
+        run = create_folder(config, keeping.run_id)
+    mark_job(run, job)
+    step = point.step if point else 0
+    return prepared.plan, run.begin_attempt(prepared.plan.as_dict(), placement.as_dict(), step), step
+
+
+def _keep_too(keeping: Keeping, config: RunConfig, plan: Plan, step: int, job: str | None) -> None:
+    """On another keeper: a run folder of its own for the same attempt."""
+    run = RunDir(keeping.path)
+    if keeping.found:
+        keep_config(run, config)
+    else:
+        run = create_folder(config, keeping.run_id)
+    mark_job(run, job)
+    run.begin_attempt(plan.as_dict(), plan.placement, step)
+
+
+def _train(team: Team, keeping: Keeping, start: Start, world: World) -> RunResult:
+    run = start.run
+    main = world.is_main
+    sink = standard_sinks(run, start.config, sys.stdout) if main else Fanout(essential=[RunFolderSink(run)])
+    with StopRequest() as stop_request, rank_output(run.logs, world.rank):
+        return run_attempt(
+            run,
+            world,
+            start.task,
+            start.config,
+            start.plan,
+            attempt=start.attempt,
+            sink=sink,
+            stop_signal=lambda: stop_request.requested,
+            datasets=start.datasets,
+            keeper=world.rank in keeping.keepers,
+        )

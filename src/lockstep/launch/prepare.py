@@ -12,6 +12,7 @@ from typing import Any
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.facts import inspect_task
+from lockstep.engine.resume import restoring
 from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
@@ -19,6 +20,7 @@ from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import World, read_world
 from lockstep.plan import OrderPlan, Plan, ResumePoint, TaskFacts
 from lockstep.plan import make_plan as compute_plan
+from lockstep.tasks.known import class_paths, remember
 from lockstep.tasks.registry import find_task, make_task
 from lockstep.telemetry.rundir import RunDir
 
@@ -67,6 +69,7 @@ def settle(
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
     section = {"name": _absolute(name), **built.config.model_dump(mode="json")}
+    remember(class_paths(section))
     whole = resolve(kind.defaults, {**given, "task": section})
     if whole.training.engine == "lightning" and importlib.util.find_spec("lightning") is None:
         raise UnsupportedError(
@@ -128,12 +131,13 @@ def resume_point(run_dir: RunDir, *, hold: bool, report: Callable[[str], None]) 
     if step is None:
         return None
     manifest = store.manifest(step)
-    return ResumePoint(
-        step=step,
-        epoch=manifest["epoch"],
-        position=manifest["position"],
-        samples_seen=manifest["samples_seen"],
-        global_batch=manifest["global_batch"],
-        order=OrderPlan.model_validate(manifest.get("order", {})),
-        hold=hold,
-    )
+    with restoring(store.path_of(step)):
+        return ResumePoint(
+            step=step,
+            epoch=manifest["epoch"],
+            position=manifest["position"],
+            samples_seen=manifest["samples_seen"],
+            global_batch=manifest["global_batch"],
+            order=OrderPlan.model_validate(manifest.get("order", {})),
+            hold=hold,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -12,7 +13,8 @@ from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.attempt import RunResult, run_attempt
 from lockstep.engine.task import Task
-from lockstep.errors import RunFolderError
+from lockstep.errors import LockstepError, RunFolderError
+from lockstep.events import Restarted, Sink
 from lockstep.hardware.world import World, read_world
 from lockstep.launch.carry import load_task, pack_task
 from lockstep.launch.folder import (
@@ -22,9 +24,11 @@ from lockstep.launch.folder import (
     keep_config,
     overrides_of,
     refuse_running,
+    refuse_unknown_code,
     task_of_run,
     warn,
 )
+from lockstep.launch.nodes import train_as_node_rank, train_on_nodes
 from lockstep.launch.outside import train_as_rank
 from lockstep.launch.prepare import Prepared, make_plan, place, plan_for, resume_point, settle
 from lockstep.launch.signals import StopRequest
@@ -68,6 +72,8 @@ def train(
     built, whole = settle(task, config)
     if world.from_outside:
         return train_as_rank(built, whole, world, resume=resume, given=config, as_given=isinstance(task, Task))
+    if whole.launch.nodes not in (None, "1"):
+        return train_on_nodes(built, whole, resume=resume, given=config, as_given=isinstance(task, Task))
     existing = existing_run(whole, resume)
     if existing is not None:
         whole = changed_config(existing, overrides_of(config))
@@ -103,6 +109,7 @@ def resume(
             why="its class can only be made by running that again",
             fix="call lockstep.train(task, config, resume=True) there, with the same save_dir",
         )
+    refuse_unknown_code(run)
     changes: dict[str, Any] = dict(overrides or {})
     if devices is not None:
         changes = merge(changes, {"hardware": {"selected_devices": devices}})
@@ -144,7 +151,7 @@ def _start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
 
 
 def _launch(prepared: Prepared, run: RunDir) -> RunResult:
-    from lockstep.launch import elastic, failure
+    from lockstep.launch import elastic, failure, spare
 
     pack_task(run, prepared.task, prepared.config)
     code = elastic.launch(
@@ -153,15 +160,24 @@ def _launch(prepared: Prepared, run: RunDir) -> RunResult:
         environ={"LOCKSTEP_THREADS": str(prepared.plan.threads)},
         stop_grace_s=prepared.config.launch.stop_grace_s,
         max_restarts=prepared.config.launch.max_restarts,
+        hang_timeout_s=prepared.config.launch.hang_timeout_s,
     )
-    record = run.read()
-    if code and record.status not in {"stopped", "completed"}:
+    if code and _status(run) not in {"stopped", "completed"}:
         report = failure.collect(run)
+        spare.clear(run.logs)
+        told = report.format() if report is not None else f"the launcher ended with exit code {code}"
+        with contextlib.suppress(LockstepError):  # the folder may be what failed
+            run.update(status="failed", error=told)
         if report is not None:
-            run.update(status="failed", error=report.format())
             raise report.as_error()
-        run.update(status="failed", error=f"the launcher ended with exit code {code}")
     return result_of(run, code)
+
+
+def _status(run: RunDir) -> str:
+    try:
+        return run.read().status
+    except RunFolderError:
+        return "lost"
 
 
 def result_of(run: RunDir, exit_code: int) -> RunResult:
@@ -181,13 +197,14 @@ def result_of(run: RunDir, exit_code: int) -> RunResult:
 
 def run_rank(run: RunDir, world: World) -> int:
     """Body of a process that Lockstep's launcher started: one rank of the attempt that was prepared."""
+    if world.launcher == "--nodes":
+        return train_as_node_rank(run, world)
     config = run.config()
     task = load_task(run, config)
     plan = Plan.model_validate(run.plan())
+    sink = standard_sinks(run, config, sys.stdout)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and world.is_main:
-        # The ranks were started again after a failure: the same plan, from the newest checkpoint.
-        point = resume_point(run, hold=True, report=warn)
-        run.begin_attempt(run.plan(), plan.placement, point.step if point else 0)
+        _begin_again(run, plan, sink)
     with StopRequest() as stop_request:
         result = run_attempt(
             run,
@@ -196,10 +213,23 @@ def run_rank(run: RunDir, world: World) -> int:
             config,
             plan,
             attempt=run.read().attempt,
-            sink=standard_sinks(run, config, sys.stdout),
+            sink=sink,
             stop_signal=lambda: stop_request.requested,
         )
     return result.exit_code
+
+
+def _begin_again(run: RunDir, plan: Plan, sink: Sink) -> None:
+    """The ranks were started again after a failure: the same plan, from the newest checkpoint."""
+    from lockstep.launch.failure import restarts
+
+    point = resume_point(run, hold=True, report=warn)
+    step = point.step if point else 0
+    attempt = run.begin_attempt(run.plan(), plan.placement, step)
+    done = restarts(run)
+    if done:
+        lost = max(0, done[-1].step - step)
+        sink.emit(Restarted(len(done), done[-1].of, attempt, step, lost, done[-1].reason))
 
 
 def evaluate(

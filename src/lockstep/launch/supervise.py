@@ -3,10 +3,11 @@
 ::
 
     running ──stop requested──▶ stopping ──grace over──▶ killed
-       └──────a rank failed───▶ failing ───grace over──▶ killed
+       ├──────a rank failed───▶ failing ───grace over──▶ killed
+       └──────no progress────────────────────────────────▶ killed
 
 In *stopping* the ranks have been told once and end by themselves, after a checkpoint. In *failing*
-they are stuck in a collective that will never complete, so they get little time.
+they are stuck in a collective that will never complete, so they get little time. Ranks that hang get none.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from lockstep.errors import RankFailed
+from lockstep.launch.hang import HangReport
 from lockstep.launch.signals import exit_code
 
 Phase = Literal["running", "stopping", "failing"]
@@ -61,6 +63,7 @@ class Supervisor:
         processes: by rank; each leads a process group of its own.
         stop_requested: the signal that asked for a stop, if any.
         stop_grace_s: how long ranks may take to end after a stop was requested, seconds.
+        look: looks at the ranks that are alive; a report when they hang.
     """
 
     def __init__(
@@ -70,11 +73,13 @@ class Supervisor:
         stop_requested: Callable[[], int | None],
         stop_grace_s: float,
         failure_grace_s: float = FAILURE_GRACE_S,
+        look: Callable[[Collection[int]], HangReport | None] = lambda alive: None,
     ) -> None:
         self._processes = dict(processes)
         self._stop_requested = stop_requested
         self._stop_grace_s = stop_grace_s
         self._failure_grace_s = failure_grace_s
+        self._look = look
         self._seen_at = time.time()
         self._deadline: float | None = None
         self._killed = False
@@ -83,6 +88,8 @@ class Supervisor:
         self.exits: dict[int, RankExit] = {}
         #: True when ranks had to be killed because they did not follow a stop in time.
         self.forced = False
+        #: Why the ranks were killed, when they hung.
+        self.hang: HangReport | None = None
 
     @property
     def pids(self) -> dict[int, int]:
@@ -101,7 +108,8 @@ class Supervisor:
     @property
     def may_restart(self) -> bool:
         """Whether a new start could end better: not after a stop, nor after wrong usage."""
-        return bool(self.failed) and self._stop_requested() is None and self.exit_code != _WRONG_USAGE
+        failed = bool(self.failed) or self.hang is not None
+        return failed and self._stop_requested() is None and self.exit_code != _WRONG_USAGE
 
     @property
     def exit_code(self) -> int:
@@ -110,7 +118,7 @@ class Supervisor:
         if self.failed:
             # Wrong usage is never a consequence of another rank's failure, so it decides.
             return _WRONG_USAGE if any(end.code == _WRONG_USAGE for end in self.failed) else 1
-        if self.forced:
+        if self.forced or self.hang is not None:
             return 1
         stopped = [code for code in codes if code != 0]
         if not stopped:
@@ -136,6 +144,11 @@ class Supervisor:
         elif any(end.code in _STOPPED for end in self.exits.values()):
             # The ranks have agreed on a stop that one of them was asked for directly.
             self._begin("stopping", now + self._stop_grace_s)
+        elif (hang := self._look(self.alive)) is not None:
+            # They wait for each other, or are stopped: nobody would hear anything milder.
+            self.hang = hang
+            self._begin("failing", now)
+            self.kill()
         if self._deadline is not None and now > self._deadline:
             self.forced = self.forced or self.phase == "stopping"
             self.kill()

@@ -20,8 +20,9 @@ from typing import NoReturn
 from lockstep.errors import LockstepError, StorageError
 from lockstep.hardware import lifetime
 from lockstep.hardware.world import World, read_world
-from lockstep.launch import environment, failure, signals
+from lockstep.launch import environment, failure, signals, stacks
 from lockstep.launch.output import MARK, log_file, rank_output
+from lockstep.telemetry.pulse import pulse
 from lockstep.telemetry.rundir import RunDir
 
 #: What a rank does: the run, who it is; the result is its exit code.
@@ -39,6 +40,7 @@ def main(argv: list[str], rank_main: RankMain | None = None) -> int:
     stop = signals.StopRequest().install()
     signals.accept()
     environment.restore_sys_path(os.environ)
+    pulse.connect(os.environ)
     try:
         world, run_dir = read_world(os.environ), RunDir.open(Path(argv[0]))
     except LockstepError as error:
@@ -85,15 +87,18 @@ def run_rank(run_dir: RunDir, world: World, rank_main: RankMain) -> int:
 def record_failure(run_dir: RunDir, world: World, error: BaseException) -> int:
     """Write down why this rank failed; returns the exit code that says it.
 
-    Where the run folder cannot be written (a full disk), the terminal is told instead.
+    Where it cannot be written anywhere, the terminal is told instead.
     """
     try:
         failure.record(run_dir.logs, world.rank, error)
-        with log_file(run_dir.logs, world.rank).open("a", encoding="utf-8", errors="backslashreplace") as log:
-            log.write(f"{MARK}rank {world.rank} failed\n{''.join(traceback.format_exception(error))}")
-    except (StorageError, OSError) as storage:
+    except StorageError as storage:
         print(f"rank {world.rank} cannot record its failure: {storage}", file=sys.stderr)
         traceback.print_exception(error, file=sys.stderr)
+    with (
+        contextlib.suppress(OSError),
+        log_file(run_dir.logs, world.rank).open("a", encoding="utf-8", errors="backslashreplace") as log,
+    ):
+        log.write(f"{MARK}rank {world.rank} failed\n{''.join(traceback.format_exception(error))}")
     return failure.exit_code_of(error)
 
 
@@ -102,7 +107,8 @@ def _native_crashes_to(path: Path) -> Iterator[None]:
     with path.open("a", encoding="utf-8") as log:
         faulthandler.enable(file=log)
         try:
-            yield
+            with stacks.told_on_request(log):
+                yield
         finally:
             faulthandler.disable()
 

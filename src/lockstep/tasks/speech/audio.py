@@ -51,6 +51,7 @@ def read_info(path: Path | str) -> AudioInfo:
         DataError: no file, or none that can be read to its end.
     """
     library = soundfile()
+    _refuse_others(path)
     try:
         with library.SoundFile(path) as file:
             info = AudioInfo(file.frames, file.samplerate)
@@ -73,6 +74,7 @@ def read_audio(path: Path | str, offset: float = 0.0, duration: float | None = N
         DataError: the file cannot be read, or is shorter than that.
     """
     library = soundfile()
+    _refuse_others(path)
     try:
         with library.SoundFile(path) as file:
             rate = file.samplerate
@@ -92,7 +94,11 @@ def read_audio(path: Path | str, offset: float = 0.0, duration: float | None = N
     return wave[:wanted]
 
 
-def _unreadable(path: Path | str, why: object) -> DataError:
+def _refuse_others(path: Path | str) -> None:
+    """A named pipe would be waited for, a device read for ever."""
     if not os.path.isfile(path):  # noqa: PTH113 (Path.is_file raises where a path is too long)
-        return DataError(f"there is no file {path}", fix="check the path")
+        raise DataError(f"there is no file {path}", fix="check the path")
+
+
+def _unreadable(path: Path | str, why: object) -> DataError:
     return DataError(f"cannot read {path}", why=str(why), fix="restore the file, or convert it to WAV or FLAC")

@@ -1,0 +1,82 @@
+"""Which of this machine's network addresses and interfaces other machines can reach it by."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import MutableMapping
+from itertools import chain
+
+import psutil
+
+#: Gloo listens on the address of this interface.
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+#: An address for documentation (RFC 5737), which is nobody's: the route to it is the way out.
+_ELSEWHERE = "192.0.2.1"
+
+
+def address_towards(host: str) -> str | None:
+    """This machine's address under which ``host``, and others beside it, can reach it; ``None`` if there is none.
+
+    Where ``host`` is this machine and its name means a loopback address, that is the address of the way out.
+    """
+    address = _source(host)
+    if address is not None and ipaddress.ip_address(address).is_loopback:
+        entries = chain.from_iterable(psutil.net_if_addrs().values())
+        own = (entry.address for entry in entries if entry.family == socket.AF_INET)
+        outside = (one for one in own if not ipaddress.ip_address(one).is_loopback)
+        address = _source(_ELSEWHERE) or next(outside, address)
+    return address
+
+
+def _source(host: str) -> str | None:
+    """The address from which this machine would send to ``host``.
+
+    A datagram socket that is connected sends nothing, but the kernel has chosen the route (``man 7 ip``).
+    """
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, target in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0]).partition("%")[0]
+        except OSError:
+            continue
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has ``address``; ``None`` when this machine does not have it."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether ``host`` (a name or an address) resolves to an address that this machine has.
+
+    Raises:
+        OSError: it does not resolve.
+    """
+    found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return any(
+        ipaddress.ip_address(address.partition("%")[0]).is_loopback or interface_of(address) for address in found
+    )
+
+
+def choose_interface(environ: MutableMapping[str, str], towards: str) -> None:
+    """Let gloo use the interface on the route to ``towards``, unless the user has named one.
+
+    Left alone it takes the address of the host's name, which many systems map to 127.0.1.1: out of others' reach.
+    """
+    if GLOO_INTERFACE not in environ:
+        address = address_towards(towards)
+        interface = interface_of(address) if address else None
+        if interface is not None:
+            environ[GLOO_INTERFACE] = interface

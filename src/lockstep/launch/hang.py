@@ -1,0 +1,217 @@
+"""Ranks that make no progress: who is behind, and where in its code.
+
+Ranks wait for each other in collective calls, so one that stops stops all of them. A hang is therefore that *no*
+rank has moved for some time, and the question is which of them the others wait for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from lockstep.launch import stacks
+from lockstep.launch.causes import Cause
+from lockstep.telemetry.pulse import Activity, Sign
+
+#: How often the ranks are looked at.
+INTERVAL_S = 0.5
+#: A longer pause between two looks was this process's own: it had been stopped, and maybe the ranks too.
+_OWN_PAUSE_S = 5.0
+_STATES = {
+    psutil.STATUS_STOPPED: "stopped",
+    psutil.STATUS_TRACING_STOP: "stopped",
+    psutil.STATUS_DISK_SLEEP: "blocked",
+}
+
+
+class Standstill(BaseModel):
+    """Where one rank was when no rank moved any more. ``stack``: ``file:line in function``, innermost first.
+
+    ``state``: ``running``, ``stopped`` (by a signal or a debugger) or ``blocked`` (in the kernel).
+    ``in_framework``: its innermost call is torch's or Lockstep's, as that of a rank which waits for others.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    rank: int
+    step: int = 0
+    doing: str = ""
+    ahead: bool = False
+    waits_for_data: bool = False
+    silent_s: float = 0.0
+    state: str = "running"
+    place: str = ""
+    in_framework: bool = False
+    stack: tuple[str, ...] = ()
+
+
+class HangReport(BaseModel):
+    """A hang of all ranks of a node. ``behind`` are those that the others wait for; none when it cannot be told."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    timeout_s: float
+    ranks: tuple[Standstill, ...]
+
+    @property
+    def behind(self) -> tuple[Standstill, ...]:
+        for apart in (
+            [rank for rank in self.ranks if rank.state == "stopped"],
+            [rank for rank in self.ranks if rank.stack and (rank.waits_for_data or not rank.in_framework)],
+            [rank for rank in self.ranks if (rank.step, rank.ahead) == min((r.step, r.ahead) for r in self.ranks)],
+        ):
+            if apart and (len(apart) < len(self.ranks) or apart[0].state == "stopped" or len(self.ranks) == 1):
+                return tuple(apart)
+        return ()
+
+    @property
+    def headline(self) -> str:
+        """Who is behind, at what and where, on one line."""
+        behind = self.behind
+        silent = f"{min(rank.silent_s for rank in self.ranks):.0f} s"
+        if not behind:
+            return f"the ranks have made no progress for {silent}: each waits for the others"
+        first = behind[0]
+        names = f"rank {first.rank}" if len(behind) == 1 else f"ranks {', '.join(str(rank.rank) for rank in behind)}"
+        verb = "has" if len(behind) == 1 else "have"
+        if first.state == "stopped":
+            return f"{names} {verb} given no sign of life for {silent}, in {first.doing}"
+        return f"{names} {verb} made no progress for {silent}, in {first.doing}{first.place and f': {first.place}'}"
+
+    @property
+    def cause(self) -> Cause:
+        """Why, as far as the ranks' places tell it, and what mends it."""
+        slow = f"if it is only slow, raise launch.hang_timeout_s (now {self.timeout_s:g})"
+        behind = self.behind
+        if behind and behind[0].state == "stopped":
+            return Cause(
+                "hang",
+                "its process is stopped (by SIGSTOP, a debugger or a batch system), and the others wait for it",
+                "find out who stopped it, then `lockstep resume` the run; "
+                "to debug a rank, set launch.hang_timeout_s to a large number",
+            )
+        if behind and behind[0].waits_for_data:
+            return Cause(
+                "hang",
+                "its loader brings no batch; the other ranks wait for it",
+                f"try --num-workers 0 to see where the data set stops; {slow}",
+            )
+        if behind and not behind[0].in_framework:
+            return Cause(
+                "hang", "it does not come back from there; the other ranks wait for it", f"mend it there; {slow}"
+            )
+        return Cause(
+            "hang",
+            "the ranks are in different collective calls, or one of them makes a call that the others do not make",
+            "make every collective call on every rank, under no condition that differs between ranks "
+            f"(`if rank == 0`); {slow}",
+        )
+
+    def table(self) -> str:
+        """A line for each rank, and the stacks: those of the ranks that are behind first."""
+        lines = []
+        for rank in self.ranks:
+            state = "" if rank.state == "running" else f" ({rank.state})"
+            where = rank.place or ("no stack: the process does not answer" if not rank.stack else rank.stack[0])
+            lines.append(f"  rank {rank.rank}{state}: silent for {rank.silent_s:.0f} s in {rank.doing}; {where}")
+        behind = self.behind
+        for rank in (*behind, *(other for other in self.ranks if other not in behind)):
+            if rank.stack:
+                lines.append(
+                    f"stack of rank {rank.rank}, innermost call first (all threads: logs/rank-{rank.rank}.log):"
+                )
+                lines += [f"  {frame}" for frame in rank.stack]
+        return "\n".join(lines)
+
+
+class HangWatch:
+    """Looks at the ranks of one start until all of them have been silent for too long.
+
+    Args:
+        pids: of the processes, by rank, in the order of local ranks.
+        signs: the newest sign of each local rank.
+        logs: where the ranks' logs are.
+        timeout_s: how long no rank may move; one at something untimed (:attr:`Activity.is_untimed`) moves.
+        clock: seconds from any fixed point; must not run while the machine sleeps.
+    """
+
+    def __init__(
+        self,
+        pids: Mapping[int, int],
+        signs: Callable[[], Sequence[Sign]],
+        *,
+        logs: Path,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pids = dict(pids)
+        self._signs = signs
+        self._logs = logs
+        self._timeout_s = timeout_s
+        self._clock = clock
+        now = clock()
+        self._looked_at = now
+        self._seen: dict[int, tuple[object, float]] = dict.fromkeys(self._pids, (None, now))
+
+    def look(self, alive: Collection[int]) -> HangReport | None:
+        """Look, if it is time to. A report, with stacks, when no rank of ``alive`` has moved for ``timeout_s``."""
+        now = self._clock()
+        pause = now - self._looked_at
+        if pause < INTERVAL_S:
+            return None
+        self._looked_at = now
+        if pause > _OWN_PAUSE_S:
+            self._seen = {rank: (progress, at + pause) for rank, (progress, at) in self._seen.items()}
+        signs = {rank: sign for rank, sign in zip(self._pids, self._signs(), strict=True) if rank in alive}
+        for rank, sign in signs.items():
+            progress = (sign.beats, _bytes_moved(self._pids[rank]) if sign.activity is Activity.SAVING else 0)
+            if progress != self._seen[rank][0]:
+                self._seen[rank] = (progress, now)
+        if any(now - self._seen[rank][1] < self._timeout_s for rank in signs):
+            return None
+        states = {rank: _state(self._pids[rank]) for rank in signs}
+        if any(sign.activity.is_untimed and states[rank] != "stopped" for rank, sign in signs.items()):
+            return None
+        return self._report(signs, states, now)
+
+    def _report(self, signs: Mapping[int, Sign], states: Mapping[int, str], now: float) -> HangReport:
+        answering = {rank: self._pids[rank] for rank in signs if states[rank] != "stopped"}
+        found = stacks.ask(answering, self._logs, f"has made no progress for {self._timeout_s:g} s; its threads are at")
+        ranks = []
+        for rank, sign in signs.items():
+            stack = found.get(rank, ())
+            ranks.append(
+                Standstill(
+                    rank=rank,
+                    step=sign.step,
+                    doing=sign.activity.phrase(sign.step),
+                    ahead=sign.activity in (Activity.STEP, Activity.WAITING_FOR_DATA),
+                    waits_for_data=sign.activity is Activity.WAITING_FOR_DATA,
+                    silent_s=now - self._seen[rank][1],
+                    state=states[rank],
+                    place=stacks.place(stack),
+                    in_framework=bool(stack) and stack[0].is_framework,
+                    stack=tuple(map(str, stacks.own_part(stack))),
+                )
+            )
+        return HangReport(timeout_s=self._timeout_s, ranks=tuple(ranks))
+
+
+def _state(pid: int) -> str:
+    try:
+        return _STATES.get(psutil.Process(pid).status(), "running")
+    except psutil.Error:
+        return "running"
+
+
+def _bytes_moved(pid: int) -> int:
+    """Bytes that a process has read and written, caches included: what a save does where nobody counts its steps."""
+    try:
+        counters = psutil.Process(pid).io_counters()
+    except (psutil.Error, AttributeError):
+        return 0
+    return int(counters.read_chars + counters.write_chars)

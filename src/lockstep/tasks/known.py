@@ -1,0 +1,70 @@
+"""Which classes of the user's own a file may name: those that this user has trained by name on this machine.
+
+A configuration or a run folder that came from elsewhere could name any class, and importing a class runs its
+module. So a class path in a file is imported only when it has been given on a command line or to
+:func:`lockstep.train` before; a list of these is kept in the user's state folder (XDG Base Directory Specification).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import TaskError
+
+
+def class_paths(task: dict[str, Any]) -> set[str]:
+    """The class paths in the section ``task`` of a configuration: its name, and a data module's.
+
+    Files are named by their whole paths; built-in tasks have none.
+    """
+    named = (task.get("name"), task.get("datamodule"))
+    return {_whole(name) for name in named if isinstance(name, str) and ":" in name}
+
+
+def remember(paths: Iterable[str]) -> None:
+    """Note that the user has named these. Where that cannot be written down, they will have to be named again."""
+    new = sorted(set(paths) - _known())
+    with contextlib.suppress(OSError):
+        if new:
+            _file().parent.mkdir(parents=True, exist_ok=True)
+            with _file().open("a", encoding="utf-8") as file:
+                file.write("".join(f"{path}\n" for path in new))
+
+
+def require_known(paths: Iterable[str], source: str) -> None:
+    """Refuse to import what only a file names.
+
+    Args:
+        source: who names them, for the error.
+
+    Raises:
+        TaskError: the user has never named one of them.
+    """
+    unknown = sorted(set(paths) - _known())
+    if unknown:
+        raise TaskError(
+            f"{source} names the class {unknown[0]}, which you have not trained on this machine",
+            why="importing it runs its code, and a file from elsewhere could name anything",
+            fix=f"if you trust it, say so once: lockstep plan {unknown[0]}",
+        )
+
+
+def _whole(name: str) -> str:
+    place, _, attribute = name.rpartition(":")
+    return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
+
+
+def _known() -> set[str]:
+    try:
+        return set(_file().read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError):
+        return set()
+
+
+def _file() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "lockstep" / "known-tasks"

@@ -1,0 +1,64 @@
+"""Tasks that go wrong in one way, on one rank, at one step of the first start of the ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep import Loss
+from tests.toys import Toy
+
+
+class Faulty(Toy):
+    class Config(Toy.Config):
+        fault: str = "none"
+        at: int = 4
+        slow: bool = False
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        result = super().loss(model, batch)
+        if self.config.slow:
+            time.sleep((6.0 if self.calls == 1 else 0.0) if model.training else 1.5)
+        if self.config.fault != "none" and model.training and self.calls == self.config.at and is_first_start():
+            globals()[self.config.fault]()
+        return result
+
+    def hooks(self) -> Any:
+        def lonely(result: Any, model: nn.Module) -> None:
+            if self.config.fault == "hook" and result.step == self.config.at and dist.get_rank() == 0:
+                dist.barrier()
+
+        return [(lonely, 1)]
+
+
+def is_first_start() -> bool:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+
+def hook() -> None:
+    """The hook does it."""
+
+
+def sleep() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def barrier() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def gpu_memory() -> None:
+    if dist.get_rank() == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def memory() -> None:
+    if dist.get_rank() == 1:
+        torch.empty(1 << 50)

@@ -1,0 +1,313 @@
+"""Faults of real runs, one at a time: how they end, what they say, who is left, and that the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.launch.failure import LAUNCHER_FILE
+from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.samples import audit_samples
+from tests.disks import make_read_only, small_disk
+from tests.e2e import faulty
+from tests.e2e.test_train import finish, start, wait_for_step
+from tests.gloo import ROOT
+
+TASK = f"{ROOT / 'tests' / 'e2e' / 'faulty.py'}:Faulty"
+#: 2 epochs × 7 steps, of which each takes a moment, with a loader worker for each rank.
+QUIET = ("--set", "telemetry.tensorboard=off", "--set", "telemetry.progress=plain")
+SLOW = (*QUIET, "--set", "task.dataset=plain", "--set", "task.pause_s=0.01", "--num-workers", "1")
+SAVING = ("--set", "checkpoint.every_steps=2", "--set", "telemetry.record_samples=true")
+
+
+class Drive:
+    """A run on two ranks, and everything that it started."""
+
+    def __init__(self, folder: Path, *arguments: str, run: Path | None = None) -> None:
+        self.folder = folder
+        self.run = RunDir(run or folder / "run")
+        self.process = start(
+            "train", TASK, "--save-dir", str(self.run.path), "--devices", "cpu,cpu", *arguments, cwd=folder
+        )
+        self.family: list[psutil.Process] = []
+        self.ports: set[int] = set()
+
+    @property
+    def launcher(self) -> Any:
+        return json.loads((self.run.logs / LAUNCHER_FILE).read_text())
+
+    def rank(self, number: int) -> psutil.Process:
+        return psutil.Process(self.launcher["pids"][str(number)])
+
+    def worker(self) -> psutil.Process:
+        """A loader worker of rank 1."""
+        return next(child for child in self.rank(1).children() if child.name().startswith("pt_data_worker"))
+
+    def wait(self, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError, ValueError, KeyError, StopIteration, psutil.NoSuchProcess):
+                if reached():
+                    return
+            time.sleep(0.02)
+        raise AssertionError(f"waited in vain: {self.process.communicate(timeout=30)[0]}")
+
+    def wait_for_step(self, step: int) -> None:
+        wait_for_step(self.run.path, step, self.process)
+        self.look_around()
+
+    def look_around(self) -> None:
+        """Who belongs to the run now, and where they listen."""
+        self.family = [self.process_tree, *self.process_tree.children(recursive=True)]
+        for process in self.family:
+            with contextlib.suppress(psutil.Error):
+                self.ports |= {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+    @property
+    def process_tree(self) -> psutil.Process:
+        return psutil.Process(self.process.pid)
+
+    def finish(self, code: int) -> str:
+        """The command's output; asserts that nobody is left and no port is taken."""
+        output = finish(self.process, code, timeout_s=100)
+        self.assert_nobody_left()
+        return output
+
+    def assert_nobody_left(self) -> None:
+        assert psutil.wait_procs(self.family, timeout=20)[1] == []
+        listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert not self.ports & listening
+
+    def resume(self) -> str:
+        """The run goes on from its newest good checkpoint and sees every sample once."""
+        assert CheckpointStore(self.run.checkpoints).newest_verified(lambda message: None)
+        self.cure()
+        output = finish(start("resume", str(self.run.path), cwd=self.folder), timeout_s=100)
+        self.assert_complete()
+        return output
+
+    def cure(self) -> None:
+        """Without the task's fault from now on, which a resume could not change."""
+        file = self.run.config_file
+        file.write_text(re.sub(r"fault: \w+", "fault: none", file.read_text()))
+
+    def assert_complete(self) -> None:
+        assert self.run.status() == "completed"
+        found = [(epoch.epoch, epoch.used, epoch.repeated, epoch.unused) for epoch in audit_samples(self.run)]
+        assert found == [(epoch, 200, (), ()) for epoch in (1, 2)]
+
+
+@contextmanager
+def drive(folder: Path, *arguments: str, run: Path | None = None) -> Iterator[Drive]:
+    made = Drive(folder, *arguments, run=run)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+        assert made.process.stdout is not None
+        made.process.stdout.close()
+        for process in made.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def line_of(function: str, text: str) -> int:
+    """The line of ``text`` in a function of the faulty task."""
+    lines = Path(str(faulty.__file__)).read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if f"def {function}(" in line)
+    return next(number for number, line in enumerate(lines[first:], first + 1) if text in line)
+
+
+# Restarts.
+
+
+@pytest.mark.slow
+def test_a_run_survives_a_killed_rank_a_killed_loader_worker_and_a_stopped_rank(tmp_path: Path) -> None:
+    limits = ("--set", "launch.max_restarts=3", "--set", "launch.hang_timeout_s=4")
+    with drive(tmp_path, *SLOW, *SAVING, *limits, "--set", "task.pause_s=0.04") as run:
+        for restart, (step, strike) in enumerate(
+            [
+                (3, lambda: run.rank(1).kill()),
+                (6, lambda: run.worker().kill()),
+                (9, lambda: run.rank(0).send_signal(signal.SIGSTOP)),
+            ]
+        ):
+            run.wait(lambda: run.launcher["starts"] == restart + 1)  # noqa: B023
+            run.wait_for_step(step)
+            strike()
+        run.wait(lambda: run.launcher["starts"] == 4)
+        run.look_around()
+        output = run.finish(0)
+    run.assert_complete()
+    restarts = run.run.read().restarts
+    killed, data, stopped = (restart["reason"] for restart in restarts)
+    assert killed == "rank 1 of 2 was killed by signal 9 (SIGKILL)"
+    assert data.startswith("rank 1 of 2 failed: RuntimeError: DataLoader worker")
+    assert re.fullmatch(r"rank 0 has given no sign of life for \d+ s, in step \d+(, waiting for data)?", stopped)
+    for number, restart in enumerate(restarts, 1):
+        assert restart["from_step"] % 2 == 0 or restart["from_step"] == 7
+        assert 0 <= restart["lost_steps"] <= 3
+        assert f"started again ({number} of 3) from the checkpoint of step {restart['from_step']}: " in output
+
+
+# Hangs.
+
+
+def test_a_barrier_on_one_rank_is_named_with_its_line(tmp_path: Path) -> None:
+    with drive(tmp_path, *QUIET, "--set", "task.fault=hook", "--set", "launch.hang_timeout_s=3") as run:
+        output = run.finish(1)
+    place = f"{faulty.__file__}:{line_of('lonely', 'dist.barrier()')} in lonely, in barrier"
+    assert f"rank 0 has made no progress for 3 s, in hooks and logging after step 4: {place}" in output
+    assert "rank 1: silent for 3 s in step 5" in output
+    assert "in _engine_run_backward" in output  # the other rank's stack
+    assert "launch.hang_timeout_s" in output
+    assert output.count("error: ") == 1
+    assert run.run.status() == "failed"
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("sleep", "rank 1 has made no progress for 3 s, in step 4: {file}:{line} in sleep"),
+        ("barrier", "the ranks have made no progress for 3 s: each waits for the others"),
+    ],
+)
+def test_a_rank_that_hangs_in_its_loss(tmp_path: Path, fault: str, says: str) -> None:
+    with drive(tmp_path, *QUIET, *SAVING, "--set", f"task.fault={fault}", "--set", "launch.hang_timeout_s=3") as run:
+        output = run.finish(1)
+    assert says.format(file=faulty.__file__, line=line_of("sleep", "time.sleep")) in output
+    if fault == "barrier":
+        assert f"rank 0: silent for 3 s in step 4; {faulty.__file__}:{line_of('barrier', 'dist.barrier')}" in output
+    run.resume()
+
+
+@pytest.mark.drill
+def test_a_long_evaluation_and_a_slow_first_step_are_no_hang(tmp_path: Path) -> None:
+    """Both take longer than the time without progress that counts as a hang."""
+    arguments = ("--set", "task.slow=true", "--set", "launch.hang_timeout_s=4", "--set", "validation.batch_size=8")
+    with drive(tmp_path, *QUIET, *arguments, "--epochs", "1") as run:
+        run.finish(0)
+    assert run.run.status() == "completed"
+
+
+# Too little memory.
+
+
+def test_a_rank_without_memory_is_told_with_a_batch_that_fits(tmp_path: Path) -> None:
+    with drive(tmp_path, *QUIET, *SAVING, "--set", "task.fault=gpu_memory", "--batch-size", "16") as run:
+        output = run.finish(1)
+    assert "rank 1 of 2 failed: torch.OutOfMemoryError: CUDA out of memory" in output
+    for rank in range(2):
+        assert re.search(rf"^  rank {rank}: host: \d\.\d\d GB resident", output, re.MULTILINE)
+    assert "the same global batch of 32 as batch size 8 × 2 micro-batches per device" in output
+    command = re.search(r"lockstep (resume .*)$", output, re.MULTILINE)
+    assert command is not None
+    assert command[1].startswith(f"resume {run.run.read().id} ")
+    run.cure()
+    finish(start(*command[1].replace(run.run.read().id, "run").split(), cwd=tmp_path), timeout_s=100)
+    run.assert_complete()
+    batch = run.run.plan()["batch"]
+    assert (batch["global_batch"], batch["batch_size"], batch["accumulate"]) == (32, 8, 2)
+
+
+# The run folder.
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_newest_checkpoint(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        with drive(tmp_path, *SLOW, *SAVING, run=disk / "run") as run:
+            run.wait_for_step(4)
+            ballast = disk / "ballast"
+            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            output = run.finish(1)
+        assert "error: rank 0 of 2 failed: no space left to write" in output
+        assert "free some space" in output
+        assert "Traceback" not in output
+        ballast.unlink()
+        make_read_only(disk)
+        refused = finish(start("resume", str(run.run.path), cwd=tmp_path), 1)
+        assert "is on a read-only file system" in refused
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        run.resume()
+
+
+@pytest.mark.drill
+def test_a_vanished_run_folder_ends_the_run(tmp_path: Path) -> None:
+    with drive(tmp_path, *SLOW, *SAVING) as run:
+        run.wait_for_step(4)
+        run.run.path.rename(tmp_path / "elsewhere")
+        output = run.finish(1)
+    assert re.search(r"error: rank [01] of 2 failed: the folder of .* is not there", output)
+    assert "Traceback" not in output
+    shutil.rmtree(run.run.path, ignore_errors=True)  # what was written there in between
+    (tmp_path / "elsewhere").rename(run.run.path)
+    run.resume()
+
+
+# Signals and kills.
+
+
+def kill_launcher(run: Drive) -> int:
+    os.kill(run.launcher["pid"], signal.SIGKILL)
+    return 1
+
+
+def kill_command(run: Drive) -> int:
+    run.process.kill()
+    return -signal.SIGKILL
+
+
+def terminate(run: Drive) -> int:
+    run.process.terminate()
+    return 143
+
+
+def interrupt_twice(run: Drive) -> int:
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    run.process.send_signal(signal.SIGINT)
+    return 130
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("strike", [kill_launcher, kill_command, terminate, interrupt_twice])
+def test_a_run_that_is_killed_or_stopped_goes_on(tmp_path: Path, strike: Callable[[Drive], int]) -> None:
+    with drive(tmp_path, *SLOW, *SAVING, "--set", "task.pause_s=0.02") as run:
+        run.wait_for_step(4)
+        code = strike(run)
+        output = run.finish(code)
+    assert "Traceback" not in output
+    run.resume()
+
+
+@pytest.mark.drill
+def test_a_run_killed_while_it_starts_goes_on_at_once(tmp_path: Path) -> None:
+    with drive(tmp_path, *QUIET, *SAVING) as run:
+        run.wait(lambda: bool(run.launcher["pids"]))
+        run.look_around()
+        for process in reversed(run.family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        run.process.communicate(timeout=60)
+        run.assert_nobody_left()
+    assert run.run.status() == "lost"
+    finish(start("resume", "run", cwd=tmp_path), timeout_s=100)
+    run.assert_complete()

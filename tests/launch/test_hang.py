@@ -1,0 +1,193 @@
+"""When no rank moves: what counts as moving, who is behind, and where."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.launch import stacks
+from lockstep.launch.hang import HangReport, HangWatch, Standstill
+from lockstep.launch.output import log_file
+from lockstep.telemetry.pulse import Activity, Sign
+from tests.gloo import ROOT
+
+WAITING = f"{ROOT}/src/lockstep/engine/strategy.py:1 in _backward"
+RANK = """
+import signal, sys, time
+from lockstep.launch import stacks
+with open(sys.argv[1], "a") as log, stacks.told_on_request(log):
+    print("up", flush=True)
+    def busy():
+        while True:
+            pass
+    busy()
+"""
+
+
+class Ranks:
+    """Processes that only take stacks, signs that a test sets, and a clock that it moves."""
+
+    def __init__(self, folder: Path, count: int = 2) -> None:
+        self.logs = folder
+        self.now = 0.0
+        self.signs = [Sign(1, 3, Activity.STEP)] * count
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, str(log_file(folder, rank))],
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            )
+            for rank in range(count)
+        ]
+        for process in self.processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        pids = {rank: process.pid for rank, process in enumerate(self.processes)}
+        self.watch = HangWatch(pids, lambda: self.signs, logs=folder, timeout_s=60.0, clock=lambda: self.now)
+
+    def after(self, seconds: float) -> HangReport | None:
+        """Look every second for so long."""
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            report = self.watch.look(range(len(self.processes)))
+            if report is not None:
+                return report
+        return None
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.communicate()
+
+
+def test_silence_of_all_ranks_is_a_hang_with_stacks(ranks: Ranks) -> None:
+    assert ranks.after(59) is None
+    report = ranks.after(2)
+    assert report is not None
+    assert [rank.place for rank in report.ranks] == [f"<string>:{line} in busy" for line in (8, 8)] or all(
+        "in busy" in rank.stack[0] for rank in report.ranks
+    )
+    assert "has made no progress for 60 s" in log_file(ranks.logs, 1).read_text()
+
+
+def test_one_rank_that_moves_is_enough(ranks: Ranks) -> None:
+    for beat in range(2, 6):
+        assert ranks.after(50) is None
+        ranks.signs[1] = Sign(beat, 3, Activity.EVALUATING)
+    assert ranks.after(61) is not None
+
+
+@pytest.mark.parametrize("activity", [activity for activity in Activity if activity.is_untimed])
+def test_what_is_untimed_may_take_long_unless_its_process_is_stopped(ranks: Ranks, activity: Activity) -> None:
+    ranks.signs[0] = Sign(2, 3, activity)
+    assert ranks.after(200) is None
+    ranks.processes[0].send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, ranks.processes[0].pid, os.WSTOPPED)
+    report = ranks.after(1)
+    assert report is not None
+    assert report.headline.startswith("rank 0 has given no sign of life for ")
+    assert report.ranks[0].stack == ()
+    assert report.ranks[1].stack
+    assert "(stopped)" in report.table()
+
+
+def test_a_pause_of_the_launcher_itself_does_not_count(ranks: Ranks) -> None:
+    assert ranks.after(30) is None
+    ranks.now += 3600
+    assert ranks.after(29) is None
+    assert ranks.after(3) is not None
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(ranks: Ranks) -> None:
+    ranks.signs[0] = Sign(9, 14, Activity.ENDING)
+    for _ in range(65):
+        ranks.now += 1.0
+        report = ranks.watch.look([1])
+        if report is not None:
+            break
+    assert report is not None
+    assert [rank.rank for rank in report.ranks] == [1]
+
+
+def standstill(rank: int, step: int, *stack: str, ahead: bool = True, doing: str = "step 4") -> Standstill:
+    inside = bool(stack) and "/lockstep/" in stack[0]
+    return Standstill(rank=rank, step=step, ahead=ahead, doing=doing, stack=stack, in_framework=inside, silent_s=60)
+
+
+def test_who_is_behind() -> None:
+    def behind(*ranks: Standstill) -> list[int]:
+        return [rank.rank for rank in HangReport(timeout_s=60, ranks=ranks).behind]
+
+    own = "/home/me/task.py:3 in loss"
+    assert behind(standstill(0, 3, WAITING), standstill(1, 3, own)) == [1]
+    assert behind(standstill(0, 3, WAITING), standstill(1, 2, WAITING)) == [1]
+    assert behind(standstill(0, 3, WAITING, ahead=False), standstill(1, 3, WAITING)) == [0]
+    assert behind(standstill(0, 3, WAITING), standstill(1, 3, WAITING)) == []
+    assert behind(standstill(0, 3, own), standstill(1, 3, own)) == []
+    waiting = standstill(1, 3, WAITING).model_copy(update={"waits_for_data": True})
+    assert behind(standstill(0, 3, WAITING), waiting) == [1]
+    assert behind(standstill(0, 3, own)) == [0]
+
+
+@given(
+    st.lists(
+        st.builds(
+            Standstill,
+            rank=st.integers(0, 9),
+            step=st.integers(0, 9),
+            doing=st.just("step 4"),
+            ahead=st.booleans(),
+            waits_for_data=st.booleans(),
+            state=st.sampled_from(["running", "stopped", "blocked"]),
+            in_framework=st.booleans(),
+            stack=st.sampled_from([(), (WAITING,)]),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_any_report_has_a_headline_a_reason_a_fix_and_every_rank(ranks: list[Standstill]) -> None:
+    report = HangReport(timeout_s=60, ranks=tuple(ranks))
+    assert report.headline
+    assert report.cause.why
+    assert report.cause.fix
+    assert all(f"rank {rank.rank}" in report.table() for rank in ranks)
+    assert HangReport.model_validate(report.model_dump()) == report
+
+
+def test_the_stack_of_the_thread_that_the_signal_came_to(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+") as log:
+        faulthandler.dump_traceback(log)
+        log.seek(0)
+        stack = stacks.parse(log.read())
+    assert stack[0].function == "test_the_stack_of_the_thread_that_the_signal_came_to"
+    assert stacks.place(stack).startswith(f"{__file__}:{stack[0].line} in test_the_stack")
+    assert stacks.parse("nothing") == ()
+
+
+def test_the_users_line_is_the_place() -> None:
+    frames = [
+        ("/x/site-packages/torch/distributed/distributed_c10d.py", "barrier"),
+        ("/x/site-packages/torch/distributed/c10d_logger.py", "wrapper"),
+        ("/home/me/task.py", "loss"),
+        (f"{ROOT}/src/lockstep/engine/strategy.py", "forward"),
+        (f"{ROOT}/src/lockstep/launch/run.py", "run_rank"),
+        ("<frozen runpy>", "_run_code"),
+    ]
+    stack = tuple(stacks.Frame(file, line, function) for line, (file, function) in enumerate(frames, 1))
+    assert stacks.place(stack) == "/home/me/task.py:3 in loss, in barrier"
+    assert stacks.place(stack[3:]) == f"{frames[3][0]}:4 in forward"
+    assert stacks.own_part(stack) == stack[:4]

@@ -1,0 +1,51 @@
+"""A class that only a file names is not imported; one that the user has named is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunCli
+from tests.gloo import ROOT
+
+IMPORTS = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+
+TASK = """
+from pathlib import Path
+from tests.toys import Toy
+Path({canary!r}).touch()
+class Mine(Toy):
+    pass
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(TASK.format(canary=str(tmp_path / "canary")))
+    return f"{tmp_path / 'mine.py'}:Mine"
+
+
+def test_a_class_in_a_file_needs_to_have_been_named_by_the_user(run_cli: RunCli, tmp_path: Path, task: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"task:\n  name: {task}\n")
+    canary = tmp_path / "canary"
+    stranger = {"XDG_STATE_HOME": str(tmp_path / "stranger"), **IMPORTS}
+    own = {"XDG_STATE_HOME": str(tmp_path / "own"), **IMPORTS}
+
+    refused = run_cli("plan", "--config", "config.yaml", env=stranger)
+    assert (refused.code, "lockstep plan" in refused.err, canary.exists()) == (2, True, False)
+    trained = run_cli("train", task, "--config", "config.yaml", "--max-steps", "2", "--save-dir", "run", env=own)
+    assert trained.code == 0, trained.err
+    assert run_cli("plan", "--config", "config.yaml", env=own).code == 0, "once named, a file may name it too"
+    assert run_cli("evaluate", "run", "--split", "val", env=own).code == 0
+
+    canary.unlink()
+    shutil.copytree(tmp_path / "run", tmp_path / "sent", symlinks=True)
+    for verb in (["resume", "sent"], ["evaluate", "sent"], ["export", "sent"], ["transcribe", "sent", "x.wav"]):
+        refused = run_cli(*verb, env=stranger)
+        assert refused.code == 2, verb
+        assert "which you have not trained on this machine" in refused.err, verb
+        assert "Traceback" not in refused.err
+        assert not canary.exists(), verb
+    assert run_cli("show", "sent", env=stranger).code == 0, "looking at a run needs none of its code"

@@ -1,0 +1,71 @@
+"""The guides: every command in them parses, every cause of a failure has a section, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep.cli.main import VERBS, app
+from lockstep.launch import causes
+from tests.gloo import ROOT
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "troubleshooting.md", ROOT / "docs" / "clusters.md")
+VERB = "|".join(verb for verb, *_ in VERBS)
+COMMAND = re.compile(rf"(?:^|\s)(?:python -m |-m )?lockstep +((?:{VERB})\b[^#`|;\n]*)")
+PLACEHOLDERS = {"…", "TASK", "..."}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """What follows ``lockstep`` in code, inline and in blocks; without placeholders."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    code = re.findall(r"```\w*\n(.*?)```", text, re.S) + re.findall(
+        r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S)
+    )
+    for piece in code:
+        for found in COMMAND.findall(piece):
+            words = [word for word in shlex.split(found) if word not in PLACEHOLDERS]
+            yield words[:-1] if words[-1].startswith("--") and found.rstrip().endswith("…") else words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_one(page: Path) -> None:
+    found = list(commands(page))
+    assert len(found) >= 4
+    for words in found:
+        app.parse_args(words, exit_on_error=False, print_error=False)  # raises where a verb or a flag is none
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_every_cause_has_a_section() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    headings = set(re.findall(r"^### (.+)$", page, re.M))
+    named = {value.name for value in vars(causes).values() if isinstance(value, causes.Cause)}
+    named |= {cause.name for _, cause in causes._BY_TEXT} | {cause.name for cause in causes._BY_SIGNAL.values()}
+    assert named <= headings
+
+
+def test_no_advice_ends_processes_by_name() -> None:
+    for page in PAGES:
+        assert not re.search(r"\bpkill\b|\bkillall\b", page.read_text(encoding="utf-8")), page.name
+
+
+def test_the_manifest_is_a_whole_pytorchjob() -> None:
+    block = re.search(r"```yaml\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8"), re.S)
+    assert block
+    job = yaml.safe_load(block[1])
+    assert job["kind"] == "PyTorchJob"
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        (container,) = replica["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch", "the operator looks for this name"
+        words = container["command"]
+        app.parse_args(words[words.index("lockstep") + 1 :], exit_on_error=False, print_error=False)
