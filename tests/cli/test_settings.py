@@ -74,7 +74,8 @@ def test_the_defaults_that_the_help_states_are_those_of_the_settings() -> None:
         elif isinstance(default, int | float):
             assert float(stated[1]) == default, flag
         else:
-            assert stated[1].split(" (")[0] == str(default), flag
+            text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+            assert stated[1].split(" (")[0] == text, flag
         checked += 1
     assert checked > 20
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.hardware.device import GpuUser
-from lockstep.hardware.nvml import FakeNvml, GpuHealth, GpuLink, Nvml, NvmlGpu, PyNvml, open_nvml
+from lockstep.hardware.nvml import FakeNvml, GpuHealth, GpuLink, GpuReading, Nvml, NvmlGpu, PyNvml, open_nvml
 
 
 class DriverError(Exception):
@@ -22,6 +22,7 @@ class Driver:
     NVML_TEMPERATURE_GPU = NVML_VOLATILE_ECC = NVML_P2P_STATUS_OK = 0
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
     NVML_P2P_CAPS_INDEX_NVLINK = 2
+    NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
 
     def __init__(self, *handles: dict[str, Any]) -> None:
         self.handles = handles
@@ -79,6 +80,18 @@ class Driver:
 
     def nvmlDeviceGetTemperature(self, handle: dict[str, Any], sensor: int) -> Any:
         return self._get(handle, "temperature")
+
+    def nvmlDeviceGetUtilizationRates(self, handle: dict[str, Any]) -> Any:
+        return SimpleNamespace(gpu=self._get(handle, "utilisation"), memory=0)
+
+    def nvmlDeviceGetPowerUsage(self, handle: dict[str, Any]) -> Any:
+        return self._get(handle, "power")
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: dict[str, Any]) -> Any:
+        return self._get(handle, "power limit")
+
+    def nvmlDeviceGetClockInfo(self, handle: dict[str, Any], kind: int) -> Any:
+        return self._get(handle, "clocks")[kind]
 
     def nvmlDeviceGetEccMode(self, handle: dict[str, Any]) -> Any:
         return self._get(handle, "ecc")
@@ -155,6 +168,19 @@ def test_health_and_links() -> None:
     assert nvml.link("GPU-2", "GPU-1") == nvml.link("GPU-1", "GPU-9") == GpuLink(peer=None, nvlink=False, path="")
 
 
+def test_readings() -> None:
+    busy = {**WHOLE, "utilisation": 97, "power": 640_500, "power limit": 700_000, "temperature": 61}
+    busy |= {"clocks": {1: 1980, 2: 2619}, "throttle reasons": 0x4 | 0x20}
+    nvml = PyNvml(Driver(busy, {"uuid": "GPU-2"}))
+    assert nvml.reading("GPU-1") == GpuReading(
+        0.97, 5_899_345_920, 85_899_345_920, 640.5, 700.0, 61, 1980, 2619, ("power cap", "hot")
+    )
+    assert nvml.users("GPU-1") == (GpuUser(11, "python3", 2.0), GpuUser(404, "unknown", None))
+    for uuid in ("GPU-2", "GPU-9"):  # a driver that says nothing; no such GPU
+        assert nvml.reading(uuid) == GpuReading()
+        assert nvml.users(uuid) == ()
+
+
 def test_the_fake_is_one_too() -> None:
     gpu = NvmlGpu("GPU-1", "X", (8, 0), 1, 1)
     fake: Nvml = FakeNvml([gpu], driver=(12, 8))
@@ -183,4 +209,5 @@ def test_the_real_one_knows_its_gpus() -> None:
             assert nvml.by_uuid(gpu.uuid) is not None
             health = nvml.health(gpu.uuid)
             assert health.temperature_c is None or 0 < health.temperature_c < 120
+            assert nvml.reading(gpu.uuid).memory_total == gpu.total
         assert nvml.driver_version()

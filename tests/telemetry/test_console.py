@@ -72,15 +72,17 @@ def shown(mode: Any = "auto", events: list[Event] = RUN) -> str:
     return stream.getvalue()
 
 
-def on_a_terminal(tmp_path: Path, *, columns: int = 100, term: str = "xterm-256color", mode: str = "auto") -> str:
-    """What a program that shows ``RUN`` writes to a real pseudo-terminal."""
+def on_a_terminal(
+    tmp_path: Path, *, columns: int = 100, term: str = "xterm-256color", mode: str = "auto", script: str = SCRIPT
+) -> str:
+    """What a program that shows ``RUN`` (or does something else) writes to a real pseudo-terminal."""
     (tmp_path / "tests_of_console.py").write_bytes(Path(__file__).read_bytes())
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {**os.environ, "TERM": term, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", SCRIPT, mode],
+        [sys.executable, "-W", "error", "-c", script, mode],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
@@ -187,6 +189,35 @@ def test_a_narrow_terminal_still_shows_step_and_loss(tmp_path: Path) -> None:
     text = visible(on_a_terminal(tmp_path, columns=70))
     assert "50/200" in text and "812 samples/s" in text and "loss 2.5" in text
     assert "runs/run-0123abcd" in text
+
+
+MOVING = """
+import sys, threading
+from pathlib import Path
+from lockstep.events import RunStarted
+from lockstep.telemetry.console import ConsoleSink
+step, looks, drawn = 0, 0, threading.Event()
+
+def position():
+    global looks
+    looks += step == 123
+    if looks == 2:  # the look before has been drawn
+        drawn.set()
+    return step
+
+sink = ConsoleSink(sys.stdout)
+sink.emit(RunStarted(Path("r"), 1, 0, 200, {"epochs": 2}, position))
+step = 123
+assert drawn.wait(60)
+sink.close()
+assert not [t for t in threading.enumerate() if t.name == "lockstep-bar"]
+"""
+
+
+def test_the_bar_moves_between_events(tmp_path: Path) -> None:
+    text = visible(on_a_terminal(tmp_path, script=MOVING))
+    assert "123/200" in text
+    assert "left" in text[text.index("123/200") :], "the remaining time moves with it"
 
 
 def test_plain_lines_when_asked_for_or_when_the_terminal_is_dumb(tmp_path: Path) -> None:

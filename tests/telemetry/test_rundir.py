@@ -37,7 +37,8 @@ def test_a_new_run_is_pending_and_says_what_the_design_lists(tmp_path: Path) -> 
     content = json.loads((run.path / "run.json").read_text())
     assert list(content) == [
         "format_version", "id", "name", "task", "status", "created_at", "started_at", "completed_at", "pid", "host",
-        "command", "versions", "placement", "attempt", "best_epoch", "best_metric", "final_metrics", "error", "tags",
+        "command", "versions", "placement", "attempt", "restarts", "best_epoch", "best_metric",
+        "final_metrics", "error", "tags",
     ]  # fmt: skip
     record = run.read()
     assert (record.id, record.name, record.task, record.status) == ("run-00000001", "first try", "har", "pending")

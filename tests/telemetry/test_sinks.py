@@ -13,7 +13,8 @@ from lockstep.errors import ConfigError, StorageError
 from lockstep.events import EpochEnded, Evaluated, Event, Fanout, Note, RunEnded, RunStarted, Sink, StepLogged
 from lockstep.telemetry import sinks
 from lockstep.telemetry.rundir import RunDir, new_run_id
-from lockstep.telemetry.sinks import RunFolderSink, TensorBoardSink, standard_sinks, tensorboard_wanted
+from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
+from lockstep.telemetry.tensorboard import TensorBoardSink, tensorboard_wanted
 
 PLAN: dict[str, Any] = {"task": {"name": "har"}, "epochs": 3, "choices": [], "notes": []}
 

@@ -79,6 +79,13 @@ def test_a_pending_run_outlives_its_creator_for_a_while(
     assert run.status(now=time.time() + 9999) == "lost"
 
 
+def test_a_pending_run_is_lost_at_once_when_its_launcher_is_gone(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    program = "import sys; from pathlib import Path; from lockstep.telemetry.heartbeat import announce; "
+    subprocess.run([sys.executable, "-c", f"{program} announce(Path(sys.argv[1]))", run.heartbeat_file], check=True)
+    assert run.read().status == "pending" and run.status() == "lost"
+
+
 def test_a_number_used_again_by_another_process_is_not_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     run.update(status="running")

@@ -39,6 +39,20 @@ def usable_memory(root: Path = ROOT) -> tuple[int, int]:
     return total, free
 
 
+def oom_kills(root: Path = ROOT) -> int:
+    """How many processes the kernel has killed for want of memory: in this cgroup, or on the machine; 0: not known."""
+    files = [
+        folder / name for folder in _cgroup_folders(root, "memory") for name in ("memory.events", "memory.oom_control")
+    ]
+    for file in (*files, root / "proc/vmstat"):
+        try:
+            counts = dict(line.split() for line in file.read_text().splitlines())
+            return int(counts["oom_kill"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return 0
+
+
 def cpu_name(root: Path = ROOT) -> str:
     """The CPU's model, as the system tells it."""
     try:

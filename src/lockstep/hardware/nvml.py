@@ -12,6 +12,7 @@ from lockstep.hardware.device import GpuUser, gigabytes
 
 #: nvmlClocksThrottleReasons that mean trouble (nvml.h); a power cap under load is normal.
 _SLOWDOWNS = {"hot": 0x20 | 0x40, "power brake": 0x80, "hardware": 0x8}
+_POWER_CAP = {"power cap": 0x4}
 #: nvmlGpuTopologyLevel_t (nvml.h).
 _PATHS = {
     0: "one board",
@@ -58,6 +59,33 @@ class GpuHealth:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuReading:
+    """What a GPU does at this moment; ``None`` where the driver does not say (a MIG slice has no utilisation).
+
+    Attributes:
+        utilisation: share of the last sample period (up to a second) in which a kernel ran, 0 to 1.
+        memory: bytes in use, by all processes.
+        memory_total: bytes.
+        power_w: drawn, watts.
+        power_limit_w: what the board may draw.
+        temperature_c: of the chip, °C.
+        sm_clock_mhz: of the multiprocessors.
+        memory_clock_mhz: of the memory.
+        throttled: why its clocks are held back: ``"power cap"`` (usual under load), and as in :class:`GpuHealth`.
+    """
+
+    utilisation: float | None = None
+    memory: int | None = None
+    memory_total: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: int | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    throttled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GpuLink:
     """How two GPUs reach each other: peer access, NVLink, and the nearest part of the machine that both hang on."""
 
@@ -89,6 +117,14 @@ class Nvml(Protocol):
         """Temperature, memory errors and slowdowns of a GPU."""
         ...
 
+    def reading(self, uuid: str) -> GpuReading:
+        """What a GPU does now; cheap enough for once a second."""
+        ...
+
+    def users(self, uuid: str) -> tuple[GpuUser, ...]:
+        """The processes that hold memory on a GPU now."""
+        ...
+
     def link(self, one: str, other: str) -> GpuLink:
         """How two GPUs, by their identifiers, reach each other."""
         ...
@@ -110,8 +146,10 @@ class FakeNvml:
         driver: tuple[int, int] = (13, 0),
         health: Mapping[str, GpuHealth] | None = None,
         links: Mapping[tuple[str, str], GpuLink] | None = None,
+        readings: Mapping[str, GpuReading] | None = None,
     ) -> None:
         self._gpus = list(gpus)
+        self._readings = dict(readings or {})
         self._driver = driver
         self._health = dict(health or {})
         self._links = dict(links or {})
@@ -130,6 +168,13 @@ class FakeNvml:
 
     def health(self, uuid: str) -> GpuHealth:
         return self._health.get(uuid, GpuHealth())
+
+    def reading(self, uuid: str) -> GpuReading:
+        return self._readings.get(uuid, GpuReading())
+
+    def users(self, uuid: str) -> tuple[GpuUser, ...]:
+        gpu = self.by_uuid(uuid)
+        return gpu.users if gpu else ()
 
     def link(self, one: str, other: str) -> GpuLink:
         return self._links.get((one, other), GpuLink(peer=None, nvlink=False, path=""))
@@ -152,6 +197,7 @@ class PyNvml:
 
     def __init__(self, library: Any) -> None:
         self._lib = library
+        self._handles: dict[str, Any] = {}
 
     def gpus(self) -> list[NvmlGpu]:
         count = self._lib.nvmlDeviceGetCount()
@@ -186,6 +232,31 @@ class PyNvml:
             slowdowns=tuple(name for name, bits in _SLOWDOWNS.items() if reasons & bits),
         )
 
+    def reading(self, uuid: str) -> GpuReading:
+        lib, ask = self._lib, self._ask
+        handle = self._handle(uuid)
+        if handle is None:
+            return GpuReading()
+        rates = ask(lib.nvmlDeviceGetUtilizationRates, handle)  # percent
+        memory = ask(lib.nvmlDeviceGetMemoryInfo, handle)
+        power, limit = ask(lib.nvmlDeviceGetPowerUsage, handle), ask(lib.nvmlDeviceGetEnforcedPowerLimit, handle)  # mW
+        reasons = ask(lib.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        return GpuReading(
+            utilisation=None if rates is None else rates.gpu / 100,
+            memory=None if memory is None else int(memory.total) - int(memory.free),
+            memory_total=None if memory is None else int(memory.total),
+            power_w=None if power is None else power / 1000,
+            power_limit_w=None if limit is None else limit / 1000,
+            temperature_c=ask(lib.nvmlDeviceGetTemperature, handle, lib.NVML_TEMPERATURE_GPU),
+            sm_clock_mhz=ask(lib.nvmlDeviceGetClockInfo, handle, lib.NVML_CLOCK_SM),
+            memory_clock_mhz=ask(lib.nvmlDeviceGetClockInfo, handle, lib.NVML_CLOCK_MEM),
+            throttled=tuple(name for name, bits in (_POWER_CAP | _SLOWDOWNS).items() if reasons & bits),
+        )
+
+    def users(self, uuid: str) -> tuple[GpuUser, ...]:
+        handle = self._handle(uuid)
+        return () if handle is None else self._users(handle)
+
     def link(self, one: str, other: str) -> GpuLink:
         lib, ask = self._lib, self._ask
         pair = [ask(lib.nvmlDeviceGetHandleByUUID, uuid.encode()) for uuid in (one, other)]
@@ -213,6 +284,12 @@ class PyNvml:
             return function(*args)
         except self._lib.NVMLError:
             return None
+
+    def _handle(self, uuid: str) -> Any:
+        """The driver's handle of a GPU, which it takes milliseconds to find, kept for the next question."""
+        if self._handles.get(uuid) is None:
+            self._handles[uuid] = self._ask(self._lib.nvmlDeviceGetHandleByUUID, uuid.encode())
+        return self._handles[uuid]
 
     def _describe(self, handle: Any) -> NvmlGpu:
         memory = self._ask(self._lib.nvmlDeviceGetMemoryInfo, handle)

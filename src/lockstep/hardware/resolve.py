@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 from lockstep.config import DistributedConfig, HardwareConfig
@@ -35,6 +35,7 @@ class Placement:
         precision: ``32``, ``16-mixed`` or ``bf16-mixed``.
         reasons: why, for accelerator, devices, strategy, backend, world_size and precision.
         notes: what was ignored or changed, for people to see.
+        by_node: the devices of each node by its name, where there are several nodes.
     """
 
     accelerator: Accelerator
@@ -46,15 +47,19 @@ class Placement:
     precision: str
     reasons: dict[str, str]
     notes: tuple[str, ...] = ()
+    by_node: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``placement.json`` keeps them."""
-        return {**asdict(self), "devices": list(self.devices), "notes": list(self.notes)}
+        by_node = {name: list(devices) for name, devices in self.by_node.items()}
+        return {**asdict(self), "devices": list(self.devices), "notes": list(self.notes), "by_node": by_node}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Placement:
         """The inverse of :meth:`as_dict`."""
-        return cls(**{**values, "devices": tuple(values["devices"]), "notes": tuple(values["notes"])})
+        by_node = {name: tuple(devices) for name, devices in values.get("by_node", {}).items()}
+        lists = {"devices": tuple(values["devices"]), "notes": tuple(values["notes"]), "by_node": by_node}
+        return cls(**{**values, **lists})
 
     def torch_device(self, local_rank: int = 0) -> str:
         """What torch calls the device of a rank of this node (with ``dp``, its first): ``"cpu"``, ``"cuda:0"``."""

@@ -23,6 +23,8 @@ from lockstep.errors import RunFolderError, StorageError
 
 MAX_JSON_BYTES = 64 << 20
 MAX_JSONL_BYTES = 512 << 20
+_MAX_LINE_BYTES = 64 << 20
+_TAIL_BYTES = 64 << 10
 
 #: Part of every temporary name, so that leftovers of a killed process can be told from real files.
 TEMPORARY = ".tmp-"
@@ -156,6 +158,8 @@ def _cut_torn_line(path: Path) -> None:
         end = file.seek(0, os.SEEK_END)
         position = end
         while position > 0:
+            if end - position >= _MAX_LINE_BYTES:
+                raise OSError(errno.EINVAL, f"its last {end - position:,} bytes hold no line")
             start = max(0, position - 65_536)
             file.seek(start)
             newline = file.read(position - start).rfind(b"\n")
@@ -230,6 +234,21 @@ def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str
             fix="remove the file; the run itself is not affected",
         )
     return rows
+
+
+def last_row(path: Path) -> dict[str, Any] | None:
+    """The newest whole row of a JSON lines file, read from its end; ``None`` when there is none to read.
+
+    For what is looked at again and again while it grows; rows are at most 64 KiB long.
+    """
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+            file.seek(start)
+            *lines, _torn = file.read(_TAIL_BYTES).split(b"\n")
+    except OSError:
+        return None
+    return next((row for row in map(_row, reversed(lines)) if row is not None), None)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -39,6 +39,7 @@ class Beat(BaseModel):
     """The content of ``heartbeat.json``. ``created`` and ``updated`` are seconds since the epoch.
 
     ``ended``: this was the last beat, although the process (a notebook's, say) may live on.
+    ``handing_over``: another process is about to answer for the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -51,6 +52,7 @@ class Beat(BaseModel):
     host: str
     updated: float
     ended: bool = False
+    handing_over: bool = False
 
 
 def read_beat(path: Path) -> Beat | None:
@@ -61,7 +63,9 @@ def read_beat(path: Path) -> Beat | None:
         return None
 
 
-def announce(path: Path, step: int = 0, total: int | None = None, *, ended: bool = False) -> Beat:
+def announce(
+    path: Path, step: int = 0, total: int | None = None, *, ended: bool = False, handing_over: bool = False
+) -> Beat:
     """Write one beat of the calling process to ``path``: from now on it answers for the run.
 
     The counter goes on from the beat before. Raises :class:`StorageError`.
@@ -76,6 +80,7 @@ def announce(path: Path, step: int = 0, total: int | None = None, *, ended: bool
         host=socket.gethostname(),
         updated=time.time(),
         ended=ended,
+        handing_over=handing_over,
     )
     write_json(path, beat.model_dump(), durable=False)
     return beat

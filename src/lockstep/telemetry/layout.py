@@ -32,12 +32,24 @@ class Layout:
         return self.path / "steps.jsonl"
 
     @property
+    def ranks_file(self) -> Path:
+        return self.path / "ranks.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
     def plan_file(self) -> Path:
         return self.path / "plan.json"
 
     @property
     def task_file(self) -> Path:
         return self.path / "task.pkl"
+
+    @property
+    def slurm_file(self) -> Path:
+        return self.path / "slurm.json"
 
     @property
     def attempts(self) -> Path:

@@ -43,6 +43,7 @@ class RunRecord(BaseModel):
     versions: dict[str, str] = {}
     placement: dict[str, Any] | None = None
     attempt: int = Field(default=0, ge=0)
+    restarts: list[dict[str, Any]] = []
     best_epoch: int | None = None
     best_metric: dict[str, Metric] = {}
     final_metrics: dict[str, Metric] = {}

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from lockstep.config import RunConfig, dump, resolve
+from lockstep.config.load import parse_yaml
 from lockstep.errors import ConfigError, RunFolderError, StorageError
 from lockstep.telemetry.creation import make_folder
 from lockstep.telemetry.files import (
@@ -114,7 +115,7 @@ class RunDir(Layout):
             for inner in (run.attempts, run.checkpoints, run.logs):
                 inner.mkdir()
             write_text(run.config_file, dump(config))
-            announce(run.heartbeat_file)
+            announce(run.heartbeat_file, handing_over=True)
             write_json(run.run_file, record.model_dump())
 
         _refuse_occupied(path)
@@ -156,7 +157,7 @@ class RunDir(Layout):
         finally:
             shutil.rmtree(building, ignore_errors=True)
         write_json(self.plan_file, plan)
-        announce(self.heartbeat_file, resumed_from_step)
+        announce(self.heartbeat_file, resumed_from_step, handing_over=True)
         self.update(
             attempt=attempt,
             status="pending",
@@ -196,18 +197,41 @@ class RunDir(Layout):
         """The run's frozen configuration. Raises :class:`RunFolderError`."""
         content = read_bytes(self.config_file, max_bytes=_MAX_CONFIG_BYTES)
         try:
-            settings = yaml.load(content, Loader=_NoAliases)
+            settings = parse_yaml(content)
             if not isinstance(settings, dict):
                 raise ValueError("it holds no settings")
-            return resolve(settings)
+            config = resolve(settings)
+            self._refuse_own_code(config)
+            return config
         except (yaml.YAMLError, ValueError, TypeError, RecursionError, ConfigError) as error:
             raise RunFolderError(
                 f"{self.config_file} is damaged", why=str(error)[:500], fix="restore the file, or start a new run"
             ) from None
 
+    def _refuse_own_code(self, config: RunConfig) -> None:
+        """Raise :class:`ValueError` when the task is a file that may have come with this folder.
+
+        Lockstep writes the whole, resolved path of a task's file, which never lies in a run folder.
+        """
+        for setting in (config.task.name, *config.task.settings.values()):
+            place = setting.rpartition(":")[0] if isinstance(setting, str) else ""
+            if not place.endswith(".py"):
+                continue
+            file = Path(place).resolve()
+            if str(file) != place or file.is_relative_to(self.path.resolve()):
+                raise ValueError(f"it names {place[:200]}, which is no file of yours: code in a run folder is not run")
+
     def plan(self) -> dict[str, Any]:
         """The newest attempt's plan. Raises :class:`RunFolderError`."""
-        return _mapping(read_json(self.plan_file), self.plan_file)
+        plan = _mapping(read_json(self.plan_file), self.plan_file)
+        choices = plan.get("choices", [])
+        if not isinstance(choices, list) or not all(map(_is_choice, choices)):
+            raise RunFolderError(
+                f"{self.plan_file} is damaged",
+                why="its choices are not names, values and reasons",
+                fix=f"copy the newest plan.json of {self.attempts} over it",
+            )
+        return plan
 
     def progress(self) -> Beat | None:
         """The newest heartbeat: step, total and when; ``None`` when there is none."""
@@ -230,9 +254,17 @@ class RunDir(Layout):
         if beat is not None and is_alive(beat, now):
             return record.status
         heard = max(record.created_at.timestamp(), beat.updated if beat else 0.0)
-        if record.status == "pending" and now - heard < PENDING_GRACE_S:
+        handing_over = beat is None or beat.handing_over
+        if record.status == "pending" and handing_over and now - heard < PENDING_GRACE_S:
             return "pending"
+        if record.status == "pending" and record.attempt == 0 and self.slurm_file.exists():
+            return "pending"  # it waits in a queue
         return "lost"
+
+    def is_between_processes(self, record: RunRecord) -> bool:
+        """Whether the run is pending without a living process: one was to take it over, and may still do so."""
+        beat = self.progress()
+        return self.judge(record) == "pending" and not (beat is not None and is_alive(beat, time.time()))
 
     # Its numbers.
 
@@ -264,6 +296,10 @@ class RunDir(Layout):
     def append_step(self, row: Mapping[str, Any]) -> None:
         """Add a row to ``steps.jsonl``. Raises :class:`StorageError`."""
         self._steps.append(row)
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Rows of ``ranks.jsonl``: every rank's step time and memory at a log interval; see :meth:`epochs`."""
+        return surviving(read_jsonl(self.ranks_file), self.resumed_from())
 
     def resumed_from(self) -> dict[int, int]:
         """From which step each attempt went on; attempts that cannot be read are left out."""
@@ -338,15 +374,6 @@ def find_run(ref: str, runs_dir: Path) -> RunDir:
     )
 
 
-class _NoAliases(yaml.SafeLoader):
-    """Refuses aliases, which a run's configuration never has and with which a small file can grow without bound."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it contains an alias")
-        return super().compose_node(parent, index)
-
-
 def _refuse_occupied(path: Path) -> None:
     """Raise :class:`RunFolderError` unless ``path`` is free: missing, or an empty folder."""
     if not os.path.lexists(path):
@@ -388,6 +415,10 @@ def _mapping(content: Any, path: Path) -> dict[str, Any]:
             fix="restore the file, or use another run folder",
         )
     return content
+
+
+def _is_choice(choice: Any) -> bool:
+    return isinstance(choice, dict) and all(isinstance(choice.get(key), str) for key in ("name", "value", "reason"))
 
 
 def _is_number(name: str) -> bool:

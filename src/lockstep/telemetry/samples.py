@@ -40,7 +40,8 @@ def used_samples(run: RunDir) -> dict[int, Counter[int]]:
     Raises:
         RunFolderError: the run has recorded nothing, or a file is damaged.
     """
-    files = sorted(run.path.glob("samples-rank*.jsonl"))
+    # Nodes without a common file system have had theirs gathered.
+    files = [file for folder in (".", "nodes/*") for file in sorted(run.path.glob(f"{folder}/samples-rank*.jsonl"))]
     if not files:
         raise RunFolderError(
             f"{run.path} holds no record of samples",

@@ -1,4 +1,4 @@
-"""Sinks that keep a run's record: the run folder's files, and TensorBoard's events when it is installed.
+"""Sinks that keep a run's record: the run folder's files, and the loggers that are asked for.
 
 Only rank 0 has sinks. :func:`standard_sinks` puts together what every run has.
 """
@@ -7,48 +7,79 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from dataclasses import asdict
+from typing import Any, TextIO
 
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.events import EpochEnded, Evaluated, Event, Fanout, RunEnded, RunStarted, Sink, StepLogged
+from lockstep.events import (
+    EpochEnded,
+    Event,
+    Fanout,
+    RanksLogged,
+    Restarted,
+    RunEnded,
+    RunStarted,
+    Sink,
+    StepLogged,
+)
+from lockstep.telemetry.background import BackgroundSink
 from lockstep.telemetry.console import ConsoleSink
+from lockstep.telemetry.csv import CsvSink
+from lockstep.telemetry.files import JsonLines
+from lockstep.telemetry.mlflow import MlflowSink
 from lockstep.telemetry.rundir import RunDir, utc_now, write_json
+from lockstep.telemetry.tensorboard import TensorBoardSink, tensorboard_wanted
 from lockstep.telemetry.upload import Uploader, UploadSink
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from lockstep.telemetry.wandb import WandbSink
 
 RESULTS_FILE = "training_results.json"
 
 
 def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> Fanout:
-    """The sinks of a run: its folder (essential); console, TensorBoard and upload (switched off if they fail).
+    """The sinks of a run: its folder (essential); console, upload and loggers (switched off if they fail).
 
     Raises:
-        ConfigError: ``telemetry.tensorboard`` is ``on`` and TensorBoard is not installed; ``telemetry.upload_to``
-            is no target that fsspec knows.
+        ConfigError: a logger was asked for and is not installed; ``telemetry.upload_to`` is no target that fsspec
+            knows.
     """
     mode = config.telemetry.progress
     optional: list[Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode)]
-    if tensorboard_wanted(config.telemetry.tensorboard):
-        optional.append(TensorBoardSink(run_dir.logs))
     if config.telemetry.upload_to is not None:
         uploader = Uploader(run_dir.path, config.telemetry.upload_to)
         optional.append(UploadSink(uploader, every_epochs=config.telemetry.upload_every_epochs))
-    return Fanout(essential=[RunFolderSink(run_dir)], optional=optional)
+    return Fanout(essential=[RunFolderSink(run_dir)], optional=[*optional, *loggers(run_dir, config)])
 
 
-def tensorboard_wanted(setting: str) -> bool:
-    """Whether to write TensorBoard files: ``auto`` means when it is installed."""
-    installed = importlib.util.find_spec("tensorboard") is not None
-    if setting == "on" and not installed:
+def loggers(run_dir: RunDir, config: RunConfig) -> list[Sink]:
+    """The loggers that ``config`` asks for. Those that may wait for a server do so in the background.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    settings = config.telemetry
+    found: list[Sink] = []
+    if tensorboard_wanted(settings.tensorboard):
+        found.append(TensorBoardSink(run_dir.logs))
+    if settings.csv:
+        found.append(CsvSink(run_dir.logs / "metrics.csv"))
+    if settings.wandb:
+        _require("wandb")
+        run_id, project, mode = run_dir.read().id, settings.wandb_project, settings.wandb_mode
+        found.append(BackgroundSink(WandbSink(run_dir.logs, run_id, config, project=project, mode=mode)))
+    if settings.mlflow:
+        _require("mlflow")
+        run_id, uri, experiment = run_dir.read().id, settings.mlflow_uri, settings.mlflow_experiment
+        found.append(BackgroundSink(MlflowSink(run_dir.logs, run_id, config, uri=uri, experiment=experiment)))
+    return found
+
+
+def _require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            "telemetry.tensorboard is on, but TensorBoard is not installed",
-            fix="pip install 'lockstep-train[tensorboard]', or set telemetry.tensorboard=auto",
+            f"telemetry.{package} is on, but {package} is not installed",
+            fix=f"pip install 'lockstep-train[{package}]', or set telemetry.{package}=false",
         )
-    return installed and setting != "off"
 
 
 class RunFolderSink:
@@ -59,6 +90,7 @@ class RunFolderSink:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run = run_dir
+        self._ranks = JsonLines(run_dir.ranks_file)
         self._rows: list[dict[str, Any]] = []
         self._earlier_s = 0.0
 
@@ -68,8 +100,12 @@ class RunFolderSink:
                 self._start(event)
             case StepLogged():
                 self._run.append_step(step_row(event))
+            case RanksLogged():
+                self._ranks.append(asdict(event))
             case EpochEnded():
                 self._epoch(event)
+            case Restarted():
+                self._run.update(restarts=[*self._run.read().restarts, {**asdict(event), "at": utc_now()}])
             case RunEnded():
                 self._end(event)
             case _:
@@ -145,70 +181,6 @@ def training_results(
         "history": {_short(name): [row.get(name) for row in rows] for name in names},
         "config": config.model_dump(mode="json"),
     }
-
-
-class TensorBoardSink:
-    """Scalars for TensorBoard: ``train/``, ``val/``, ``test/``, ``lr`` and ``throughput/`` over the optimizer step.
-
-    Args:
-        folder: where the event files go; a resumed run adds one, which hides what it supersedes.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._writer: SummaryWriter | None = None
-
-    def emit(self, event: Event) -> None:
-        match event:
-            case RunStarted():
-                from torch.utils.tensorboard import SummaryWriter
-
-                purge = event.step + 1 if event.step else None
-                self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=purge)
-            case StepLogged():
-                self._add(event.step, {"train/loss": event.loss, "train/grad_norm": event.grad_norm, "lr": event.lr})
-                self._add(event.step, {f"throughput/{name}": getattr(event, name) for name in _SPEEDS})
-                self._add(event.step, {f"train/{name}": value for name, value in event.scalars.items()})
-            case EpochEnded():
-                self._add(event.step, {"epoch": event.epoch})
-                self._add(event.step, _by_split(event.row, train="train_epoch"))
-                self._flush()
-            case Evaluated():
-                self._add(event.step, _by_split(event.metrics))
-            case RunEnded():
-                self._add(event.step, _by_split(event.final_metrics, only="test"))
-                self._flush()
-            case _:
-                pass
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _add(self, step: int, values: Mapping[str, float | None]) -> None:
-        if self._writer is not None:
-            for name, value in values.items():
-                if value is not None:
-                    self._writer.add_scalar(name, value, step)
-
-    def _flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
-
-
-_SPEEDS = ("samples_per_s", "data_wait_share")
-
-
-def _by_split(values: Mapping[str, float], *, train: str = "train", only: str | None = None) -> dict[str, float]:
-    """``val_loss`` → ``val/loss``; what belongs to no split is left out."""
-    folders = {"train": train, "val": "val", "test": "test"}
-    result = {}
-    for key, value in values.items():
-        split, underscore, name = key.partition("_")
-        if underscore and split in folders and only in (None, split):
-            result[f"{folders[split]}/{name}"] = value
-    return result
 
 
 def _short(name: str) -> str:

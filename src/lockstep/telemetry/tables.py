@@ -7,25 +7,30 @@ from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> None:
     """Print ``rows`` under the headings ``columns`` (texts, one per column; all empty: no heading)."""
-    headed = any(columns)
     if not is_terminal(stream):
-        say("\n".join(aligned([columns, *rows] if headed else rows)), stream)
+        say("\n".join(aligned([columns, *rows] if any(columns) else rows)), stream)
         return
+    rich_console(stream).print(drawn(columns, rows))
+
+
+def drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The table of :func:`print_table` for a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=headed)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for position, column in enumerate(columns):
         # What identifies a row is never cut; long explanations at the end of it are wrapped.
         table.add_column(column, overflow="fold", no_wrap=position == 0, style="bold" if position == 0 else None)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    rich_console(stream).print(table)
+    return table
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

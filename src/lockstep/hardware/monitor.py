@@ -1,0 +1,182 @@
+"""How busy a machine is, sampled once a second by a daemon thread: GPUs through NVML, the host through psutil.
+
+One monitor a node, not a rank. GPUs are asked by UUID, so ``gpu:0`` is the right one under
+``CUDA_VISIBLE_DEVICES``; no context is opened on any of them. A sample is a plain dictionary::
+
+    {"time": 1767225600.5,
+     "host": {"name": "n1", "cpu": 0.42, "memory_gb": 11.9, "memory_total_gb": 64.0},
+     "devices": [
+         {"id": "gpu:0", "name": "NVIDIA H200", "utilisation": 0.97, "memory_gb": 71.2, "memory_total_gb": 150.8,
+          "power_w": 640.1, "power_limit_w": 700.0, "temperature_c": 61, "sm_clock_mhz": 1980,
+          "memory_clock_mhz": 3201, "throttled": ["power cap"],
+          "users": [{"pid": 4711, "name": "python", "memory_gb": 70.1}]}]}
+
+``time`` is in seconds since the epoch, shares are from 0 to 1, memory in 1e9 bytes; ``null``: the driver does not
+say. ``users`` stands in every tenth sample, and ``note`` in the first when there is no GPU to ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import psutil
+
+from lockstep.hardware.detect import detect_devices
+from lockstep.hardware.device import Device, gigabytes
+from lockstep.hardware.host import usable_memory
+from lockstep.hardware.nvml import Nvml, open_nvml
+
+INTERVAL_S = 1.0
+#: Samples from one look at the processes on the GPUs to the next: it is the slowest question.
+USERS_EVERY = 10
+NO_GPU = "no NVIDIA GPU is monitored: these samples are of the host alone"
+
+Sample = dict[str, Any]
+
+
+class Source(Protocol):
+    """Where samples come from; use it as a context manager, in one thread."""
+
+    def sample(self) -> Sample: ...
+
+    def __enter__(self) -> Source: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class SystemSource:
+    """This machine.
+
+    Args:
+        devices: ids of the GPUs to ask (``"gpu:0"``; other ids are passed over); ``None``: all that are here.
+        detect: finds the machine's devices, called on entry.
+        open_driver: NVML, or ``None`` where there is no driver; called on entry.
+    """
+
+    def __init__(
+        self,
+        devices: Iterable[str] | None = None,
+        *,
+        detect: Callable[[], Sequence[Device]] = detect_devices,
+        open_driver: Callable[[], Nvml | None] = open_nvml,
+    ) -> None:
+        self._wanted = None if devices is None else set(devices)
+        self._detect, self._open_driver = detect, open_driver
+        self._nvml: Nvml | None = None
+        self._gpus: list[Device] = []
+        self._samples = 0
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> SystemSource:
+        psutil.cpu_percent()  # the first call only starts the measurement
+        nvml = self._open_driver()
+        if nvml is not None:
+            self._nvml = self._open.enter_context(nvml)
+            self._gpus = [device for device in self._detect() if device.kind == "gpu" and self._is_wanted(device)]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+        self._nvml = None
+
+    def _is_wanted(self, device: Device) -> bool:
+        return device.uuid is not None and (self._wanted is None or device.id in self._wanted)
+
+    def sample(self) -> Sample:
+        """What the machine does now; CPU use is the mean since the last sample."""
+        total, free = usable_memory()
+        host = {
+            "name": socket.gethostname(),
+            "cpu": round(psutil.cpu_percent() / 100, 3),
+            "memory_gb": gigabytes(total - free),
+            "memory_total_gb": gigabytes(total),
+        }
+        sample: Sample = {"time": time.time(), "host": host, "devices": [self._gpu(device) for device in self._gpus]}
+        if not self._gpus and not self._samples:
+            sample["note"] = NO_GPU
+        self._samples += 1
+        return sample
+
+    def _gpu(self, device: Device) -> dict[str, Any]:
+        assert self._nvml is not None and device.uuid is not None
+        reading = self._nvml.reading(device.uuid)
+        values: dict[str, Any] = {
+            "id": device.id,
+            "name": device.name,
+            "utilisation": reading.utilisation,
+            "memory_gb": None if reading.memory is None else gigabytes(reading.memory),
+            "memory_total_gb": None if reading.memory_total is None else gigabytes(reading.memory_total),
+            "power_w": reading.power_w,
+            "power_limit_w": reading.power_limit_w,
+            "temperature_c": reading.temperature_c,
+            "sm_clock_mhz": reading.sm_clock_mhz,
+            "memory_clock_mhz": reading.memory_clock_mhz,
+            "throttled": list(reading.throttled),
+        }
+        if self._samples % USERS_EVERY == 0:
+            users = self._nvml.users(device.uuid)
+            values["users"] = [{"pid": user.pid, "name": user.name, "memory_gb": user.memory_gb} for user in users]
+        return values
+
+
+class FakeSource:
+    """Gives the samples that it is given, then the last one again: the fake that ships with the seam."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._left = list(samples)
+
+    def sample(self) -> Sample:
+        return self._left.pop(0) if len(self._left) > 1 else self._left[0]
+
+    def __enter__(self) -> FakeSource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+class Monitor:
+    """Takes a sample every ``interval_s`` seconds in a daemon thread, and a last one when it is stopped.
+
+    Args:
+        source: what to sample; entered and left in the thread, so opening a driver delays nobody.
+        write: receives every sample, in the thread. What it raises ends the monitor and nothing else.
+    """
+
+    def __init__(
+        self, source: Source, write: Callable[[Mapping[str, Any]], None], *, interval_s: float = INTERVAL_S
+    ) -> None:
+        self._source, self._write, self._interval_s = source, write, interval_s
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.cpu_s = 0.0
+        """CPU seconds that the thread has used."""
+        self.error: Exception | None = None
+        """What ended the monitor before it was stopped."""
+
+    def __enter__(self) -> Monitor:
+        assert self._thread is None, "a monitor is started once"
+        self._thread = threading.Thread(target=self._run, name="lockstep-monitor", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        ended = False
+        try:
+            with self._source as source:
+                while not ended:
+                    ended = self._end.wait(self._interval_s)
+                    self._write(source.sample())
+                    self.cpu_s = time.thread_time()
+        except Exception as error:  # drivers and disks fail in many ways, and none of them may end a run
+            self.error = error

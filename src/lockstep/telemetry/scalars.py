@@ -1,0 +1,63 @@
+"""What loggers call a run's numbers: the same names in TensorBoard, W&B, MLflow and CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.events import EpochEnded, Evaluated, Event, RanksLogged, RunEnded, StepLogged
+
+
+def named_scalars(event: Event) -> tuple[int, dict[str, float]]:
+    """An event's optimizer step and its numbers by name; ``(0, {})`` when it has none.
+
+    ``train/``, ``val/`` and ``test/`` hold losses and metrics, ``train_epoch/`` the means of epochs,
+    ``throughput/`` the speed, ``ranks/`` the extremes over ranks.
+    """
+    match event:
+        case StepLogged():
+            values = {"train/loss": event.loss, "lr": event.lr}
+            values |= {} if event.grad_norm is None else {"train/grad_norm": event.grad_norm}
+            values |= {f"throughput/{name}": getattr(event, name) for name in ("samples_per_s", "data_wait_share")}
+            values |= {f"train/{name}": value for name, value in event.scalars.items()}
+            return event.step, values
+        case RanksLogged():
+            own = [rank.own_s for rank in event.ranks if rank.own_s is not None]
+            values = {"ranks/peak_gb_max": max(rank.peak_gb for rank in event.ranks)}
+            values |= {"ranks/own_s_min": min(own), "ranks/own_s_max": max(own)} if own else {}
+            return event.step, values
+        case EpochEnded():
+            return event.step, {"epoch": event.epoch, **_by_split(event.row, train="train_epoch")}
+        case Evaluated():
+            return event.step, _by_split(event.metrics)
+        case RunEnded():
+            return event.step, _by_split(event.final_metrics, only="test")
+        case _:
+            return 0, {}
+
+
+def flattened(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key: ``{"training": {"epochs": 3}}`` → ``{"training.epochs": 3}``."""
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def plan_values(plan: Mapping[str, Any]) -> dict[str, str]:
+    """What the plan decided, by name; ``plan`` as ``Plan.as_dict()`` gives it."""
+    return {choice["name"]: choice["value"] for choice in plan.get("choices", ())}
+
+
+def _by_split(values: Mapping[str, float], *, train: str = "train", only: str | None = None) -> dict[str, float]:
+    """``val_loss`` → ``val/loss``; what belongs to no split is left out."""
+    folders = {"train": train, "val": "val", "test": "test"}
+    result = {}
+    for key, value in values.items():
+        split, underscore, name = key.partition("_")
+        if underscore and split in folders and only in (None, split):
+            result[f"{folders[split]}/{name}"] = value
+    return result

@@ -1,0 +1,275 @@
+"""CSV, W&B and MLflow, each with the real package and read back; and loggers that fail."""
+
+import csv
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config import resolve
+from lockstep.errors import ConfigError
+from lockstep.events import (
+    EpochEnded,
+    Event,
+    Fanout,
+    Note,
+    RanksLogged,
+    RankState,
+    RecordingSink,
+    RunEnded,
+    RunStarted,
+    StepLogged,
+)
+from lockstep.telemetry import sinks
+from lockstep.telemetry.background import BackgroundSink
+from lockstep.telemetry.csv import CsvSink
+from lockstep.telemetry.mlflow import MlflowSink
+from lockstep.telemetry.sinks import loggers
+from tests.gloo import ROOT, clean_environment
+from tests.telemetry.runs import make_run
+
+PLAN: dict[str, Any] = {"choices": [{"name": "strategy", "value": "ddp", "reason": "two devices"}]}
+RANKS = (RankState(0, 0.02, 0.0, 0.015, 1.0, None, 1.5), RankState(1, 0.02, 0.001, 0.019, 1.0, None, 2.5))
+
+
+def step(number: int, loss: float, attempt: int = 1) -> StepLogged:
+    return StepLogged(attempt, number, 1, number * 32, loss, 1e-3, None, 900.0, 0.1, 0, {"entropy": 0.25})
+
+
+def events(folder: Path, *, first: int = 0, status: str = "completed") -> list[Event]:
+    return [
+        RunStarted(folder, 1, first, 30, PLAN),
+        Note("info", "no logger cares"),
+        step(first + 5, 0.5),
+        RanksLogged(1, first + 5, 1, RANKS),
+        EpochEnded(1, 1, first + 10, {"train_loss": 0.75, "val_accuracy": 0.5, "lr": 1e-3}, True),
+        RunEnded(status, first + 10, {"val_accuracy": 0.5, "test_accuracy": 0.25}, 1, {"val_accuracy": 0.5}, 3.0),
+    ]
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def test_csv_has_a_line_an_event_and_a_column_a_name(tmp_path: Path) -> None:
+    sink = CsvSink(tmp_path / "metrics.csv")
+    for event in events(tmp_path):
+        sink.emit(event)
+    rows = rows_of(tmp_path / "metrics.csv")
+    assert [(row["step"], row["train/loss"], row["val/accuracy"], row["test/accuracy"]) for row in rows] == [
+        ("5", "0.5", "", ""),
+        ("5", "", "", ""),
+        ("10", "", "0.5", ""),
+        ("10", "", "", "0.25"),
+    ]
+    assert rows[1]["ranks/own_s_max"] == "0.019"
+    assert rows[0]["train/entropy"] == "0.25"
+
+
+def test_csv_of_a_resumed_run_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.csv"
+    first = CsvSink(file)
+    for event in (RunStarted(tmp_path, 1, 0, 30, PLAN), *(step(n, 1.0) for n in (5, 10, 15))):
+        first.emit(event)
+    with file.open("a") as opened:
+        opened.write("20,0.")  # killed while it wrote
+    second = CsvSink(file)
+    for event in (RunStarted(tmp_path, 2, 10, 30, PLAN), step(15, 2.0)):
+        second.emit(event)
+    assert [(row["step"], row["train/loss"]) for row in rows_of(file)] == [("5", "1.0"), ("10", "1.0"), ("15", "2.0")]
+
+
+WANDB = """
+import sys
+from pathlib import Path
+from tests.telemetry.test_loggers import events
+from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.sinks import standard_sinks
+
+run = RunDir.open(Path(sys.argv[1]))
+sinks = standard_sinks(run, run.config(), sys.stdout)
+for event in events(run.path):
+    sinks.emit(event)
+sinks.close()
+"""
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """What a ``.wandb`` file holds: LevelDB's log format in blocks of 32 KiB after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, position, parts = file.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    telemetry = {"wandb": True, "wandb_mode": "offline", "wandb_project": "rehearsal", "tensorboard": "off"}
+    run = make_run(tmp_path / "run", telemetry=telemetry, training={"epochs": 3})
+    # In a process of its own: W&B leaves a service and threads behind until the process ends.
+    done = subprocess.run(
+        [sys.executable, "-c", WANDB, str(run.path)],
+        env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stdout
+    (file,) = run.logs.glob("wandb/offline-run-*/run-*.wandb")
+    records = {kind: [] for kind in ("run", "history", "exit")}  # type: dict[str, list[Any]]
+    for record in wandb_records(file):
+        records.setdefault(record.WhichOneof("record_type"), []).append(record)
+    started = records["run"][0].run
+    assert (started.run_id, started.project) == ("run-00000001", "rehearsal")
+    config = {item.key: json.loads(item.value_json) for item in started.config.update}
+    assert config["training"]["epochs"] == 3
+    assert config["plan"] == {"strategy": "ddp"}
+    rows = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records["history"]
+    ]
+    assert [row["step"] for row in rows] == [5, 5, 10, 10]
+    assert rows[0]["train/loss"] == 0.5
+    assert rows[3]["test/accuracy"] == 0.25
+    assert records["exit"][0].exit.exit_code == 0
+
+
+def mlflow_run(store: Path) -> Any:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=store.as_uri())
+    experiment = client.get_experiment_by_name("lockstep")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    return client, found
+
+
+def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = resolve({"training": {"epochs": 3}, "name": "first try"})
+    for first, status in ((0, "failed"), (10, "completed")):  # two attempts of one run
+        sink = MlflowSink(tmp_path, "run-1", config, uri=None, experiment="lockstep")
+        for event in events(tmp_path, first=first, status=status):
+            sink.emit(event)
+        sink.close()
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client, found = mlflow_run(tmp_path / "mlruns")
+    assert found.info.run_name == "first try"
+    assert found.info.status == "FINISHED"
+    assert found.data.params["training.epochs"] == "3"
+    assert found.data.params["plan.strategy"] == "ddp"
+    history = client.get_metric_history(found.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(5, 0.5), (15, 0.5)]
+    assert found.data.metrics["test/accuracy"] == 0.25
+
+
+def test_loggers_are_off_by_default_and_named_when_they_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    assert loggers(run, resolve({"telemetry": {"tensorboard": "off"}})) == []
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    for name in ("wandb", "mlflow"):
+        with pytest.raises(ConfigError, match=f"{name} is not installed") as caught:
+            loggers(run, resolve({"telemetry": {name: True}}))
+        assert f"lockstep-train[{name}]" in caught.value.fix
+
+
+def warnings_of(*failing: Any, folder: Path, between: Any = lambda: None) -> list[str]:
+    """Send a whole run to ``failing``; the warnings that another sink heard. Every event must reach that one."""
+    heard = RecordingSink()
+    fanout = Fanout(optional=[heard, *failing])
+    for event in events(folder):
+        fanout.emit(event)
+        between()
+    fanout.close()
+    assert [type(event) for event in heard.events if not isinstance(event, Note)] == [
+        type(event) for event in events(folder) if not isinstance(event, Note)
+    ]
+    return [event.message for event in heard.events if isinstance(event, Note) and event.level == "warning"]
+
+
+def test_a_logger_whose_folder_vanishes_warns_once(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    (warning,) = warnings_of(
+        CsvSink(folder / "metrics.csv"), folder=tmp_path, between=lambda: shutil.rmtree(folder, ignore_errors=True)
+    )
+    assert warning.startswith("CSV failed and is switched off")
+
+
+def test_a_server_that_is_not_there_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    config = resolve({})
+    sink = MlflowSink(tmp_path, "run-1", config, uri="http://127.0.0.1:9", experiment="lockstep")
+    (warning,) = warnings_of(BackgroundSink(sink), folder=tmp_path)
+    assert warning.startswith("MLflow failed and is switched off")
+    assert "127.0.0.1" in warning
+
+
+def test_a_logger_whose_import_raises_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow" / "__init__.py").write_text("raise RuntimeError('a broken installation')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mlflow"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    sink = MlflowSink(tmp_path, "run-1", resolve({}), uri=None, experiment="lockstep")
+    (warning,) = warnings_of(BackgroundSink(sink), folder=tmp_path)
+    assert warning == "MLflow failed and is switched off: a broken installation"
+
+
+class Stuck:
+    """A logger that waits for a server which never answers."""
+
+    name = "Stuck"
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def emit(self, event: Event) -> None:
+        self.released.wait()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_logger_that_hangs_does_not_hold_up_the_run(tmp_path: Path) -> None:
+    stuck = Stuck()
+    try:
+        (warning,) = warnings_of(BackgroundSink(stuck, close_timeout_s=0.1), folder=tmp_path)
+    finally:
+        stuck.released.set()
+    assert "Stuck failed and is switched off: it had not finished 0.1 s after the run's end" in warning
+
+
+def test_the_background_keeps_the_order_and_ends(tmp_path: Path) -> None:
+    class Slow(RecordingSink):
+        name = "Slow"
+
+        def emit(self, event: Event) -> None:
+            time.sleep(0.01)
+            super().emit(event)
+
+    slow = Slow()
+    assert warnings_of(BackgroundSink(slow), folder=tmp_path) == []
+    assert [type(event) for event in slow.events] == [type(event) for event in events(tmp_path)]
+    assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-Slow"]
