@@ -1,0 +1,61 @@
+"""``lockstep compare``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, print_json
+
+app = App(
+    name="compare",
+    usage="Usage: lockstep compare RUN RUN… [OPTIONS]",
+    help_epilogue="Example:\n  lockstep compare run-1a2b3c4d run-5e6f7a8b --out comparison",
+)
+
+
+@app.default
+def compare(
+    *runs: Annotated[str, Parameter(help="Two runs or more: folder, id, beginning of an id, or `last`.")],
+    out: Annotated[
+        Path | None, Parameter(help="Also write overlaid curves there, as report.html and PNG files. Default: no.")
+    ] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    """Print what runs came to side by side, and where their settings and plans differ."""
+    from lockstep.errors import UsageError
+    from lockstep.report.page import difference_rows, summary_rows, text
+    from lockstep.report.write import read_all, write_report
+    from lockstep.telemetry.tables import print_table, say
+
+    found, benches = read_all(runs, runs_dir)
+    if len(found) < 2 or benches:
+        raise UsageError(
+            "a comparison needs two runs or more",
+            why="a benchmark is no run" if benches else f"{len(found)} was named",
+            fix="lockstep compare RUN RUN; `lockstep runs` lists them, `lockstep report` takes benchmarks too",
+        )
+    summary, differing = summary_rows(found), difference_rows(found)
+    written = write_report(runs, runs_dir, out) if out is not None else []
+    labels = [run.label for run in found]
+    if as_json:
+        document = {
+            "runs": labels,
+            "summary": dict(summary),
+            "differences": dict(differing),
+            "epochs": {run.label: run.epochs for run in found},
+            "files": [str(path) for path in written],
+        }
+        print_json(document, sys.stdout)
+        return
+    print_table(("", *labels), [(name, *map(text, values)) for name, values in summary], sys.stdout)
+    say("", sys.stdout)
+    if differing:
+        print_table(("what differs", *labels), [(name, *map(text, values)) for name, values in differing], sys.stdout)
+    else:
+        say("Settings and plans are the same.", sys.stdout)
+    sys.stdout.writelines(f"{path}\n" for path in written)

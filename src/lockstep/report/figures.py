@@ -1,0 +1,261 @@
+"""Pictures of runs, drawn with matplotlib (the extra ``report``), without a display and without its global state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from lockstep.errors import UnsupportedError
+from lockstep.report.source import Row, RunData
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: Okabe and Ito's palette, which people with colour-blindness can tell apart (jfly.uni-koeln.de/color).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with the name of its file and what it shows."""
+
+    name: str
+    title: str
+    figure: Figure
+
+    def save(self, folder: Path) -> Path:
+        """Write ``NAME.png`` to ``folder``."""
+        path = folder / f"{self.name}.png"
+        self.figure.savefig(path, dpi=150)
+        return path
+
+    def svg(self) -> str:
+        """The picture as SVG text, to stand in a page; the same for the same data."""
+        import io
+
+        import matplotlib
+
+        out = io.StringIO()
+        with matplotlib.rc_context({"svg.hashsalt": self.name, "svg.fonttype": "none"}):
+            self.figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        text = out.getvalue()
+        return text[text.index("<svg") :]
+
+
+def pictures(runs: Sequence[RunData]) -> list[Picture]:
+    """All pictures that ``runs`` have data for: curves of all of them overlaid, matrices one by one.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    made = [
+        _curves("loss", "Loss", _loss(runs), "step", log=True),
+        *(_curves(name, name, _epoch_lines(runs, (name,)), "epoch") for name in _metrics(runs)),
+        _curves("lr", "Learning rate", _step_lines(runs, "lr"), "step"),
+        _curves("throughput", "Throughput, samples/s", _step_lines(runs, "samples_per_s"), "step"),
+        _curves("data_wait", "Share of time waiting for data", _step_lines(runs, "data_wait_share"), "step"),
+        _curves("memory", "Memory per rank, GB", _memory(runs), "step"),
+        _curves("step_time", "Time of a step, ms", _rank_lines(runs, "step_s", 1e3), "step"),
+        _curves(
+            "own_time", "Time of a step before waiting for other ranks, ms", _rank_lines(runs, "own_s", 1e3), "step"
+        ),
+        _curves("utilisation", "Utilisation of devices and CPU, %", _system(runs, _utilisation), "minutes"),
+        _curves("device_memory", "Memory of devices and host, GB", _system(runs, _used_memory), "minutes"),
+        _curves("power", "Power of devices, W", _system(runs, _power), "minutes"),
+    ]
+    made += [_matrix(run, name, table) for run in runs for name, table in run.tables.items()]
+    return [picture for picture in made if picture is not None]
+
+
+def require_matplotlib() -> None:
+    """Raises :class:`UnsupportedError` without matplotlib."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UnsupportedError(
+            "pictures need matplotlib, which is not installed", fix="pip install 'lockstep-train[report]'"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Line:
+    label: str
+    run: int
+    x: list[float]
+    y: list[float]
+    dashed: bool = False
+
+
+def _curves(name: str, title: str, lines: Sequence[Line], x_label: str, *, log: bool = False) -> Picture | None:
+    lines = [line for line in lines if line.y]
+    if not lines:
+        return None
+    figure, axes = new_figure(title)
+    shades: dict[int, int] = {}
+    for line in lines:
+        shade = shades[line.run] = shades.get(line.run, -1) + 1
+        axes.plot(
+            line.x,
+            line.y,
+            label=line.label,
+            color=COLOURS[line.run % len(COLOURS)],
+            linestyle="--" if line.dashed else "-",
+            alpha=max(0.35, 1 - 0.15 * shade),
+            linewidth=1.4,
+            marker="o" if len(line.x) < 3 else None,
+            markersize=3,
+        )
+    axes.set_xlabel(x_label)
+    if log and all(value > 0 for line in lines for value in line.y):
+        axes.set_yscale("log")
+    if len(lines) > 1:
+        axes.legend(fontsize="small", frameon=False)
+    return Picture(name, title, figure)
+
+
+def new_figure(title: str) -> tuple[Figure, Axes]:
+    """An empty figure with one set of axes, in the style of all reports."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize="medium")
+    axes.grid(True, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _named(runs: Sequence[RunData], run: RunData, what: str = "") -> str:
+    if len(runs) == 1:
+        return what or run.label
+    return f"{run.label} {what}".strip()
+
+
+def _points(rows: Sequence[Row], x: str, y: str, factor: float = 1.0) -> tuple[list[float], list[float]]:
+    pairs = [(row[x], row[y]) for row in rows if _is_number(row.get(x)) and _is_number(row.get(y))]
+    return [float(a) for a, _ in pairs], [float(b) * factor for _, b in pairs]
+
+
+def _loss(runs: Sequence[RunData]) -> list[Line]:
+    lines = []
+    for index, run in enumerate(runs):
+        lines.append(Line(_named(runs, run, "train"), index, *_points(run.steps, "step", "loss")))
+        lines.append(
+            Line(_named(runs, run, "validation"), index, *_points(run.epochs, "step", "val_loss"), dashed=True)
+        )
+    return lines
+
+
+def _step_lines(runs: Sequence[RunData], name: str) -> list[Line]:
+    return [Line(_named(runs, run), index, *_points(run.steps, "step", name)) for index, run in enumerate(runs)]
+
+
+def _epoch_lines(runs: Sequence[RunData], names: Sequence[str]) -> list[Line]:
+    return [
+        Line(_named(runs, run), index, *_points(run.epochs, "epoch", name))
+        for index, run in enumerate(runs)
+        for name in names
+    ]
+
+
+_SHOWN_ELSEWHERE = frozenset({"val_loss"})
+
+
+def _metrics(runs: Sequence[RunData]) -> list[str]:
+    """Names of validation metrics, as in ``metrics.json``."""
+    names = {name for run in runs for row in run.epochs for name, value in row.items() if _is_number(value)}
+    return sorted(name for name in names if name.startswith("val_") and name not in _SHOWN_ELSEWHERE)
+
+
+def _rank_lines(runs: Sequence[RunData], name: str, factor: float = 1.0) -> list[Line]:
+    lines = []
+    for index, run in enumerate(runs):
+        known = sorted({state["rank"] for row in run.ranks for state in row.get("ranks", ())})
+        for rank in known:
+            rows = [
+                {"step": row["step"], **state}
+                for row in run.ranks
+                for state in row.get("ranks", ())
+                if state["rank"] == rank
+            ]
+            lines.append(Line(_named(runs, run, f"rank {rank}"), index, *_points(rows, "step", name, factor)))
+    return lines
+
+
+def _memory(runs: Sequence[RunData]) -> list[Line]:
+    return _rank_lines(runs, "memory_gb")
+
+
+Reading = Callable[[Row], dict[str, Any]]
+
+
+def _system(runs: Sequence[RunData], reading: Reading) -> list[Line]:
+    lines = []
+    for index, run in enumerate(runs):
+        for node, rows in run.system.items():
+            times = [row["time"] for row in rows if _is_number(row.get("time"))]
+            series: dict[str, tuple[list[float], list[float]]] = {}
+            for row in rows:
+                for name, value in reading(row).items():
+                    if _is_number(row.get("time")) and _is_number(value):
+                        x, y = series.setdefault(name, ([], []))
+                        x.append((row["time"] - times[0]) / 60)
+                        y.append(float(value))
+            place = f"node {node} " if len(run.system) > 1 else ""
+            lines += [Line(_named(runs, run, f"{place}{name}"), index, x, y) for name, (x, y) in series.items()]
+    return lines
+
+
+def _devices(row: Row) -> list[Row]:
+    devices = row.get("devices")
+    return [device for device in devices if isinstance(device, dict)] if isinstance(devices, list) else []
+
+
+def _host(row: Row) -> Row:
+    host = row.get("host")
+    return host if isinstance(host, dict) else {}
+
+
+def _utilisation(row: Row) -> dict[str, Any]:
+    cpu = _host(row).get("cpu")
+    found = {"CPU": cpu * 100 if _is_number(cpu) else None}
+    return found | {str(device.get("id")): _percent(device.get("utilisation")) for device in _devices(row)}
+
+
+def _percent(share: Any) -> Any:
+    return share * 100 if _is_number(share) else None
+
+
+def _used_memory(row: Row) -> dict[str, Any]:
+    host = {"host": _host(row).get("memory_gb")}
+    return host | {str(device.get("id")): device.get("memory_gb") for device in _devices(row)}
+
+
+def _power(row: Row) -> dict[str, Any]:
+    return {str(device.get("id")): device.get("power_w") for device in _devices(row)}
+
+
+def _matrix(run: RunData, name: str, table: Sequence[Sequence[float]]) -> Picture:
+    """Rows are true classes; shades are shares of a row, numbers are counts."""
+    figure, axes = new_figure(f"{name.replace('_', ' ')} of {run.label}")
+    figure.set_size_inches(4.8, 4.4)
+    axes.grid(False)
+    shares = [[value / (sum(row) or 1) for value in row] for row in table]
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    if len(table) <= 20:
+        for i, row in enumerate(table):
+            for j, value in enumerate(row):
+                colour = "white" if shares[i][j] > 0.6 else "black"
+                axes.text(j, i, f"{value:g}", ha="center", va="center", fontsize="small", color=colour)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+    return Picture(f"{name}-{run.record.id}", f"{name.replace('_', ' ')} of {run.label}", figure)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

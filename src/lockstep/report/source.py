@@ -1,0 +1,131 @@
+"""What a report needs of a run, read from its folder once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LockstepError, RunFolderError
+from lockstep.telemetry.files import read_json, read_jsonl
+from lockstep.telemetry.records import RunRecord
+from lockstep.telemetry.rundir import RunDir
+
+Row = dict[str, Any]
+
+#: Beyond so many points a curve is thinned: no picture shows more.
+MAX_POINTS = 4000
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run. ``label`` names it in pictures; rows are as in the run folder, superseded ones left out.
+
+    ``config`` and ``plan`` are flat: ``optimizer.lr`` → 0.001; where the run lies is left out. ``tables`` are matrices
+    of the test, such as a confusion matrix. ``problems``: files that could not be read, and why.
+    """
+
+    path: Path
+    label: str
+    record: RunRecord
+    status: str
+    config: Row
+    plan: Row
+    epochs: Sequence[Row]
+    steps: Sequence[Row]
+    ranks: Sequence[Row]
+    system: Mapping[str, Sequence[Row]]
+    tables: Mapping[str, Sequence[Sequence[float]]]
+    problems: tuple[str, ...] = field(default=())
+
+
+def read_run(run: RunDir) -> RunData:
+    """All that a report shows of ``run``; a damaged file leaves a gap and a problem, not an error.
+
+    Raises:
+        RunFolderError: the folder holds no run.
+    """
+    record, problems = run.read(), []
+
+    def safely(read: Any, default: Any) -> Any:
+        try:
+            return read()
+        except (LockstepError, OSError) as error:
+            problems.append(str(error).splitlines()[0])
+            return default
+
+    config: Any = safely(lambda: run.config().model_dump(mode="json"), {})
+    plan: Any = safely(run.plan, {}) if run.plan_file.exists() else {}
+    tables: Any = safely(lambda: read_json(run.path / "tables.json"), {}) if (run.path / "tables.json").exists() else {}
+    return RunData(
+        path=run.path,
+        label=record.name or record.id,
+        record=record,
+        status=run.judge(record),
+        config={key: value for key, value in flat(config).items() if key != "save_dir"},
+        plan=flat(plan),
+        epochs=safely(run.epochs, []),
+        steps=thinned(safely(run.steps, [])),
+        ranks=thinned(safely(run.ranks, [])),
+        system={
+            file.stem.removeprefix("system-"): thinned(safely(lambda file=file: read_jsonl(file), []))
+            for file in sorted(run.path.glob("system-*.jsonl"))
+        },
+        tables={name: table for name, table in tables.items() if is_matrix(table)} if isinstance(tables, dict) else {},
+        problems=tuple(problems),
+    )
+
+
+def is_bench(folder: Path) -> bool:
+    """Whether ``folder`` is what ``lockstep bench`` leaves."""
+    return (folder / "report.json").is_file() and not (folder / "run.json").exists()
+
+
+def read_bench(folder: Path) -> Row:
+    """``report.json`` of a benchmark. Raises :class:`RunFolderError`."""
+    report = read_json(folder / "report.json")
+    if not isinstance(report, dict) or not isinstance(report.get("kind"), str):
+        raise RunFolderError(f"{folder / 'report.json'} is not a benchmark's report", why="it names no kind")
+    return report
+
+
+def flat(content: Mapping[str, Any], prefix: str = "") -> Row:
+    """Nested mappings as one, with dotted keys; lists stay values. Keys are sorted."""
+    rows: Row = {}
+    for key in sorted(content):
+        name, value = f"{prefix}{key}", content[key]
+        if isinstance(value, Mapping) and value:
+            rows |= flat(value, f"{name}.")
+        else:
+            rows[name] = value
+    return rows
+
+
+def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Keys whose values are not the same everywhere, with each one's value (``None`` where it has none)."""
+    keys = sorted({key for one in values for key in one})
+    found = {key: [one.get(key) for one in values] for key in keys}
+    return {key: row for key, row in found.items() if len({_comparable(value) for value in row}) > 1}
+
+
+def _comparable(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def thinned(rows: Sequence[Row]) -> Sequence[Row]:
+    """At most :data:`MAX_POINTS` rows, evenly spaced, the last one among them."""
+    if len(rows) <= MAX_POINTS:
+        return rows
+    stride = -(-len(rows) // MAX_POINTS)
+    return [*rows[:-1:stride], rows[-1]]
+
+
+def is_matrix(table: Any) -> bool:
+    return (
+        isinstance(table, list)
+        and bool(table)
+        and all(isinstance(row, list) and len(row) == len(table[0]) > 0 for row in table)
+        and all(isinstance(value, int | float) for row in table for value in row)
+    )

@@ -1,0 +1,219 @@
+"""``lockstep report`` and ``lockstep compare``, on runs that were trained."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lockstep
+from lockstep.cli.main import main
+from lockstep.report.source import differences, flat, read_run, thinned
+from lockstep.telemetry.rundir import RunDir
+
+PNG = b"\x89PNG\r\n\x1a\n"
+NAME = "<b>first</b> & best"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two finished runs of the HAR task: ``a`` and ``b``."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, label, lr in (("a", NAME, 1e-3), ("b", None, 3e-3)):
+        settings = {
+            "name": label,
+            "save_dir": str(root / name),
+            "training": {"threads": 1, "max_steps": 30},
+            "optimizer": {"lr": lr},
+            "hardware": {"selected_devices": ["cpu"]},
+            "data": {"num_workers": 0},
+            "telemetry": {"progress": "silent", "log_interval": 10, "tensorboard": "off"},
+        }
+        lockstep.train("har", settings)
+    return root
+
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+class Links(HTMLParser):
+    """What a page would fetch, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.fetched += [value for name, value in attrs if name in {"src", "href"} and value]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read_page(path: Path) -> Links:
+    page = Links()
+    page.feed(path.read_text(encoding="utf-8"))
+    return page
+
+
+def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, cli: Cli, tmp_path: Path) -> None:
+    code, out, _ = cli("report", runs / "a", runs / "b", "--out", tmp_path / "out")
+    assert code == 0
+    files = [Path(line) for line in out.splitlines()]
+    assert files[0] == tmp_path / "out" / "report.html"
+    assert all(file.read_bytes().startswith(PNG) for file in files[1:])
+    shown = {file.stem for file in files[1:]}
+    assert shown >= {"loss", "val_accuracy", "lr", "throughput", "memory", "step_time", "utilisation"}
+    assert sum(name.startswith("test_confusion-") for name in shown) == 2
+    page = read_page(files[0])
+    assert all(link.startswith(("#", "data:")) for link in page.fetched), page.fetched
+    assert page.tags.isdisjoint({"script", "link", "iframe", "b"}), "a run's name is text, not HTML"
+    assert NAME in page.text
+    assert "url(http" not in files[0].read_text()
+    for expected in ("optimizer.lr", "0.003", "val_accuracy", "completed"):
+        assert expected in page.text
+
+
+def test_the_same_report_twice_has_the_same_pictures(runs: Path, cli: Cli, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert cli("report", runs / "a", "--out", tmp_path / name)[0] == 0
+    pages = [(tmp_path / name / "report.html").read_text() for name in ("one", "two")]
+    same = [re.sub(r"Made [^<]*<", "<", page) for page in pages]
+    assert same[0] == same[1]
+
+
+def test_compare_tells_results_and_differences(runs: Path, cli: Cli) -> None:
+    code, out, _ = cli("compare", runs / "a", runs / "b", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["differences"] == {
+        "name": [NAME, None],
+        "optimizer.lr": [0.001, 0.003],
+        "plan: schedule.lr": [0.001, 0.003],
+    }
+    assert document["summary"]["status"] == ["completed", "completed"]
+    assert document["summary"]["steps"] == [30, 30]
+    final = [json.loads((runs / name / "run.json").read_text())["final_metrics"] for name in ("a", "b")]
+    assert document["summary"]["final test_accuracy"] == [one["test_accuracy"] for one in final]
+    code, out, _ = cli("compare", runs / "a", runs / "b")
+    assert code == 0
+    assert re.search(r"^optimizer\.lr +0\.001 +0\.003$", out, re.MULTILINE)
+
+
+def test_a_run_against_itself_and_alone(runs: Path, cli: Cli) -> None:
+    for arguments in ((runs / "a",), (runs / "a", runs / "a"), ()):
+        code, _, error = cli("compare", *arguments)
+        assert code == 2
+        assert "needs two runs" in error
+    assert cli("report")[0] == 2
+    assert "no run 'nothing'" in cli("report", "nothing", "--runs-dir", runs)[2]
+
+
+def test_a_damaged_file_is_a_gap_that_the_page_tells_of(runs: Path, cli: Cli, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(runs / "a", tmp_path / "a", symlinks=True)
+    (tmp_path / "a" / "metrics.json").write_text('{"epochs": 5}')
+    (tmp_path / "a" / "tables.json").write_text('{"test_confusion": [[1, "x"], [2]]}')
+    (tmp_path / "a" / "steps.jsonl").write_bytes(b'{"step": 1, "loss": "NaN"}\n\xff\xfe broken')
+    code, out, _ = cli("report", tmp_path / "a")
+    assert code == 0
+    names = {Path(line).stem for line in out.splitlines()}
+    assert "loss" not in names
+    assert not any("confusion" in name for name in names)
+    assert "metrics.json is damaged" in read_page(tmp_path / "a" / "report" / "report.html").text
+
+
+def test_a_benchmark_is_taken_in(runs: Path, cli: Cli, tmp_path: Path) -> None:
+    bench = tmp_path / "bench-scaling-1"
+    bench.mkdir()
+    rows = [{"ranks": 1, "speed_up": 1.0}, {"ranks": 2, "speed_up": 1.875, "shares": {"data": 0.1}}]
+    (bench / "report.json").write_text(
+        json.dumps({"kind": "scaling", "task": "har", "rows": rows, "notes": ["uneven"]})
+    )
+    assert cli("report", runs / "a", "--out", tmp_path / "made")[0] == 0
+    (bench / "speed-up.png").write_bytes((tmp_path / "made" / "loss.png").read_bytes())
+    code, _, error = cli("report", bench, "--out", tmp_path / "out")
+    assert code == 0, error
+    page = read_page(tmp_path / "out" / "report.html")
+    assert "scaling of har" in page.text
+    assert "1.875" in page.text
+    assert [link[:22] for link in page.fetched] == ["data:image/png;base64,"]
+    (bench / "report.json").write_text("[1]")
+    code, _, error = cli("report", bench)
+    assert (code, "is not a benchmark's report" in error) == (2, True)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    runs: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, _, error = cli("report", runs / "a", "--out", tmp_path / "out")
+    assert code == 2
+    assert "lockstep-train[report]" in error
+    assert not (tmp_path / "out").exists()
+    assert cli("compare", runs / "a", runs / "b")[0] == 0
+
+
+def test_a_folder_that_cannot_be_written(runs: Path, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, error = cli("report", runs / "a", "--out", tmp_path / "file")
+    assert code != 0
+    assert "Traceback" not in error
+    assert str(tmp_path / "file") in error
+
+
+def test_a_run_has_its_curves(runs: Path) -> None:
+    data = read_run(RunDir.open(runs / "a"))
+    assert data.label == NAME
+    assert [row["step"] for row in data.steps] == [10, 20, 30]
+    assert data.config["optimizer.lr"] == 1e-3
+    assert data.problems == ()
+
+
+SETTINGS = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2),
+    lambda inner: st.dictionaries(st.text("ab", min_size=1, max_size=2), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(st.dictionaries(st.text("ab", min_size=1, max_size=2), SETTINGS, max_size=4), min_size=2, max_size=4))
+def test_differences_are_what_is_not_the_same(settings: list[dict[str, Any]]) -> None:
+    flats = [flat(one) for one in settings]
+    found = differences(flats)
+    for key in {key for one in flats for key in one}:
+        values = [one.get(key) for one in flats]
+        assert (key in found) == any(value != values[0] for value in values)
+    assert not differences([flats[0], flats[0]])
+
+
+@given(st.integers(0, 20_000))
+def test_thinning_keeps_the_end_and_the_order(size: int) -> None:
+    rows = [{"step": step} for step in range(size)]
+    kept = [row["step"] for row in thinned(rows)]
+    assert len(kept) <= 4001
+    assert kept == sorted(kept)
+    assert kept[-1:] == [size - 1][:size]
