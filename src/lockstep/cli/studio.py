@@ -1,0 +1,77 @@
+"""``lockstep studio``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR
+from lockstep.errors import UnsupportedError
+
+EPILOGUE = """\
+Examples:
+  lockstep studio                                  # a page on this machine; Ctrl-C ends it, runs go on
+  lockstep studio --task my_task.py:MyTask         # with a task of your own
+  ssh -L 8756:127.0.0.1:8756 gpu-box lockstep studio --no-browser   # then open the printed address here
+
+The page shows every run in --runs-dir, also those started from a terminal."""
+
+app = App(name="studio", usage="Usage: lockstep studio [OPTIONS]", help_epilogue=EPILOGUE)
+
+
+@app.default
+def studio(
+    *,
+    port: Annotated[
+        int | None, Parameter(help="Port on 127.0.0.1; 0 lets the system choose. Default: 8756, or any if it is taken.")
+    ] = None,
+    runs_dir: Annotated[
+        Path, Parameter(name="--runs-dir", help="Where runs are found and made. Default: runs.")
+    ] = DEFAULT_RUNS_DIR,
+    task: Annotated[
+        list[str] | None,
+        Parameter(
+            negative="",
+            metavar="FILE.py:CLASS",
+            help="A task of your own to offer beside the built-in ones. May be given again.",
+        ),
+    ] = None,
+    browser: Annotated[
+        bool, Parameter(negative="--no-browser", help="Open the page in a browser. Default: on.")
+    ] = True,
+) -> None:
+    """Open the web page: choose devices, start runs, watch and compare them."""
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+        import websockets  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "the studio needs packages that are not installed",
+            why=str(error),
+            fix="pip install 'lockstep-train[studio]'",
+        ) from None
+    from lockstep.cli.main import VERBS
+    from lockstep.cli.settings import flag_table
+    from lockstep.hardware.detect import detect_devices
+    from lockstep.studio.server import Server
+    from lockstep.studio.studio import Options
+    from lockstep.studio.tasks import offered_tasks
+    from lockstep.telemetry.tables import say
+
+    tasks, built_in = offered_tasks(task or ())
+    options = Options(
+        runs_dir=runs_dir, tasks=tasks, built_in=built_in, flags=flag_table(), verbs=tuple(name for name, _, _ in VERBS)
+    )
+    server = Server(options, port=port, detect=detect_devices)
+    say(f"Lockstep studio: {server.url}", sys.stdout)
+    say(f"runs in {options.runs_dir.resolve()}; Ctrl-C ends the studio, runs go on", sys.stdout)
+    sys.stdout.flush()
+    if browser:
+        import webbrowser
+
+        webbrowser.open(server.url)
+    server.run()

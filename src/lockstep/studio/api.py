@@ -1,0 +1,286 @@
+"""The routes of ``/api``: HTTP on one side, :class:`lockstep.studio.studio.Studio` on the other."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request, WebSocket
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from lockstep.config.load import merge
+from lockstep.errors import LockstepError
+from lockstep.studio import bench, details
+from lockstep.studio.columns import FULL_ROWS, POINTS, as_lists
+from lockstep.studio.feed import Feed
+from lockstep.studio.live import Hub
+from lockstep.studio.problems import ApiError
+from lockstep.studio.schemas import (
+    DoctorBody,
+    EvaluateBody,
+    ExportBody,
+    LabelBody,
+    PlanBody,
+    ResumeBody,
+    ScalingBody,
+    StartBody,
+    YamlBody,
+)
+from lockstep.studio.settings import command_text, train_arguments
+from lockstep.studio.studio import Studio
+from lockstep.telemetry.files import plain
+
+RunName = Annotated[str, Path(description="the run's folder below the runs folder")]
+Bound = Annotated[float | None, Query(allow_inf_nan=False)]
+Points = Annotated[int, Query(ge=2, le=FULL_ROWS)]
+
+
+class Envelope(BaseModel):
+    """Every good answer."""
+
+    status: Literal["ok"] = "ok"
+    data: Any
+
+
+class Problem(BaseModel):
+    """Every refusal."""
+
+    status: Literal["error"] = "error"
+    code: str
+    message: str
+    why: str
+    fix: str
+
+
+def ok(data: Any, status: int = 200) -> Response:
+    """``data`` in the envelope."""
+    content = json.dumps({"status": "ok", "data": plain(data)}, separators=(",", ":"), ensure_ascii=False)
+    return Response(content.encode("utf-8", "replace"), status, media_type="application/json")
+
+
+def make_router(studio: Studio, hub: Hub) -> APIRouter:
+    """All routes, bound to one studio."""
+    router = APIRouter(
+        prefix="/api",
+        responses={200: {"model": Envelope}, "4XX": {"model": Problem}, "5XX": {"model": Problem}},
+        default_response_class=Response,
+    )
+    _machine_routes(router, studio)
+    _planning_routes(router, studio)
+    _run_routes(router, studio)
+    _number_routes(router, studio)
+    _job_routes(router, studio)
+
+    @router.websocket("/live")
+    async def live(socket: WebSocket) -> None:
+        await hub.serve(socket)
+
+    return router
+
+
+def _machine_routes(router: APIRouter, studio: Studio) -> None:
+    @router.get("/studio", summary="Version, folder and start of this studio")
+    def about() -> Response:
+        return ok(studio.about())
+
+    @router.get("/devices", summary="The devices of this machine")
+    def devices(refresh: bool = False) -> Response:
+        return ok(studio.list_devices(refresh=refresh))
+
+    @router.get("/tasks", summary="The tasks that can be started, with their settings")
+    def tasks() -> Response:
+        return ok(studio.tasks())
+
+    @router.get("/schema", summary="JSON schema and defaults of all settings")
+    def schema() -> Response:
+        return ok(studio.schema())
+
+
+def _planning_routes(router: APIRouter, studio: Studio) -> None:
+    @router.post("/plan", summary="What would happen, with every label of the hardware section")
+    def plan(body: PlanBody) -> Response:
+        return ok(studio.plan(body))
+
+    @router.post("/preview", summary="The command and the YAML that say the same")
+    def preview(body: PlanBody) -> Response:
+        return ok(studio.preview(studio.wanted(body)))
+
+    @router.get("/configs", summary="Saved configurations")
+    def configs() -> Response:
+        return ok(studio.configs())
+
+    @router.post("/configs/parse", summary="A configuration file's text as settings")
+    def parse(body: YamlBody) -> Response:
+        return ok(studio.parse_config(body.yaml))
+
+    @router.get("/configs/{name}", summary="One saved configuration")
+    def load(name: str) -> Response:
+        return ok(studio.load_config(name))
+
+    @router.put("/configs/{name}", summary="Save a configuration")
+    def save(name: str, body: PlanBody) -> Response:
+        return ok(studio.save_config(name, body))
+
+    @router.delete("/configs/{name}", summary="Delete a saved configuration")
+    def forget(name: str) -> Response:
+        return ok(studio.delete_config(name))
+
+
+def _run_routes(router: APIRouter, studio: Studio) -> None:
+    @router.get("/runs", summary="All runs, newest first")
+    def runs() -> Response:
+        runs = studio.index.encoded()
+        problems = json.dumps(studio.index.problems()).encode()
+        content = b'{"status":"ok","data":{"runs":%b,"problems":%b}}' % (runs, problems)
+        return Response(content, media_type="application/json")
+
+    @router.post("/runs", status_code=202, summary="Start a run")
+    def start(body: StartBody) -> Response:
+        return ok(studio.start(body), 202)
+
+    @router.get("/runs/{name}", summary="One run in full")
+    def detail(name: RunName) -> Response:
+        return ok(studio.detail(name))
+
+    @router.patch("/runs/{name}", summary="Rename a run, or change its tags")
+    def label(name: RunName, body: LabelBody) -> Response:
+        return ok(studio.label(name, body))
+
+    @router.delete("/runs/{name}", summary="Delete a run that is over")
+    def delete(name: RunName) -> Response:
+        return ok(studio.delete(name))
+
+    @router.post("/runs/{name}/stop", status_code=202, summary="End a run with a checkpoint")
+    async def stop(name: RunName) -> Response:
+        return ok(await studio.stop(name), 202)
+
+    @router.post("/runs/{name}/resume", status_code=202, summary="Go on with a run, on the same devices or others")
+    def resume(name: RunName, body: ResumeBody) -> Response:
+        return ok(studio.resume(name, body), 202)
+
+    @router.post("/runs/{name}/resume/preview", summary="The command that would go on with a run")
+    def resume_preview(name: RunName, body: ResumeBody) -> Response:
+        words = studio.resume_words(name, body)
+        return ok({"command": command_text(words), "argv": ["lockstep", *words]})
+
+    @router.post("/runs/{name}/duplicate", summary="The settings to start such a run again")
+    def duplicate(name: RunName) -> Response:
+        return ok(studio.duplicate(name))
+
+    @router.get("/compare", summary="Several runs side by side")
+    def compare(run: Annotated[list[str], Query(min_length=1, max_length=20)]) -> Response:
+        return ok(details.compare([(studio.index.run(name), studio.index.summary(name)) for name in run]))
+
+
+def _number_routes(router: APIRouter, studio: Studio) -> None:
+    @router.get("/runs/{name}/metrics", summary="Rows of metrics.json, one an epoch")
+    def metrics(name: RunName) -> Response:
+        return ok({"epochs": details.read_epochs(studio.index.run_folder(name))})
+
+    @router.get("/runs/{name}/steps", summary="Rows of steps.jsonl as columns")
+    def steps(
+        name: RunName, low: Annotated[Bound, Query(alias="from")] = None,
+        high: Annotated[Bound, Query(alias="to")] = None, points: Points = POINTS,
+    ) -> Response:  # fmt: skip
+        found = _read_streams(studio, name, "steps", low, high, points)
+        return ok(found.get("steps", {"columns": {}, "rows": 0, "downsampled": False}))
+
+    @router.get("/runs/{name}/system", summary="Samples of the devices as columns, one stream a node")
+    def system(
+        name: RunName, low: Annotated[Bound, Query(alias="from")] = None,
+        high: Annotated[Bound, Query(alias="to")] = None, points: Points = POINTS,
+    ) -> Response:  # fmt: skip
+        return ok({"streams": _read_streams(studio, name, "system", low, high, points)})
+
+    @router.get("/runs/{name}/log", summary="The end of one of the run's logs")
+    def log(
+        name: RunName,
+        file: Annotated[str | None, Query(alias="name")] = None,
+        tail: Annotated[int, Query(ge=1, le=5000)] = 200,
+    ) -> Response:
+        return ok(studio.log(name, file, tail))
+
+    @router.get("/runs/{name}/report", summary="A run in Markdown")
+    def report(name: RunName) -> Response:
+        return ok({"markdown": details.report(studio.index.run(name), studio.index.summary(name))})
+
+
+def _read_streams(
+    studio: Studio, name: str, kind: str, low: float | None, high: float | None, points: int
+) -> dict[str, Any]:
+    feed = Feed(studio.index.run_folder(name), studio.index)
+    feed.poll()
+    while feed.behind:
+        feed.poll()
+    found = {}
+    for stream in feed.streams((kind,)):
+        columns = feed.tails[stream].columns
+        start, end = columns.between(low, high)
+        part, thin = columns.part(start, end, points)
+        found[stream] = {"columns": as_lists(part), "rows": end - start, "downsampled": thin}
+    return found
+
+
+def _job_routes(router: APIRouter, studio: Studio) -> None:
+    @router.post("/runs/{name}/evaluate", status_code=202, summary="Compute the metrics of a checkpoint")
+    def evaluate(name: RunName, body: EvaluateBody) -> Response:
+        folder = str(studio.index.run(name).path)
+        words = ["evaluate", folder, "--split", body.split, "--checkpoint", body.checkpoint, "--json"]
+        words += ["--devices", body.device] if body.device else []
+        return ok(studio.begin_job("evaluate", words, run=name), 202)
+
+    @router.post("/runs/{name}/export", status_code=202, summary="Write weights and program")
+    def export(name: RunName, body: ExportBody) -> Response:
+        words = ["export", str(studio.index.run(name).path), "--checkpoint", body.checkpoint, "--json"]
+        words += [] if body.program else ["--no-program"]
+        return ok(studio.begin_job("export", words, run=name), 202)
+
+    @router.get("/doctor", summary="The newest check of this machine")
+    def findings() -> Response:
+        return ok(next((job for job in studio.jobs.all() if job["kind"] == "doctor"), None))
+
+    @router.post("/doctor", status_code=202, summary="Check this machine")
+    def doctor(body: DoctorBody) -> Response:
+        words = ["doctor", "--json", "--runs-dir", str(studio.home.runs_dir)]
+        words += ["--quick"] if body.quick else []
+        words += _devices_flag(studio, body.devices)
+        return ok(studio.begin_job("doctor", words), 202)
+
+    @router.get("/scaling", summary="Benchmarks over numbers of devices")
+    def scaling() -> Response:
+        jobs = [job for job in studio.jobs.all() if job["kind"] == "scaling"]
+        available = "bench" in studio.options.verbs
+        return ok({"available": available, "reports": bench.list_reports(studio.home), "jobs": jobs})
+
+    @router.post("/scaling", status_code=202, summary="Start a scaling benchmark")
+    def measure(body: ScalingBody) -> Response:
+        studio.check_devices(body.devices)
+        config = merge(body.config, {"hardware": {"selected_devices": body.devices}})
+        wanted = studio.wanted(PlanBody(task=body.task, config=config))
+        words = ["bench", "scaling", *train_arguments(wanted, studio.options.flags)[1:]]
+        return ok(studio.begin_job("scaling", [*words, "--runs-dir", str(studio.home.runs_dir), "--json"]), 202)
+
+    @router.get("/jobs", summary="Commands that were started here, newest first")
+    def jobs() -> Response:
+        return ok({"jobs": studio.jobs.all()})
+
+    @router.get("/jobs/{name}", summary="One of them")
+    def job(name: str) -> Response:
+        return ok(studio.jobs.read(name))
+
+    @router.post("/jobs/{name}/stop", summary="End it")
+    def stop_job(name: str) -> Response:
+        return ok(studio.jobs.stop(name))
+
+
+def _devices_flag(studio: Studio, devices: list[str] | None) -> list[str]:
+    if devices is None:
+        return []
+    studio.check_devices(devices)
+    return ["--devices", ",".join(devices)]
+
+
+def unknown_address(request: Request) -> LockstepError:
+    """For everything that no route answers."""
+    return ApiError("NOT_FOUND", 404, f"there is no {request.url.path[:200]}", fix="/docs lists what there is")

@@ -1,0 +1,167 @@
+"""One run in full, several side by side, and a report: all from the run folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config import RunConfig, dump, resolve
+from lockstep.errors import RunFolderError
+from lockstep.report.source import differences
+from lockstep.studio.index import LIVE
+from lockstep.studio.settings import REFUSED, command_text, flatten
+from lockstep.studio.starts import Start
+from lockstep.telemetry.files import names_in
+from lockstep.telemetry.rundir import RunDir
+
+
+def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> dict[str, Any]:
+    """Everything that the page shows of a run beside its summary."""
+    config, plan = read_config(run), read_plan(run)
+    checkpoints = find_checkpoints(run)
+    record = run.read() if os.path.lexists(run.run_file) else None
+    words = list(record.command[1:]) if record is not None else []
+    return {
+        **summary,
+        "config": config.model_dump(mode="json") if config else None,
+        "config_yaml": dump(config) if config else "",
+        "plan": plan or None,
+        "epochs_rows": read_epochs(run),
+        "checkpoints": checkpoints,
+        "logs": log_names(run),
+        "command": ["lockstep", *(words or (start.arguments if start else []))],
+        "command_text": command_text(words or (start.arguments if start else [])),
+        "versions": record.versions if record is not None else {},
+        "resumable": record is not None and summary["status"] not in LIVE | {"completed"},
+        "streams": sorted(
+            file.stem for pattern in ("steps", "ranks", "system-*") for file in run.path.glob(f"{pattern}.jsonl")
+        ),
+    }
+
+
+def find_checkpoints(run: RunDir) -> list[dict[str, Any]]:
+    """Saved steps, oldest first, and which are the last and the best; their content is not looked at."""
+    store = CheckpointStore(run.checkpoints)
+    marked = {mark: store.step_of(mark) for mark in ("last", "best")}
+    return [
+        {"step": step, "path": str(store.path_of(step)), **{mark: step == at for mark, at in marked.items()}}
+        for step in store.steps()
+    ]
+
+
+def log_names(run: RunDir) -> list[str]:
+    """Text files in ``logs``; the command's own output first."""
+    names = [name for name in names_in(run.logs) if name.endswith(".log") and not name.startswith(".")]
+    return sorted(names, key=lambda name: (name != "output.log", name))
+
+
+def read_config(run: RunDir) -> RunConfig | None:
+    """The run's configuration, if it can be read."""
+    try:
+        return run.config()
+    except RunFolderError:
+        return None
+
+
+def read_plan(run: RunDir) -> dict[str, Any]:
+    """The newest plan; empty when the run has none."""
+    try:
+        return run.plan()
+    except RunFolderError:
+        return {}
+
+
+def read_epochs(run: RunDir) -> list[dict[str, Any]]:
+    """Rows of ``metrics.json``; none when they are damaged."""
+    try:
+        return run.epochs()
+    except RunFolderError:
+        return []
+
+
+def form_of(config: RunConfig) -> dict[str, Any]:
+    """What the form must hold to start such a run again: the settings that differ from the defaults."""
+    given: dict[str, Any] = {}
+    general = dict(flatten(resolve().model_dump(mode="json")))
+    for key, value in flatten(config.model_dump(mode="json")):
+        section, dot, name = key.partition(".")
+        if key in REFUSED or key == "init_from" or (section != "task" and general.get(key) == value):
+            continue
+        if dot:
+            given.setdefault(section, {})[name] = value
+        else:
+            given[key] = value
+    return given
+
+
+def compare(runs: Sequence[tuple[RunDir, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Runs side by side: only what differs between them."""
+    configs = [_settings(read_config(run)) for run, _ in runs]
+    plans = [{choice["name"]: choice["value"] for choice in read_plan(run).get("choices", ())} for run, _ in runs]
+    metrics = [
+        {
+            **{f"best {name}": value for name, value in summary["best_metric"].items()},
+            **{f"final {name}": value for name, value in summary["final_metrics"].items()},
+            "best epoch": summary["best_epoch"],
+        }
+        for _, summary in runs
+    ]
+    return {
+        "runs": [dict(summary) for _, summary in runs],
+        "config": _rows(differences(configs)),
+        "plan": _rows(differences(plans)),
+        "metrics": _rows(
+            {key: [row.get(key) for row in metrics] for key in dict.fromkeys(k for m in metrics for k in m)}
+        ),
+    }
+
+
+def _settings(config: RunConfig | None) -> dict[str, Any]:
+    return dict(flatten(config.model_dump(mode="json"))) if config else {}
+
+
+def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [{"key": key, "values": values} for key, values in columns.items()]
+
+
+def report(run: RunDir, summary: Mapping[str, Any]) -> str:
+    """A run in Markdown: what it was, what came out, and the plan with its reasons."""
+    epochs, plan = read_epochs(run), read_plan(run)
+    lines = [f"# {summary['name'] or summary['id']}", ""]
+    facts = {
+        "run": summary["run_id"],
+        "task": summary["task"],
+        "status": summary["status"],
+        "devices": ", ".join(summary["devices"]),
+        "started": summary["started_at"],
+        "completed": summary["completed_at"],
+        "best epoch": summary["best_epoch"],
+        **{f"best {name}": value for name, value in summary["best_metric"].items()},
+        **summary["final_metrics"],
+    }
+    lines += _table(("", ""), [(name, value) for name, value in facts.items() if value not in (None, "")])
+    if epochs:
+        names = list(dict.fromkeys(name for row in epochs for name in row))
+        lines += ["", "## Epochs", "", *_table(names, [[row.get(name) for name in names] for row in epochs])]
+    if plan.get("choices"):
+        choices = [(choice["name"], choice["value"], choice["reason"]) for choice in plan["choices"]]
+        lines += ["", "## Plan", "", *_table(("what", "value", "why"), choices)]
+    if plan.get("notes"):
+        lines += ["", *(f"- {note}" for note in plan["notes"])]
+    if summary["error"]:
+        lines += ["", "## Error", "", "```", str(summary["error"]), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    def line(cells: Sequence[Any]) -> str:
+        return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+    return [line(header), line(["---"] * len(header)), *map(line, rows)]
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,136 @@
+"""``<runs folder>/.studio``: what the studio itself keeps. Run folders are read; nothing of it is written there."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from lockstep.errors import StorageError
+from lockstep.studio.problems import ApiError, run_not_found
+from lockstep.telemetry.files import absolute, storage_error
+
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{32,100}")
+_CONFIG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}")
+_JOB = re.compile(r"job-[0-9a-f]{8}")
+
+
+class Home:
+    """Paths below one runs folder. Names that come from the page are checked here, and only here."""
+
+    def __init__(self, runs_dir: Path) -> None:
+        self.runs_dir = absolute(runs_dir)
+        self.path = self.runs_dir / ".studio"
+
+    def make(self) -> None:
+        """Create the folders. Raises :class:`StorageError`."""
+        try:
+            for folder in (self.path, self.starts, self.configs, self.jobs):
+                folder.mkdir(parents=True, exist_ok=True)
+            self.path.chmod(0o700)
+        except OSError as error:
+            raise storage_error(error, self.path) from error
+
+    @property
+    def starts(self) -> Path:
+        return self.path / "starts"
+
+    @property
+    def configs(self) -> Path:
+        return self.path / "configs"
+
+    @property
+    def jobs(self) -> Path:
+        return self.path / "jobs"
+
+    def run(self, name: str) -> Path:
+        """The folder of a run, which may not exist. Raises :class:`ApiError` for what cannot be one's name."""
+        if not is_run_name(name):
+            raise run_not_found(name)
+        return self.runs_dir / name
+
+    def start(self, name: str) -> Path:
+        """What the studio keeps of a run: how it was started, its labels."""
+        self.run(name)
+        return self.starts / name
+
+    def config(self, name: str) -> Path:
+        """The file of a saved configuration."""
+        if not _CONFIG_NAME.fullmatch(name):
+            raise ApiError(
+                "CONFIG_NOT_FOUND",
+                404,
+                f"{name[:100]!r} cannot be the name of a configuration",
+                fix="use letters, digits, spaces, dots, dashes and underscores; at most 64",
+            )
+        return self.configs / f"{name}.json"
+
+    def job(self, name: str) -> Path:
+        """The folder of a job."""
+        if not _JOB.fullmatch(name):
+            raise ApiError("JOB_NOT_FOUND", 404, f"there is no job {name[:100]!r}", fix="reload the page")
+        return self.jobs / name
+
+    def token(self) -> str:
+        """The studio's secret: the one of the last start, so that open pages go on after a restart, or a new one.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        file = self.path / "token"
+        try:
+            if not file.is_symlink() and file.stat().st_mode & 0o077 == 0 and file.stat().st_uid == os.getuid():
+                text = file.read_text(encoding="ascii").strip()
+                if _TOKEN.fullmatch(text):
+                    return text
+        except (OSError, ValueError):
+            pass
+        text = secrets.token_urlsafe(32)
+        try:
+            file.unlink(missing_ok=True)
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+                stream.write(text)
+        except OSError as error:
+            raise storage_error(error, file) from error
+        return text
+
+
+def is_run_name(name: str) -> bool:
+    """Whether ``name`` can be a folder right under the runs folder: one component, not hidden."""
+    return (
+        0 < len(os.fsencode(name) if _encodable(name) else b"") <= 255
+        and not name.startswith(".")
+        and "/" not in name
+        and "\0" not in name
+    )
+
+
+def _encodable(name: str) -> bool:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def remove_folder(folder: Path, inside: Path) -> None:
+    """Delete ``folder`` and all below it, if it is a real folder right inside ``inside``.
+
+    Raises:
+        StorageError: it is a link, elsewhere, or cannot be deleted.
+    """
+    if folder.parent != inside or folder.is_symlink():
+        raise StorageError(
+            f"{folder} is not deleted",
+            why="it is a link, or not a folder right inside the runs folder",
+            fix="delete it by hand, after a look at where it points",
+        )
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise storage_error(error, folder) from error

@@ -1,0 +1,163 @@
+"""Commands that end by themselves: evaluate, export, doctor, benchmarks. Like runs, they outlive the studio."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lockstep.errors import RunFolderError, StorageError
+from lockstep.studio.home import Home, remove_folder
+from lockstep.studio.problems import ApiError
+from lockstep.studio.processes import Identity, is_alive, reap, send, start_detached
+from lockstep.studio.reading import last_lines
+from lockstep.studio.settings import command_text
+from lockstep.telemetry.files import names_in, read_bytes, read_json, storage_error, write_json
+
+KEEP = 50
+_MAX_RESULT_BYTES = 4 << 20
+
+
+class _Job(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    kind: str
+    run: str | None
+    arguments: list[str]
+    pid: int
+    created: float
+    at: float
+
+
+class Jobs:
+    """The jobs of one runs folder, each in a folder of its own."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._done: dict[str, dict[str, Any]] = {}
+        self._told: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, kind: str, arguments: Sequence[str], *, run: str | None = None) -> dict[str, Any]:
+        """Start ``lockstep`` with ``arguments``, which must print one JSON document. Raises :class:`LockstepError`."""
+        self._prune()
+        name = f"job-{secrets.token_hex(4)}"
+        folder = self._home.job(name)
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise storage_error(error, folder) from error
+        process = start_detached(arguments, folder / "stdout", folder / "stderr")
+        job = _Job(
+            kind=kind, run=run, arguments=list(arguments), pid=process.pid, created=process.created, at=time.time()
+        )
+        write_json(folder / "job.json", job.model_dump())
+        return self.read(name)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """One job. Raises :class:`ApiError` when there is none."""
+        folder = self._home.job(name)
+        with self._lock:
+            if name in self._done:
+                return self._done[name]
+        try:
+            job = _Job.model_validate(read_json(folder / "job.json"))
+        except (RunFolderError, ValidationError):
+            raise ApiError("JOB_NOT_FOUND", 404, f"there is no job {name}", fix="reload the page") from None
+        reap()
+        running = is_alive(Identity(job.pid, job.created))
+        described = _describe(name, job, folder, running)
+        if not running:
+            with self._lock:
+                self._done[name] = described
+        return described
+
+    def all(self) -> list[dict[str, Any]]:
+        """All jobs, newest first."""
+        found = []
+        for name in self._names():
+            with contextlib.suppress(ApiError):
+                found.append(self.read(name))
+        return sorted(found, key=lambda job: str(job["started_at"]), reverse=True)
+
+    def changed(self) -> list[dict[str, Any]]:
+        """Jobs whose status is not what the last call said."""
+        found = self.all()
+        news = [job for job in found if self._told.get(job["id"]) != job["status"]]
+        self._told = {job["id"]: job["status"] for job in found}
+        return news
+
+    def stop(self, name: str) -> dict[str, Any]:
+        """End a job with all its processes."""
+        self.read(name)
+        job = _Job.model_validate(read_json(self._home.job(name) / "job.json"))
+        send(Identity(job.pid, job.created), signal.SIGTERM, group=True)
+        return self.read(name)
+
+    def _names(self) -> Sequence[str]:
+        return [name for name in names_in(self._home.jobs) if name.startswith("job-")]
+
+    def _prune(self) -> None:
+        over = [job for job in self.all() if job["status"] != "running"][KEEP - 1 :]
+        for job in over:
+            with contextlib.suppress(StorageError):
+                remove_folder(self._home.job(job["id"]), self._home.jobs)
+            with self._lock:
+                self._done.pop(job["id"], None)
+
+
+def _describe(name: str, job: _Job, folder: Path, running: bool) -> dict[str, Any]:
+    lines, _ = last_lines(folder / "stderr", 40)
+    result = None if running else _result(folder / "stdout")
+    failed = not running and result is None
+    return {
+        "id": name,
+        "kind": job.kind,
+        "run": job.run,
+        "status": "running" if running else "failed" if failed else "done",
+        "started_at": _iso(job.at),
+        "ended_at": None if running else _iso(_modified(folder)),
+        "command_text": command_text(job.arguments),
+        "result": result,
+        "error": _error(lines) if failed else None,
+        "output": "\n".join(lines),
+    }
+
+
+def _result(file: Path) -> Any:
+    try:
+        return json.loads(read_bytes(file, max_bytes=_MAX_RESULT_BYTES), parse_constant=lambda _: None)
+    except (RunFolderError, ValueError, RecursionError):
+        return None
+
+
+def _error(lines: list[str]) -> dict[str, str]:
+    """The command's own error block: what, why and fix."""
+    found = {"code": "RUN_FAILED", "message": "", "why": "", "fix": ""}
+    for line in lines:
+        label, colon, text = line.partition(": ")
+        key = {"error": "message"}.get(label, label)
+        if colon and key in found and key != "code":
+            found[key] = text
+    return found | {"message": found["message"] or (lines[-1] if lines else "the command ended without a result")}
+
+
+def _modified(folder: Path) -> float:
+    times = [0.0]
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(OSError):
+            times.append((folder / name).stat().st_mtime)
+    return max(times)
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

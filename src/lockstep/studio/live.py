@@ -1,0 +1,326 @@
+"""The hub between run folders and browser tabs: looks at files at most ten times a second, tells tabs what changed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.websockets import WebSocket
+
+from lockstep.errors import LockstepError
+from lockstep.studio.columns import FULL_ROWS, POINTS
+from lockstep.studio.feed import STREAMS, Feed
+from lockstep.studio.index import RunIndex
+from lockstep.studio.jobs import Jobs
+from lockstep.studio.problems import ApiError
+
+TICK_S = 0.1
+LIST_S = 1.0
+MAX_SUBSCRIPTIONS = 20
+#: A page of ours sends none.
+MAX_BAD_MESSAGES = 20
+
+
+@dataclass
+class Subscription:
+    """What a tab wants of one run, and what it has been told."""
+
+    feed: Feed
+    streams: tuple[str, ...]
+    points: int
+    cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
+    summary_version: int = 0
+    epochs_version: int = 0
+    removed: bool = False
+
+
+class Tab:
+    """One WebSocket."""
+
+    def __init__(self, socket: WebSocket) -> None:
+        self.socket = socket
+        self.wake = asyncio.Event()
+        self.subscriptions: dict[str, Subscription] = {}
+        self.watches_runs = False
+        self.known_runs: dict[str, int] | None = None
+        self.outbox: list[dict[str, Any] | bytes] = []
+        self.bad_messages = 0
+
+    def say(self, message: dict[str, Any] | bytes) -> None:
+        """Send this at the next turn."""
+        self.outbox.append(message)
+        self.wake.set()
+
+
+class Hub:
+    """Feeds by run and the tabs that watch them."""
+
+    def __init__(self, index: RunIndex, jobs: Jobs, hello: Callable[[], dict[str, Any]]) -> None:
+        self._index = index
+        self._jobs = jobs
+        self._hello = hello
+        self._feeds: dict[str, Feed] = {}
+        self._tabs: set[Tab] = set()
+        self._versions: dict[str, tuple[int, dict[str, Any]]] = {}
+        self._listed = False
+        self._busy = asyncio.Event()
+        self._answers: dict[str, Callable[[Tab, dict[str, Any]], None]] = {
+            "ping": self._on_ping,
+            "watch": self._on_watch,
+            "subscribe": self._on_subscribe,
+            "unsubscribe": self._on_unsubscribe,
+        }
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Look at files for as long as the context is open."""
+        tasks = [asyncio.create_task(self._follow_runs()), asyncio.create_task(self._follow_list())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for tab in list(self._tabs):
+                with contextlib.suppress(RuntimeError, OSError):
+                    await tab.socket.close(1012)
+
+    async def serve(self, socket: WebSocket) -> None:
+        """One tab, until it closes."""
+        await socket.accept()
+        tab = Tab(socket)
+        self._tabs.add(tab)
+        tab.say({"type": "hello", **self._hello()})
+        sender = asyncio.create_task(self._send(tab))
+        try:
+            while True:
+                message = await socket.receive()
+                if message["type"] == "websocket.disconnect":
+                    return
+                await self._hear(tab, message.get("text"))
+                if tab.bad_messages > MAX_BAD_MESSAGES:
+                    await socket.close(1008)
+                    return
+        finally:
+            self._tabs.discard(tab)
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+            self._drop_unwatched()
+
+    # What a tab asks for.
+
+    async def _hear(self, tab: Tab, text: str | None) -> None:
+        run = None
+        try:
+            asked = parse(text)
+            run = asked.get("run")
+            if asked["type"] == "range":
+                # Thinning out a million rows takes a while, and other tabs should not wait for it.
+                frame = await asyncio.to_thread(self._range, tab, asked)
+                if frame is not None:
+                    tab.say(frame)
+            else:
+                self._answers[asked["type"]](tab, asked)
+        except LockstepError as error:
+            tab.bad_messages += error.code == "INVALID_REQUEST"
+            tab.say({"type": "error", **error.as_dict(), "run": run if isinstance(run, str) else None})
+
+    def _on_ping(self, tab: Tab, asked: dict[str, Any]) -> None:
+        tab.say({"type": "pong"})
+
+    def _on_watch(self, tab: Tab, asked: dict[str, Any]) -> None:
+        tab.watches_runs = bool(asked.get("runs"))
+        tab.known_runs = None
+        self._busy.set()
+        tab.wake.set()
+
+    def _on_subscribe(self, tab: Tab, asked: dict[str, Any]) -> None:
+        name = _run_of(asked)
+        streams = asked.get("streams", list(STREAMS))
+        if not isinstance(streams, list) or not all(isinstance(stream, str) for stream in streams):
+            raise _bad("`streams` must be a list of names")
+        if name not in tab.subscriptions and len(tab.subscriptions) >= MAX_SUBSCRIPTIONS:
+            raise ApiError(
+                "INVALID_CONFIG", 422, f"a tab follows at most {MAX_SUBSCRIPTIONS} runs", fix="leave some out"
+            )
+        if name not in self._feeds:
+            run = self._index.run_folder(name)
+            self._feeds[name] = Feed(run, self._index)
+        points = _points(asked)
+        tab.subscriptions[name] = Subscription(self._feeds[name], tuple(streams[:100]), points)
+        self._busy.set()
+        tab.wake.set()
+
+    def _on_unsubscribe(self, tab: Tab, asked: dict[str, Any]) -> None:
+        tab.subscriptions.pop(_run_of(asked), None)
+        self._drop_unwatched()
+
+    def _range(self, tab: Tab, asked: dict[str, Any]) -> bytes | None:
+        subscription = tab.subscriptions.get(_run_of(asked))
+        if subscription is None:
+            raise ApiError("RUN_NOT_FOUND", 404, "this tab does not follow that run", fix="subscribe first")
+        low, high = (_bound(asked.get(name)) for name in ("from", "to"))
+        stream, points = _text(asked.get("stream", "steps")), _points(asked)
+        with subscription.feed.lock:
+            return subscription.feed.range(stream, low, high, points, asked.get("request"))
+
+    def _drop_unwatched(self) -> None:
+        watched = {name for tab in self._tabs for name in tab.subscriptions}
+        for name in self._feeds.keys() - watched:
+            del self._feeds[name]
+
+    # Looking at files.
+
+    async def _follow_runs(self) -> None:
+        while True:
+            if not self._feeds:
+                self._busy.clear()
+                await self._busy.wait()
+            began = time.monotonic()
+            feeds = list(self._feeds.values())
+            changed = await asyncio.to_thread(_poll, feeds)
+            if any(changed):
+                for tab in self._tabs:
+                    tab.wake.set()
+            behind = any(feed.behind for feed in feeds)
+            # While a long file is being read, tabs need a moment in which nobody holds the feed.
+            await asyncio.sleep(TICK_S / 5 if behind else max(TICK_S / 5, TICK_S - (time.monotonic() - began)))
+
+    async def _follow_list(self) -> None:
+        while True:
+            await asyncio.sleep(0.05 if any(t.watches_runs and t.known_runs is None for t in self._tabs) else LIST_S)
+            if not self._tabs:
+                self._listed = False
+                continue
+            if any(tab.watches_runs for tab in self._tabs):
+                self._versions = await asyncio.to_thread(self._index.versions)
+                self._listed = True
+                for tab in self._tabs:
+                    tab.wake.set()
+            for job in await asyncio.to_thread(self._jobs.changed):
+                for tab in self._tabs:
+                    tab.say({"type": "job", "job": job})
+
+    # Telling tabs.
+
+    async def _send(self, tab: Tab) -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            while True:
+                await tab.wake.wait()
+                tab.wake.clear()
+                for message in self._news(tab):
+                    if isinstance(message, bytes):
+                        await tab.socket.send_bytes(message)
+                    else:
+                        await tab.socket.send_json(message)
+                # A slow tab gets fewer, larger messages; nothing queues up for it.
+                await asyncio.sleep(TICK_S / 2)
+
+    def _news(self, tab: Tab) -> list[dict[str, Any] | bytes]:
+        news, tab.outbox = tab.outbox, []
+        if tab.watches_runs and self._listed:
+            news += self._news_of_list(tab)
+        for name, subscription in tab.subscriptions.items():
+            news += _news_of_run(name, subscription)
+        return news
+
+    def _news_of_list(self, tab: Tab) -> list[dict[str, Any] | bytes]:
+        versions = self._versions
+        known = tab.known_runs
+        tab.known_runs = {name: version for name, (version, _) in versions.items()}
+        if known is None:
+            return [{"type": "runs", "runs": [summary for _, summary in versions.values()]}]
+        changed = [summary for name, (version, summary) in versions.items() if known.get(name) != version]
+        removed = [name for name in known if name not in versions]
+        return [{"type": "runs_changed", "runs": changed, "removed": removed}] if changed or removed else []
+
+
+def _poll(feeds: list[Feed]) -> list[bool]:
+    return [feed.poll() for feed in feeds]
+
+
+def _news_of_run(name: str, told: Subscription) -> list[dict[str, Any] | bytes]:
+    feed = told.feed
+    news: list[dict[str, Any] | bytes] = []
+    if feed.gone:
+        if not told.removed:
+            told.removed = True
+            news.append({"type": "removed", "run": name})
+        return news
+    if not feed.lock.acquire(blocking=False):
+        return news  # it is being read; the next tick tells
+    try:
+        if feed.summary_version != told.summary_version:
+            told.summary_version = feed.summary_version
+            news.append({"type": "run", "run": name, "summary": feed.summary})
+        if feed.epochs_version != told.epochs_version:
+            told.epochs_version = feed.epochs_version
+            news.append({"type": "epochs", "run": name, "epochs": feed.epochs})
+        for stream in feed.streams(told.streams):
+            news += _news_of_stream(stream, told)
+    finally:
+        feed.lock.release()
+    return news
+
+
+def _news_of_stream(stream: str, told: Subscription) -> list[dict[str, Any] | bytes]:
+    feed = told.feed
+    columns = feed.tails[stream].columns
+    cursor = told.cursors.get(stream)
+    if stream in feed.previews or (cursor is None or cursor[0] != columns.generation):
+        if stream in feed.previews and cursor is not None:
+            return []
+        frame, told.cursors[stream] = feed.history(stream, told.points)
+        return [frame]
+    if cursor[1] == columns.rows:
+        return []
+    frame = feed.delta(stream, cursor[1])
+    told.cursors[stream] = (columns.generation, columns.rows)
+    return [frame]
+
+
+def parse(text: str | None) -> dict[str, Any]:
+    """A tab's message. Raises :class:`ApiError` for anything but an object with a known type."""
+    try:
+        asked = json.loads(text or "")
+    except (ValueError, RecursionError):
+        raise _bad("the message is not JSON") from None
+    known = ("ping", "watch", "subscribe", "unsubscribe", "range")
+    if not isinstance(asked, dict) or asked.get("type") not in known:
+        raise _bad(f"a message is an object whose type is one of {', '.join(known)}")
+    return asked
+
+
+def _bad(what: str) -> ApiError:
+    return ApiError("INVALID_REQUEST", 422, what, fix="see the studio's documentation of /api/live")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 300:
+        raise _bad("a name must be a text")
+    return value
+
+
+def _run_of(asked: dict[str, Any]) -> str:
+    return _text(asked.get("run"))
+
+
+def _points(asked: dict[str, Any]) -> int:
+    points = asked.get("points", POINTS)
+    if not isinstance(points, int) or isinstance(points, bool) or not 2 <= points <= FULL_ROWS:
+        raise _bad(f"`points` must be a number from 2 to {FULL_ROWS}")
+    return points
+
+
+def _bound(value: Any) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300 or math.isnan(value):
+        raise _bad("`from` and `to` must be numbers or null")
+    return float(value)

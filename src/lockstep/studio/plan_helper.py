@@ -1,0 +1,97 @@
+"""The studio's helper process: it imports tasks, reads the sizes of their data and makes plans.
+
+::
+
+    python -m lockstep.studio.plan_helper
+
+One JSON document a line on standard input, one on standard output. It ends when its input does, so it never
+outlives the studio. The studio itself imports neither torch nor a user's code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.engine.task import Datasets
+from lockstep.errors import LockstepError
+from lockstep.hardware.device import Device, GpuUser
+from lockstep.hardware.resolve import resolve_placement
+from lockstep.hardware.world import World
+from lockstep.launch.prepare import plan_for, settle
+from lockstep.tasks.registry import find_task
+from lockstep.telemetry.files import plain
+
+#: Data on disk may change while the studio is open.
+DATA_LIVES_S = 300.0
+
+
+class Helper:
+    """Answers requests; keeps the data sets of the last task open for some minutes."""
+
+    def __init__(self) -> None:
+        self._open: tuple[str, float, Datasets] | None = None
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"data": …}`` or ``{"error": …}``."""
+        try:
+            if request["op"] == "tasks":
+                return {"data": [describe_task(name) for name in request["names"]]}
+            return {"data": self.plan(request["task"], request["config"], request["devices"])}
+        except LockstepError as error:
+            return {"error": {**error.as_dict(), "kind": type(error).__name__}}
+        except Exception as error:  # whatever a user's task raises
+            why = f"{type(error).__name__}: {error}"
+            return {"error": {"code": "TASK_NOT_USABLE", "message": "the task failed", "why": why, "fix": "mend it"}}
+
+    def plan(self, task: str, config: Mapping[str, Any], devices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What ``lockstep plan --json`` prints for these settings, on a machine with these devices."""
+        built, whole = settle(task, config)
+        found = [Device(**{**d, "users": tuple(GpuUser(**u) for u in d["users"])}) for d in devices]
+        placement = resolve_placement(whole.hardware, whole.distributed, World(), found)
+        key = json.dumps([whole.task.model_dump(mode="json"), whole.data.model_dump(mode="json"), whole.training.seed])
+        now = time.monotonic()
+        if self._open is None or self._open[0] != key or now - self._open[1] > DATA_LIVES_S:
+            self._open = None
+            built.prepare()
+            self._open = (key, now, built.datasets())
+        return plan_for(built, whole, placement, self._open[2], None).plan.as_dict()
+
+
+def describe_task(name: str) -> dict[str, Any]:
+    """What the form must know of a task, or why it cannot be used."""
+    try:
+        kind = find_task(name)
+        text = inspect.getdoc(kind) or name
+        return {
+            "name": name,
+            "title": text.partition("\n")[0].rstrip("."),
+            "error": None,
+            "schema": kind.Config.model_json_schema(),
+            "defaults": plain(dict(kind.defaults)),
+        }
+    except Exception as error:  # one task that cannot be imported must not hide the others
+        failed = (
+            error.as_dict() if isinstance(error, LockstepError) else {"code": "TASK_NOT_USABLE", "message": str(error)}
+        )
+        return {"name": name, "title": name, "error": failed, "schema": {}, "defaults": {}}
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    # What a task prints must not get between the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    helper = Helper()
+    for line in sys.stdin:
+        answers.write(json.dumps(plain(helper.answer(json.loads(line)))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

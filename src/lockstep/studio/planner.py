@@ -1,0 +1,102 @@
+"""The studio's side of the helper process that makes plans (:mod:`lockstep.studio.plan_helper`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.errors import LockstepError
+from lockstep.hardware.device import Device
+from lockstep.studio.problems import ApiError
+
+
+class Planner:
+    """Asks the helper, one question at a time; starts it when it is needed, and again when it has died."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._tasks: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+
+    def tasks(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """What the form must know of each task; asked once. Raises :class:`LockstepError`."""
+        key = tuple(names)
+        if key not in self._tasks:
+            self._tasks[key] = self._ask({"op": "tasks", "names": list(names)})
+        return self._tasks[key]
+
+    def plan(self, task: str, config: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, Any]:
+        """The plan as ``lockstep plan --json`` prints it. Raises :class:`LockstepError`."""
+        request = {"op": "plan", "task": task, "config": config, "devices": [device.as_dict() for device in devices]}
+        plan: dict[str, Any] = self._ask(request)
+        return plan
+
+    def close(self) -> None:
+        """End the helper."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, request: Mapping[str, Any]) -> Any:
+        with self._lock:
+            try:
+                answer = self._exchange(json.dumps(request).encode() + b"\n")
+            except (OSError, ValueError) as error:
+                self._end()
+                raise ApiError(
+                    "PLANNER_FAILED",
+                    503,
+                    "the data of this task could not be looked at",
+                    why=str(error),
+                    fix="try `lockstep plan` with the same settings in a terminal: it shows the reason",
+                ) from None
+        if "error" in answer:
+            raise _rebuilt(answer["error"])
+        return answer["data"]
+
+    def _exchange(self, line: bytes) -> Any:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lockstep.studio.plan_helper"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C in the studio's terminal is not meant for it
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        written = 0
+        while written < len(line):
+            written += os.write(self._process.stdin.fileno(), line[written:])
+        deadline = time.monotonic() + self._timeout_s
+        source = self._process.stdout.fileno()
+        parts: list[bytes] = []
+        while not parts or not parts[-1].endswith(b"\n"):
+            if not select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise OSError(f"no answer within {self._timeout_s:g} s")
+            part = os.read(source, 1 << 16)
+            if not part:
+                raise OSError("the helper process ended")
+            parts.append(part)
+        return json.loads(b"".join(parts))
+
+    def _end(self) -> None:
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _rebuilt(given: Mapping[str, str]) -> LockstepError:
+    return ApiError(given["code"], 422, given["message"], why=given.get("why", ""), fix=given.get("fix", ""))

@@ -1,0 +1,130 @@
+"""``POST /api/plan``: what would happen, and every label of the hardware section, from the plan's own objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+from lockstep.config import Precision, RunConfig, resolve
+from lockstep.config.load import merge
+from lockstep.errors import ConfigError, DeviceError, LockstepError, UnsupportedError
+from lockstep.hardware.device import Device
+from lockstep.hardware.resolve import Placement, resolve_placement
+from lockstep.hardware.world import World
+from lockstep.studio.settings import Wanted
+
+MULTI_GPU = "Multi-GPU (DDP) will be used automatically."
+
+#: ``(task, config, devices)`` → the plan as JSON has it; raises :class:`LockstepError`.
+MakePlan = Callable[[str, Mapping[str, Any], Sequence[Device]], dict[str, Any]]
+
+
+def make_answer(
+    wanted: Wanted, devices: Sequence[Device], users: Mapping[str, Sequence[str]], make_plan: MakePlan
+) -> dict[str, Any]:
+    """The answer, without the command's preview.
+
+    Args:
+        users: of each device, the live runs of this folder.
+    """
+    config = resolve(wanted.mapping())
+    placement, problem = place(config, devices)
+    plan: dict[str, Any] | None = None
+    notes: list[str] = []
+    blocked = problem is not None
+    if placement is not None:
+        # Looking must not download: that is for the run, when the person starts it.
+        looking = merge(wanted.mapping(), {"data": {"download": False}})
+        try:
+            plan = make_plan(wanted.task, looking, devices)
+            notes = plan["notes"]
+        except LockstepError as error:
+            later = config.data.download and error.code == "DATA_NOT_USABLE"
+            problem, blocked = error, not later
+            notes = list(placement.notes)
+            if later:
+                notes.append("The data is downloaded when the run starts; the plan is made then.")
+    return {
+        "run": {"enabled": not blocked, "reason": problem.what if blocked and problem else None},
+        "problem": problem.as_dict() if problem else None,
+        "labels": _labels(placement, plan),
+        "notes": notes,
+        "warnings": _warnings(placement, users),
+        "precisions": _precisions(config, devices),
+        "plan": plan,
+    }
+
+
+def refusal(problem: LockstepError) -> dict[str, Any]:
+    """The answer to settings that cannot be: the form stays usable, and Run is off."""
+    return {
+        "run": {"enabled": False, "reason": problem.what},
+        "problem": problem.as_dict(),
+        "labels": _labels(None, None),
+        "notes": [],
+        "warnings": [],
+        "precisions": [{"value": value, "supported": True, "reason": None} for value in get_args(Precision)],
+        "plan": None,
+        "preview": None,
+    }
+
+
+def place(config: RunConfig, devices: Sequence[Device]) -> tuple[Placement | None, LockstepError | None]:
+    """Where this would compute on these devices, or why it cannot."""
+    try:
+        return resolve_placement(config.hardware, config.distributed, World(), devices), None
+    except LockstepError as error:
+        return None, error
+
+
+def _labels(placement: Placement | None, plan: Mapping[str, Any] | None) -> dict[str, Any]:
+    gpus = placement is not None and placement.accelerator == "gpu"
+    several = placement is not None and placement.strategy == "ddp"
+    ignored = [note for note in placement.notes if "CPU is ignored" in note] if placement else []
+    labels: dict[str, Any] = {
+        "effective_batch": None,
+        "effective_batch_shown": False,
+        "multi_gpu": MULTI_GPU if gpus and several else None,
+        "cpu_ignored": ignored[0] if ignored else None,
+        "learning_rate": None,
+        "workers": None,
+    }
+    if plan is None:
+        return labels
+    batch, workers = plan["batch"], plan["loader"]["num_workers"]
+    rate = next(choice for choice in plan["choices"] if choice["name"] == "learning rate")
+    return labels | {
+        "effective_batch": plan["effective_batch"],
+        "effective_batch_shown": batch["ranks"] * batch["devices_per_rank"] > 1 or batch["accumulate"] > 1,
+        "learning_rate": f"Learning rate {rate['value']}: {rate['reason']}",
+        "workers": f"Loader workers: {workers} per rank"
+        + (f", {workers * batch['ranks']} in all" if batch["ranks"] > 1 and workers else ""),
+    }
+
+
+def _precisions(config: RunConfig, devices: Sequence[Device]) -> list[dict[str, Any]]:
+    """Which precisions the chosen devices can compute, asked of the same function that decides it for a run."""
+    answers = []
+    for precision in get_args(Precision):
+        hardware = config.hardware.model_copy(update={"precision": precision})
+        reason = None
+        try:
+            resolve_placement(hardware, config.distributed, World(), devices)
+        except DeviceError as error:
+            if error.what.startswith("precision"):
+                reason = f"{error.what}: {error.why}"
+        except (ConfigError, UnsupportedError):
+            pass  # another setting is wrong, and `problem` says so
+        answers.append({"value": precision, "supported": reason is None, "reason": reason})
+    return answers
+
+
+def _warnings(placement: Placement | None, users: Mapping[str, Sequence[str]]) -> list[str]:
+    if placement is None or placement.accelerator != "gpu":
+        return []
+    return [
+        f"{device} is used by {', '.join(users[device])}, which {'is' if len(users[device]) == 1 else 'are'} running: "
+        "both will be slower, and may run out of memory"
+        for device in dict.fromkeys(placement.devices)
+        if users.get(device)
+    ]

@@ -1,0 +1,52 @@
+"""What the API says when it refuses: one shape, and the HTTP status of each kind of error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.errors import LockstepError, RunFolderError, StorageError, UsageError
+
+
+class ApiError(UsageError):
+    """A refusal that only the API knows, with its own code and HTTP status."""
+
+    def __init__(self, code: str, status: int, what: str, *, why: str = "", fix: str = "") -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.code = code
+        self.status = status
+
+
+def status_of(error: LockstepError) -> int:
+    """The HTTP status of an error."""
+    if isinstance(error, ApiError):
+        return error.status
+    if isinstance(error, RunFolderError):
+        return 409
+    if isinstance(error, StorageError):
+        return 507
+    return 422 if isinstance(error, UsageError) else 500
+
+
+def body_of(error: LockstepError) -> dict[str, Any]:
+    """The error in the API's one shape."""
+    return {"status": "error", **error.as_dict()}
+
+
+def run_not_found(name: str) -> ApiError:
+    return ApiError(
+        "RUN_NOT_FOUND", 404, f"there is no run {name[:100]!r}", fix="reload the list; the folder may have been removed"
+    )
+
+
+def in_progress(name: str, what: str = "it is still going") -> ApiError:
+    return ApiError("TRAINING_IN_PROGRESS", 409, f"run {name}: {what}", fix="stop it first, or wait until it has ended")
+
+
+def not_allowed(key: str, why: str) -> ApiError:
+    return ApiError(
+        "SETTING_NOT_ALLOWED",
+        422,
+        f"{key} cannot be set from the page",
+        why=why,
+        fix="leave it out, or start this run from a terminal",
+    )

@@ -1,0 +1,92 @@
+"""Processes that outlive the studio: started in a session of their own, known by number and time of creation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lockstep.errors import StorageError
+
+#: Clock adjustments move a process's computed time of creation; a number is not used again this soon.
+_TOLERANCE_S = 2.0
+_children: dict[int, subprocess.Popen[bytes]] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process: its number may be used again, number and time of creation (seconds since the epoch) together not."""
+
+    pid: int
+    created: float
+
+
+def start_detached(arguments: Sequence[str], out: Path, err: Path | None = None) -> Identity:
+    """Start ``lockstep`` with ``arguments`` in a session of its own; its output is appended to files.
+
+    Args:
+        arguments: what follows ``lockstep``; no shell reads them.
+        out: standard output, and standard error too where ``err`` is ``None``.
+
+    Raises:
+        StorageError: it cannot be started.
+    """
+    # -P: the current folder must not decide what `lockstep` is, as it does not for the installed command.
+    command = [sys.executable, "-P", "-m", "lockstep", *arguments]
+    try:
+        with out.open("ab") as output, (err or out).open("ab") as errors:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True, close_fds=True
+            )
+    except (OSError, ValueError) as error:
+        raise StorageError("the command could not be started", why=str(error), fix="free memory or processes") from None
+    with _lock:
+        _children[process.pid] = process
+    try:
+        return Identity(process.pid, psutil.Process(process.pid).create_time())
+    except psutil.Error:  # it has ended already
+        return Identity(process.pid, 0.0)
+
+
+def reap() -> None:
+    """Take note of children that have ended, so that they do not stay as zombies."""
+    with _lock:
+        for pid in [pid for pid, process in _children.items() if process.poll() is not None]:
+            del _children[pid]
+
+
+def is_alive(identity: Identity) -> bool:
+    """Whether this very process lives."""
+    try:
+        process = psutil.Process(identity.pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            reap()
+            return False
+        return abs(process.create_time() - identity.created) <= _TOLERANCE_S
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+
+
+def send(identity: Identity, signum: signal.Signals, *, group: bool = False) -> bool:
+    """Signal this very process, or the whole group that it leads; whether it was there.
+
+    A process that does not lead its group is signalled alone: the others in the group are somebody else's.
+    """
+    if not is_alive(identity):
+        return False
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if group and os.getpgid(identity.pid) == identity.pid:
+            os.killpg(identity.pid, signum)
+        else:
+            os.kill(identity.pid, signum)
+        return True
+    return False

@@ -1,0 +1,40 @@
+"""Opening files that others write: only regular ones, never waiting, never through a link in the last place."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """``path`` for reading, unbuffered.
+
+    Raises:
+        OSError: there is none, or it is a link, a folder, a pipe or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        return os.fdopen(descriptor, "rb", buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def last_lines(file: Path, lines: int, *, max_bytes: int = 1 << 20) -> tuple[list[str], bool]:
+    """The last lines of a text file, and whether there are more; none when it cannot be read."""
+    try:
+        with open_regular(file) as stream:
+            start = max(0, stream.seek(0, os.SEEK_END) - max_bytes)
+            stream.seek(start)
+            text = stream.read(max_bytes).decode("utf-8", "replace")
+    except OSError:
+        return [], False
+    # A progress bar overwrites its line: what the terminal would still show is what follows the last return.
+    found = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    if not found[-1]:
+        found.pop()
+    return found[-lines:], start > 0 or len(found) > lines

@@ -1,0 +1,112 @@
+"""Bodies of the API's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_MAX_DEPTH = 20
+
+
+def _check_text(value: Any, depth: int = 0) -> None:
+    """Refuse text that no file name, command or UTF-8 file can hold."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    if isinstance(value, str):
+        if "\0" in value or any(0xD800 <= ord(character) <= 0xDFFF for character in value):
+            raise ValueError("a text holds characters that cannot be stored")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_text(key, depth + 1)
+            _check_text(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            _check_text(item, depth + 1)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _storable(cls, value: Any) -> Any:
+        _check_text(value)
+        return value
+
+
+def _stripped(value: Any) -> Any:
+    return " ".join(value.split()) if isinstance(value, str) else value
+
+
+Name = Annotated[str, BeforeValidator(_stripped), Field(max_length=200)]
+Tag = Annotated[str, BeforeValidator(_stripped), Field(min_length=1, max_length=40)]
+Devices = Annotated[list[Annotated[str, Field(max_length=20)]], Field(max_length=1024)]
+
+
+class PlanBody(_Body):
+    """A task of the list and the settings that differ from the defaults, nested as in a configuration file."""
+
+    task: str = Field(max_length=1000)
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class StartBody(PlanBody):
+    """``id``: chosen by the page, so that a repeated click does not start a second run."""
+
+    name: Name | None = None
+    tags: list[Tag] = Field(default_factory=list, max_length=20)
+    id: str | None = Field(None, pattern=r"^run-[0-9a-f]{8}$")
+
+
+class LabelBody(_Body):
+    """What is not given stays as it is; a name of ``null`` or nothing removes the name."""
+
+    name: Name | None = None
+    tags: list[Tag] | None = Field(None, max_length=20)
+
+
+class ResumeBody(_Body):
+    """Go on on other devices, or for longer."""
+
+    devices: Devices | None = None
+    rescale_batch: bool = False
+    epochs: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+
+
+class EvaluateBody(_Body):
+    """Which weights on which data."""
+
+    split: Literal["test", "val"] = "test"
+    checkpoint: str = Field("best", pattern=r"^(best|last|[0-9]{1,12})$")
+    device: str | None = Field(None, pattern=r"^(cpu|gpu:[0-9]{1,4})$")
+
+
+class ExportBody(_Body):
+    """Which weights, and whether as a program too."""
+
+    checkpoint: str = Field("best", pattern=r"^(best|last|[0-9]{1,12})$")
+    program: bool = True
+
+
+class YamlBody(_Body):
+    """A configuration file's text."""
+
+    yaml: str = Field(max_length=256 << 10)
+
+
+class DoctorBody(_Body):
+    """``quick``: look only, start no ranks."""
+
+    devices: Devices | None = None
+    quick: bool = True
+
+
+class ScalingBody(_Body):
+    """A benchmark of a task on more and more of these devices."""
+
+    task: str = Field(max_length=1000)
+    devices: Devices = Field(min_length=1)
+    config: dict[str, Any] = Field(default_factory=dict)

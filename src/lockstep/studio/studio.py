@@ -1,0 +1,373 @@
+"""What the API does, without HTTP: one method a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config import json_schema, resolve
+from lockstep.config.load import parse_yaml
+from lockstep.errors import ConfigError, LockstepError, RunFolderError
+from lockstep.hardware.device import Device
+from lockstep.hardware.selection import choose_default, parse, select
+from lockstep.studio import details, planning, settings
+from lockstep.studio.home import Home, remove_folder
+from lockstep.studio.index import LIVE, RunIndex
+from lockstep.studio.jobs import Jobs
+from lockstep.studio.planner import Planner
+from lockstep.studio.problems import ApiError, in_progress, run_not_found
+from lockstep.studio.reading import last_lines
+from lockstep.studio.schemas import LabelBody, PlanBody, ResumeBody, StartBody
+from lockstep.studio.settings import Wanted
+from lockstep.studio.starts import Labels, Starts
+from lockstep.telemetry.records import versions
+from lockstep.telemetry.rundir import RunDir, new_run_id, read_json, utc_now, write_json
+
+#: How long a run may take to end with a checkpoint before it is killed.
+KILL_AFTER_S = 60.0
+_SECTIONS = {
+    "task": "Task",
+    "hardware": "Hardware",
+    "training": "Training",
+    "optimizer": "Optimizer",
+    "scheduler": "Schedule",
+    "data": "Data",
+    "validation": "Validation",
+    "checkpoint": "Checkpoints",
+    "distributed": "Communication between ranks",
+    "telemetry": "Logging",
+    "launch": "Launching",
+    "lightning": "Lightning",
+    "debug": "Debugging",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line hands to the studio.
+
+    Attributes:
+        runs_dir: where runs are found and made.
+        tasks: built-in tasks, then those given at the start; the page can start no others.
+        built_in: how many of them are built in.
+        flags: flags of ``lockstep train`` and the setting that each one stands for.
+        verbs: the commands that this version has.
+        kill_after_s: how long a stopped run may take to end by itself.
+    """
+
+    runs_dir: Path
+    tasks: tuple[str, ...]
+    built_in: int
+    flags: Mapping[str, str]
+    verbs: tuple[str, ...]
+    kill_after_s: float = KILL_AFTER_S
+
+
+class Studio:
+    """State of one server: nothing in it is lost with it but who watches what."""
+
+    def __init__(self, options: Options, detect: Any) -> None:
+        self.options = options
+        self.home = Home(options.runs_dir)
+        self.home.make()
+        self.starts = Starts(self.home)
+        self.index = RunIndex(self.home, self.starts)
+        self.jobs = Jobs(self.home)
+        self.planner = Planner()
+        self.instance = secrets.token_hex(8)
+        self.started_at = utc_now()
+        self._detect = detect
+        self._stops: set[asyncio.Task[None]] = set()
+
+    def hello(self) -> dict[str, Any]:
+        """Who answers; first message of every WebSocket."""
+        return {"instance": self.instance, "version": versions()["lockstep"]}
+
+    def about(self) -> dict[str, Any]:
+        return {
+            **self.hello(),
+            "runs_dir": str(self.home.runs_dir),
+            "started_at": _iso(self.started_at),
+            "kill_after_s": self.options.kill_after_s,
+            "host": socket.gethostname(),
+            "verbs": sorted(self.options.verbs),
+        }
+
+    # What is here.
+
+    def devices(self, *, refresh: bool = False) -> list[Device]:
+        """The machine's devices; free memory and users as of now with ``refresh``."""
+        found: list[Device] = self._detect(refresh=refresh)
+        return found
+
+    def list_devices(self, *, refresh: bool) -> dict[str, Any]:
+        found = self.devices(refresh=refresh)
+        return {
+            "devices": [device.as_dict() for device in found],
+            "default": list(choose_default(found).devices),
+            "runs": self.index.users(),
+        }
+
+    def tasks(self) -> dict[str, Any]:
+        described = self.planner.tasks(self.options.tasks)
+        return {
+            "tasks": [{**task, "built_in": n < self.options.built_in} for n, task in enumerate(described)],
+        }
+
+    def schema(self) -> dict[str, Any]:
+        return {
+            "schema": json_schema(),
+            "defaults": resolve().model_dump(mode="json"),
+            "sections": [{"name": name, "title": title} for name, title in _SECTIONS.items()],
+            "refused": list(settings.REFUSED),
+        }
+
+    # Before a run.
+
+    def wanted(self, body: PlanBody) -> Wanted:
+        """The request, checked. Raises :class:`LockstepError`."""
+        return settings.check(body.task, body.config, self.options.tasks, self.home)
+
+    def preview(self, wanted: Wanted) -> dict[str, Any]:
+        words = settings.train_arguments(wanted, self.options.flags)
+        if self.home.runs_dir != Path.cwd() / "runs":
+            words += ["--runs-dir", str(self.home.runs_dir)]
+        return {
+            "command": settings.command_text(words),
+            "argv": ["lockstep", *words],
+            "yaml": settings.as_yaml(wanted),
+        }
+
+    def plan(self, body: PlanBody) -> dict[str, Any]:
+        """Labels, notes and plan; what is wrong with the settings is part of the answer."""
+        try:
+            wanted = self.wanted(body)
+        except ConfigError as error:
+            return planning.refusal(error)
+        answer = planning.make_answer(wanted, self.devices(), self.index.users(), self.planner.plan)
+        return {**answer, "preview": self.preview(wanted)}
+
+    # Runs.
+
+    def start(self, body: StartBody) -> dict[str, Any]:
+        """Start the command of a new run; returns at once. Raises :class:`LockstepError`."""
+        wanted = self.wanted(body)
+        if body.name:
+            wanted.settings["name"] = body.name
+        chosen = self._check_devices(wanted)
+        name = body.id or new_run_id()
+        folder = self.home.run(name)
+        if os.path.lexists(folder):
+            raise in_progress(name, "it has been started already")
+        words = settings.train_arguments(wanted, self.options.flags)
+        self.starts.begin(name, [*words, "--save-dir", str(folder)], task=wanted.task, attempt_before=0, devices=chosen)
+        self.starts.label(name, Labels(body.name or None, tuple(body.tags) if body.tags else None))
+        return self.index.summary(name)
+
+    def _check_devices(self, wanted: Wanted) -> list[str]:
+        """Refuse at once what the command would refuse in some seconds."""
+        config = resolve(wanted.mapping())
+        placement, problem = planning.place(config, self.devices())
+        if placement is None:
+            assert problem is not None
+            raise problem
+        return list(placement.devices)
+
+    def detail(self, name: str) -> dict[str, Any]:
+        summary = self.index.summary(name)
+        run, start = self.index.run_folder(name), self.starts.read(name)
+        output, _ = last_lines(self.starts.output(name), 40)
+        return {
+            **details.describe(run, summary, start),
+            "jobs": [job for job in self.jobs.all() if job["run"] == name],
+            "start_output": "\n".join(output) or None,
+        }
+
+    def label(self, name: str, body: LabelBody) -> dict[str, Any]:
+        self.index.summary(name)
+        kept = self.starts.labels(name)
+        given = body.model_fields_set
+        self.starts.label(
+            name,
+            Labels(
+                (body.name or "") if "name" in given else kept.name,
+                tuple(dict.fromkeys(body.tags or ())) if "tags" in given else kept.tags,
+            ),
+        )
+        return self.index.summary(name)
+
+    def delete(self, name: str) -> dict[str, Any]:
+        folder = self.home.run(name)
+        if not os.path.lexists(folder) and self.starts.read(name) is None:
+            raise run_not_found(name)
+        try:
+            summary = self.index.summary(name)
+        except RunFolderError:
+            summary = None  # damaged: it cannot be going
+            if not os.path.lexists(folder / "run.json"):
+                raise
+        if summary is not None and summary["status"] in LIVE:
+            raise in_progress(name)
+        self.starts.wait_for_end(name)
+        if os.path.lexists(folder):
+            remove_folder(folder, self.home.runs_dir)
+        if self.home.start(name).exists():
+            self.starts.forget(name)
+        return {"deleted": name}
+
+    async def stop(self, name: str) -> dict[str, Any]:
+        """SIGTERM now; SIGKILL if the run is still there after the stated time."""
+        summary = await asyncio.to_thread(self.index.summary, name)
+        if summary["status"] not in LIVE:
+            raise ApiError("NOT_RUNNING", 409, f"run {name} is {summary['status']}, not running", fix="reload the page")
+        run = self.index.run_folder(name)
+        if not await asyncio.to_thread(self.starts.signal, name, run, signal.SIGTERM):
+            where = summary["host"] or "another machine"
+            raise ApiError(
+                "RUN_NOT_USABLE",
+                409,
+                f"run {name} runs on {where}",
+                why="a signal reaches only processes of this machine and user",
+                fix=f"run `lockstep stop {name}` there",
+            )
+        self.index.stopping(name, True)
+        task = asyncio.create_task(self._kill_later(name, run))
+        self._stops.add(task)
+        task.add_done_callback(self._stops.discard)
+        return {"id": name, "stopping": True, "kill_after_s": self.options.kill_after_s}
+
+    async def _kill_later(self, name: str, run: RunDir) -> None:
+        for _ in range(max(1, round(self.options.kill_after_s))):
+            await asyncio.sleep(min(1.0, self.options.kill_after_s))
+            with contextlib.suppress(LockstepError):
+                if (await asyncio.to_thread(self.index.summary, name))["status"] not in LIVE:
+                    return
+        await asyncio.to_thread(self.starts.signal, name, run, signal.SIGKILL)
+
+    def check_devices(self, names: Sequence[str]) -> None:
+        """Raises :class:`DeviceError` for devices that are not here."""
+        select(parse(names), self.devices())
+
+    def resume_words(self, name: str, body: ResumeBody) -> list[str]:
+        run = self.index.run(name)
+        if body.devices is not None:
+            self.check_devices(body.devices)
+        training = {"epochs": body.epochs, "max_steps": body.max_steps}
+        changes = {key: value for key, value in training.items() if value is not None}
+        return settings.resume_arguments(
+            run.path,
+            devices=body.devices,
+            rescale_batch=body.rescale_batch,
+            changes={"training": changes} if changes else {},
+        )
+
+    def resume(self, name: str, body: ResumeBody) -> dict[str, Any]:
+        """Start the command that goes on with a run. Raises :class:`LockstepError`."""
+        words = self.resume_words(name, body)
+        summary = self.index.summary(name)
+        if summary["status"] in LIVE:
+            raise in_progress(name)
+        devices = body.devices or summary["devices"]
+        self.starts.begin(name, words, task=summary["task"], attempt_before=max(1, summary["attempt"]), devices=devices)
+        return self.index.summary(name)
+
+    def duplicate(self, name: str) -> dict[str, Any]:
+        config = self.index.run(name).config()
+        if config.task.name not in self.options.tasks:
+            raise ApiError(
+                "TASK_NOT_USABLE",
+                422,
+                f"this run's task, {config.task.name}, is not in the list",
+                fix=f"start the studio with --task {config.task.name}",
+            )
+        name = self.index.summary(name)["name"] or name
+        return {"task": config.task.name, "config": details.form_of(config), "name": f"{name} copy"[:200]}
+
+    def log(self, name: str, file: str | None, lines: int) -> dict[str, Any]:
+        run = self.index.run_folder(name)
+        names = details.log_names(run)
+        output = self.starts.output(name)
+        if output.exists() and "output.log" not in names:
+            names = ["output.log", *names]
+        chosen = file if file is not None else next(iter(names), None)
+        if chosen is None:
+            return {"name": None, "lines": [], "truncated": False, "names": names}
+        if chosen not in names:
+            raise ApiError("NOT_FOUND", 404, f"run {name} has no log {chosen[:100]!r}", fix=f"choose from {names}")
+        path = output if chosen == "output.log" else run.logs / chosen
+        found, truncated = last_lines(path, lines)
+        return {"name": chosen, "lines": found, "truncated": truncated, "names": names}
+
+    def begin_job(self, kind: str, words: Sequence[str], *, run: str | None = None) -> dict[str, Any]:
+        """Start a command whose result is a JSON document. Raises :class:`LockstepError`."""
+        if words[0] not in self.options.verbs:
+            raise ApiError("NOT_SUPPORTED", 422, f"this version has no `lockstep {words[0]}`", fix="upgrade Lockstep")
+        if run is not None:
+            self.index.run(run)
+            if self.index.summary(run)["starting"]:
+                raise in_progress(run)
+        return self.jobs.begin(kind, words, run=run)
+
+    # Saved configurations.
+
+    def configs(self) -> dict[str, Any]:
+        found = []
+        for file in sorted(self.home.configs.glob("*.json")):
+            with contextlib.suppress(RunFolderError, KeyError, TypeError):
+                kept = read_json(file)
+                found.append({"name": file.stem, "task": kept["task"], "saved_at": kept["saved_at"]})
+        return {"configs": found}
+
+    def save_config(self, name: str, body: PlanBody) -> dict[str, Any]:
+        wanted = self.wanted(body)
+        write_json(self.home.config(name), {"task": body.task, "config": wanted.settings, "saved_at": _iso(utc_now())})
+        return self.load_config(name)
+
+    def load_config(self, name: str) -> dict[str, Any]:
+        try:
+            kept = read_json(self.home.config(name))
+            wanted = Wanted(kept["task"], kept["config"])
+        except (RunFolderError, KeyError, TypeError):
+            raise ApiError("CONFIG_NOT_FOUND", 404, f"there is no configuration {name!r}", fix="reload") from None
+        return {"name": name, "task": wanted.task, "config": wanted.settings, "yaml": settings.as_yaml(wanted)}
+
+    def delete_config(self, name: str) -> dict[str, Any]:
+        self.load_config(name)
+        self.home.config(name).unlink(missing_ok=True)
+        return {"deleted": name}
+
+    def parse_config(self, text: str) -> dict[str, Any]:
+        """A configuration file's text as the form has it. Raises :class:`LockstepError`."""
+        try:
+            content = parse_yaml(text)
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            raise ConfigError("this is not valid YAML", why=str(error)[:500], fix="mend the line it names") from None
+        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+            raise ConfigError("this holds no settings", why="its top level must be a mapping", fix="write `section:`")
+        if "defaults" in content:
+            raise ConfigError(
+                "`defaults` names files, which the page cannot read", fix="paste what these files say, or use --config"
+            )
+        task = content.get("task") or {}
+        if not isinstance(task, dict):
+            raise ConfigError("`task` must be a section", fix="write `task: {name: har}`")
+        name = str(task.get("name", self.options.tasks[0]))
+        form = {**content, "task": {key: value for key, value in task.items() if key != "name"}}
+        form = {key: value for key, value in form.items() if value is not None and key not in settings.REFUSED}
+        wanted = self.wanted(PlanBody(task=name, config=form))
+        return {"task": wanted.task, "config": wanted.settings}
+
+
+def _iso(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,206 @@
+"""The WebSocket: history, deltas, resumes and long files, read by a client as the page reads them."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from websockets.sync.client import ClientConnection
+
+from lockstep.config import resolve
+from lockstep.telemetry.rundir import RunDir
+from tests.hardware.machines import machine
+from tests.studio.serving import WAIT_S, Address, studio
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[Address]:
+    with studio(tmp_path, machine(0)) as found:
+        yield found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir.create(tmp_path / "runs" / "run-0000000a", resolve(), run_id="run-0000000a", command=["lockstep"])
+    made.begin_attempt({"epochs": 3}, {"devices": ["cpu"], "strategy": "single"})
+    made.update(status="running")
+    return made
+
+
+def step(number: int, attempt: int = 1, **more: Any) -> dict[str, Any]:
+    return {"attempt": attempt, "step": number, "loss": 1.0 / number, "grad_norm": None, "scalars": {"a": 2}, **more}
+
+
+def unpack(frame: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
+    """As the documentation describes it."""
+    (length,) = struct.unpack_from("<I", frame)
+    header = json.loads(frame[4 : 4 + length])
+    assert (4 + length) % 8 == 0
+    columns = {}
+    for column in header["columns"]:
+        assert column["offset"] % 8 == 0
+        kind = {"f64": "<f8", "f32": "<f4"}[column["type"]]
+        columns[column["name"]] = np.frombuffer(frame, kind, column["length"], 4 + length + column["offset"])
+    return header, columns
+
+
+class Page:
+    """What a page knows of the streams of one run."""
+
+    def __init__(self, tab: ClientConnection) -> None:
+        self.tab = tab
+        self.headers: dict[str, dict[str, Any]] = {}
+        self.columns: dict[str, dict[str, list[float]]] = {}
+        self.messages: list[dict[str, Any]] = []
+        self.frames = 0
+
+    def ask(self, **message: Any) -> None:
+        self.tab.send(json.dumps(message))
+
+    def turn(self) -> dict[str, Any]:
+        """Take one message in; returns it, or the header of a frame."""
+        message = self.tab.recv(timeout=WAIT_S)
+        if isinstance(message, str):
+            self.messages.append(json.loads(message))
+            return self.messages[-1]
+        self.frames += 1
+        header, columns = unpack(message)
+        stream = header["stream"]
+        if header["kind"] == "history":
+            self.headers[stream] = header
+            self.columns[stream] = {name: values.tolist() for name, values in columns.items()}
+        elif header["kind"] == "delta" and header["generation"] == self.headers[stream]["generation"]:
+            known = self.columns[stream]
+            before = len(known.get(header["x"], []))
+            for name in columns.keys() | known.keys():
+                old = known.setdefault(name, [float("nan")] * before)
+                old += columns[name].tolist() if name in columns else [float("nan")] * header["rows"]
+        return header
+
+    def until(self, done: Any) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not done():
+            assert time.monotonic() < deadline
+            self.turn()
+
+    def steps(self) -> list[float]:
+        return self.columns.get("steps", {}).get("step", [])
+
+
+def test_history_then_deltas_then_a_resume(address: Address, run: RunDir) -> None:
+    for number in range(1, 11):
+        run.append_step(step(number * 10))
+    with address.live() as tab:
+        page = Page(tab)
+        assert page.turn()["type"] == "hello"
+        page.ask(type="subscribe", run="run-0000000a", streams=["steps", "system"])
+        page.until(lambda: page.steps() == [number * 10.0 for number in range(1, 11)])
+        columns = page.columns["steps"]
+        assert columns["loss"][0] == pytest.approx(0.1)
+        assert columns["scalars.a"] == [2.0] * 10
+        assert "grad_norm" not in columns or np.isnan(columns["grad_norm"]).all()
+        assert any(message["type"] == "run" and message["summary"]["status"] for message in page.messages)
+
+        run.append_step(step(110, late=5.0))
+        page.until(lambda: page.steps()[-1:] == [110.0])
+        assert np.isnan(page.columns["steps"]["late"][:10]).all()
+        assert page.columns["steps"]["late"][10] == 5.0
+
+        (run.path / "system-box.jsonl").write_text(
+            json.dumps({"time": 1e9, "host": {"cpu": 0.5}, "devices": [{"id": "gpu:0", "utilisation": 0.25}]}) + "\n"
+        )
+        page.until(lambda: "system-box" in page.columns)
+        assert page.columns["system-box"]["gpu:0.utilisation"] == [0.25]
+        assert page.columns["system-box"]["host.cpu"] == [0.5]
+
+        run.write_epochs([{"epoch": 1, "val_loss": 0.5, "step": 50, "attempt": 1}])
+        page.until(lambda: any(m["type"] == "epochs" and m["epochs"] for m in page.messages))
+
+        generation = page.headers["steps"]["generation"]
+        run.begin_attempt({"epochs": 3}, {"devices": ["cpu"], "strategy": "single"}, resumed_from_step=50)
+        page.until(lambda: page.steps() == [10.0, 20.0, 30.0, 40.0, 50.0])
+        assert page.headers["steps"]["generation"] > generation
+        run.append_step(step(60, attempt=2))
+        page.until(lambda: page.steps()[-1] == 60.0)
+        assert page.steps() == [row["step"] for row in run.steps()]
+
+
+def test_a_long_run_is_shown_coarsely_then_thinned_out_and_in_full_in_parts(address: Address, run: RunDir) -> None:
+    rows = 120_000
+    with run.steps_file.open("w") as file:
+        for number in range(1, rows + 1):
+            loss = 99.0 if number == 54_321 else number % 7
+            row = {"attempt": 1, "step": number, "loss": loss, "note": "x" * 60}
+            file.write(json.dumps(row) + "\n")
+    with address.live() as tab:
+        page = Page(tab)
+        page.ask(type="subscribe", run="run-0000000a", streams=["steps"], points=2000)
+        page.until(lambda: page.headers.get("steps", {}).get("total") == rows)
+        header = page.headers["steps"]
+        assert header["downsampled"]
+        losses = page.columns["steps"]["loss"]
+        assert len(losses) <= 2 * 2000
+        assert max(losses) == 99.0, "a single peak stays visible"
+        assert page.steps() == sorted(page.steps())
+        page.ask(type="range", run="run-0000000a", stream="steps", **{"from": 54_300, "to": 54_399}, request=7)
+        message = tab.recv(timeout=WAIT_S)
+        while isinstance(message, str) or unpack(message)[0]["kind"] != "range":
+            message = tab.recv(timeout=WAIT_S)
+        part, columns = unpack(message)
+        assert part["request"] == 7
+        assert not part["downsampled"]
+        assert columns["step"].tolist() == list(range(54_300, 54_400))
+        assert columns["loss"][21] == 99.0
+
+
+def test_eight_tabs_see_the_same(address: Address, run: RunDir) -> None:
+    with ExitStack() as tabs:
+        pages = [Page(tabs.enter_context(address.live())) for _ in range(8)]
+        for page in pages:
+            page.ask(type="subscribe", run="run-0000000a", streams=["steps"])
+        for number in range(1, 31):
+            run.append_step(step(number))
+            time.sleep(0.02)
+        for page in pages:
+            page.until(lambda page=page: len(page.steps()) == 30)
+            assert page.steps() == list(range(1, 31))
+
+
+def test_the_list_of_runs_is_kept_up_to_date(address: Address, run: RunDir, tmp_path: Path) -> None:
+    with address.live() as tab:
+        page = Page(tab)
+        page.ask(type="watch", runs=True)
+        page.until(lambda: any(message["type"] == "runs" for message in page.messages))
+        assert [found["id"] for found in page.messages[-1]["runs"]] == ["run-0000000a"]
+        run.update(status="completed")
+        RunDir.create(tmp_path / "runs" / "run-0000000b", resolve(), run_id="run-0000000b", command=["lockstep"])
+        seen: dict[str, Any] = {}
+
+        def both() -> bool:
+            for message in page.messages:
+                if message["type"] == "runs_changed":
+                    seen.update({found["id"]: found for found in message["runs"]})
+            return seen.get("run-0000000a", {}).get("status") == "completed" and "run-0000000b" in seen
+
+        page.until(both)
+        address.call("DELETE", "/api/runs/run-0000000a")
+        page.until(lambda: any(message.get("removed") == ["run-0000000a"] for message in page.messages))
+
+
+def test_a_tab_hears_why_something_is_refused(address: Address, run: RunDir) -> None:
+    with address.live() as tab:
+        page = Page(tab)
+        page.turn()
+        page.ask(type="subscribe", run="nothing")
+        assert page.turn()["code"] == "RUN_NOT_FOUND"
+        page.ask(type="range", run="run-0000000a")
+        assert page.turn()["code"] == "RUN_NOT_FOUND"
+        page.ask(type="subscribe", run="run-0000000a", points=1)
+        assert page.turn()["code"] == "INVALID_REQUEST"

@@ -1,0 +1,155 @@
+"""The labels of the hardware section, from the same plan as `lockstep plan`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.tasks.registry import BUILT_IN
+from tests.hardware.machines import gpu, machine
+from tests.studio import serving
+from tests.studio.serving import TOY, Address, studio
+
+
+@pytest.fixture(scope="module")
+def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
+    with studio(tmp_path_factory.mktemp("plan"), [*machine(2), gpu(2, precisions=("32",))], tasks=[TOY]) as address:
+        plan(address, ["cpu"])  # starts the helper process, which stays
+        yield address
+
+
+def plan(address: Address, devices: list[str], **settings: Any) -> Any:
+    config = {"hardware": {"selected_devices": devices, **settings.pop("hardware", {})}, **settings}
+    return address.post("/api/plan", {"task": TOY, "config": config})
+
+
+def test_two_gpus(two_gpus: Address) -> None:
+    answer = plan(two_gpus, ["gpu:0", "gpu:1"], training={"batch_size": 32})
+    labels = answer["labels"]
+    assert labels["effective_batch"] == "Effective batch size: 64 (32 × 2 GPUs)"
+    assert labels["effective_batch_shown"]
+    assert labels["multi_gpu"] == "Multi-GPU (DDP) will be used automatically."
+    assert labels["cpu_ignored"] is None
+    assert answer["run"] == {"enabled": True, "reason": None}
+    assert any("linear scaling" in note for note in answer["notes"]), "the learning-rate note"
+    assert "0.01" in labels["learning_rate"]
+
+
+def test_accumulation_is_a_third_factor(two_gpus: Address) -> None:
+    answer = plan(two_gpus, ["gpu:0", "gpu:1"], training={"batch_size": 8, "accumulate": 3})
+    assert answer["labels"]["effective_batch"] == "Effective batch size: 48 (8 × 2 GPUs × 3 micro-batches)"
+
+
+def test_one_gpu_and_one_beside_the_cpu(two_gpus: Address) -> None:
+    alone = plan(two_gpus, ["gpu:0"])["labels"]
+    assert not alone["effective_batch_shown"]
+    assert alone["multi_gpu"] is None
+    beside = plan(two_gpus, ["cpu", "gpu:1"])
+    assert "the CPU is ignored" in beside["labels"]["cpu_ignored"]
+    assert beside["plan"]["placement"]["devices"] == ["gpu:1"]
+
+
+def test_the_cpu_and_a_rehearsal(two_gpus: Address) -> None:
+    assert plan(two_gpus, ["cpu"])["labels"]["multi_gpu"] is None
+    three = plan(two_gpus, ["cpu"] * 3, training={"batch_size": 16}, data={"num_workers": 2})["labels"]
+    assert three["effective_batch"] == "Effective batch size: 48 (16 × 3 CPU ranks)"
+    assert three["workers"] == "Loader workers: 2 per rank, 6 in all"
+
+
+def test_nothing_ticked_says_why_run_is_off(two_gpus: Address) -> None:
+    answer = plan(two_gpus, [])
+    assert answer["run"] == {"enabled": False, "reason": "no device is selected"}
+    assert answer["plan"] is None
+    assert answer["problem"]["code"] == "GPU_NOT_AVAILABLE"
+
+
+def test_an_absent_gpu_is_named_with_what_is_here(two_gpus: Address) -> None:
+    answer = plan(two_gpus, ["gpu:7"])
+    assert not answer["run"]["enabled"]
+    assert "gpu:7" in answer["run"]["reason"]
+    assert "gpu:1" in answer["problem"]["fix"]
+
+
+def test_precisions_that_a_device_lacks_are_off_with_the_reason(two_gpus: Address) -> None:
+    answer = plan(two_gpus, ["gpu:0", "gpu:2"])
+    found = {row["value"]: row for row in answer["precisions"]}
+    assert found["32"] == {"value": "32", "supported": True, "reason": None}
+    for name in ("16-mixed", "bf16-mixed"):
+        assert not found[name]["supported"]
+        assert "gpu:2" in found[name]["reason"]
+    refused = plan(two_gpus, ["gpu:2"], hardware={"precision": "bf16-mixed"})
+    assert not refused["run"]["enabled"]
+    assert all(row["supported"] for row in plan(two_gpus, ["gpu:0", "gpu:1"])["precisions"])
+
+
+def test_bad_settings_are_an_answer_and_forbidden_ones_a_refusal(two_gpus: Address) -> None:
+    wrong = plan(two_gpus, ["cpu"], training={"epoch": 3})
+    assert wrong["problem"]["code"] == "INVALID_CONFIG"
+    assert "training.epochs" in wrong["problem"]["fix"]
+    wrong = plan(two_gpus, ["cpu"], task={"samples": "many"})
+    assert wrong["problem"]["code"] == "INVALID_CONFIG"
+    for config in ({"save_dir": "elsewhere"}, {"telemetry": {"upload_to": "s3://x"}}, {"task": {"name": "os:system"}}):
+        refused = two_gpus.post("/api/plan", {"task": TOY, "config": config}, 422)
+        assert refused["code"] == "SETTING_NOT_ALLOWED"
+    for task in ("os:system", "../evil.py:Task", "har; rm -rf /", ""):
+        assert two_gpus.post("/api/plan", {"task": task}, 422)["code"] == "TASK_NOT_USABLE"
+
+
+def test_the_preview_is_a_command_that_plans_the_same(two_gpus: Address, run_cli: Any, tmp_path: Path) -> None:
+    config = {
+        "hardware": {"selected_devices": ["cpu", "cpu"]},
+        "training": {"batch_size": 24, "max_grad_norm": None},
+        "optimizer": {"betas": [0.8, 0.99], "lr": 2e-5},
+        "task": {"dataset": "plain", "dropout": 0.25, "batchnorm": True},
+        "name": "it's 5; $(touch x) & 1e3",
+    }
+    answer = two_gpus.post("/api/plan", {"task": TOY, "config": config})
+    words = answer["preview"]["argv"]
+    assert words[:3] == ["lockstep", "train", TOY]
+    result = run_cli("plan", *words[2:], "--json")
+    assert result.code == 0, result.err
+    planned = json.loads(result.out)
+    # The command detects this machine's devices, so the reasons differ; what would run does not.
+    for key in ("batch", "schedule", "total_steps", "task", "effective_batch", "loader"):
+        assert planned[key] == answer["plan"][key], key
+    (tmp_path / "form.yaml").write_text(answer["preview"]["yaml"])
+    again = run_cli("plan", "--config", "form.yaml", "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out) == planned
+
+
+def test_tasks_and_schema(two_gpus: Address) -> None:
+    tasks = {task["name"]: task for task in two_gpus.get("/api/tasks")["tasks"]}
+    assert set(BUILT_IN) < set(tasks), "the studio's list of built-in tasks is the registry's"
+    assert tasks[TOY]["schema"]["properties"]["dropout"]["default"] == 0.0
+    assert tasks[TOY]["defaults"]["training"]["epochs"] == 2
+    assert not tasks[TOY]["built_in"]
+    schema = two_gpus.get("/api/schema")
+    assert schema["defaults"]["training"]["batch_size"] == 32
+    assert "description" in schema["schema"]["$defs"]["TrainingConfig"]["properties"]["epochs"]
+
+
+def test_default_devices(tmp_path: Path, two_gpus: Address) -> None:
+    assert two_gpus.get("/api/devices")["default"] == ["gpu:0"]
+    with serving.studio(tmp_path, machine(0)) as none:
+        found = none.get("/api/devices")
+        assert found["default"] == ["cpu"]
+        assert [device["id"] for device in found["devices"]] == ["cpu"]
+
+
+def test_saved_configurations(two_gpus: Address) -> None:
+    body = {"task": TOY, "config": {"training": {"epochs": 3}}}
+    saved = two_gpus.call("PUT", "/api/configs/two ranks", json=body)
+    assert saved["config"] == {"training": {"epochs": 3}}
+    assert [kept["name"] for kept in two_gpus.get("/api/configs")["configs"]] == ["two ranks"]
+    parsed = two_gpus.post("/api/configs/parse", {"yaml": saved["yaml"]})
+    assert parsed == {"task": TOY, "config": {"training": {"epochs": 3}}}
+    two_gpus.call("DELETE", "/api/configs/two ranks")
+    assert two_gpus.call("GET", "/api/configs/two ranks", 404)["code"] == "CONFIG_NOT_FOUND"
+    bomb = "a: &a [1]\nb: &b [*a, *a]\nc: [*b, *b]"
+    for text in (bomb, "!!python/object/apply:os.system ['true']", "[", "- 1", "defaults: [x]", "task: 5"):
+        assert two_gpus.post("/api/configs/parse", {"yaml": text}, 422)["code"] == "INVALID_CONFIG"

@@ -1,0 +1,233 @@
+"""Runs that are started, stopped and resumed from the page: real commands, which outlive the studio."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.config import resolve
+from lockstep.telemetry.rundir import RunDir
+from tests.e2e.test_train import finish, start, wait_for_step
+from tests.hardware.machines import gpu, machine
+from tests.studio.serving import TOY, WAIT_S, Address, start_studio, studio
+
+
+@pytest.fixture
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
+    with studio(tmp_path, machine(0), tasks=[TOY]) as found:
+        yield found
+
+
+def body(devices: list[str], pause_s: float = 0.0, **more: Any) -> dict[str, Any]:
+    """A run of the toy; its 200 samples take ``pause_s`` each."""
+    config = {
+        "hardware": {"selected_devices": devices},
+        "telemetry": {"log_interval": 1},
+        "data": {"num_workers": 0},
+        "task": {"dataset": "plain", "pause_s": pause_s},
+        **more.pop("config", {}),
+    }
+    return {"task": TOY, "config": config, **more}
+
+
+def gone(summary: Any) -> bool:
+    return not psutil.pid_exists(summary["pid"]) or psutil.Process(summary["pid"]).status() == psutil.STATUS_ZOMBIE
+
+
+def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: Path) -> None:
+    asked = body(["cpu", "cpu"], 0.02, name="first try", tags=["a", "b"], id="run-00000001")
+    started = address.post("/api/runs", asked, 202)
+    assert started["id"] == "run-00000001"
+    assert started["status"] == "pending"
+    assert started["starting"]
+    assert (started["name"], started["tags"]) == ("first try", ["a", "b"])
+    again = address.post("/api/runs", asked, 409)
+    assert again["code"] == "TRAINING_IN_PROGRESS"
+
+    address.wait_for_step("run-00000001", 2)
+    assert address.get("/api/devices")["runs"] == {"cpu": ["run-00000001"]}
+    for call in (("POST", "resume", {}), ("DELETE", "", None)):
+        answer = address.call(call[0], f"/api/runs/run-00000001/{call[1]}".rstrip("/"), 409, json=call[2])
+        assert answer["code"] == "TRAINING_IN_PROGRESS"
+    renamed = address.call("PATCH", "/api/runs/run-00000001", json={"name": "second  thoughts"})
+    assert (renamed["name"], renamed["tags"]) == ("second thoughts", ["a", "b"])
+
+    stopping = address.post("/api/runs/run-00000001/stop", None, 202)
+    assert stopping == {"id": "run-00000001", "stopping": True, "kill_after_s": 60.0}
+    stopped = address.wait_for("run-00000001", "stopped", "failed", "lost")
+    assert stopped["status"] == "stopped", stopped
+    assert 2 <= stopped["step"] < 26
+    assert stopped["checkpoints"][-1]["step"] == stopped["step"]
+    assert stopped["command_text"].startswith(f"lockstep train {TOY} --devices cpu,cpu")
+    assert stopped["resumable"]
+    assert address.post("/api/runs/run-00000001/stop", None, 409)["code"] == "NOT_RUNNING"
+
+    preview = address.post("/api/runs/run-00000001/resume/preview", {"devices": ["cpu"]})
+    assert preview["command"] == f"lockstep resume {tmp_path / 'runs' / 'run-00000001'} --devices cpu"
+    assert address.post("/api/runs/run-00000001/resume", {"devices": ["gpu:0"]}, 422)["code"] == "GPU_NOT_AVAILABLE"
+    address.post("/api/runs/run-00000001/resume", {"devices": ["cpu"]}, 202)
+    done = address.wait_for("run-00000001", "completed", "failed", "lost")
+    assert done["status"] == "completed", done["start_output"]
+    assert done["attempt"] == 2
+    assert done["devices"] == ["cpu"]
+    assert done["final_metrics"]["test_accuracy"] > 0
+    run = RunDir.open(tmp_path / "runs" / "run-00000001")
+    assert address.get("/api/runs/run-00000001/metrics")["epochs"] == run.epochs()
+    steps = address.get("/api/runs/run-00000001/steps")
+    assert steps["columns"]["step"] == [row["step"] for row in run.steps()]
+    assert "summary" in "\n".join(address.get("/api/runs/run-00000001/log?name=output.log")["lines"])
+    # The labels are in the run's own record as soon as it has no other writer.
+    address.get("/api/runs")
+    deadline = time.monotonic() + WAIT_S
+    while run.read().name != "second thoughts" and time.monotonic() < deadline:
+        address.get("/api/runs")
+        time.sleep(0.1)
+    assert (run.read().name, run.read().tags) == ("second thoughts", ["a", "b"])
+
+    copy = address.post("/api/runs/run-00000001/duplicate")
+    assert copy["config"]["task"]["pause_s"] == 0.02
+    assert copy["config"]["telemetry"] == {"log_interval": 1}
+    assert address.post("/api/preview", {"task": copy["task"], "config": copy["config"]})["command"]
+    assert "second thoughts" in address.get("/api/runs/run-00000001/report")["markdown"]
+
+
+def test_kill_9_of_the_studio_changes_nothing_for_a_run(tmp_path: Path) -> None:
+    with start_studio(tmp_path, "--task", TOY) as first:
+        port = first.address.port
+        first.address.post("/api/runs", body(["cpu"], 0.01, id="run-00000002"), 202)
+        first.address.wait_for_step("run-00000002", 1)
+        first.kill()
+    with start_studio(tmp_path, "--task", TOY, port=port) as second:
+        assert second.address.token == first.address.token, "an open page goes on"
+        found = second.address.get("/api/runs/run-00000002")
+        assert found["status"] == "running"
+        done = second.address.wait_for("run-00000002", "completed", "failed", "lost")
+        assert done["status"] == "completed"
+        assert [row["epoch"] for row in done["epochs_rows"]] == [1, 2]
+        assert second.end(signal.SIGINT) == 130
+
+
+def test_runs_from_a_terminal_are_found_and_stopped(address: Address, tmp_path: Path) -> None:
+    process = start(
+        "train", TOY, "--devices", "cpu", "--save-dir", "runs/by hand", "--set", "task.pause_s=0.02", "--set",
+        "task.dataset=plain", "--num-workers", "0", cwd=tmp_path,
+    )  # fmt: skip
+    try:
+        wait_for_step(tmp_path / "runs" / "by hand", 1, process)
+        found = next(run for run in address.get("/api/runs")["runs"] if run["id"] == "by hand")
+        assert found["status"] == "running"
+        assert found["run_id"] != "by hand"
+        address.post("/api/runs/by%20hand/stop", None, 202)
+        finish(process, code=143)
+    finally:
+        process.kill()
+        process.communicate()
+    assert address.wait_for("by hand", "stopped")["status"] == "stopped"
+
+
+def test_a_run_that_does_not_end_is_killed_after_the_stated_time(tmp_path: Path) -> None:
+    with studio(tmp_path, machine(0), tasks=[TOY], kill_after_s=1.0) as address:
+        address.post("/api/runs", body(["cpu"], 0.02, id="run-00000003"), 202)
+        address.wait_for_step("run-00000003", 1)
+        pid = address.get("/api/runs/run-00000003")["pid"]
+        os.kill(pid, signal.SIGSTOP)  # it cannot even hear the SIGTERM
+        assert address.post("/api/runs/run-00000003/stop", None, 202)["kill_after_s"] == 1.0
+        lost = address.wait_for("run-00000003", "lost", "stopped", "failed")
+        assert lost["status"] == "lost"
+        assert gone(lost)
+
+
+def test_another_process_with_the_runs_number_is_never_signalled(address: Address, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs" / "run-00000004", resolve(), run_id="run-00000004", command=["lockstep"])
+    run.update(status="running")
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        beat = run.progress()
+        assert beat is not None
+        stale = beat.model_copy(update={"pid": bystander.pid, "created": beat.created - 5000, "updated": time.time()})
+        run.heartbeat_file.write_text(stale.model_dump_json())
+        answer = address.post("/api/runs/run-00000004/stop", None, 409)
+        assert answer["code"] in {"RUN_NOT_USABLE", "NOT_RUNNING"}
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_start_that_fails_says_why(address: Address) -> None:
+    config = {"data": {"data_dir": "/nowhere/at/all", "num_workers": 0}}
+    address.post("/api/runs", {**body(["cpu"], config=config), "task": "har", "id": "run-00000005", "config": {
+        "hardware": {"selected_devices": ["cpu"]}, "data": {"data_dir": "/nowhere/at/all"}}}, 202)  # fmt: skip
+    failed = address.wait_for("run-00000005", "failed")
+    assert "/nowhere/at/all" in failed["error"]
+    assert "fix:" in failed["error"]
+    assert address.call("DELETE", "/api/runs/run-00000005") == {"deleted": "run-00000005"}
+    assert address.get("/api/runs")["runs"] == []
+    refused = address.post("/api/runs", body([]), 422)
+    assert refused["code"] == "GPU_NOT_AVAILABLE"
+
+
+def test_two_runs_on_one_gpu_are_warned_about(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs" / "busy", resolve(), run_id="run-00000006", command=["lockstep"])
+    run.begin_attempt({"epochs": 2}, {"devices": ["gpu:0"], "strategy": "single"})
+    run.update(status="running")
+    with studio(tmp_path, [*machine(1), gpu(1)], tasks=[TOY]) as address:
+        answer = address.post("/api/plan", body(["gpu:0"]))
+        assert answer["run"]["enabled"]
+        assert len(answer["warnings"]) == 1
+        assert "gpu:0 is used by busy" in answer["warnings"][0]
+        assert address.post("/api/plan", body(["gpu:1"]))["warnings"] == []
+
+
+def test_jobs_and_comparison(address: Address, tmp_path: Path) -> None:
+    for number, rate in ((7, "0.01"), (8, "0.02")):
+        finish(start("train", TOY, "--devices", "cpu", "--save-dir", f"runs/run-0000000{number}", "--lr", rate,
+                     "--fast-dev-run", cwd=tmp_path))  # fmt: skip
+    compared = address.get("/api/compare?run=run-00000007&run=run-00000008")
+    assert {"key": "optimizer.lr", "values": [0.01, 0.02]} in compared["config"]
+    assert all(row["key"] != "training.epochs" for row in compared["config"])
+    jobs = [
+        address.post("/api/runs/run-00000007/evaluate", {"split": "val", "checkpoint": "last"}, 202),
+        address.post("/api/runs/run-00000007/evaluate", {"checkpoint": "999"}, 202),
+        address.post("/api/doctor", {"quick": True}, 202),
+    ]
+    done = [wait_for_job(address, job["id"]) for job in jobs]
+    assert [job["status"] for job in done] == ["done", "failed", "done"], done
+    assert "val_accuracy" in done[0]["result"]["metrics"]
+    assert "999" in done[1]["error"]["message"]
+    assert done[1]["error"]["fix"]
+    assert address.get("/api/doctor")["result"] == done[2]["result"]
+    assert {job["id"] for job in address.get("/api/runs/run-00000007")["jobs"]} == {jobs[0]["id"], jobs[1]["id"]}
+
+
+@pytest.mark.drill
+def test_a_scaling_benchmark(address: Address) -> None:
+    config = {"training": {"batch_size": 8}}
+    assert address.post("/api/scaling", {"task": TOY, "devices": ["gpu:3"]}, 422)["code"] == "GPU_NOT_AVAILABLE"
+    job = address.post("/api/scaling", {"task": TOY, "devices": ["cpu", "cpu"], "config": config}, 202)
+    assert "--batch-size 8" in job["command_text"]
+    done = wait_for_job(address, job["id"])
+    assert done["status"] == "done", done
+    found = address.get("/api/scaling")
+    assert found["available"]
+    assert {point["ranks"] for point in found["reports"][0]["points"]} == {1, 2}
+    assert found["reports"][0]["points"][0]["samples_per_s"] > 0
+    assert address.get("/api/runs")["runs"] == []
+
+
+def wait_for_job(address: Address, name: str) -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        job = address.get(f"/api/jobs/{name}")
+        if job["status"] != "running":
+            return job
+        time.sleep(0.1)
+    raise AssertionError(f"{job} did not end")

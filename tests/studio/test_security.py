@@ -1,0 +1,261 @@
+"""Who may talk to the studio, and what nobody may ask of it. Requests as an attacker would make them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from lockstep.config import resolve
+from lockstep.telemetry.rundir import RunDir
+from tests.hardware.machines import machine
+from tests.studio.serving import Address, studio
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def address(folder: Path) -> Iterator[Address]:
+    with studio(folder, machine(1)) as found:
+        yield found
+
+
+def raw(address: Address, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
+    """A request exactly as given: no client library tidies its path or adds a header."""
+    connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=60)
+    try:
+        connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        sent = {"Host": f"127.0.0.1:{address.port}", "Authorization": f"Bearer {address.token}"}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        if body is not None:
+            sent.setdefault("Content-Length", str(len(body)))
+            sent.setdefault("Content-Type", "application/json")
+        for name, value in sent.items():
+            if value:
+                connection.putheader(name, value)
+        connection.endheaders(body)
+        answer = connection.getresponse()
+        content = answer.read()
+        return answer.status, json.loads(content) if content[:1] == b"{" else content.decode()
+    finally:
+        connection.close()
+
+
+def make_run(folder: Path, name: str = "run-00000001", status: str = "completed") -> RunDir:
+    run = RunDir.create(folder / "runs" / name, resolve(), run_id=name, command=["lockstep", "train", "har"])
+    run.update(status=status)
+    return run
+
+
+def test_the_token_becomes_a_cookie(address: Address) -> None:
+    with httpx.Client(base_url=address.base, trust_env=False) as client:
+        locked = client.get("/")
+        assert locked.status_code == 401
+        assert "token" in locked.text
+        for path in ("/api/runs", "/docs", "/openapi.json", "/static/index.html", "/nothing"):
+            assert client.get(path).status_code == 401, path
+        assert client.get("/?token=wrong").status_code == 401
+        answer = client.get(f"/?token={address.token}")
+        cookie = answer.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert client.get("/api/runs").json() == {"status": "ok", "data": {"runs": [], "problems": []}}
+        assert client.get("/docs").status_code == 200
+    other = httpx.get(f"{address.base}/api/runs", cookies={f"lockstep_studio_{address.port}": "x"}, trust_env=False)
+    assert other.json()["code"] == "UNAUTHORISED"
+
+
+def test_the_policy_of_every_answer(address: Address) -> None:
+    for path in ("/", "/api/runs", "/docs", "/nothing"):
+        answer = httpx.get(address.base + path, headers={"Authorization": f"Bearer {address.token}"}, trust_env=False)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "access-control-allow-origin" not in answer.headers
+    docs = httpx.get(f"{address.base}/docs", headers={"Authorization": f"Bearer {address.token}"}, trust_env=False).text
+    assert "<script" not in docs
+    assert "POST /api/runs" in docs
+
+
+def test_foreign_hosts_and_origins(address: Address) -> None:
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost@evil.example", "[", "", "0"):
+        status, answer = raw(address, "GET", "/api/runs", Host=host)
+        assert status == 400, host
+        assert not answer or answer == "Invalid HTTP request received." or answer["code"] == "FOREIGN_HOST"
+    for host in (f"localhost:{address.port}", "127.0.0.1", "[::1]:9999"):
+        assert raw(address, "GET", "/api/runs", Host=host)[0] == 200
+    for origin in ("http://evil.example", "null", "https://127.0.0.1", f"http://127.0.0.1:{address.port + 1}"):
+        assert raw(address, "GET", "/api/runs", Origin=origin)[1]["code"] == "FOREIGN_ORIGIN"
+    assert raw(address, "GET", "/api/runs", Origin=f"http://127.0.0.1:{address.port}")[0] == 200
+    assert raw(address, "POST", "/api/plan", b"{}", Sec_Fetch_Site="cross-site")[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": ""}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Host": "evil.example"}, 400),
+    ],
+)
+def test_the_websocket_has_the_same_guard(address: Address, headers: dict[str, str], status: int) -> None:
+    sent = {"Authorization": f"Bearer {address.token}", **headers}
+    host = sent.pop("Host", None)
+    with pytest.raises(InvalidStatus) as refused:
+        connect(
+            f"ws://{host or '127.0.0.1'}:{address.port}/api/live",
+            sock=socket.create_connection(("127.0.0.1", address.port)),
+            additional_headers={key: value for key, value in sent.items() if value},
+            proxy=None,
+        )
+    assert refused.value.response.status_code == status
+
+
+def test_nobody_leaves_the_runs_folder(address: Address, folder: Path) -> None:
+    outside = make_run(folder / "elsewhere", "run-0000000f")
+    (folder / "secret.txt").write_text("secret")
+    link = folder / "runs" / "linked"
+    link.symlink_to(outside.path)
+    ids = ["..", ".", "..%2f..%2felsewhere", "%2e%2e", "../secret.txt", "%2Fetc", ".studio", "a%00b", "x" * 300, "%ff"]
+    for name in ids:
+        for method, path in (
+            ("GET", f"/api/runs/{name}"),
+            ("DELETE", f"/api/runs/{name}"),
+            ("GET", f"/api/runs/{name}/log"),
+            ("POST", f"/api/runs/{name}/stop"),
+            ("GET", f"/static/{name}"),
+            ("GET", f"/static/../../{name}"),
+            ("GET", f"/api/configs/{name}"),
+            ("GET", f"/api/jobs/{name}"),
+        ):
+            status, answer = raw(address, method, path)
+            assert status in {404, 405}, (method, path, answer)
+            assert "secret" not in str(answer).replace("secret.txt", "")
+    # A link in the runs folder can be read, but what it points to is not deleted.
+    assert address.call("DELETE", "/api/runs/linked", 507)["code"] == "STORAGE_FAILED"
+    assert outside.run_file.is_file()
+    run = make_run(folder)
+    for name in ("../run.json", "/etc/passwd", "..%2Frun.json", "rank-0.log"):
+        assert raw(address, "GET", f"/api/runs/{run.path.name}/log?name={name}")[0] == 404
+    (run.logs / "rank-0.log").symlink_to(folder / "secret.txt")
+    assert address.get(f"/api/runs/{run.path.name}/log?name=rank-0.log")["lines"] == []
+    address.call("DELETE", f"/api/runs/{run.path.name}")
+    assert not run.path.exists()
+
+
+def test_what_the_studio_keeps_is_private(address: Address, folder: Path) -> None:
+    home = folder / "runs" / ".studio"
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    assert stat.S_IMODE((home / "token").stat().st_mode) == 0o600
+    (home / "token").chmod(0o644)
+    with studio(folder, machine(0)) as other:
+        assert other.token != address.token, "a token that others could read is not used again"
+
+
+def test_a_restart_keeps_the_token(folder: Path) -> None:
+    with studio(folder, machine(0)) as first:
+        token = first.token
+    with studio(folder, machine(0)) as second:
+        assert second.token == token
+
+
+MALFORMED = [
+    (b"", 422), (b"{", 400), (b"null", 422), (b"[]", 422), (b'"x"', 422), (b"\xff\xfe", 400), (b"{}", 422),
+    (b'{"task": 5}', 422), (b'{"task": "har", "config": []}', 422),
+    (b'{"task": "har", "config": {"training": 5}}', None),
+    (b'{"task": "har", "more": 1}', 422), (b'{"task": "har\\u0000"}', 422), (b'{"task": "\\ud800"}', 422),
+    (b'{"task": "har", "config": {"training": {"epochs": NaN}}}', None), (b"[" * 100_000, 400),
+    (b'{"task": "har", "config": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_001, None),
+    (b'{"task": "har", "config": {"training": {"epochs": 1' + b"0" * 5_000 + b"}}}", None),
+]  # fmt: skip
+
+
+def test_malformed_bodies(address: Address) -> None:
+    for path in ("/api/plan", "/api/preview", "/api/runs"):
+        for body, expected in MALFORMED:
+            status, answer = raw(address, "POST", path, body)
+            assert 400 <= status < 500 or (path == "/api/plan" and status == 200), (path, body[:60], status, answer)
+            assert expected in (None, status), (path, body[:60], answer)
+            if status != 200:
+                assert answer["status"] == "error"
+                assert answer["code"]
+                assert answer["message"]
+    assert raw(address, "POST", "/api/plan", None, Content_Length="99999999999")[0] == 413
+    assert raw(address, "POST", "/api/plan", None, Transfer_Encoding="chunked")[0] == 411
+    assert raw(address, "PUT", "/api/runs", b"{}")[1]["code"] == "METHOD_NOT_ALLOWED"
+    assert raw(address, "GET", "/api/nothing")[1]["code"] == "NOT_FOUND"
+    assert not list((Path(address.get("/api/studio")["runs_dir"])).glob("run-*")), "nothing was started"
+
+
+FIELDS = st.sampled_from(["task", "config", "name", "tags", "id", "devices", "x"])
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=ANY_JSON)
+def test_any_json_gets_an_answer(address: Address, body: Any) -> None:
+    content = json.dumps(body).encode()
+    for method, path in (
+        ("POST", "/api/preview"),
+        ("PATCH", "/api/runs/run-00000009"),
+        ("POST", "/api/runs/run-00000009/resume"),
+        ("POST", "/api/runs/run-00000009/evaluate"),
+        ("POST", "/api/configs/parse"),
+        ("PUT", "/api/configs/x"),
+    ):
+        status, answer = raw(address, method, path, content)
+        assert 400 <= status < 500, answer
+        assert answer["status"] == "error"
+
+
+def test_ten_thousand_malformed_frames(address: Address, folder: Path) -> None:
+    make_run(folder)
+    rng = random.Random(7)
+    frames: list[str | bytes] = [
+        "", "{", "null", "5", '"x"', "[]", "{}", '{"type": 5}', '{"type": "nothing"}', '{"type": "subscribe"}',
+        '{"type": "subscribe", "run": 5}', '{"type": "subscribe", "run": "../.."}',
+        '{"type": "subscribe", "run": "run-00000001", "streams": "x"}',
+        '{"type": "subscribe", "run": "run-00000001", "points": -1}',
+        '{"type": "range", "run": "run-00000001", "from": "a"}', '{"type": "__init__"}', '{"type": "range"}',
+        '{"type": "subscribe", "run": "' + "x" * 5_000 + '"}', "[" * 20_000, b"", b"\x00\x01", rng.randbytes(200),
+    ]  # fmt: skip
+    sent = 0
+    while sent < 10_000:
+        with address.live() as tab:
+            try:
+                for _ in range(500):
+                    tab.send(rng.choice(frames))
+                    sent += 1
+                while True:
+                    tab.recv(timeout=60)
+            except ConnectionClosed as closed:
+                assert closed.rcvd is None or closed.rcvd.code in {1008, 1009}
+    with address.live() as tab:
+        assert json.loads(tab.recv())["type"] == "hello"
+        tab.send('{"type": "ping"}')
+        assert json.loads(tab.recv(timeout=60)) == {"type": "pong"}
+    with address.live() as tab, pytest.raises(ConnectionClosed):
+        tab.send("x" * 100_000)
+        while True:
+            tab.recv(timeout=60)
