@@ -1,0 +1,132 @@
+// What can be done with a run that has ended: go on elsewhere, evaluate, export.
+
+import { html, useEffect, useState } from "./html.js";
+import { post, runPath } from "./api.js";
+import { devices } from "./catalogue.js";
+import { duration, number, words } from "./format.js";
+import { jobs, merge } from "./live.js";
+import { Badge, Dialog, Problem } from "./ui.js";
+
+const heard = (job) => (jobs.value = { ...jobs.value, [job.id]: job });
+
+/** Checkboxes for devices; several ranks when the CPU alone is ticked. */
+export function DeviceChoice({ chosen, onChoose }) {
+  const all = devices.value?.devices ?? [];
+  const onlyCpu = chosen.length > 0 && chosen.every((id) => id === "cpu");
+  const toggle = (id, on) => {
+    const next = chosen.filter((one) => one !== id);
+    onChoose(on ? all.map((one) => one.id).filter((one) => one === id || next.includes(one)) : next);
+  };
+  return html`<fieldset class="stack">
+    <legend class="eyebrow">Devices</legend>
+    <div class="devices">
+      ${all.map(
+        ({ id, name, supported }) => html`<label key=${id} class="device">
+          <input type="checkbox" checked=${chosen.includes(id)} disabled=${!supported} onChange=${(event) => toggle(id, event.currentTarget.checked)} />
+          <span><span class="title">${id === "cpu" ? "CPU" : id.replace("gpu:", "GPU ")}</span> ${name}</span>
+        </label>`,
+      )}
+    </div>
+    ${onlyCpu &&
+    html`<label class="row">
+      Number of ranks
+      <input
+        class="input number"
+        type="number"
+        min="1"
+        max="16"
+        value=${chosen.length}
+        onInput=${(event) => {
+          const ranks = event.currentTarget.valueAsNumber;
+          if (Number.isInteger(ranks) && ranks >= 1 && ranks <= 16) onChoose(new Array(ranks).fill("cpu"));
+        }}
+      />
+    </label>`}
+  </fieldset>`;
+}
+
+export function ResumeDialog({ run, onClose }) {
+  const [chosen, setChosen] = useState(run.devices?.length ? run.devices : (devices.value?.default ?? []));
+  const [rescale, setRescale] = useState(false);
+  const [preview, setPreview] = useState({ command: "", error: null });
+  const request = { devices: chosen, rescale_batch: rescale, epochs: null, max_steps: null };
+  useEffect(() => {
+    let over = false;
+    if (!chosen.length) return setPreview({ command: "", error: null });
+    post(runPath(run.id, "/resume/preview"), request).then(
+      ({ command }) => over || setPreview({ command, error: null }),
+      (error) => over || setPreview({ command: "", error }),
+    );
+    return () => (over = true);
+  }, [chosen, rescale]);
+  const resume = async () => merge([await post(runPath(run.id, "/resume"), request)], []);
+  return html`<${Dialog} title="Resume run" submit="Resume" onClose=${onClose} onSubmit=${resume} why=${chosen.length ? "" : "no device is ticked"}>
+    <p class="muted">It goes on from its newest checkpoint with exactly the samples that it has not yet seen, on any devices.</p>
+    <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
+    <label class="row">
+      <input type="checkbox" checked=${rescale} onChange=${(event) => setRescale(event.currentTarget.checked)} />
+      Let the global batch follow the devices (otherwise it stays as it was)
+    </label>
+    ${preview.command && html`<pre class="wrap" aria-label="Command">${preview.command}</pre>`}
+    <${Problem} error=${preview.error} />
+  <//>`;
+}
+
+function CheckpointChoice({ detail, value, onChange }) {
+  const steps = detail.checkpoints.map(({ step, last, best }) => [String(step), `step ${number(step)}${last ? " (last)" : ""}${best ? " (best)" : ""}`]);
+  return html`<label class="stack">
+    Checkpoint
+    <select class="input" value=${value} onChange=${(event) => onChange(event.currentTarget.value)}>
+      ${[["best", "best"], ["last", "last"], ...steps].map(([id, text]) => html`<option key=${id} value=${id}>${text}</option>`)}
+    </select>
+  </label>`;
+}
+
+export function EvaluateDialog({ run, detail, onClose }) {
+  const [split, setSplit] = useState("test");
+  const [checkpoint, setCheckpoint] = useState("best");
+  const start = async () => heard(await post(runPath(run.id, "/evaluate"), { split, checkpoint, device: null }));
+  return html`<${Dialog} title="Evaluate run" submit="Evaluate" onClose=${onClose} onSubmit=${start}>
+    <label class="stack">
+      Data
+      <select class="input" value=${split} onChange=${(event) => setSplit(event.currentTarget.value)}>
+        <option value="test">test</option>
+        <option value="val">validation</option>
+      </select>
+    </label>
+    <${CheckpointChoice} detail=${detail} value=${checkpoint} onChange=${setCheckpoint} />
+  <//>`;
+}
+
+export function ExportDialog({ run, detail, onClose }) {
+  const [checkpoint, setCheckpoint] = useState("best");
+  const [program, setProgram] = useState(true);
+  const start = async () => heard(await post(runPath(run.id, "/export"), { checkpoint, program }));
+  return html`<${Dialog} title="Export run" submit="Export" onClose=${onClose} onSubmit=${start}>
+    <${CheckpointChoice} detail=${detail} value=${checkpoint} onChange=${setCheckpoint} />
+    <label class="row">
+      <input type="checkbox" checked=${program} onChange=${(event) => setProgram(event.currentTarget.checked)} />
+      The model as a program that needs no Python source, besides its weights
+    </label>
+    <p class="muted">The files go to <code>export/</code> in the run's folder.</p>
+  <//>`;
+}
+
+const plain = (value) => (typeof value === "number" ? number(value) : typeof value === "object" ? JSON.stringify(value) : String(value));
+
+/** A command that was started from here: what it is, and what it said. */
+export function Job({ job }) {
+  const took = job.ended_at ? (Date.parse(job.ended_at) - Date.parse(job.started_at)) / 1000 : null;
+  const rows = job.result && typeof job.result === "object" ? Object.entries(job.result.metrics ?? job.result) : [];
+  return html`<section class="card stack" aria-label=${`${job.kind} ${job.status}`}>
+    <div class="row">
+      <h2 class="grow">${words(job.kind[0].toUpperCase() + job.kind.slice(1))}</h2>
+      ${took !== null && html`<span class="muted">${duration(took)}</span>`}
+      <${Badge} status=${{ running: "running", done: "completed", failed: "failed" }[job.status]} />
+    </div>
+    <code class="muted">${job.command_text}</code>
+    ${rows.length > 0 &&
+    html`<dl class="facts-list">${rows.map(([name, value]) => html`<dt key=${name}>${words(name)}</dt><dd>${plain(value)}</dd>`)}</dl>`}
+    <${Problem} error=${job.error} />
+  </section>`;
+}

@@ -1,0 +1,43 @@
+// The server's REST interface: one envelope, one error shape.
+
+/** What the server refused: `code`, `message`, `why` and `fix` as on the command line. */
+export class ApiError extends Error {
+  constructor({ code, message, why = "", fix = "" }, status) {
+    super(message);
+    this.code = code;
+    this.why = why;
+    this.fix = fix;
+    this.status = status;
+  }
+}
+
+async function call(method, path, body, signal) {
+  let answer;
+  try {
+    answer = await fetch(`/api${path}`, {
+      method,
+      signal,
+      headers: body === undefined ? {} : { "Content-Type": "application/json" },
+      body: body === undefined ? undefined : JSON.stringify(body),
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError({ code: "OFFLINE", message: "The studio does not answer.", fix: "Runs go on without it; start it again with `lockstep studio`." }, 0);
+  }
+  let envelope;
+  try {
+    envelope = await answer.json();
+  } catch {
+    throw new ApiError({ code: "INTERNAL", message: `The studio answered ${answer.status} without a reason.` }, answer.status);
+  }
+  if (envelope.status !== "ok") throw new ApiError(envelope, answer.status);
+  return envelope.data;
+}
+
+export const get = (path, signal) => call("GET", path, undefined, signal);
+export const post = (path, body = {}, signal) => call("POST", path, body, signal);
+export const put = (path, body) => call("PUT", path, body);
+export const patch = (path, body) => call("PATCH", path, body);
+export const remove = (path) => call("DELETE", path);
+
+export const runPath = (id, rest = "") => `/runs/${encodeURIComponent(id)}${rest}`;

@@ -1,0 +1,141 @@
+// One chart with its legend, and the tools that all charts of a view share.
+
+import { html, signal, useEffect, useRef, useState } from "./html.js";
+import { number } from "./format.js";
+import { Plot } from "./plot.js";
+
+/** How all charts are drawn; kept for the tab. */
+export const drawing = signal({ log: false, smoothing: 0 });
+
+/** Counts up when every chart should show all of its points again. */
+const resets = signal(0);
+
+export function ChartTools({ note }) {
+  const { log, smoothing } = drawing.value;
+  const set = (change) => (drawing.value = { ...drawing.value, ...change });
+  return html`<div class="chart-tools" role="group" aria-label="Chart tools">
+    <label>
+      <input type="checkbox" checked=${log} onChange=${(event) => set({ log: event.currentTarget.checked })} />
+      Log scale
+    </label>
+    <label>
+      Smoothing
+      <input
+        type="range"
+        min="0"
+        max="0.98"
+        step="0.02"
+        value=${smoothing}
+        aria-valuetext=${smoothing ? number(smoothing, 2) : "off"}
+        onInput=${(event) => set({ smoothing: Number(event.currentTarget.value) })}
+      />
+      <span class="number">${smoothing ? smoothing.toFixed(2) : "off"}</span>
+    </label>
+    <button type="button" class="button quiet small" onClick=${() => (resets.value += 1)}>Reset zoom</button>
+    ${note && html`<span class="badge warn">${note}</span>`}
+  </div>`;
+}
+
+/** The last value of a series that is a number, with its place. */
+function last({ x, y }, at = y.length - 1) {
+  for (let i = Math.min(at, y.length - 1); i >= 0; i -= 1) {
+    if (y[i] !== null && !Number.isNaN(y[i])) return [x[i], y[i]];
+  }
+  return null;
+}
+
+/**
+ * `series`: [{label, x, y, dash?, index?}] with x ascending; `against` names the x axis.
+ * `onZoom(from, to)` hears of a zoom, with nulls of its end.
+ * Drag zooms, a double click resets; with the keyboard + and − zoom, arrows move, 0 resets.
+ */
+export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 150, onZoom }) {
+  const host = useRef(null);
+  const plot = useRef(null);
+  const zoomed = useRef(onZoom);
+  zoomed.current = onZoom;
+  const [hidden, setHidden] = useState([]);
+  const [cursor, setCursor] = useState(null);
+  const log = canLog && drawing.value.log;
+  const smoothing = drawing.value.smoothing;
+  // A series keeps its colour while others are hidden.
+  const shown = series
+    .map((one, index) => ({ ...one, colour: `--series-${((one.index ?? index) % 8) + 1}` }))
+    .filter((one) => !hidden.includes(one.label));
+
+  useEffect(() => {
+    plot.current = new Plot(host.current, {
+      height,
+      onCursor: (index, data) => setCursor(index === null || index === undefined ? null : data[0][index]),
+      onZoom: (from, to) => zoomed.current?.(from, to),
+    });
+    return () => plot.current.destroy();
+  }, []);
+  useEffect(() => plot.current.draw({ series: shown, log, smoothing, tick: format === number ? undefined : format }));
+  useEffect(() => plot.current.resetZoom(), [resets.value]);
+
+  const keys = (event) => {
+    const does = {
+      "+": () => plot.current.zoom(0.5),
+      "=": () => plot.current.zoom(0.5),
+      "-": () => plot.current.zoom(2),
+      ArrowLeft: () => plot.current.zoom(1, -0.2),
+      ArrowRight: () => plot.current.zoom(1, 0.2),
+      0: () => plot.current.resetZoom(),
+    }[event.key];
+    if (!does) return;
+    event.preventDefault();
+    does();
+  };
+  const toggle = (label) => setHidden(hidden.includes(label) ? hidden.filter((one) => one !== label) : [...hidden, label]);
+  const newest = series.map((one) => [one.label, last(one)]).filter(([, point]) => point);
+  const summary = newest.length
+    ? newest.map(([label, [x, y]]) => `${label} ${format(y)}${unit} at ${against} ${number(x)}`).join("; ")
+    : "no points yet";
+  const valueOf = (one) => {
+    const point = cursor === null ? last(one) : last(one, lastIndexAtMost(one.x, cursor));
+    return point ? `${format(point[1])}${unit}` : "–";
+  };
+  return html`<figure class="chart" aria-label=${title}>
+    <figcaption>
+      <strong>${title}</strong>
+      <span class="muted">${log ? "log scale" : ""}</span>
+      <span class="value">${series.length === 1 ? valueOf(series[0]) : cursor !== null ? `${against} ${number(cursor)}` : ""}</span>
+    </figcaption>
+    <div
+      class="plot"
+      ref=${host}
+      role="img"
+      tabindex="0"
+      aria-label=${`${title} against ${against}: ${summary}. Plus and minus zoom, arrows move, 0 shows all.`}
+      onKeyDown=${keys}
+    ></div>
+    ${series.length > 1 &&
+    html`<div class="legend">
+      ${series.map(
+        (one, index) => html`<button
+          key=${one.label}
+          type="button"
+          class="key"
+          aria-pressed=${hidden.includes(one.label) ? "false" : "true"}
+          onClick=${() => toggle(one.label)}
+        >
+          <i style=${{ background: `var(--series-${((one.index ?? index) % 8) + 1})` }}></i>
+          ${one.label} <span class="number">${valueOf(one)}</span>
+        </button>`,
+      )}
+    </div>`}
+  </figure>`;
+}
+
+/** The last index whose x is at most `limit`; x ascends. */
+function lastIndexAtMost(x, limit) {
+  let low = 0;
+  let high = x.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (x[middle] <= limit) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
+}

@@ -1,0 +1,131 @@
+// Runs laid over each other, and where their configurations and plans differ.
+
+import { html, useEffect, useState } from "./html.js";
+import { get } from "./api.js";
+import { Chart, ChartTools } from "./charts.js";
+import { epochLines, useRun } from "./curves.js";
+import { number, words } from "./format.js";
+import { runs } from "./live.js";
+import { go, route } from "./route.js";
+import { label, setCompared } from "./runs.js";
+import { Badge, Problem } from "./ui.js";
+
+const MOST = 20;
+const STEP_COLUMNS = ["loss", "lr", "samples_per_s", "data_wait_share", "grad_norm"];
+
+function Chooser({ ids }) {
+  const toggle = (id, on) => {
+    setCompared(id, on);
+    go("compare", on ? [...ids, id] : ids.filter((one) => one !== id));
+  };
+  return html`<details class="card" open=${ids.length < 2}>
+    <summary><h2 style=${{ display: "inline" }}>Runs to compare</h2> <span class="muted">${ids.length} chosen</span></summary>
+    <ul class="choices" style=${{ marginTop: "10px" }} aria-label="Runs to compare">
+      ${(runs.value ?? []).slice(0, 200).map(
+        (run) => html`<li key=${run.id}>
+          <label>
+            <input
+              type="checkbox"
+              checked=${ids.includes(run.id)}
+              disabled=${!ids.includes(run.id) && ids.length >= MOST}
+              onChange=${(event) => toggle(run.id, event.currentTarget.checked)}
+            />
+            ${label(run)} <${Badge} status=${run.status} />
+          </label>
+        </li>`,
+      )}
+    </ul>
+  </details>`;
+}
+
+/** Watches one run and hands its lines up; draws nothing. */
+function Source({ id, onLines }) {
+  const data = useRun(id);
+  const version = data?.version.value;
+  const epochs = data?.epochs.value;
+  useEffect(() => {
+    if (!data) return;
+    const lines = new Map();
+    const steps = data.stream("steps");
+    for (const name of STEP_COLUMNS) {
+      const line = steps?.line(name);
+      if (line) lines.set(`step ${name}`, line);
+    }
+    for (const [name, line] of epochLines(epochs)) lines.set(`epoch ${name}`, line);
+    onLines(id, lines);
+  }, [data, version, epochs]);
+  return null;
+}
+
+function Overlay({ ids, lines }) {
+  const names = [...new Set(ids.flatMap((id) => [...(lines[id]?.keys() ?? [])]))].filter((name) => !/^epoch (lr|.*_s|.*_share|samples_seen)$/.test(name));
+  const title = (name) => {
+    const [against, ...rest] = name.split(" ");
+    return [words(rest.join(" ")), against];
+  };
+  const text = (id) => label((runs.value ?? []).find((run) => run.id === id) ?? { id });
+  const labels = ids.map((id) => (ids.filter((other) => text(other) === text(id)).length > 1 ? `${text(id)} (${id})` : text(id)));
+  return html`<${ChartTools} />
+    <div class="charts" role="group" aria-label="Charts">
+      ${names.map((name) => {
+        const [quantity, against] = title(name);
+        const series = ids.map((id, index) => ({ label: labels[index], index, ...lines[id]?.get(name) })).filter(({ y }) => y);
+        return html`<${Chart} key=${name} title=${against === "epoch" ? `${quantity} per epoch` : quantity} series=${series} against=${against} />`;
+      })}
+    </div>`;
+}
+
+const cell = (value) => (value === null || value === undefined ? "–" : typeof value === "number" ? number(value) : typeof value === "object" ? JSON.stringify(value) : String(value));
+
+function Differences({ title, rows, heads, none }) {
+  return html`<section class="card scroll-x" aria-label=${title} tabindex="0">
+    <h2>${title}</h2>
+    ${rows.length
+      ? html`<table>
+          <thead>
+            <tr><th scope="col">Name</th>${heads.map((head) => html`<th key=${head.id} scope="col">${label(head)}</th>`)}</tr>
+          </thead>
+          <tbody>
+            ${rows.map(
+              ({ key, values }) => html`<tr key=${key}><th scope="row">${key}</th>${values.map((value, at) => html`<td key=${at}>${cell(value)}</td>`)}</tr>`,
+            )}
+          </tbody>
+        </table>`
+      : html`<p class="muted">${none}</p>`}
+  </section>`;
+}
+
+export function Compare() {
+  const { ids } = route.value;
+  const [lines, setLines] = useState({});
+  const [found, setFound] = useState({ answer: null, error: null });
+  const wanted = ids.map((id) => `run=${encodeURIComponent(id)}`).join("&");
+  const states = (runs.value ?? []).filter((run) => ids.includes(run.id)).map((run) => run.status).join();
+  useEffect(() => {
+    if (ids.length < 2) return undefined;
+    const abort = new AbortController();
+    get(`/compare?${wanted}`, abort.signal).then(
+      (answer) => setFound({ answer, error: null }),
+      (error) => error.name !== "AbortError" && setFound({ answer: null, error }),
+    );
+    return () => abort.abort();
+  }, [wanted, states]);
+  const { answer, error } = found;
+  return html`<div class="view">
+    <h1>Compare</h1>
+    <${Chooser} ids=${ids} />
+    ${ids.map((id) => html`<${Source} key=${id} id=${id} onLines=${(run, some) => setLines((all) => ({ ...all, [run]: some }))} />`)}
+    ${ids.length < 2 && html`<p class="empty">Choose two runs or more, here or in the list of runs.</p>`}
+    ${ids.length > 1 &&
+    html`
+      <${Problem} error=${error} />
+      <${Overlay} ids=${ids} lines=${lines} />
+      ${answer &&
+      html`
+        <${Differences} title="Metrics" rows=${answer.metrics} heads=${answer.runs} none="No metrics yet." />
+        <${Differences} title="Differences in configuration" rows=${answer.config} heads=${answer.runs} none="The configurations are the same." />
+        <${Differences} title="Differences in the plan" rows=${answer.plan} heads=${answer.runs} none="The plans are the same." />
+      `}
+    `}
+  </div>`;
+}

@@ -1,0 +1,224 @@
+// The middle column: what will be trained, as a form, as YAML and as a command.
+
+import { html, useEffect, useId, useRef, useState } from "./html.js";
+import { get, post, put, remove } from "./api.js";
+import { devices, schema, tasks } from "./catalogue.js";
+import { body, chooseTask, draft, filled, isChanged, planned, replaceDraft, task, valueOf, whyNot } from "./draft.js";
+import { Field } from "./fields.js";
+import { number } from "./format.js";
+import { Hardware } from "./hardware.js";
+import { merge } from "./live.js";
+import { go } from "./route.js";
+import { appliesTo, resolve } from "./settings.js";
+import { Button, Copy, Dialog, Menu, Problem, tell, tellError } from "./ui.js";
+
+/** Settings of a task that shape its network rather than its data. */
+const NETWORK = new Set(
+  "model size form downsample hidden width layers heads memory theta dropout batchnorm code channels kernel patch".split(" "),
+);
+const REPRODUCIBILITY = ["seed", "reproducibility", "lanes", "threads", "engine"];
+/** Sections that most runs leave alone. */
+const FURTHER = ["data", "distributed", "validation", "checkpoint", "telemetry", "launch", "lightning", "debug"];
+
+/** The fields of a section as [path, schema], without those that the page may not set. */
+function fieldsOf(section, only = () => true) {
+  const { schema: root, refused } = schema.value;
+  const { properties } = resolve(root.properties[section], root);
+  return Object.entries(properties)
+    .filter(([name]) => only(name) && !refused.includes(`${section}.${name}`))
+    .map(([name, property]) => [[section, name], resolve(property, root)]);
+}
+
+/** Of an optimizer's or a schedule's settings, those that the chosen one has. */
+function relevant(section) {
+  const fields = fieldsOf(section);
+  const choices = fields.find(([path]) => path[1] === "name")[1].enum;
+  const chosen = valueOf([section, "name"]);
+  return fields.filter(([, { description }]) => appliesTo(description, choices)?.includes(chosen) ?? true);
+}
+
+function taskFields(wanted) {
+  const root = task.value?.schema;
+  return Object.entries(root?.properties ?? {})
+    .filter(([name]) => NETWORK.has(name) === wanted)
+    .map(([name, property]) => [["task", name], resolve(property, root)]);
+}
+
+function Group({ title, fields = [], open = false, children }) {
+  const changed = fields.filter(([path]) => isChanged(path)).length;
+  return html`<details class="group" open=${open}>
+    <summary>
+      ${title}${changed > 0 && html`<span class="changed">${changed} changed</span>`}
+    </summary>
+    <div class="body">
+      ${children} ${fields.map(([path, property]) => html`<${Field} key=${path.join(".")} path=${path} schema=${property} label=${path[1] === "name" ? title : undefined} />`)}
+    </div>
+  </details>`;
+}
+
+function TaskChoice() {
+  const id = useId();
+  const chosen = task.value;
+  return html`<div class="field">
+    <label for=${id}>Task</label>
+    <select id=${id} class="input" value=${draft.value.task} aria-describedby="${id}-help" onChange=${(event) => chooseTask(event.currentTarget.value)}>
+      ${tasks.value.map(({ name }) => html`<option key=${name} value=${name} selected=${name === draft.value.task}>${name}</option>`)}
+    </select>
+    <p class="help always" id="${id}-help">${chosen?.title}</p>
+  </div>`;
+}
+
+function Name() {
+  const id = useId();
+  return html`<div class="field">
+    <label for=${id}>Name</label>
+    <input
+      id=${id}
+      class="input"
+      maxlength="200"
+      autocomplete="off"
+      placeholder="optional"
+      value=${draft.value.name}
+      onInput=${(event) => (draft.value = { ...draft.value, name: event.currentTarget.value })}
+    />
+  </div>`;
+}
+
+function Form() {
+  const training = fieldsOf("training");
+  const reproducible = training.filter(([path]) => REPRODUCIBILITY.includes(path[1]));
+  const parameters = planned.value.answer?.plan?.task?.parameters;
+  return html`
+    <${Group} title="Task" open><${Name} /><${TaskChoice} /><${Problem} error=${task.value?.error} /><//>
+    <${Group} title="Hardware" open><${Hardware} /><//>
+    <${Group} title="Training" open fields=${training.filter(([path]) => !REPRODUCIBILITY.includes(path[1]))} />
+    <${Group} title="Task settings" fields=${taskFields(false)} />
+    <${Group} title="Model" fields=${[...taskFields(true), ...fieldsOf("distributed", (name) => name === "sync_batchnorm")]}>
+      ${parameters && html`<div class="field"><span class="label">Parameters</span><span class="number">${number(parameters)}</span></div>`}
+    <//>
+    <${Group} title="Optimizer" fields=${relevant("optimizer")} />
+    <${Group} title="Schedule" fields=${relevant("scheduler")} />
+    <${Group} title="Reproducibility" fields=${reproducible} />
+    ${FURTHER.map((section) => {
+      const title = schema.value.sections.find(({ name }) => name === section)?.title ?? section;
+      // The strategy follows from the devices; whoever wants another one finds it with the other distributed settings.
+      const also = section === "distributed" ? fieldsOf("hardware", (name) => name === "strategy") : [];
+      const fields = [...also, ...fieldsOf(section, (name) => name !== "sync_batchnorm")];
+      return html`<${Group} key=${section} title=${title} fields=${fields} />`;
+    })}
+  `;
+}
+
+function Preview() {
+  const preview = planned.value.answer?.preview;
+  if (!preview) return null;
+  return html`<details class="group">
+    <summary>Command and YAML</summary>
+    <div class="body stack">
+      <div class="row between"><h2 class="eyebrow">Command</h2><${Copy} text=${preview.command} label="Copy the command" /></div>
+      <pre class="wrap" tabindex="0" aria-label="Command">${preview.command}</pre>
+      <div class="row between"><h2 class="eyebrow">YAML</h2><${Copy} text=${preview.yaml} label="Copy the YAML" /></div>
+      <pre tabindex="0" aria-label="YAML">${preview.yaml || "# nothing differs from the defaults"}</pre>
+    </div>
+  </details>`;
+}
+
+function SaveDialog({ onClose }) {
+  const [name, setName] = useState(draft.value.name);
+  const save = async () => {
+    await put(`/configs/${encodeURIComponent(name.trim())}`, body.value);
+    tell(`Saved as ${name.trim()}`);
+  };
+  return html`<${Dialog} title="Save configuration" submit="Save" onClose=${onClose} onSubmit=${save} why=${name.trim() ? "" : "it needs a name"}>
+    <label class="stack">
+      Name
+      <input class="input" maxlength="64" autocomplete="off" value=${name} onInput=${(event) => setName(event.currentTarget.value)} />
+    </label>
+    <p class="muted">A configuration of this name is replaced.</p>
+  <//>`;
+}
+
+function LoadDialog({ onClose }) {
+  const [saved, setSaved] = useState(null);
+  const [yaml, setYaml] = useState("");
+  const list = () => get("/configs").then(({ configs }) => setSaved(configs), tellError);
+  useEffect(() => void list(), []);
+  const take = async (name) => {
+    try {
+      replaceDraft(await get(`/configs/${encodeURIComponent(name)}`));
+      onClose();
+    } catch (error) {
+      tellError(error);
+    }
+  };
+  const drop = (name) => remove(`/configs/${encodeURIComponent(name)}`).then(list, tellError);
+  const parse = async () => replaceDraft(await post("/configs/parse", { yaml }));
+  return html`<${Dialog} title="Load configuration" submit="Load YAML" onClose=${onClose} onSubmit=${parse} why=${yaml.trim() ? "" : "paste YAML, or choose a saved configuration"}>
+    <div class="stack">
+      <h2>Saved</h2>
+      ${saved?.length === 0 && html`<p class="muted">Nothing is saved yet.</p>`}
+      <ul class="stack">
+        ${saved?.map(
+          ({ name, task: of }) => html`<li key=${name} class="row">
+            <button type="button" class="button grow" onClick=${() => take(name)}>${name} <span class="muted">${of}</span></button>
+            <button type="button" class="button quiet danger" aria-label=${`Delete the saved configuration ${name}`} onClick=${() => drop(name)}>Delete</button>
+          </li>`,
+        )}
+      </ul>
+    </div>
+    <label class="stack">
+      YAML
+      <textarea class="input mono" rows="8" spellcheck="false" value=${yaml} onInput=${(event) => setYaml(event.currentTarget.value)}></textarea>
+    </label>
+  <//>`;
+}
+
+const newId = () => `run-${[...crypto.getRandomValues(new Uint8Array(4))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+
+function RunButton() {
+  const [busy, setBusy] = useState(false);
+  const id = useRef(newId());
+  const why = whyNot.value;
+  const start = async () => {
+    setBusy(true);
+    try {
+      // The id is this page's: a second click on the same button cannot start a second run.
+      const run = await post("/runs", { ...body.value, name: draft.value.name.trim() || null, id: id.current });
+      id.current = newId();
+      merge([run], []);
+      go("train", [run.id]);
+    } catch (error) {
+      if (error.code !== "OFFLINE") id.current = newId();
+      tellError(error);
+    } finally {
+      setBusy(false);
+    }
+  };
+  return html`<div class="stack">
+    ${planned.value.answer?.problem && html`<${Problem} error=${planned.value.answer.problem} />`}
+    <div class="row">
+      <${Button} kind="primary grow" why=${why} busy=${busy} onClick=${start}>${busy ? "Starting…" : "Run"}<//>
+    </div>
+    ${why && html`<p class="muted">${why}</p>`}
+  </div>`;
+}
+
+export function Configuration() {
+  const [dialog, setDialog] = useState(null);
+  const close = () => setDialog(null);
+  const ready = schema.value && devices.value && tasks.value;
+  const reset = () => replaceDraft({ task: draft.value.task, config: {} });
+  return html`
+    <div class="head">
+      <h1>Configuration</h1>
+      <${Button} kind="small" onClick=${() => setDialog("load")}>Load<//>
+      <${Button} kind="small" onClick=${() => setDialog("save")}>Save<//>
+      <${Menu} label="More for the configuration" items=${[["Back to the defaults", reset]]} />
+    </div>
+    <div class="scroll">
+      ${ready ? html`<${Form} key=${filled.value} /><${Preview} />` : html`<p class="empty" role="status">Looking at devices and tasks…</p>`}
+    </div>
+    <div class="foot">${ready && html`<${RunButton} />`}</div>
+    ${dialog === "save" && html`<${SaveDialog} onClose=${close} />`} ${dialog === "load" && html`<${LoadDialog} onClose=${close} />`}
+  `;
+}

@@ -1,0 +1,160 @@
+// Which charts a run has: drawn from whatever columns its files hold.
+
+import { html, useEffect, useState } from "./html.js";
+import { Chart, ChartTools } from "./charts.js";
+import { gigabytes, number, percent, words } from "./format.js";
+import { look, range } from "./live.js";
+
+/** Watches a run as long as the component is shown. */
+export function useRun(id) {
+  const [data, setData] = useState(null);
+  useEffect(() => {
+    const [found, leave] = look(id);
+    setData(found);
+    return leave;
+  }, [id]);
+  return data?.id === id ? data : null;
+}
+
+/** Columns of metrics.json as lines over epochs. */
+export function epochLines(rows) {
+  const x = rows.map((row) => row.epoch);
+  const names = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((name) => !["epoch", "step", "attempt"].includes(name));
+  return new Map(
+    names.map((name) => [name, { x, y: rows.map((row) => (typeof row[name] === "number" ? row[name] : NaN)) }]).filter(([, { y }]) => y.some((value) => !Number.isNaN(value))),
+  );
+}
+
+/** Metrics of metrics.json grouped for charts: training and validation of one quantity share one. */
+export function epochCharts(lines) {
+  const groups = new Map();
+  const skipped = /^(lr|samples_per_s|duration_s|data_wait|.*_s|.*_share|samples_seen|skipped_steps)$/;
+  for (const [name, line] of lines) {
+    if (skipped.test(name)) continue;
+    const quantity = name.replace(/^(train|val|test)_/, "");
+    if (!groups.has(quantity)) groups.set(quantity, []);
+    groups.get(quantity).push({ label: words(name), name, ...line });
+  }
+  return [...groups];
+}
+
+/** A chart of one stream. When the history is thinned out, a zoom fetches the part at full resolution. */
+function StreamChart({ run, name, stream, columns, ...rest }) {
+  const [part, setPart] = useState(null);
+  const source = part ?? stream;
+  const series = columns.map(([column, label, index]) => ({ label, index, ...source.line(column) })).filter(({ y }) => y);
+  if (!series.length && !part) return null;
+  const zoomed = async (from, to) => setPart(from === null ? null : await range(run, name, from, to));
+  return html`<${Chart} ...${rest} series=${series} onZoom=${stream.downsampled ? zoomed : undefined} />`;
+}
+
+const STEP_CHARTS = [
+  ["Loss", "loss", {}],
+  ["Learning rate", "lr", { canLog: false }],
+  ["Throughput", "samples_per_s", { unit: " samples/s", canLog: false }],
+  ["Data wait", "data_wait_share", { format: percent, canLog: false }],
+  ["Gradient norm", "grad_norm", {}],
+];
+
+const DEVICE_CHARTS = [
+  ["Utilisation", ["utilisation", "cpu"], { format: percent }],
+  ["Memory", ["memory_used", "memory_gb"], { format: gigabytes }],
+  ["Power", ["power_w"], { unit: " W" }],
+  ["Temperature", ["temperature_c"], { unit: " °C" }],
+];
+
+const asBytes = (name) => (name.endsWith("memory_gb") ? 1e9 : 1);
+
+const shifted = new WeakMap();
+
+/** Seconds since the first sample, so that the axis reads like a duration; lines of one stream share it. */
+function since(line, start, scale) {
+  if (!shifted.has(line.x)) shifted.set(line.x, line.x.map((time) => time - start));
+  return { x: shifted.get(line.x), y: scale === 1 ? line.y : line.y.map((value) => value * scale) };
+}
+
+function DeviceCharts({ data }) {
+  const streams = data.named("system");
+  if (!streams.length) return null;
+  const start = Math.min(...streams.map(([, stream]) => stream.column(stream.x)?.[0] ?? Infinity));
+  const charts = DEVICE_CHARTS.map(([title, endings, options]) => {
+    const series = streams.flatMap(([name, stream]) =>
+      stream
+        .names()
+        .filter((column) => endings.includes(column.split(".").at(-1)))
+        .map((column) => [column, stream.line(column)])
+        .filter(([, line]) => line)
+        .map(([column, line]) => ({
+          label: [streams.length > 1 ? name.replace("system-", "") : null, column.split(".").slice(0, -1).join(".")].filter(Boolean).join(" "),
+          ...since(line, start, asBytes(column)),
+        })),
+    );
+    return series.length ? html`<${Chart} key=${title} title=${title} series=${series} against="second" canLog=${false} ...${options} />` : null;
+  }).filter(Boolean);
+  return charts.length ? html`<h2>Devices</h2><div class="charts">${charts}</div>` : null;
+}
+
+const milliseconds = (seconds) => `${number(seconds * 1e3, 3)} ms`;
+
+const RANK_CHARTS = [
+  ["Step time per rank", "step_s", { format: milliseconds }],
+  ["Own work per step", "own_s", { format: milliseconds }],
+  ["Wait per rank", "wait_s", { format: milliseconds }],
+  ["Memory per rank", "memory_gb", { unit: " GB" }],
+  ["Peak memory per rank", "peak_gb", { unit: " GB" }],
+];
+
+/** Columns `ranks.<r>.<what>` of one quantity, as [rank, column]. */
+const perRank = (stream, quantity) =>
+  stream
+    .names()
+    .map((column) => [/(?:^|\.)(\d+)\.([a-z_]+)$/.exec(column), column])
+    .filter(([found]) => found?.[2] === quantity)
+    .map(([found, column]) => [Number(found[1]), column]);
+
+/** The ranks that the run itself named as the slow one. */
+const stragglers = (stream) => new Set([...(stream.column("slow_rank") ?? [])].filter((rank) => !Number.isNaN(rank)));
+
+function RankCharts({ data }) {
+  const stream = data.stream("ranks");
+  if (!stream) return null;
+  const slow = stragglers(stream);
+  const charts = RANK_CHARTS.map(([title, quantity, options]) => {
+    const columns = perRank(stream, quantity).map(([rank, column]) => [column, `rank ${rank}${slow.has(rank) ? " – straggler" : ""}`, rank]);
+    return columns.some(([column]) => stream.line(column))
+      ? html`<${StreamChart} key=${title} run=${data.id} name="ranks" stream=${stream} columns=${columns} title=${title} against=${stream.x} canLog=${false} ...${options} />`
+      : null;
+  });
+  return charts.some(Boolean) ? html`<h2>Ranks</h2><div class="charts">${charts}</div>` : null;
+}
+
+/** All charts of one run, live. */
+export function Curves({ id }) {
+  const data = useRun(id);
+  // Reading the version draws this again when rows have arrived.
+  if (!data || data.version.value < 0) return null;
+  const steps = data.stream("steps");
+  const metrics = epochCharts(epochLines(data.epochs.value));
+  const scalars = steps?.names().filter((name) => name.startsWith("scalars.")) ?? [];
+  const note = steps?.downsampled
+    ? `down-sampled: ${number(steps.rows)} of ${number(steps.total)} points; zoom shows all`
+    : steps?.preview
+      ? "a first sample; the whole file is being read"
+      : "";
+  if (!steps && !metrics.length) return html`<p class="muted" role="status">No measurements yet.</p>`;
+  return html`
+    <${ChartTools} note=${note} />
+    <div class="charts" role="group" aria-label="Charts">
+      ${steps &&
+      STEP_CHARTS.map(
+        ([title, column, options]) => html`<${StreamChart} key=${title} run=${id} name="steps" stream=${steps} columns=${[[column, words(column)]]} title=${title} ...${options} />`,
+      )}
+      ${metrics.map(([quantity, series]) => html`<${Chart} key=${`epoch-${quantity}`} title=${`${words(quantity)} per epoch`} series=${series} against="epoch" />`)}
+      ${scalars.map(
+        (column) => html`<${StreamChart} key=${column} run=${id} name="steps" stream=${steps} columns=${[[column, column.slice(8)]]} title=${column.slice(8)} />`,
+      )}
+    </div>
+    <${RankCharts} data=${data} />
+    <${DeviceCharts} data=${data} />
+  `;
+}

@@ -1,0 +1,125 @@
+// The configuration in the form, and what the server says about it.
+
+import { computed, effect, signal } from "./html.js";
+import { post } from "./api.js";
+import { devices, schema, tasks } from "./catalogue.js";
+import { connection, isGoing, runs } from "./live.js";
+import { getAt, same, setAt } from "./settings.js";
+
+const WAIT_MS = 150;
+const KEY = "lockstep-draft";
+
+/** {task, name, config}: as the server gets it. */
+export const draft = signal(restored());
+
+function restored() {
+  const fresh = { task: "har", name: "", config: {} };
+  try {
+    const kept = JSON.parse(sessionStorage.getItem(KEY));
+    return kept?.config ? { ...fresh, ...kept } : fresh;
+  } catch {
+    return fresh;
+  }
+}
+
+effect(() => sessionStorage.setItem(KEY, JSON.stringify(draft.value)));
+
+export const task = computed(() => tasks.value?.find(({ name }) => name === draft.value.task) ?? null);
+
+/** The devices that are ticked: the draft's own, else what document 000 asks for: GPU 0, else the CPU. */
+export const ticked = computed(() => draft.value.config.hardware?.selected_devices ?? devices.value?.default ?? []);
+
+/** Messages about text in the form that is not yet a value, by the setting's path. */
+export const mistakes = signal({});
+
+/** The value that a setting has without the form: the task's default, else the general one. */
+export function defaultOf(path) {
+  if (path[0] === "task") return task.value?.schema.properties?.[path[1]]?.default ?? null;
+  const own = getAt(task.value?.defaults, path);
+  return own === undefined ? (getAt(schema.value?.defaults, path) ?? null) : own;
+}
+
+export function valueOf(path) {
+  const chosen = getAt(draft.value.config, path);
+  return chosen === undefined ? defaultOf(path) : chosen;
+}
+
+export const isChanged = (path) => getAt(draft.value.config, path) !== undefined;
+
+export function change(path, value) {
+  const keep = value === undefined || same(value, defaultOf(path)) ? undefined : value;
+  draft.value = { ...draft.value, config: setAt(draft.value.config, path, keep) };
+}
+
+export function tick(selected) {
+  draft.value = { ...draft.value, config: setAt(draft.value.config, ["hardware", "selected_devices"], selected) };
+}
+
+/** Counts up when the whole form is filled anew, so that no half-typed text survives. */
+export const filled = signal(0);
+
+export function replaceDraft({ task: name, config, name: label = "" }) {
+  mistakes.value = {};
+  filled.value += 1;
+  draft.value = { task: name, config, name: label ?? "" };
+}
+
+/** Another task has other settings of its own; the rest stays. */
+export function chooseTask(name) {
+  const { task: _, ...rest } = draft.value.config;
+  replaceDraft({ ...draft.value, task: name, config: rest });
+}
+
+/** The body of a plan, preview or start; devices are always said. */
+export const body = computed(() => ({
+  task: draft.value.task,
+  config: setAt(draft.value.config, ["hardware", "selected_devices"], ticked.value),
+}));
+
+/** The newest answer of POST /api/plan, its error, and whether a newer one is on its way. */
+export const planned = signal({ answer: null, error: null, waiting: true });
+
+let timer = 0;
+let asked = new AbortController();
+
+async function ask(request) {
+  asked.abort();
+  asked = new AbortController();
+  const { signal: abort } = asked;
+  try {
+    const answer = await post("/plan", request, abort);
+    if (!abort.aborted) planned.value = { answer, error: null, waiting: false };
+  } catch (error) {
+    if (error.name !== "AbortError" && !abort.aborted) planned.value = { answer: null, error, waiting: false };
+  }
+}
+
+/** Which runs are going: they share devices with the draft, which the plan warns of. */
+const going = computed(() => (runs.value ?? []).filter(isGoing).map(({ id }) => id).join());
+
+/** What was asked in vain is asked again when the studio is back. */
+const connected = computed(() => connection.value === "open");
+
+/** Asks for the plan of the draft whenever it, or what else runs here, changes; called once. */
+export function keepPlanning() {
+  effect(() => {
+    const request = body.value;
+    void going.value;
+    void connected.value;
+    if (!devices.value) return;
+    clearTimeout(timer);
+    planned.value = { ...planned.peek(), waiting: true };
+    timer = setTimeout(() => ask(request), WAIT_MS);
+  });
+}
+
+/** Why Run cannot be pressed; empty when it can. The server decides, this only adds what was mistyped. */
+export const whyNot = computed(() => {
+  const wrong = Object.entries(mistakes.value)[0];
+  if (wrong) return `${wrong[0]}: ${wrong[1]}`;
+  const { answer, error, waiting } = planned.value;
+  if (error && !waiting) return error.message;
+  if (!answer) return "the plan is being made";
+  if (answer.run.enabled) return waiting ? "the plan is being made" : "";
+  return answer.run.reason ?? answer.problem?.message ?? "this configuration cannot run";
+});

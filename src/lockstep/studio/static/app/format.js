@@ -1,0 +1,58 @@
+// Numbers and times as people read them.
+
+const DASH = "–";
+
+/** A metric: four significant digits, exponents only where they help. */
+export function number(value, digits = 4) {
+  if (value === null || value === undefined || value === "") return DASH;
+  if (typeof value !== "number") return String(value);
+  if (Number.isNaN(value)) return "not finite";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en-US");
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  return String(Number(value.toPrecision(digits)));
+}
+
+export function percent(share) {
+  return Number.isFinite(share) ? `${(share * 100).toFixed(share < 0.1 ? 1 : 0)} %` : DASH;
+}
+
+/** Seconds as `1 h 04 min`, `3 min 20 s`, `12 s`. */
+export function duration(seconds) {
+  if (!Number.isFinite(seconds) || seconds < 0) return DASH;
+  if (seconds < 1) return "under 1 s";
+  const whole = Math.round(seconds);
+  const hours = Math.floor(whole / 3600);
+  const minutes = Math.floor((whole % 3600) / 60);
+  if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+  if (hours) return `${hours} h ${String(minutes).padStart(2, "0")} min`;
+  if (minutes) return `${minutes} min ${String(whole % 60).padStart(2, "0")} s`;
+  return `${whole} s`;
+}
+
+/** How long ago, in words; `now` in milliseconds. */
+export function ago(iso, now = Date.now()) {
+  const then = Date.parse(iso);
+  if (Number.isNaN(then)) return DASH;
+  const seconds = Math.max(0, (now - then) / 1000);
+  if (seconds < 60) return "just now";
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ago`;
+  if (seconds < 86_400) return `${Math.floor(seconds / 3600)} h ago`;
+  return new Date(then).toLocaleDateString(undefined, { year: "numeric", month: "short", day: "numeric" });
+}
+
+export function clock(iso) {
+  const then = Date.parse(iso);
+  return Number.isNaN(then) ? DASH : new Date(then).toLocaleString();
+}
+
+export function gigabytes(bytes) {
+  return Number.isFinite(bytes) ? `${(bytes / 1e9).toFixed(1)} GB` : DASH;
+}
+
+/** `val_accuracy` → `val accuracy`, `lr` → `learning rate`. */
+export function words(name) {
+  const known = { lr: "learning rate", samples_per_s: "samples/s", grad_norm: "gradient norm", duration_s: "duration (s)" };
+  return known[name] ?? name.replaceAll("_", " ");
+}

@@ -1,0 +1,143 @@
+// The Hardware section: which devices, how precise, and what follows from it. All sentences are the server's.
+
+import { html, useId, useState } from "./html.js";
+import { devices, refreshDevices } from "./catalogue.js";
+import { change, draft, planned, tick, ticked, valueOf } from "./draft.js";
+import { gigabytes } from "./format.js";
+import { isGoing, runs } from "./live.js";
+import { label } from "./runs.js";
+import { Button, tellError } from "./ui.js";
+
+const MOST_RANKS = 16;
+
+const facts = ({ kind, memory_gb: memory, free_gb: free, cores }) =>
+  [
+    kind === "cpu" && cores ? `${cores} ${cores === 1 ? "core" : "cores"}` : null,
+    memory === null ? null : gigabytes(memory * 1e9),
+    free === null ? null : `${gigabytes(free * 1e9)} free`,
+  ]
+    .filter(Boolean)
+    .join(" · ");
+
+function Device({ device, runs }) {
+  const help = useId();
+  const chosen = ticked.value;
+  const { id, name, users, supported, note, memory_gb: memory, free_gb: free } = device;
+  const users_text = users.map((user) => `${user.name} (process ${user.pid}${user.memory_gb ? `, ${gigabytes(user.memory_gb * 1e9)}` : ""})`);
+  const used = runs.length ? [`run ${runs.join(", ")}`, ...users_text] : users_text;
+  const toggle = (event) => {
+    const others = chosen.filter((one) => one !== id);
+    const order = devices.value.devices.map((one) => one.id);
+    tick(event.currentTarget.checked ? [...others, id].sort((a, b) => order.indexOf(a) - order.indexOf(b)) : others);
+  };
+  return html`<label class="device">
+    <input
+      type="checkbox"
+      name="device"
+      value=${id}
+      aria-describedby=${help}
+      checked=${chosen.includes(id)}
+      disabled=${!supported}
+      onChange=${toggle}
+    />
+    <span>
+      <span class="title">${id === "cpu" ? "CPU" : id.replace("gpu:", "GPU ")}</span> ${name}
+      <span id=${help}>
+        <span class="facts" style=${{ display: "block" }}>${facts(device)}</span>
+        ${used.length > 0 && html`<span class="facts" style=${{ display: "block" }}>used by ${used.join("; ")}</span>`}
+        ${note && html`<span class="facts" style=${{ display: "block" }}>${note}</span>`}
+      </span>
+      ${device.kind === "gpu" && memory && html`<span class="meter" style=${{ display: "block" }} aria-hidden="true"><span style=${{ width: `${100 * (1 - free / memory)}%` }}></span></span>`}
+    </span>
+  </label>`;
+}
+
+/** Several ranks on the CPU: how a run on many devices is tried without them. */
+function Rehearsal() {
+  const id = useId();
+  const ranks = ticked.value.length;
+  const [typed, setTyped] = useState(null);
+  const take = (text) => {
+    setTyped(text);
+    const wanted = Number(text);
+    if (Number.isInteger(wanted) && wanted >= 1 && wanted <= MOST_RANKS) tick(new Array(wanted).fill("cpu"));
+  };
+  return html`<div class="field">
+    <label for=${id}>Number of ranks</label>
+    <input
+      id=${id}
+      class="input number"
+      type="number"
+      min="1"
+      max=${MOST_RANKS}
+      aria-describedby="${id}-help"
+      value=${typed ?? ranks}
+      onInput=${(event) => take(event.currentTarget.value)}
+      onBlur=${() => setTyped(null)}
+    />
+    <p class="help always" id="${id}-help">Rehearse a run on several devices: so many processes on this CPU.</p>
+  </div>`;
+}
+
+function Precision() {
+  const id = useId();
+  const options = planned.value.answer?.precisions ?? ["32", "16-mixed", "bf16-mixed"].map((value) => ({ value, supported: true, reason: null }));
+  const chosen = valueOf(["hardware", "precision"]);
+  const refused = options.filter(({ supported }) => !supported);
+  return html`<div class="field">
+    <label for=${id}>Precision</label>
+    <select
+      id=${id}
+      class="input"
+      aria-describedby=${refused.length ? `${id}-why` : undefined}
+      value=${chosen}
+      onChange=${(event) => change(["hardware", "precision"], event.currentTarget.value)}
+    >
+      ${options.map(
+        ({ value, supported, reason }) => html`<option key=${value} value=${value} disabled=${!supported} selected=${value === chosen} title=${reason ?? ""}>
+          ${value}${supported ? "" : " – not supported here"}
+        </option>`,
+      )}
+    </select>
+    ${refused.length > 0 && html`<div class="help always" id="${id}-why">${refused.map(({ value, reason }) => html`<p key=${value}>${reason}</p>`)}</div>`}
+  </div>`;
+}
+
+/** What the plan says about this selection. */
+function Notes() {
+  const { answer } = planned.value;
+  const labels = answer?.labels ?? {};
+  const lines = [
+    labels.multi_gpu,
+    labels.cpu_ignored,
+    labels.learning_rate,
+    labels.workers,
+  ].filter(Boolean);
+  return html`<div class="stack" aria-live="polite" role="status" aria-label="Hardware notes">
+    ${labels.effective_batch_shown && labels.effective_batch && html`<output class="note info"><strong>${labels.effective_batch}</strong></output>`}
+    ${lines.map((line) => html`<p key=${line} class="muted">${line}</p>`)}
+    ${answer?.warnings.map((line) => html`<p key=${line} class="note warn">${line}</p>`)}
+  </div>`;
+}
+
+export function Hardware() {
+  if (!devices.value) return null;
+  const all = devices.value.devices;
+  const using = (id) => (runs.value ?? []).filter((run) => isGoing(run) && run.devices?.includes(id)).map(label);
+  const chosen = ticked.value;
+  const rehearsal = chosen.length > 0 && chosen.every((id) => id === "cpu");
+  return html`<div class="stack">
+    <fieldset>
+      <div class="row between">
+        <legend class="eyebrow">Devices</legend>
+        <${Button} kind="quiet small" onClick=${() => refreshDevices().catch(tellError)} aria-label="Refresh the devices">Refresh<//>
+      </div>
+      <div class="devices">
+        ${all.map((device) => html`<${Device} key=${device.id} device=${device} runs=${using(device.id)} />`)}
+      </div>
+    </fieldset>
+    ${rehearsal && html`<${Rehearsal} key=${draft.value.task} />`}
+    <${Precision} />
+    <${Notes} />
+  </div>`;
+}

@@ -1,0 +1,142 @@
+// The one WebSocket of this tab: the list of runs, and the numbers of those that are looked at.
+
+import { batch, signal } from "./html.js";
+import { decode, Stream } from "./columns.js";
+
+const POINTS = 20_000;
+const LONGEST_WAIT_MS = 5000;
+
+/** connecting | open | lost */
+export const connection = signal("connecting");
+/** What changes with every start of the server. */
+export const instance = signal(null);
+/** Every run, newest first; null until the first list has come. */
+export const runs = signal(null);
+export const isGoing = ({ status }) => status === "running" || status === "pending";
+
+/** The newest state of each job that was heard of, by id. */
+export const jobs = signal({});
+
+/** What is known of one run while somebody looks at it. */
+class RunData {
+  constructor(id) {
+    this.id = id;
+    this.watchers = 0;
+    this.epochs = signal([]);
+    this.streams = new Map();
+    /** Counts up, at most once a frame, when rows have arrived. */
+    this.version = signal(0);
+    this.frame = 0;
+  }
+
+  changed() {
+    this.frame ||= requestAnimationFrame(() => {
+      this.frame = 0;
+      this.version.value += 1;
+    });
+  }
+
+  take({ header, columns }) {
+    if (header.kind === "history") this.streams.set(header.stream, new Stream(header, columns));
+    else if (!this.streams.get(header.stream)?.append(header, columns)) return;
+    this.changed();
+  }
+
+  stream(name) {
+    return this.streams.get(name) ?? null;
+  }
+
+  /** Streams of this kind: `system` means one for each node. */
+  named(prefix) {
+    return [...this.streams].filter(([name]) => name.startsWith(prefix));
+  }
+}
+
+const looked = new Map();
+const ranges = new Map();
+let socket = null;
+let failures = 0;
+let requests = 0;
+
+const send = (message) => {
+  if (socket?.readyState === WebSocket.OPEN) socket.send(JSON.stringify(message));
+};
+
+const subscription = (id) => ({ type: "subscribe", run: id, streams: ["steps", "system", "ranks"], points: POINTS });
+
+/** Starts watching a run; the second value ends it. */
+export function look(id) {
+  if (!looked.has(id)) looked.set(id, new RunData(id));
+  const data = looked.get(id);
+  if (data.watchers++ === 0) send(subscription(id));
+  const leave = () => {
+    data.watchers -= 1;
+    if (data.watchers === 0) {
+      looked.delete(id);
+      send({ type: "unsubscribe", run: id });
+    }
+  };
+  return [data, leave];
+}
+
+/** A part of a stream at the finest resolution that fits; null when the connection is gone. */
+export function range(run, stream, from, to) {
+  const request = ++requests;
+  if (socket?.readyState !== WebSocket.OPEN) return Promise.resolve(null);
+  return new Promise((resolve) => {
+    ranges.set(request, resolve);
+    send({ type: "range", run, stream, from, to, points: POINTS, request });
+  });
+}
+
+export function connect() {
+  socket = new WebSocket(`ws://${location.host}/api/live`);
+  socket.binaryType = "arraybuffer";
+  socket.onopen = () => {
+    failures = 0;
+    connection.value = "open";
+    send({ type: "watch", runs: true });
+    for (const id of looked.keys()) send(subscription(id));
+  };
+  socket.onmessage = ({ data }) => (typeof data === "string" ? onText(JSON.parse(data)) : onFrame(decode(data)));
+  socket.onclose = () => {
+    connection.value = "lost";
+    for (const resolve of ranges.values()) resolve(null);
+    ranges.clear();
+    failures += 1;
+    setTimeout(connect, Math.min(LONGEST_WAIT_MS, 250 * 2 ** Math.min(failures, 6)));
+  };
+}
+
+function onFrame(frame) {
+  const { header, columns } = frame;
+  if (header.kind === "range") {
+    ranges.get(header.request)?.(new Stream(header, columns));
+    ranges.delete(header.request);
+  } else looked.get(header.run)?.take(frame);
+}
+
+const handlers = {
+  hello: ({ instance: id }) => (instance.value = id),
+  runs: (message) => (runs.value = message.runs),
+  runs_changed: ({ runs: changed, removed }) => merge(changed, removed),
+  run: ({ summary }) => merge([summary], []),
+  removed: ({ run }) => merge([], [run]),
+  epochs: ({ run, epochs }) => {
+    const data = looked.get(run);
+    if (data) data.epochs.value = epochs;
+  },
+  job: ({ job }) => (jobs.value = { ...jobs.value, [job.id]: job }),
+};
+
+function onText(message) {
+  batch(() => handlers[message.type]?.(message));
+}
+
+/** Takes summaries from the server into the list, whose order is by creation. */
+export function merge(changed, removed) {
+  const byId = new Map((runs.value ?? []).map((run) => [run.id, run]));
+  for (const run of changed) byId.set(run.id, run);
+  for (const id of removed) byId.delete(id);
+  runs.value = [...byId.values()].sort((a, b) => (a.created_at < b.created_at ? 1 : -1));
+}

@@ -1,0 +1,186 @@
+// The only module that knows uPlot: a canvas with lines, zoom by dragging, and at most one setData a frame.
+
+import uPlot from "../vendor/uplot.js";
+
+/** Steps between ticks of x, which counts steps, epochs, seconds or ranks. */
+const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** The colour of series `index`, from the style sheet, so that dark and light follow the system. */
+export const colour = (index) => css(`--series-${(index % 8) + 1}`);
+
+/**
+ * Exponential smoothing that is corrected for its start and keeps gaps.
+ * `weight` 0 changes nothing; 0.99 is very smooth.
+ */
+export function smooth(values, weight) {
+  if (!weight) return values;
+  const result = new Float64Array(values.length);
+  let sum = 0;
+  let mass = 0;
+  for (let i = 0; i < values.length; i += 1) {
+    const value = values[i];
+    if (value === null || value === undefined || Number.isNaN(value)) {
+      result[i] = NaN;
+      continue;
+    }
+    sum = sum * weight + value * (1 - weight);
+    mass = mass * weight + (1 - weight);
+    result[i] = sum / mass;
+  }
+  return result;
+}
+
+const isGap = (value) => value === null || value === undefined || Number.isNaN(value);
+
+/** Several series of their own x as the aligned table that uPlot draws. NaN becomes a gap. */
+export function align(series, { log = false, smoothing = 0 } = {}) {
+  const tables = series.map(({ x, y }) => {
+    const smoothed = smooth(y, smoothing);
+    const column = new Array(smoothed.length);
+    // A logarithm has no place for zero and below: those points are left out.
+    for (let i = 0; i < smoothed.length; i += 1) {
+      column[i] = isGap(smoothed[i]) || (log && smoothed[i] <= 0) ? null : smoothed[i];
+    }
+    return [x, column];
+  });
+  if (!tables.length) return [[]];
+  const shared = series.every(({ x }) => x === series[0].x);
+  return shared ? [tables[0][0], ...tables.map((table) => table[1])] : uPlot.join(tables);
+}
+
+/** A chart in `host`. `draw` may be called at any rate; the canvas changes once a frame. */
+export class Plot {
+  constructor(host, { height = 150, onCursor = () => {}, onZoom = () => {} } = {}) {
+    this.host = host;
+    this.height = height;
+    this.onCursor = onCursor;
+    this.onZoom = onZoom;
+    this.pending = null;
+    this.frame = 0;
+    this.shape = "";
+    this.chart = null;
+    this.zoomed = false;
+    this.resizer = new ResizeObserver(() => this.resize());
+    this.resizer.observe(host);
+    this.scheme = matchMedia("(prefers-color-scheme: dark)");
+    this.repaint = () => {
+      this.shape = "";
+      if (this.last) this.draw(this.last);
+    };
+    this.scheme.addEventListener("change", this.repaint);
+  }
+
+  /** `spec`: {series: [{label, x, y, colour?, dash?, points?}], log, smoothing, tick?} */
+  draw(spec) {
+    this.last = spec;
+    this.pending = spec;
+    if (!this.frame) this.frame = requestAnimationFrame(() => this.flush());
+  }
+
+  flush() {
+    this.frame = 0;
+    const spec = this.pending;
+    this.pending = null;
+    if (!spec || !this.host.clientWidth) return;
+    const shape = JSON.stringify([spec.log, spec.xLabel, spec.series.map((one) => [one.label, one.dash, one.points, one.colour])]);
+    const data = align(spec.series, spec);
+    if (shape !== this.shape) this.build(spec, data, shape);
+    else this.chart.setData(data, !this.zoomed);
+    this.host.dataset.points = String(data[0].length);
+  }
+
+  build(spec, data, shape) {
+    this.chart?.destroy();
+    this.shape = shape;
+    this.zoomed = false;
+    const grid = { stroke: css("--line"), width: 1 };
+    const axis = { stroke: css("--muted"), grid, ticks: { show: false }, font: '11px "Inter", sans-serif' };
+    const options = {
+      width: this.host.clientWidth,
+      height: this.height,
+      legend: { show: false },
+      padding: [8, 18, 0, 0],
+      cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false } },
+      scales: { x: { time: false }, y: spec.log ? { distr: 3 } : { range: withRoom } },
+      axes: [
+        { ...axis, size: 26, incrs: WHOLE, values: (_, ticks) => ticks.map(shortTick) },
+        { ...axis, size: spec.tick ? 56 : 48, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (spec.tick ?? shortTick)(tick))) },
+      ],
+      series: [
+        {},
+        ...spec.series.map((one, index) => ({
+          label: one.label,
+          stroke: one.colour ? css(one.colour) : colour(index),
+          width: 1.5,
+          dash: one.dash ? [4, 4] : undefined,
+          spanGaps: true,
+          points: { show: (chart) => Boolean(one.points) || chart.data[0].length < 40, size: 5 },
+        })),
+      ],
+      hooks: {
+        setScale: [(chart, key) => key === "x" && this.tellShown(chart.scales.x)],
+        setCursor: [(chart) => this.onCursor(chart.cursor.idx, chart.data)],
+        setSelect: [(chart) => chart.select.width > 0 && this.dragged(chart)],
+      },
+    };
+    this.chart = new uPlot(options, data, this.host);
+    this.chart.over.addEventListener("dblclick", () => this.resetZoom());
+  }
+
+  /** For tests and assistive scripts: the part of x that is shown. */
+  tellShown({ min, max }) {
+    this.host.dataset.shown = `${min} ${max}`;
+  }
+
+  dragged(chart) {
+    const { left, width } = chart.select;
+    this.zoomed = true;
+    this.onZoom(chart.posToVal(left, "x"), chart.posToVal(left + width, "x"));
+  }
+
+  /** Shows the part of the x axis between two shares of what there is; for keyboards. */
+  zoom(factor, shift = 0) {
+    if (!this.chart || this.chart.data[0].length < 2) return;
+    const { min, max } = this.chart.scales.x;
+    const middle = (min + max) / 2 + shift * (max - min);
+    const half = ((max - min) / 2) * factor;
+    this.zoomed = true;
+    this.chart.setScale("x", { min: middle - half, max: middle + half });
+    this.onZoom(middle - half, middle + half);
+  }
+
+  resetZoom() {
+    if (this.zoomed) this.onZoom(null, null);
+    this.zoomed = false;
+    if (this.chart) this.chart.setData(this.chart.data, true);
+  }
+
+  resize() {
+    if (this.chart && this.host.clientWidth) this.chart.setSize({ width: this.host.clientWidth, height: this.height });
+    else if (this.last) this.draw(this.last);
+  }
+
+  destroy() {
+    cancelAnimationFrame(this.frame);
+    this.resizer.disconnect();
+    this.scheme.removeEventListener("change", this.repaint);
+    this.chart?.destroy();
+  }
+}
+
+/** Five per cent of room above and below, and something to see when all values are one. */
+function withRoom(_, low, high) {
+  if (low === null || high === null) return [0, 1];
+  const room = high > low ? (high - low) * 0.05 : Math.abs(high) * 0.05 || 0.5;
+  return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
+}
+
+function shortTick(value) {
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(4))}M`;
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(4))}k`;
+  if (size !== 0 && size < 1e-3) return value.toExponential(0);
+  return String(Number(value.toPrecision(4)));
+}

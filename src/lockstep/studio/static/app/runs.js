@@ -1,0 +1,182 @@
+// The left column: every run of the folder, to find, choose, name, repeat and delete.
+
+import { html, signal, useId, useState } from "./html.js";
+import { patch, post, remove, runPath } from "./api.js";
+import { replaceDraft } from "./draft.js";
+import { ago, number, percent, words } from "./format.js";
+import { isGoing, merge, runs } from "./live.js";
+import { address, go, route } from "./route.js";
+import { Badge, Dialog, Menu, tell, tellError } from "./ui.js";
+
+const PAGE = 100;
+const STATUSES = ["pending", "running", "completed", "failed", "stopped", "lost"];
+const ORDERS = {
+  newest: ["Newest first", (a, b) => (a.created_at < b.created_at ? 1 : -1)],
+  oldest: ["Oldest first", (a, b) => (a.created_at > b.created_at ? 1 : -1)],
+  name: ["Name", (a, b) => label(a).localeCompare(label(b))],
+  status: ["Status", (a, b) => STATUSES.indexOf(a.status) - STATUSES.indexOf(b.status)],
+  task: ["Task", (a, b) => a.task.localeCompare(b.task)],
+};
+
+const filters = signal({ text: "", status: "", order: "newest" });
+/** Runs that are ticked for a comparison, in the order of ticking. */
+export const compared = signal([]);
+
+export const label = (run) => run.name || run.id;
+
+/** Every word must be somewhere in the name, id, task, tags or devices. */
+function matches(run, text) {
+  const place = [run.id, run.name, run.task, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
+  return text
+    .toLowerCase()
+    .split(/\s+/)
+    .every((word) => place.includes(word));
+}
+
+export const setCompared = (id, on) => (compared.value = on ? [...compared.value, id] : compared.value.filter((one) => one !== id));
+
+function Filters({ shown, all }) {
+  const ids = [useId(), useId(), useId()];
+  const { text, status, order } = filters.value;
+  const set = (part) => (filters.value = { ...filters.value, ...part });
+  return html`<div class="filters" role="search" aria-label="Runs">
+    <label class="unseen" for=${ids[0]}>Search runs</label>
+    <input
+      id=${ids[0]}
+      class="input"
+      type="search"
+      placeholder="Search name, task, tag…"
+      value=${text}
+      onInput=${(event) => set({ text: event.currentTarget.value })}
+    />
+    <div class="pair">
+      <label class="unseen" for=${ids[1]}>Status</label>
+      <select id=${ids[1]} class="input" value=${status} onChange=${(event) => set({ status: event.currentTarget.value })}>
+        <option value="">Any status</option>
+        ${STATUSES.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}
+      </select>
+      <label class="unseen" for=${ids[2]}>Sort</label>
+      <select id=${ids[2]} class="input" value=${order} onChange=${(event) => set({ order: event.currentTarget.value })}>
+        ${Object.entries(ORDERS).map(([key, [text]]) => html`<option key=${key} value=${key}>${text}</option>`)}
+      </select>
+    </div>
+    <div class="row between muted">
+      <span role="status">${runs.value === null ? "" : shown === all ? `${all} ${all === 1 ? "run" : "runs"}` : `${shown} of ${all} runs`}</span>
+      ${compared.value.length > 1 && html`<a href=${address("compare", compared.value)}>Compare ${compared.value.length}</a>`}
+    </div>
+  </div>`;
+}
+
+const best = (run) => Object.entries(run.best_metric ?? {})[0];
+
+function Row({ run, onDialog }) {
+  const going = isGoing(run);
+  const duplicate = async () => {
+    try {
+      replaceDraft(await post(runPath(run.id, "/duplicate")));
+      go("train");
+      tell("Its configuration is in the form");
+    } catch (error) {
+      tellError(error);
+    }
+  };
+  const items = [
+    ["Rename", () => onDialog({ kind: "rename", run })],
+    ["Edit tags", () => onDialog({ kind: "tags", run })],
+    ["Duplicate", duplicate],
+    ["Delete", () => onDialog({ kind: "delete", run }), { danger: true, why: going ? "stop it first" : "" }],
+  ];
+  const metric = best(run);
+  return html`<li class="run ${route.value.run === run.id ? "chosen" : ""}">
+    <a href=${address("train", [run.id])} aria-current=${route.value.run === run.id ? "true" : undefined}>
+      <span class="name clip">${label(run)}</span>
+      <span class="facts">
+        <${Badge} status=${run.status} />
+        ${run.status === "running" && run.progress !== null && html`<span class="number">${percent(run.progress)}</span>`}
+        ${metric && !going && html`<span class="number">${words(metric[0])} ${number(metric[1])}</span>`}
+      </span>
+      <span class="facts">
+        <span>${run.task}</span><span>${(run.devices ?? []).join(", ")}</span><span>${ago(run.created_at)}</span>
+      </span>
+      ${run.tags.length > 0 && html`<span class="facts">${run.tags.map((tag) => html`<span key=${tag} class="badge tag">${tag}</span>`)}</span>`}
+    </a>
+    <span class="side">
+      <${Menu} label=${`Actions for ${label(run)}`} items=${items} />
+      <input
+        type="checkbox"
+        aria-label=${`Compare ${label(run)}`}
+        title="Compare"
+        checked=${compared.value.includes(run.id)}
+        onChange=${(event) => setCompared(run.id, event.currentTarget.checked)}
+      />
+    </span>
+  </li>`;
+}
+
+function RenameDialog({ run, onClose }) {
+  const [name, setName] = useState(run.name ?? "");
+  const save = async () => merge([await patch(runPath(run.id), { name: name.trim() || null })], []);
+  return html`<${Dialog} title="Rename run" submit="Rename" onClose=${onClose} onSubmit=${save}>
+    <label class="stack">
+      Name
+      <input class="input" maxlength="200" autocomplete="off" value=${name} onInput=${(event) => setName(event.currentTarget.value)} />
+    </label>
+  <//>`;
+}
+
+function TagsDialog({ run, onClose }) {
+  const [text, setText] = useState(run.tags.join(", "));
+  const tags = [...new Set(text.split(",").map((tag) => tag.trim()).filter(Boolean))];
+  const save = async () => merge([await patch(runPath(run.id), { tags })], []);
+  return html`<${Dialog} title="Edit tags" submit="Save" onClose=${onClose} onSubmit=${save}>
+    <label class="stack">
+      Tags, with commas between them
+      <input class="input" autocomplete="off" value=${text} onInput=${(event) => setText(event.currentTarget.value)} />
+    </label>
+  <//>`;
+}
+
+function DeleteDialog({ run, onClose }) {
+  const drop = async () => {
+    await remove(runPath(run.id));
+    merge([], [run.id]);
+    setCompared(run.id, false);
+    if (route.value.run === run.id) go("train");
+  };
+  return html`<${Dialog} title="Delete run" submit="Delete" danger onClose=${onClose} onSubmit=${drop}>
+    <p>
+      <strong>${label(run)}</strong> and everything in its folder will be gone: checkpoints, logs, metrics. This cannot be undone.
+    </p>
+    <pre class="wrap">${run.path}</pre>
+  <//>`;
+}
+
+const DIALOGS = { rename: RenameDialog, tags: TagsDialog, delete: DeleteDialog };
+
+export function Runs() {
+  const [dialog, setDialog] = useState(null);
+  const [limit, setLimit] = useState(PAGE);
+  const all = runs.value ?? [];
+  const { text, status, order } = filters.value;
+  const found = all.filter((run) => (!status || run.status === status) && matches(run, text)).sort(ORDERS[order][1]);
+  const Chosen = dialog && DIALOGS[dialog.kind];
+  return html`
+    <div class="head">
+      <h1>Runs</h1>
+      <a class="button small" href=${address("train")}>New run</a>
+    </div>
+    <${Filters} shown=${found.length} all=${all.length} />
+    <div class="scroll">
+      ${runs.value === null && html`<p class="empty" role="status">Looking for runs…</p>`}
+      ${runs.value !== null && !found.length && html`<p class="empty">${all.length ? "No run matches." : "No runs yet. Tick devices and press Run."}</p>`}
+      <ul aria-label="Runs">
+        ${found.slice(0, limit).map((run) => html`<${Row} key=${run.id} run=${run} onDialog=${setDialog} />`)}
+      </ul>
+      ${found.length > limit &&
+      html`<p class="empty">
+        <button type="button" class="button" onClick=${() => setLimit(limit + PAGE)}>Show ${Math.min(PAGE, found.length - limit)} more</button>
+      </p>`}
+    </div>
+    ${Chosen && html`<${Chosen} run=${dialog.run} onClose=${() => setDialog(null)} />`}
+  `;
+}

@@ -1,0 +1,107 @@
+// How much faster are more devices? Reports of `lockstep bench scaling`, against the ideal.
+
+import { html, useEffect, useState } from "./html.js";
+import { get, post } from "./api.js";
+import { DeviceChoice, Job } from "./afterwards.js";
+import { devices, tasks } from "./catalogue.js";
+import { Chart } from "./charts.js";
+import { clock, gigabytes, number, percent } from "./format.js";
+import { jobs } from "./live.js";
+import { Button, Problem, tellError } from "./ui.js";
+
+const CHARTS = [
+  ["Speed-up", "speedup", (ranks) => ranks, {}],
+  ["Efficiency", "efficiency", () => 1, { format: percent }],
+  ["Peak memory per rank", "peak_memory", null, { format: gigabytes }],
+];
+
+/** One line for each kind of scaling (strong: a fixed global batch, weak: a fixed batch per device), and the ideal. */
+function lines(points, column, ideal) {
+  const modes = [...new Set(points.map(({ mode }) => mode ?? null))];
+  const measured = modes.map((mode) => {
+    const rows = points.filter((point) => (point.mode ?? null) === mode && Number.isFinite(point[column]));
+    return { label: mode ?? "measured", x: rows.map(({ ranks }) => ranks), y: rows.map((row) => row[column]), points: true };
+  });
+  const x = [...new Set(points.map(({ ranks }) => ranks))].sort((a, b) => a - b);
+  const all = ideal ? [...measured, { label: "ideal", x, y: x.map(ideal), dash: true }] : measured;
+  return all.filter((one) => one.y.length);
+}
+
+function Report({ report }) {
+  const points = [...(report.points ?? report.report?.points ?? [])].sort((a, b) => a.ranks - b.ranks);
+  return html`<section class="card stack" aria-label=${report.title ?? report.id}>
+    <div class="row between">
+      <h2>${report.title ?? report.id}</h2>
+      <span class="muted">${clock(report.created_at)}</span>
+    </div>
+    ${points.length
+      ? html`<div class="charts">
+            ${CHARTS.map(([title, column, ideal, options]) => {
+              const series = lines(points, column, ideal);
+              const measured = series.some(({ dash }) => !dash);
+              return measured && html`<${Chart} key=${title} title=${title} series=${series} against="rank" canLog=${false} ...${options} />`;
+            })}
+          </div>
+          <div class="scroll-x">
+            <table>
+              <thead>
+                <tr>${["Ranks", "Kind", "Samples/s", "Speed-up", "Efficiency", "Peak memory"].map((head) => html`<th key=${head} scope="col">${head}</th>`)}</tr>
+              </thead>
+              <tbody>
+                ${points.map(
+                  (point, at) => html`<tr key=${at}>
+                    <td>${point.ranks}</td>
+                    <td>${point.mode ?? "–"}</td>
+                    <td>${number(point.samples_per_s, 3)}</td>
+                    <td>${number(point.speedup, 3)}</td>
+                    <td>${percent(point.efficiency)}</td>
+                    <td>${gigabytes(point.peak_memory)}</td>
+                  </tr>`,
+                )}
+              </tbody>
+            </table>
+          </div>`
+      : html`<pre class="log" tabindex="0" aria-label="Report">${JSON.stringify(report.report, null, 2)}</pre>`}
+  </section>`;
+}
+
+function Start({ busy, onStart }) {
+  const [task, setTask] = useState("har");
+  const [chosen, setChosen] = useState(devices.value?.default ?? []);
+  const why = chosen.length < 2 ? "two devices or ranks are needed to compare" : "";
+  const start = () => post("/scaling", { task, devices: chosen, config: {} }).then(onStart, tellError);
+  return html`<section class="card stack" aria-label="Measure">
+    <label class="row">
+      Task
+      <select class="input" value=${task} onChange=${(event) => setTask(event.currentTarget.value)}>
+        ${(tasks.value ?? []).map(({ name }) => html`<option key=${name} value=${name}>${name}</option>`)}
+      </select>
+    </label>
+    <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
+    <div class="row">
+      <${Button} kind="primary" why=${why} busy=${busy} onClick=${start}>Measure scaling<//>
+      ${why && html`<span class="muted">${why}</span>`}
+    </div>
+  </section>`;
+}
+
+export function Scaling() {
+  const [found, setFound] = useState(null);
+  const [error, setError] = useState(null);
+  const ours = Object.fromEntries(
+    [...(found?.jobs ?? []), ...Object.values(jobs.value).filter(({ kind }) => kind === "scaling")].map((job) => [job.id, jobs.value[job.id] ?? job]),
+  );
+  const list = Object.values(ours);
+  const over = list.filter(({ status }) => status !== "running").length;
+  useEffect(() => void get("/scaling").then(setFound, setError), [over]);
+  const started = (job) => (jobs.value = { ...jobs.value, [job.id]: job });
+  return html`<div class="view">
+    <h1>Scaling</h1>
+    <${Problem} error=${error} />
+    ${found?.available === false && html`<p class="note">This version of Lockstep has no <code>lockstep bench scaling</code>; reports that are here are shown.</p>`}
+    ${found?.available && html`<${Start} key=${devices.value ? "ready" : "waiting"} busy=${list.some(({ status }) => status === "running")} onStart=${started} />`}
+    ${list.filter(({ status }) => status !== "done").map((job) => html`<${Job} key=${job.id} job=${job} />`)}
+    ${found?.reports.map((report) => html`<${Report} key=${report.id} report=${report} />`)}
+    ${found?.reports.length === 0 && html`<p class="empty">Nothing has been measured yet.</p>`}
+  </div>`;
+}
