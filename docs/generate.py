@@ -81,7 +81,19 @@ def cli_page() -> str:
         parts += _flag_tables(verb, keys if name == "train" else {}, left_out=all_flags() if name == "plan" else ())
         if verb.help_epilogue:
             parts.append(f"```\n{verb.help_epilogue}\n```")
+        if name == "bench":
+            parts += _subcommands(name, verb)
     return "\n\n".join(parts) + "\n"
+
+
+def _subcommands(name: str, verb: App) -> Iterator[str]:
+    """A section for each, with the flags that `train` does not have."""
+    from lockstep.cli.settings import all_flags
+
+    for subcommand in (found for found in verb if not found.startswith("-")):
+        yield from (f"## lockstep {name} {subcommand}", verb[subcommand].help)
+        yield "Takes the flags of [train](#lockstep-train) that say what is trained and where, and these:"
+        yield from _flag_tables(verb[subcommand], {}, left_out=all_flags())
 
 
 def _verb_rows(verbs: Iterable[tuple[str, Any, str]]) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -70,6 +71,24 @@ class Settings:
         Literal["fast", "exact"] | None,
         Overrides("training.reproducibility"),
         _flag("exact: the same weights bit for bit on 1, 2, 4 or 8 ranks, at some cost. Default: fast.", _DEVICES),
+    ] = None
+    nodes: Annotated[
+        str | None,
+        Overrides("launch.nodes"),
+        _flag(
+            "Train on several machines: start the same command on each. 2, or 1:4 for one to four. Default: this one.",
+            _DEVICES,
+            metavar="N|MIN:MAX",
+        ),
+    ] = None
+    rdzv: Annotated[
+        str | None,
+        Overrides("launch.rdzv"),
+        _flag(
+            "Where the nodes meet: the name of one of them, and a port (29400) that is free there. Default: nowhere.",
+            _DEVICES,
+            metavar="HOST[:PORT]",
+        ),
     ] = None
     epochs: Annotated[
         int | None,
@@ -190,6 +209,21 @@ class Settings:
         Overrides("telemetry.log_interval"),
         _flag("Optimizer steps between logged values. Default: 50.", FILES),
     ] = None
+    profile: Annotated[
+        str | None,
+        Overrides("telemetry.profile"),
+        _flag(
+            "Record optimizer steps A to B with torch's profiler: a trace for Perfetto and a table in profile/ of "
+            "the run. Default: off.",
+            FILES,
+            metavar="A:B",
+        ),
+    ] = None
+    profile_ranks: Annotated[
+        str | None,
+        Overrides("telemetry.profile_ranks"),
+        _flag("The ranks that --profile records. Default: 0.", FILES, metavar="N,..."),
+    ] = None
     config: Annotated[
         list[Path] | None,
         _flag("A YAML file with settings; later files win. May be given again.", _OTHER, metavar="FILE"),
@@ -285,8 +319,23 @@ def to_mapping(
         )
     if isinstance(section, dict) or section is None:
         mapping["task"] = {**(section or {}), "name": name}
+    _refuse_unknown_code(settings.config or (), task, mapping)
     resolve(mapping)  # the task's own defaults are still missing, but what is wrong now is said before torch is loaded
     return name, mapping
+
+
+def _refuse_unknown_code(files: Sequence[Path], task: str | None, mapping: dict[str, Any]) -> None:
+    """Raises :class:`TaskError` when a file names a class that the command line does not, nor has before."""
+    from lockstep.config import load
+
+    section = load(files).get("task")
+    if not isinstance(section, dict):
+        return
+    from lockstep.tasks.known import class_paths, require_known
+
+    named = class_paths(section) & class_paths(mapping["task"])
+    given = class_paths({"name": task})
+    require_known(named - given, "the configuration")
 
 
 def _weights_folder(ref: str, runs_dir: Path) -> str:

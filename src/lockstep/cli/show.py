@@ -42,7 +42,19 @@ def describe(run: RunDir) -> dict[str, Any]:
         "checkpoints": _checkpoints(run),
         "logs": sorted(str(file) for file in run.logs.glob("*.log")),
         "config": str(run.config_file),
+        "slurm": _slurm(run),
     }
+
+
+def _slurm(run: RunDir) -> str | None:
+    """The job that the run was submitted as, and what SLURM says of it."""
+    if not run.slurm_file.exists():
+        return None
+    from lockstep.launch.slurm import state
+    from lockstep.launch.slurm_job import job_of
+
+    job = job_of(run)
+    return None if job is None else f"{job.id}, {state(job) or 'over'}"
 
 
 def _checkpoints(run: RunDir) -> list[dict[str, Any]]:
@@ -74,6 +86,7 @@ def _print(details: dict[str, Any]) -> None:
         ("devices", ", ".join(placement.get("devices", ()))),
         ("strategy", placement.get("strategy")),
         ("process", f"{details['pid']} on {details['host']}"),
+        ("slurm job", details["slurm"]),
         ("command", " ".join(details["command"])),
         ("best epoch", details["best_epoch"]),
         *((f"best {name}", value) for name, value in details["best_metric"].items()),

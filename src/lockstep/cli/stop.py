@@ -27,6 +27,10 @@ def stop(
     """Stop a run and print what became of it."""
     found = find(run, runs_dir)
     from lockstep.launch import run as launcher
+    from lockstep.launch import slurm
+    from lockstep.launch.slurm_job import job_of
     from lockstep.telemetry.tables import say
 
-    say(f"{found.read().id}: {launcher.stop(found, timeout)}", sys.stdout)
+    job = job_of(found)
+    became = slurm.stop(found, job, timeout) if job is not None else launcher.stop(found, timeout)
+    say(f"{found.read().id}: {became}", sys.stdout)

@@ -7,6 +7,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from lockstep.cli.settings import FILES, NO_SETTINGS, Settings, to_mapping
+from lockstep.cli.submit import NO_SUBMIT, SubmitFlags, refuse_without_slurm, submit
 
 EPILOGUE = """\
 Examples:
@@ -16,6 +17,7 @@ Examples:
   lockstep train har --config configs/har/two_gpu.yaml --lr 2e-3
   lockstep train my_task.py:MyTask --save-dir runs/mine --resume
   torchrun --nproc_per_node=2 -m lockstep train har    # each process is a rank
+  lockstep train har --nodes 2 --rdzv node1:29400      # the same command on two machines
 
 Ctrl-C once ends the run with a checkpoint; `lockstep resume last` goes on with it."""
 
@@ -42,9 +44,13 @@ def train(
             negative="", group=FILES, help="Go on with the unfinished run in --save-dir; on a fresh folder just start."
         ),
     ] = False,
+    cluster: Annotated[SubmitFlags, Parameter(name="*")] = NO_SUBMIT,
 ) -> int:
     """Train a task; the exit code of the run."""
+    refuse_without_slurm(cluster)
     name, mapping = to_mapping(settings, task)
+    if cluster.on is not None:
+        return submit(name, mapping, cluster)
     from lockstep.launch.run import train_from_mapping
 
     return train_from_mapping(name, mapping, resume=resume).exit_code

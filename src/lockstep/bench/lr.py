@@ -1,0 +1,176 @@
+"""``bench lr``: the learning-rate range test (Smith 2017, https://arxiv.org/abs/1506.01186, section 3.3).
+
+The rate grows exponentially from step to step until the loss diverges. Everything happens in processes of its own
+with the seed and data order of the run, and nothing of it is kept: the run itself starts as it would have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lockstep.bench.measure import Case, on_site, training
+from lockstep.bench.rank import Rank
+from lockstep.bench.report import BenchReport
+from lockstep.bench.stopwatch import Stopwatch
+from lockstep.bench.subject import Subject
+from lockstep.bench.trials import new_trials
+from lockstep.errors import UsageError
+from lockstep.plan import Schedule
+
+#: Weight of the past in the smoothed loss.
+SMOOTHING = 0.9
+#: The test ends when the smoothed loss is this many times its best, after :data:`LEAST_STEPS`.
+DIVERGED = 4.0
+LEAST_STEPS = 10
+
+
+class Ramp(Schedule):
+    """An exponential ramp from ``first`` to ``last`` over ``total_steps``."""
+
+    first: float
+    last: float
+
+    def at(self, step: int) -> float:
+        return float(self.first * (self.last / self.first) ** (step / max(1, self.total_steps - 1)))
+
+
+class Proposal(NamedTuple):
+    """Learning rates; ``steepest``: where the loss falls fastest, ``tenth``: a tenth of that with the least loss."""
+
+    lr: float
+    steepest: float
+    tenth: float
+    reason: str
+
+
+class Smoothed:
+    """A running mean that forgets, with the start's bias taken out (Kingma and Ba 2015, section 3)."""
+
+    def __init__(self, weight: float = SMOOTHING) -> None:
+        self._weight, self._value, self._count = weight, 0.0, 0
+
+    def add(self, value: float) -> float:
+        self._count += 1
+        self._value = self._weight * self._value + (1 - self._weight) * value
+        return self._value / (1 - self._weight**self._count)
+
+
+def has_diverged(smoothed: float, best: float, step: int) -> bool:
+    """Whether there is no point in going on after ``step`` steps."""
+    return not math.isfinite(smoothed) or (step >= LEAST_STEPS and smoothed - best > (DIVERGED - 1) * abs(best))
+
+
+def propose(rates: Sequence[float], smoothed: Sequence[float]) -> Proposal | None:
+    """The rate to train with: where the smoothed loss falls fastest per factor of the rate, before its least.
+
+    Not more than a tenth of the rate with the least loss, from which on the loss grows. ``None`` where the loss
+    never falls.
+
+    Args:
+        rates: growing.
+        smoothed: the smoothed loss after each; finite.
+    """
+    if len(rates) < 3:
+        return None
+    least = min(range(len(rates)), key=smoothed.__getitem__)
+    slopes = {
+        place: (smoothed[place + 1] - smoothed[place - 1]) / math.log(rates[place + 1] / rates[place - 1])
+        for place in range(1, len(rates) - 1)
+        if place <= least
+    }
+    if not slopes or min(slopes.values()) >= 0:
+        return None
+    steepest = rates[min(slopes, key=slopes.__getitem__)]
+    tenth = rates[least] / 10
+    if steepest <= tenth:
+        return Proposal(steepest, steepest, tenth, "there the loss falls fastest")
+    return Proposal(tenth, steepest, tenth, f"a tenth of {rates[least]:.2g}, where the loss is least")
+
+
+def bench_lr(
+    subject: Subject,
+    *,
+    steps: int = 100,
+    first: float = 1e-6,
+    last: float = 10.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> BenchReport:
+    """Train ``steps`` steps on the chosen devices while the rate grows from ``first`` to ``last``.
+
+    Raises:
+        UsageError: too few steps, or rates that do not grow.
+    """
+    if steps < LEAST_STEPS:
+        raise UsageError(f"{steps} steps show no curve", fix=f"take --steps 100, at least {LEAST_STEPS}")
+    if not 0 < first < last:
+        raise UsageError(f"the rate cannot grow from {first:g} to {last:g}", fix="take --min-lr 1e-6 --max-lr 10")
+    base = subject.base
+    case = subject.case({}, {}, steps=steps - 1, warm_up=1)
+    settings = {
+        "devices": list(base.placement.devices),
+        "steps": steps,
+        "min_lr": first,
+        "max_lr": last,
+        "global_batch": case.plan.batch.global_batch,
+        "smoothing": SMOOTHING,
+        "seed": case.plan.seed,
+    }
+    report = BenchReport("lr", subject.name, settings)
+    with report.kept(), new_trials() as trials:
+        say(f"learning rate {first:g} to {last:g} in {steps} steps")
+        outcome = trials.run(
+            sweep,
+            *(case, first, last),
+            ranks=case.plan.world_size,
+            config=case.config,
+            task=base.task,
+            threads=case.plan.threads,
+        )
+        report.rows += outcome.rows
+        _conclude(report)
+        if outcome.error:
+            report.notes.append(f"the ranks failed: {outcome.error}")
+        if outcome.ended == "stopped":
+            raise KeyboardInterrupt
+    return report
+
+
+def sweep(rank: Rank, case: Case, first: float, last: float) -> None:
+    """On a rank: one step for each rate; a row for each, until the loss diverges."""
+    plan = case.plan
+    ramp = Ramp(**{**plan.schedule.model_dump(), "offset": 0, "total_steps": plan.total_steps}, first=first, last=last)
+    smooth, best = Smoothed(), math.inf
+    with on_site(rank, case.config, plan) as site:
+        watch = Stopwatch(site.device)
+        with training(site, case.config, plan.model_copy(update={"schedule": ramp}), watch) as (_, steps):
+            for result in steps:
+                rank.check()
+                loss = float(result.loss_total) / max(1.0, float(result.loss_count))
+                smoothed = smooth.add(loss)
+                if not math.isfinite(smoothed):
+                    break
+                best = min(best, smoothed)
+                rank.report({"step": result.step, "lr": result.lr, "loss": loss, "smoothed": smoothed})
+                if has_diverged(smoothed, best, result.step) or result.step == plan.total_steps:
+                    break
+
+
+def _conclude(report: BenchReport) -> None:
+    rows: list[dict[str, Any]] = report.rows
+    found = propose([row["lr"] for row in rows], [row["smoothed"] for row in rows])
+    if found is None:
+        report.verdict = "no proposal: the loss does not fall at any rate that was tried"
+        report.notes.append("take more --steps, or another range of rates")
+        return
+    report.extra = {"proposal": found._asdict()}
+    report.verdict = f"use --lr {found.lr:.2g}: {found.reason}"
+    report.notes.append(
+        f"steepest descent at {found.steepest:.2g}; a tenth of the rate with the least loss is {found.tenth:.2g}"
+    )
+    if len(rows) < report.settings["steps"]:
+        report.notes.append(f"the loss diverged at {rows[-1]['lr']:.2g}, after {len(rows)} steps")
+    report.notes.append(
+        f"it holds for the global batch of {report.settings['global_batch']}: give it with --lr-scaling none, or scale"
+    )

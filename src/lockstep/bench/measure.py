@@ -1,0 +1,215 @@
+"""On the ranks: take real training steps, and say where their time and memory went."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lockstep.bench.rank import PeakMemory, Rank, limit_memory
+from lockstep.bench.stopwatch import LastGradient, Stopwatch, TimedUpdate, time_loss, timed_batches
+from lockstep.bench.summary import summarise
+from lockstep.config import RunConfig
+from lockstep.data.loader import Request, make_loader, windows
+from lockstep.engine.attempt import assemble, open_data
+from lockstep.engine.collectives import Collectives, shared
+from lockstep.engine.fit import Fit
+from lockstep.engine.loop import StepResult, training_steps
+from lockstep.engine.runtime import rank_device, runtime
+from lockstep.engine.source import training_source
+from lockstep.engine.strategy import Flags, to_device
+from lockstep.engine.task import Datasets, Task
+from lockstep.hardware.world import World
+from lockstep.launch.carry import load_task
+from lockstep.plan import Plan
+
+#: Samples whose floating-point operations are counted.
+COUNTED = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure. ``label`` goes into its row; ``tf32``: matrix products in TF32, on GPUs that know it."""
+
+    label: Mapping[str, Any]
+    config: RunConfig
+    plan: Plan
+    warm_up: int
+    tf32: bool = False
+
+
+class FlopCount(NamedTuple):
+    """Floating-point operations of one sample, or ``None``, and why; whether convolutions are among them."""
+
+    per_sample: float | None
+    note: str
+    convolutions: bool = False
+
+
+class Site(NamedTuple):
+    """What the cases of one trial share."""
+
+    rank: Rank
+    task: Task
+    datasets: Datasets
+    device: torch.device
+    collectives: Collectives
+
+
+def measure_cases(rank: Rank, cases: Sequence[Case], memory_limit: int | None, *, counts_flops: bool) -> None:
+    """Report a row for each case, in their order."""
+    with on_site(rank, cases[0].config, cases[0].plan) as site:
+        flops = count_flops(site, cases[0].plan) if counts_flops else FlopCount(None, "not counted")
+        if memory_limit is not None:
+            limit_memory(memory_limit)
+        for case in cases:
+            row = measure(site, case)
+            per_step = None if flops.per_sample is None else flops.per_sample * case.plan.batch.global_batch
+            rank.report(
+                {
+                    **case.label,
+                    **row,
+                    "flops_per_step": per_step,
+                    "flops_note": flops.note,
+                    "convolutions": flops.convolutions,
+                }
+            )
+
+
+@contextlib.contextmanager
+def on_site(rank: Rank, config: RunConfig, plan: Plan) -> Iterator[Site]:
+    """The rank's task with its data, device and process group."""
+    world, timeout_s = rank.world, config.distributed.timeout_s
+    task = load_task(rank.run, config)
+    device = rank_device(tuple(plan.placement["devices"]), world)
+    with runtime(plan, device, world, timeout_s, detect_anomaly=False), shared(world, timeout_s):
+        collectives = Collectives(world, timeout_s=timeout_s)
+        yield Site(rank, task, open_data(task, config, collectives), device, collectives)
+
+
+@contextlib.contextmanager
+def training(site: Site, config: RunConfig, plan: Plan, watch: Stopwatch) -> Iterator[tuple[Fit, Iterator[StepResult]]]:
+    """The engine's own loop for ``plan``, with its parts timed; yields what it trains and its steps."""
+    world = site.rank.world
+    time_loss(site.task, watch)
+    with runtime(plan, site.device, world, config.distributed.timeout_s, detect_anomaly=False):
+        fit = assemble(
+            site.rank.run, world, site.task, config, plan, site.datasets, site.device, site.collectives, None
+        )
+        source = training_source(site.task, site.datasets.train, plan)
+        loader = make_loader(source, requests_of(plan, world), plan.loader, world.rank)
+        fit.strategy.module.train()
+        with contextlib.closing(loader):
+            update: Any = TimedUpdate(fit.update, watch)
+            steps = training_steps(
+                _walk(plan, world),
+                timed_batches(iter(loader), watch),
+                fit.strategy,
+                update,
+                fit.state,
+                epoch_over=lambda stop: plan.batch.window(stop) is None,
+                requested=Flags,
+                norm_every=config.telemetry.log_interval,
+            )
+            yield fit, steps
+
+
+def _walk(plan: Plan, world: World) -> Iterator[Any]:
+    return windows(plan.batch, rank=world.rank, epoch=0, position=0, epochs=plan.epochs, ghosts=plan.sync_batchnorm)
+
+
+def requests_of(plan: Plan, world: World) -> Iterator[Request]:
+    """The micro-batches of a rank, in order."""
+    return chain.from_iterable(window.requests for window in _walk(plan, world))
+
+
+def measure(site: Site, case: Case) -> dict[str, Any]:
+    """Time and memory of the steps of ``case``; the same on every rank."""
+    plan, world, watch = case.plan, site.rank.world, Stopwatch(site.device)
+    memory = PeakMemory(own_devices(plan, site.device))
+    memory.reset()
+    total = plan.total_steps
+    with _tf32(case.tf32), training(site, case.config, plan, watch) as (fit, steps):
+        last = LastGradient(fit.strategy.module, watch) if world.size > 1 else None
+        for number, _ in enumerate(steps, start=1):
+            site.rank.check()
+            if number == case.warm_up and last is not None:
+                last.settle()
+            if number >= case.warm_up:
+                watch.next_step()
+            if number == total:
+                break
+        if last is not None:
+            last.close()
+    parts = site.collectives.all_gather(watch.steps())
+    peaks = list(chain.from_iterable(site.collectives.all_gather(memory.read())))
+    release(site.device)
+    return {
+        **summarise(parts, plan.batch.global_batch),
+        "memory_mb": max(peaks) / 1e6,
+        "memory_mb_per_device": [peak / 1e6 for peak in peaks],
+    }
+
+
+def own_devices(plan: Plan, device: torch.device) -> list[torch.device]:
+    """The devices that this rank computes on: one, but for ``dp``."""
+    if plan.placement["strategy"] == "dp":
+        return [rank_device([name], World()) for name in plan.placement["devices"]]
+    return [device]
+
+
+def release(device: torch.device) -> None:
+    """Give back what the last case has allocated."""
+    import gc
+
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _tf32(on: bool) -> Iterator[None]:
+    """Off means torch's defaults, which are what training has."""
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    matmul = torch.backends.cuda.matmul
+    before = conv.fp32_precision, matmul.fp32_precision
+    if on:
+        conv.fp32_precision = matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        conv.fp32_precision, matmul.fp32_precision = before
+
+
+def count_flops(site: Site, plan: Plan) -> FlopCount:
+    """Floating-point operations of forward and backward.
+
+    Counted by torch.utils.flop_counter: matrix products, convolutions and attention; everything else is nought.
+    """
+    if site.task.lengths() is not None:
+        return FlopCount(None, "the samples differ in length, so no one number holds for all")
+    model = site.task.model().to(site.device).train()
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return FlopCount(None, "torch does not count what its recurrent kernels compute")
+    source = training_source(site.task, site.datasets.train, plan)
+    size = min(COUNTED, plan.batch.batch_size)
+    batch = to_device(source.batch(Request(0, 0, 0, size, window=(0, plan.batch.global_batch))), site.device)
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            site.task.loss(model, batch).total.backward()
+    except Exception as error:  # whatever the task's operators raise under a dispatch mode
+        return FlopCount(None, f"torch's counter failed: {type(error).__name__}")
+    total = counter.get_total_flops()
+    if not total:
+        return FlopCount(None, "the model has no matrix product, convolution or attention that torch counts")
+    convolves = any("convolution" in str(operator) for operator in counter.get_flop_counts()["Global"])
+    note = f"matrix products, convolutions and attention, counted by torch on {size} samples"
+    return FlopCount(total / size, note, convolves)

@@ -1,0 +1,81 @@
+"""What a benchmark's function gets on every rank: who it is, and where its rows go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.hardware.world import World
+from lockstep.telemetry.files import JsonLines
+from lockstep.telemetry.rundir import RunDir
+
+#: In the folder of a trial: the function with its arguments, and what rank 0 has reported so far.
+CALL_FILE, ROWS_FILE = "call.pkl", "rows.jsonl"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a trial. ``stop_requested``: the signal that asked it to end, if any."""
+
+    run: RunDir
+    world: World
+    stop_requested: Callable[[], int | None]
+
+    def report(self, row: Mapping[str, Any]) -> None:
+        """Keep ``row``, whatever happens to this process afterwards; rank 0 alone does."""
+        if self.world.is_main:
+            JsonLines(self.run.path / ROWS_FILE).append(row)
+
+    def check(self) -> None:
+        """Raises :class:`KeyboardInterrupt` once a stop was requested."""
+        if self.stop_requested() is not None:
+            raise KeyboardInterrupt
+
+
+class PeakMemory:
+    """The most memory that this rank has held since :meth:`reset`, in bytes for each of its devices.
+
+    On a GPU what torch's allocator gave out; on a CPU the process's resident memory, where Linux lets the peak be
+    reset (proc(5), ``clear_refs``, value 5; ``VmHWM``).
+    """
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self._devices = devices
+        self._on_gpu = devices[0].type == "cuda"
+
+    def reset(self) -> None:
+        if self._on_gpu:
+            for device in self._devices:
+                torch.cuda.reset_peak_memory_stats(device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def read(self) -> list[int]:
+        if self._on_gpu:
+            return [torch.cuda.max_memory_allocated(device) for device in self._devices]
+        return [_status("VmHWM")]
+
+
+def limit_memory(extra: int) -> None:
+    """Let this process allocate at most ``extra`` bytes more than it has now; beyond it allocations fail.
+
+    RLIMIT_DATA counts private writable memory (setrlimit(2), since Linux 4.7), not what is only mapped.
+    """
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = _status("VmData") + extra
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def _status(name: str) -> int:
+    """A size in bytes of this process, from ``/proc``."""
+    for line in Path(f"/proc/{os.getpid()}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(name)

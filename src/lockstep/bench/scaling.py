@@ -1,0 +1,239 @@
+"""``bench scaling``: 1, 2, … N devices, with the work for each held (weak) or the work in all (strong)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from lockstep.bench.claims import claim_of
+from lockstep.bench.measure import Case
+from lockstep.bench.report import BenchReport
+from lockstep.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
+from lockstep.bench.subject import Subject
+from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
+from lockstep.bench.trials import Trials, new_trials
+from lockstep.errors import LockstepError, UsageError
+
+Mode = Literal["weak", "strong"]
+#: More than all devices can give together, caches aside.
+DOUBTFUL = 1.1
+#: Parts of a step that are computation.
+_COMPUTE = ("forward", "backward", "optimizer", "other")
+
+
+@dataclass
+class _Point:
+    """A number of devices with a strategy: its cases (a mode each), and the rows of each repeat."""
+
+    ranks: int
+    strategy: str
+    cases: list[Case]
+    rows: list[list[dict[str, Any]]] = field(default_factory=list)
+
+
+def bench_scaling(
+    subject: Subject,
+    *,
+    strategies: Sequence[str] = ("ddp",),
+    modes: Sequence[Mode] = ("weak", "strong"),
+    steps: int = 30,
+    warm_up: int = 5,
+    repeats: int = 3,
+    claims: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> BenchReport:
+    """Measure the engine's own steps on parts of the chosen devices, in turns.
+
+    Every rank has one intra-op thread on the CPU unless ``training.threads`` is set, so that two ranks have twice
+    the threads of one.
+
+    Args:
+        strategies: ``ddp``, ``dp``; a strategy that these devices refuse gets a row that says so.
+        repeats: how often each point is measured, interleaved with the others; a median and quartiles come of it.
+        claims: lay a guide's claimed figures beside the measured ones.
+
+    Raises:
+        UsageError: one device, or settings that cannot be.
+    """
+    base = subject.base
+    devices = list(base.placement.devices)
+    if len(devices) < 2:
+        raise UsageError(
+            f"{devices[0]} is one device: nothing scales",
+            fix="name two devices or more: --devices gpu:0,gpu:1, or --devices cpu,cpu for a rehearsal",
+        )
+    check_steps(steps, warm_up)
+    if repeats < 1:
+        raise UsageError(f"{repeats} repeats measure nothing", fix="take --repeats 3, or any number from 1 on")
+    on_cpu = base.placement.accelerator == "cpu"
+    threads = base.config.training.threads or (1 if on_cpu else None)
+    report = BenchReport(
+        "scaling",
+        subject.name,
+        {
+            "devices": devices,
+            "strategies": list(strategies),
+            "modes": list(modes),
+            "batch_size": base.plan.batch.batch_size,
+            "strong_global_batch": base.plan.batch.global_batch,
+            "threads_per_rank": threads,
+            "steps": steps,
+            "warm_up": warm_up,
+            "repeats": repeats,
+        },
+    )
+    if on_cpu:
+        report.notes.append(f"each rank computes with {threads} thread(s); the ranks share one machine's memory")
+    points = [
+        _point(subject, devices[:count], strategy, modes, steps, warm_up, threads)
+        for count in device_counts(len(devices))
+        for strategy in (strategies if count > 1 else ("single",))
+    ]
+    measured = [point for point in points if isinstance(point, _Point)]
+    refused = [row for point in points if not isinstance(point, _Point) for row in point]
+    with report.kept(), new_trials() as trials:
+        for repeat in range(repeats):
+            for point in measured:
+                say(f"repeat {repeat + 1} of {repeats}: {point.ranks} device(s), {point.strategy}")
+                _measure(point, subject, trials)
+    report.rows += _rows(measured, claims) + refused
+    _conclude(report)
+    return report
+
+
+def _point(
+    subject: Subject,
+    devices: Sequence[str],
+    strategy: str,
+    modes: Sequence[Mode],
+    steps: int,
+    warm_up: int,
+    threads: int | None,
+) -> _Point | list[dict[str, Any]]:
+    """What to measure; or rows that say why these devices refuse the strategy."""
+    count, base = len(devices), subject.base.plan.batch
+    share = -(-base.global_batch // count)
+    sizes: dict[Mode, dict[str, Any]] = {
+        "weak": {"batch_size": base.batch_size, "global_batch_size": None, "accumulate": 1},
+        "strong": {"batch_size": share, "global_batch_size": base.global_batch, "accumulate": 1},
+    }
+    place = {"selected_devices": list(devices), "strategy": "auto" if count == 1 else strategy}
+    label = {"devices": list(devices), "ranks": count, "strategy": strategy}
+    try:
+        cases = [
+            subject.case(
+                {**label, "mode": mode},
+                {"hardware": place, "training": {**sizes[mode], "threads": threads}},
+                steps=steps,
+                warm_up=warm_up,
+            )
+            for mode in modes
+        ]
+    except LockstepError as error:
+        return [{**label, "mode": mode, "status": "refused", "reason": str(error.what)} for mode in modes]
+    return _Point(count, strategy, cases)
+
+
+def _measure(point: _Point, subject: Subject, trials: Trials) -> None:
+    rows, ended = measure_all(subject, trials, point.cases)
+    point.rows.append(rows)
+    if ended == "stopped":
+        raise KeyboardInterrupt
+
+
+def _rows(points: Sequence[_Point], claims: bool) -> list[dict[str, Any]]:
+    """A row for each point and mode, over its repeats."""
+    rows = [row for point in points for row in _merged(point)]
+    for row in rows:
+        if claims:
+            row |= claim_of(row["strategy"], row["ranks"])
+    baselines = {row["mode"]: row["samples_per_s"] for row in rows if row["ranks"] == 1 and row["status"] == "ok"}
+    for row in rows:
+        if row["status"] == "ok" and row["mode"] in baselines:
+            row["speed_up"], row["efficiency"] = speed_up(row["samples_per_s"], baselines[row["mode"]], row["ranks"])
+    return rows
+
+
+def _merged(point: _Point) -> Iterator[dict[str, Any]]:
+    for place, case in enumerate(point.cases):
+        found = [rows[place] for rows in point.rows if len(rows) > place]
+        good = [row for row in found if row["status"] == "ok"]
+        if not good:
+            yield from found[:1]
+            continue
+        rates = spread([row["samples_per_s"] for row in good])
+        shares = {
+            name: statistics.fmean(row["shares"][name] for row in good)
+            for name in cast(dict[str, float], good[0]["shares"])
+        }
+        yield {
+            **case.label,
+            "status": "ok",
+            "global_batch": case.plan.batch.global_batch,
+            "repeats": len(good),
+            "samples_per_s": rates.median,
+            "samples_per_s_low": rates.low,
+            "samples_per_s_high": rates.high,
+            "step_ms": statistics.median(row["step_ms"] for row in good),
+            "memory_mb": max(row["memory_mb"] for row in good),
+            "memory_mb_per_device": [
+                max(peaks) for peaks in zip(*(r["memory_mb_per_device"] for r in good), strict=True)
+            ],
+            "shares": {
+                "data": shares["data"],
+                "compute": sum(shares[name] for name in _COMPUTE),
+                "communication": shares["communication"],
+                "wait": shares["wait"],
+            },
+            "parts": shares,
+            "busy_ms": [statistics.median(own) for own in zip(*(row["busy_ms"] for row in good), strict=True)],
+        }
+
+
+def _conclude(report: BenchReport) -> None:
+    good = [row for row in report.rows if row["status"] == "ok" and "efficiency" in row]
+    several = [row for row in good if row["ranks"] > 1]
+    if not several:
+        report.verdict = "nothing could be compared"
+    else:
+        most = max(row["ranks"] for row in several)
+        parts = [
+            f"{row['strategy']} {row['mode']}: {row['speed_up']:.2f} times one (efficiency {row['efficiency']:.0%})"
+            for row in several
+            if row["ranks"] == most
+        ]
+        report.verdict = f"{most} devices, {'; '.join(parts)}"
+    for row in several:
+        share = row["shares"]["communication"]
+        if share > MUCH_COMMUNICATION:
+            report.notes.append(
+                f"communication takes {share:.0%} of a step on {row['ranks']} devices ({row['strategy']}, "
+                f"{row['mode']}), above {MUCH_COMMUNICATION:.0%}: larger batches or --grad-accum-steps make it rarer"
+            )
+        report.notes += [
+            f"rank {rank} is slow on {row['ranks']} devices ({row['strategy']}, {row['mode']})"
+            for rank in slow_ranks(row["busy_ms"])
+        ]
+    report.notes += _both_strategies(several)
+    if any(row["efficiency"] > DOUBTFUL for row in several):
+        report.notes.append(
+            f"an efficiency above {DOUBTFUL:.0%} says that something else disturbed the measurement of one device: "
+            "repeat it on an idle machine, with more --repeats and --steps"
+        )
+    unmeasured: Mapping[str, None] = dict.fromkeys(
+        f"{row['ranks']} devices, {row['strategy']}: {row['status']} ({row['reason']})"
+        for row in report.rows
+        if row["status"] != "ok"
+    )
+    report.notes += unmeasured
+
+
+def _both_strategies(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """DataParallel against DistributedDataParallel, where both were measured."""
+    rates = {(row["ranks"], row["mode"], row["strategy"]): row["samples_per_s"] for row in rows}
+    for (ranks, mode, strategy), rate in rates.items():
+        other = rates.get((ranks, mode, "ddp"))
+        if strategy == "dp" and other:
+            yield f"on {ranks} devices ({mode}) ddp reaches {other / rate:.2f} times the samples/s of dp"

@@ -1,0 +1,258 @@
+"""``lockstep bench``: one subcommand for each thing that can be measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Group, Parameter
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, print_json
+from lockstep.cli.settings import NO_SETTINGS, Settings, to_mapping
+from lockstep.cli.train import TaskName
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.bench.report import BenchReport
+    from lockstep.bench.subject import Subject
+
+EPILOGUE = """\
+Examples:
+  lockstep bench step har --devices cpu --max-batch 512
+  lockstep bench step har --devices gpu:0 --precisions 32,tf32,bf16-mixed --compile
+  lockstep bench loader har --devices gpu:0
+  lockstep bench comm --devices cpu,cpu
+  lockstep bench scaling har --devices gpu:0,gpu:1 --strategies ddp,dp
+  lockstep bench batch-size har --devices gpu:0 --global-batch-size 1024
+  lockstep bench lr har --devices cpu
+
+Everything is measured in processes of its own, on the training loop that `train` uses. The report goes to --save-dir
+(default: runs/bench-<kind>-<id>): report.json, report.md and, with matplotlib, a picture. Ctrl-C keeps what was
+measured. The flags of `train` say what is measured. docs/bench.md explains the figures."""
+
+app = App(name="bench", usage="Usage: lockstep bench {step,loader,comm,scaling,batch-size,lr} [OPTIONS]")
+app.help_epilogue = EPILOGUE
+
+_BENCH = Group("Measurement", sort_key=0)
+Steps = Annotated[int, Parameter(group=_BENCH, help="Measured optimizer steps of each case. Default: 30.")]
+WarmUp = Annotated[int, Parameter(group=_BENCH, help="Steps before them that do not count. Default: 5.")]
+Flags = Annotated[Settings, Parameter(name="*")]
+
+
+@app.default
+def overview() -> None:
+    """Show the subcommands."""
+    app.help_print()
+
+
+@app.command
+def step(
+    task: TaskName = None,
+    /,
+    *,
+    steps: Steps = 30,
+    warm_up: WarmUp = 5,
+    max_batch: Annotated[
+        int | None,
+        Parameter(group=_BENCH, help="Double the batch size up to this one, or until memory runs out. Default: off."),
+    ] = None,
+    precisions: Annotated[
+        str | None,
+        Parameter(
+            group=_BENCH,
+            metavar="NAME,...",
+            help="Which to compare: 32, tf32, bf16-mixed, 16-mixed, or all. Default: the configured one.",
+        ),
+    ] = None,
+    compile: Annotated[
+        bool, Parameter(group=_BENCH, negative="", help="Measure with torch.compile, too. Default: off.")
+    ] = False,
+    settings: Flags = NO_SETTINGS,
+    as_json: AsJson = False,
+) -> int:
+    """Show where the time and memory of a training step go."""
+    subject, save_dir, runs_dir = _subject(settings, task)
+    from lockstep.bench.step import PRECISIONS, bench_step
+
+    names = PRECISIONS if precisions == "all" else tuple(_names(precisions)) if precisions else None
+    report = bench_step(
+        subject, steps=steps, warm_up=warm_up, max_batch=max_batch, precisions=names, compile=compile, say=progress
+    )
+    return finish(report, save_dir, runs_dir, as_json)
+
+
+@app.command
+def loader(
+    task: TaskName = None,
+    /,
+    *,
+    workers: Annotated[
+        str | None,
+        Parameter(
+            group=_BENCH,
+            metavar="N,...",
+            help="Numbers of workers to compare. Default: 0, 1, 2, 4, ... up to the cores.",
+        ),
+    ] = None,
+    seconds: Annotated[float, Parameter(group=_BENCH, help="How long to load with each of them. Default: 2.")] = 2.0,
+    settings: Flags = NO_SETTINGS,
+    as_json: AsJson = False,
+) -> int:
+    """Compare numbers of loader workers with what the training step needs."""
+    subject, save_dir, runs_dir = _subject(settings, task)
+    from lockstep.bench.loader import bench_loader
+
+    counts = None
+    if workers is not None:
+        if not all(name.isascii() and name.isdigit() for name in _names(workers)) or not _names(workers):
+            raise UsageError(f"--workers {workers!r} is not a list of numbers", fix="write for example --workers 0,2,4")
+        counts = sorted(map(int, _names(workers)))
+    return finish(bench_loader(subject, workers=counts, seconds=seconds, say=progress), save_dir, runs_dir, as_json)
+
+
+@app.command
+def comm(
+    *,
+    max_mb: Annotated[int, Parameter(group=_BENCH, help="The largest message, in MB (2^20 bytes). Default: 64.")] = 64,
+    settings: Flags = NO_SETTINGS,
+    as_json: AsJson = False,
+) -> int:
+    """Measure collectives and links between the chosen devices."""
+    _, mapping = to_mapping(settings, "har")  # no task takes part
+    save_dir, runs_dir = _places(mapping)
+    from lockstep.bench.comm import bench_comm
+
+    return finish(bench_comm(mapping, most=max_mb << 20, say=progress), save_dir, runs_dir, as_json)
+
+
+@app.command
+def scaling(
+    task: TaskName = None,
+    /,
+    *,
+    strategies: Annotated[str, Parameter(group=_BENCH, metavar="NAME,...", help="ddp, dp. Default: ddp.")] = "ddp",
+    weak: Annotated[
+        bool, Parameter(group=_BENCH, negative="", help="Only with the batch of each device held. Default: both.")
+    ] = False,
+    strong: Annotated[
+        bool, Parameter(group=_BENCH, negative="", help="Only with the global batch held. Default: both.")
+    ] = False,
+    repeats: Annotated[
+        int, Parameter(group=_BENCH, help="How often each point is measured, in turns with the others. Default: 3.")
+    ] = 3,
+    claims: Annotated[
+        bool, Parameter(group=_BENCH, negative="", help="Show a guide's claimed figures beside. Default: off.")
+    ] = False,
+    steps: Steps = 30,
+    warm_up: WarmUp = 5,
+    settings: Flags = NO_SETTINGS,
+    as_json: AsJson = False,
+) -> int:
+    """Measure 1, 2, ... all of the chosen devices."""
+    subject, save_dir, runs_dir = _subject(settings, task)
+    from lockstep.bench.scaling import Mode, bench_scaling
+
+    modes: tuple[Mode, ...] = ("weak", "strong")
+    if weak != strong:
+        modes = ("weak",) if weak else ("strong",)
+    names = _names(strategies)
+    if not names or not set(names) <= {"ddp", "dp", "fsdp", "pipeline"}:
+        raise UsageError(f"--strategies {strategies!r} has none to compare", fix="write ddp, dp or both: ddp,dp")
+    report = bench_scaling(
+        subject,
+        strategies=names,
+        modes=modes,
+        steps=steps,
+        warm_up=warm_up,
+        repeats=repeats,
+        claims=claims,
+        say=progress,
+    )
+    return finish(report, save_dir, runs_dir, as_json)
+
+
+@app.command
+def batch_size(
+    task: TaskName = None,
+    /,
+    *,
+    max_batch: Annotated[
+        int | None, Parameter(group=_BENCH, help="Try no larger one. Default: what the data set has per device.")
+    ] = None,
+    memory_limit: Annotated[
+        int | None,
+        Parameter(
+            group=_BENCH,
+            help="MB (10^6 bytes) that each CPU rank may allocate for the training. Default: 80 % of what is free, "
+            "shared by the ranks.",
+        ),
+    ] = None,
+    settings: Flags = NO_SETTINGS,
+    as_json: AsJson = False,
+) -> int:
+    """Find the largest batch size per device, in trial processes."""
+    subject, save_dir, runs_dir = _subject(settings, task)
+    from lockstep.bench.batch_size import bench_batch_size
+
+    limit = None if memory_limit is None else memory_limit * 1_000_000
+    report = bench_batch_size(subject, max_batch=max_batch, memory_limit=limit, say=progress)
+    return finish(report, save_dir, runs_dir, as_json)
+
+
+@app.command
+def lr(
+    task: TaskName = None,
+    /,
+    *,
+    steps: Annotated[
+        int, Parameter(group=_BENCH, help="Steps from the lowest rate to the highest. Default: 100.")
+    ] = 100,
+    min_lr: Annotated[float, Parameter(group=_BENCH, help="The first rate. Default: 1e-6.")] = 1e-6,
+    max_lr: Annotated[float, Parameter(group=_BENCH, help="The last rate. Default: 10.")] = 10.0,
+    settings: Flags = NO_SETTINGS,
+    as_json: AsJson = False,
+) -> int:
+    """Find a learning rate by a range test."""
+    subject, save_dir, runs_dir = _subject(settings, task)
+    from lockstep.bench.lr import bench_lr
+
+    return finish(bench_lr(subject, steps=steps, first=min_lr, last=max_lr, say=progress), save_dir, runs_dir, as_json)
+
+
+def _subject(settings: Settings, task: str | None) -> tuple[Subject, Path | None, Path]:
+    name, mapping = to_mapping(settings, task)
+    save_dir, runs_dir = _places(mapping)
+    from lockstep.bench.subject import Subject
+
+    return Subject(name, mapping), save_dir, runs_dir
+
+
+def _places(mapping: dict[str, Any]) -> tuple[Path | None, Path]:
+    chosen = mapping.pop("save_dir", None)
+    return (Path(chosen) if chosen else None), Path(mapping.get("runs_dir", DEFAULT_RUNS_DIR))
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def progress(line: str) -> None:
+    from lockstep.telemetry.tables import say
+
+    say(f"measuring: {line}", sys.stderr)
+
+
+def finish(report: BenchReport, save_dir: Path | None, runs_dir: Path, as_json: bool) -> int:
+    from lockstep.bench.report import new_folder, print_report, write_report
+
+    folder = new_folder(report.kind, save_dir, runs_dir)
+    files = write_report(report, folder)
+    if as_json:
+        print_json({**report.as_dict(), "files": [str(file) for file in files]}, sys.stdout)
+    else:
+        from lockstep.telemetry.tables import say
+
+        print_report(report, sys.stdout)
+        say(f"report: {folder}", sys.stdout)
+    return report.exit_code

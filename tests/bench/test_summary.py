@@ -1,0 +1,77 @@
+"""Arithmetic on measured times, for any times."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.bench.stopwatch import PARTS
+from lockstep.bench.summary import device_counts, slow_ranks, speed_up, summarise, with_waits
+
+SECONDS = st.floats(1e-6, 10.0)
+STEP = st.fixed_dictionaries(dict.fromkeys(PARTS, SECONDS))
+
+
+@st.composite
+def ranks_of_steps(draw: st.DrawFn) -> list[list[dict[str, float]]]:
+    ranks, steps = draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    return [draw(st.lists(STEP, min_size=steps, max_size=steps)) for _ in range(ranks)]
+
+
+@given(ranks_of_steps(), st.integers(1, 10_000))
+def test_parts_add_up_to_the_step_and_shares_to_one(ranks: list[list[dict[str, float]]], samples: int) -> None:
+    row = summarise(ranks, samples)
+    assert sum(row["parts_ms"].values()) == pytest.approx(row["mean_ms"])
+    assert sum(row["shares"].values()) == pytest.approx(1)
+    assert row["step_ms_low"] <= row["step_ms"] <= row["step_ms_high"]
+    assert row["samples_per_s"] == pytest.approx(samples / row["step_ms"] * 1e3)
+    assert set(row["shares"]) == {*PARTS, "wait"}
+
+
+@given(ranks_of_steps())
+def test_waiting_is_taken_from_communication_and_the_busiest_rank_never_waits(
+    ranks: list[list[dict[str, float]]],
+) -> None:
+    for before, after in zip(zip(*ranks, strict=True), zip(*with_waits(ranks), strict=True), strict=True):
+        for old, new in zip(before, after, strict=True):
+            assert new["communication"] + new["wait"] == pytest.approx(old["communication"])
+            assert new["communication"] >= 0
+            assert new["wait"] >= 0
+        busy = [sum(old.values()) - old["communication"] for old in before]
+        assert after[busy.index(max(busy))]["wait"] == 0
+
+
+def test_a_slow_rank_makes_the_other_wait() -> None:
+    own = dict.fromkeys(PARTS, 0.0)
+    fast = [{**own, "forward": 1.0, "communication": 3.0}] * 3
+    slow = [{**own, "forward": 3.0, "communication": 1.0}] * 3
+    row = summarise([fast, slow], 64)
+    assert row["parts_ms"]["wait"] == pytest.approx(1000)  # 2 s on one rank, none on the other
+    assert row["parts_ms"]["communication"] == pytest.approx(1000)
+    assert slow_ranks(row["busy_ms"]) == [1]
+    assert slow_ranks([5.0]) == []
+
+
+def test_a_hiccup_changes_neither_the_median_nor_the_parts() -> None:
+    steps = [{**dict.fromkeys(PARTS, 0.0), "forward": 0.01} for _ in range(20)]
+    steps[7]["forward"] = 5.0
+    row = summarise([steps], 10)
+    assert row["step_ms"] == pytest.approx(10)
+    assert row["parts_ms"]["forward"] == pytest.approx(10)
+
+
+@given(SECONDS, SECONDS, st.integers(1, 512))
+def test_efficiency_is_the_speed_up_of_each_device(rate: float, of_one: float, devices: int) -> None:
+    gain, efficiency = speed_up(rate, of_one, devices)
+    assert gain * of_one == pytest.approx(rate)
+    assert efficiency * devices == pytest.approx(gain)
+
+
+@given(st.integers(1, 1000))
+def test_one_device_and_all_of_them_are_measured(devices: int) -> None:
+    counts = device_counts(devices)
+    assert counts == sorted(set(counts))
+    assert counts[0] == 1
+    assert counts[-1] == devices
+    assert len(counts) <= 14
