@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.gloo import ROOT, clean_environment
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What tests train is not for the user's own list of known tasks; workers share this with their parent.
+    os.environ.setdefault("XDG_STATE_HOME", tempfile.mkdtemp(prefix="lockstep-tests-"))
     leaks.mark_descendants()
     # A busy machine is not a failure.
     slow = [hypothesis.HealthCheck.too_slow]

@@ -26,8 +26,10 @@ FLOORS = (
     "engine",
     "tasks",
     "launch",
-    *("verify", "bench", "doctor", "lightning"),
-    *("cli", "studio"),
+    *("verify", "bench", "doctor", "lightning", "report"),
+    "forecast",
+    "studio",
+    "cli",
 )
 #: Parts that people wait for at a prompt, or that plan and look only.
 LIGHT = ("errors", "events", "config", "hardware", "plan", "cli")

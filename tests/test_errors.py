@@ -19,7 +19,7 @@ def kinds(base: type[LockstepError] = LockstepError) -> Iterator[type[LockstepEr
         yield from kinds(kind)
 
 
-KINDS = sorted(set(kinds()), key=lambda kind: kind.__name__)
+KINDS = sorted({kind for kind in kinds() if kind.__module__ == errors.__name__}, key=lambda kind: kind.__name__)
 
 
 def test_text_has_what_why_and_fix_on_lines_of_their_own() -> None:

@@ -6,7 +6,7 @@ sinks, so a sink needs no rank gate of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,13 +14,17 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """An attempt begins. ``step`` is where it goes on from (0 for a fresh run)."""
+    """An attempt begins. ``step`` is where it goes on from (0 for a fresh run).
+
+    ``position`` tells the step that the attempt is at between events; any thread may call it.
+    """
 
     run_dir: Path
     attempt: int
     step: int
     total_steps: int
     plan: Mapping[str, Any]
+    position: Callable[[], int] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,39 @@ class StepLogged:
     data_wait_share: float
     skipped_steps: int
     scalars: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One rank since the last row. ``None``: not known here.
+
+    Attributes:
+        step_s: mean seconds of a step, evaluation left out; the same on all ranks but for noise.
+        wait_s: of these, seconds that the rank waited for input.
+        own_s: seconds of one step until the rank's own gradients were there, before it waits for others.
+        memory_gb: in use now, 1e9 bytes: allocated tensors on a GPU, the process's resident memory on a CPU.
+        reserved_gb: held by torch's allocator on a GPU.
+        peak_gb: highest ``memory_gb``: of this epoch on a GPU, of the process on a CPU.
+    """
+
+    rank: int
+    step_s: float
+    wait_s: float
+    own_s: float | None
+    memory_gb: float
+    reserved_gb: float | None
+    peak_gb: float
+
+
+@dataclass(frozen=True, slots=True)
+class RanksLogged:
+    """Every rank at a log interval or an epoch's end. ``slow_rank`` is the one that the others wait for, if any."""
+
+    attempt: int
+    step: int
+    epoch: int
+    ranks: tuple[RankState, ...]
+    slow_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +110,28 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class Restarted:
+    """All ranks were started again after a failure, by the launcher: restart ``number`` of ``allowed``.
+
+    The run goes on from the checkpoint of ``from_step`` (0: from the beginning); ``lost_steps`` after it are repeated.
+    ``reason``: the failure in one line.
+    """
+
+    number: int
+    allowed: int
+    attempt: int
+    from_step: int
+    lost_steps: int
+    reason: str
+
+    def __str__(self) -> str:
+        steps = f"{self.lost_steps} step{'' if self.lost_steps == 1 else 's'} since then"
+        source = f"the checkpoint of step {self.from_step}" if self.from_step else "the beginning"
+        lost = f"{steps} {'is' if self.lost_steps == 1 else 'are'} lost" if self.lost_steps else "no step is lost"
+        return f"{self.reason}; started again ({self.number} of {self.allowed}) from {source}: {lost}"
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """Something people should know: ``level`` is ``info`` or ``warning``."""
 
@@ -93,7 +152,7 @@ class RunEnded:
     error: str | None = None
 
 
-Event = RunStarted | StepLogged | EpochEnded | Evaluated | CheckpointSaved | Note | RunEnded
+Event = RunStarted | StepLogged | RanksLogged | EpochEnded | Evaluated | CheckpointSaved | Restarted | Note | RunEnded
 
 
 class Sink(Protocol):
@@ -135,9 +194,20 @@ class Fanout:
             try:
                 sink.emit(event)
             except Exception as error:  # any library's failure, by design
-                self._optional.remove(sink)
-                self.emit(Note("warning", f"{type(sink).__name__} failed and is switched off: {error}"))
+                self._switch_off(sink, error)
 
     def close(self) -> None:
-        for sink in [*self._optional, *self._essential]:
+        """Close every sink. The last optional one first: so the console, the first, can tell how that went."""
+        for sink in reversed(self._optional[:]):
+            try:
+                sink.close()
+            except Exception as error:
+                self._switch_off(sink, error)
+        for sink in self._essential:
             sink.close()
+
+    def _switch_off(self, sink: Sink, error: Exception) -> None:
+        if sink in self._optional:  # its own failure may be told to it
+            self._optional.remove(sink)
+            name = getattr(sink, "name", type(sink).__name__)
+            self.emit(Note("warning", f"{name} failed and is switched off: {error}"))

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.bench.batch_size import RESOLUTION, next_batch
-from lockstep.bench.loader import HEADROOM, recommend, worker_counts
 from lockstep.bench.lr import Ramp, Smoothed, has_diverged, propose
 from lockstep.bench.step import batch_sizes
+from lockstep.plan.workers import HEADROOM, recommend, worker_counts
 
 RATES = st.dictionaries(st.integers(0, 64), st.floats(1, 1e6), min_size=1)
 

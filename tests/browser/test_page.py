@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -26,24 +27,39 @@ expect.set_options(timeout=PATIENCE_MS)
 DEVICES = [*machine(2), gpu(2, precisions=("32", "16-mixed"))]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def network() -> Network:
     """The usual one: the studio with a fake machine is a thread of this process."""
     return Network(None)
 
 
+@pytest.fixture(scope="module")
+def machine_with_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
+    """A studio on a machine with three GPUs; its helper process runs already."""
+    with studio(tmp_path_factory.mktemp("page"), DEVICES, tasks=[TOY]) as address:
+        address.get("/api/tasks")
+        yield address
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Address]:
-    """A studio on a machine with three GPUs, with a run of each fate."""
-    make_run(tmp_path / "runs", "first", "completed", final_metrics={"test_accuracy": 0.91}, tags=["baseline"])
-    make_run(tmp_path / "runs", "second", "failed", error="rank 1 ran out of memory\nfix: a smaller batch")
-    lost = make_run(tmp_path / "runs", "third", "running")
+def server(machine_with_gpus: Address) -> Address:
+    """That studio, with a run of each fate and no other."""
+    runs = runs_of(machine_with_gpus)
+    for folder in [*runs.glob("*"), *runs.glob(".studio/starts/*")]:
+        if folder.name != ".studio":
+            shutil.rmtree(folder)
+    make_run(runs, "first", "completed", final_metrics={"test_accuracy": 0.91}, tags=["baseline"])
+    make_run(runs, "second", "failed", error="rank 1 ran out of memory\nfix: a smaller batch")
+    lost = make_run(runs, "third", "running")
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()
     beat = {"step": 30, "total": 40, "counter": 3, "pid": gone.pid, "created": 1.0, "host": socket.gethostname()}
     write_json(lost.heartbeat_file, {**beat, "updated": time.time() - 60})
-    with studio(tmp_path, DEVICES, tasks=[TOY]) as address:
-        yield address
+    return machine_with_gpus
+
+
+def runs_of(address: Address) -> Path:
+    return Path(address.get("/api/studio")["runs_dir"])
 
 
 def make_run(folder: Path, name: str, status: str, steps: int = 40, **record: object) -> RunDir:
@@ -67,7 +83,7 @@ def show(page: Page, tab: str) -> None:
         page.get_by_role("tab", name=tab).click()
 
 
-@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("viewport", [WIDE, pytest.param(NARROW, marks=pytest.mark.drill)], ids=["wide", "narrow"])
 def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport: ViewportSize) -> None:
     page = open_page(server.url, viewport)
     run = page.get_by_role("button", name="Run", exact=True)
@@ -112,7 +128,7 @@ def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport:
     expect(page.get_by_text("a number is needed", exact=True)).to_be_visible()
 
 
-def test_every_fate_and_the_list_of_runs(server: Address, open_page: OpenPage, tmp_path: Path) -> None:
+def test_every_fate_and_the_list_of_runs(server: Address, open_page: OpenPage) -> None:
     page = open_page(server.url)
     runs, state = page.get_by_role("region", name="Runs"), page.get_by_role("region", name="State")
     rows = runs.get_by_role("list", name="Runs").get_by_role("listitem")
@@ -156,7 +172,7 @@ def test_every_fate_and_the_list_of_runs(server: Address, open_page: OpenPage, t
     choose(page, "second", "Delete")
     page.get_by_role("dialog", name="Delete run").get_by_role("button", name="Delete").click()
     expect(rows).to_have_count(2)
-    assert len(list(tmp_path.glob("runs/*/run.json"))) == 2
+    assert len(list(runs_of(server).glob("*/run.json"))) == 2
     assert {run["name"] for run in server.get("/api/runs")["runs"]} == {"renamed", "third"}
 
 
@@ -220,6 +236,77 @@ def test_the_doctor_examines_this_machine(open_page: OpenPage, tmp_path: Path) -
         findings = page.get_by_role("list", name="Findings").get_by_role("listitem")
         expect(findings.first).to_be_visible()
         expect(findings.get_by_role("heading", level=2).first).not_to_be_empty()
+
+
+def test_a_report_opens_in_a_tab_of_its_own(server: Address, open_page: OpenPage) -> None:
+    page = open_page(server.url)
+    page.get_by_role("link", name=re.compile("^first")).click()
+    with page.context.expect_page() as opened:
+        page.get_by_role("link", name="Report").click()
+    report = opened.value
+    expect(report.get_by_role("heading", level=1).first).to_be_visible()
+    loss = report.get_by_role("img", name="Loss", exact=True)
+    expect(loss).to_be_visible()
+    assert report.evaluate("getComputedStyle(document.querySelector('figure svg')).width") != "auto", "its style holds"
+    assert report.evaluate("self.origin") == "null", "it is not of the studio's site"
+
+
+SCALING = {
+    "kind": "scaling",
+    "title": "scaling of har",
+    "verdict": "2 devices, ddp weak: 1.80 times one (efficiency 90%)",
+    "notes": ["communication takes 20% of a step on 2 devices (ddp, weak)"],
+    "rows": [
+        {"ranks": ranks, "strategy": strategy, "mode": mode, "status": "ok", "samples_per_s": 100.0 * speed_up,
+         "speed_up": speed_up, "efficiency": speed_up / ranks, "memory_mb": 440.0 + ranks}
+        for ranks, strategy, mode, speed_up in (
+            (1, "single", "weak", 1.0), (1, "single", "strong", 1.0), (2, "ddp", "weak", 1.8), (2, "ddp", "strong", 1.5)
+        )
+    ],
+}  # fmt: skip
+
+
+def test_scaling_is_drawn_against_the_ideal(server: Address, open_page: OpenPage) -> None:
+    folder = runs_of(server) / "bench-scaling-1a2b3c4d"
+    folder.mkdir()
+    write_json(folder / "report.json", {**SCALING, "rows": [*SCALING["rows"], {"ranks": 4, "status": "refused"}]})
+    page = open_page(server.url)
+    page.get_by_role("link", name="Scaling").click()
+    report = page.get_by_role("region", name="scaling of har")
+    expect(report.get_by_text("1.80 times one")).to_be_visible()
+    for figure in ("Speed-up", "Efficiency", "Peak memory per rank"):
+        expect(report.get_by_role("figure", name=figure)).to_be_visible()
+    speed_up = report.get_by_role("figure", name="Speed-up")
+    for line in ("ddp weak 1.8", "ddp strong 1.5", "ideal 2"):
+        expect(speed_up.get_by_role("button", name=line)).to_be_visible()
+    expect(report.get_by_role("row", name=re.compile("2 ddp weak 180"))).to_be_visible()
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_scaling_is_measured_from_the_page(open_page: OpenPage, tmp_path: Path) -> None:
+    with studio(tmp_path, machine(0), tasks=[TOY]) as address:
+        page = open_page(address.url)
+        page.get_by_role("link", name="Scaling").click()
+        page.get_by_label("Task").select_option(TOY)
+        page.get_by_label("Number of ranks").fill("2")
+        page.get_by_role("button", name="Measure scaling").click()
+        report = page.get_by_role("region", name=f"scaling of {TOY}")
+        expect(report.get_by_role("figure", name="Speed-up")).to_be_visible(timeout=600_000)
+        expect(report.get_by_role("row")).to_have_count(5)
+
+
+def test_a_narrow_screen_trains_too(server: Address, open_page: OpenPage) -> None:
+    page = open_page(server.url, NARROW)
+    show(page, "Configuration")
+    page.get_by_label("Task", exact=True).select_option(TOY)
+    page.get_by_role("checkbox", name="CPU").check()
+    page.get_by_role("checkbox", name="GPU 0").uncheck()
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.get_by_role("tab", name="State")).to_have_attribute("aria-selected", "true")
+    expect(page.get_by_role("region", name="Final metrics")).to_contain_text("test accuracy")
+    expect(page.get_by_role("img", name=re.compile("^val loss per epoch", re.IGNORECASE))).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the screen"
 
 
 def tab_to(page: Page, name: str) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from lockstep.cli.settings import NO_SETTINGS, Settings, all_flags, flag_table, to_mapping
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import all_keys
-from lockstep.errors import ConfigError, LockstepError, RunFolderError, UsageError
+from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
+from lockstep.tasks.known import class_paths, remember
 from lockstep.telemetry.rundir import RunDir
 
 
@@ -104,6 +105,9 @@ def test_later_places_win(tmp_path: Path) -> None:
 def test_the_task_comes_from_the_command_line_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("task: {name: other.py:Task, width: 3}\n")
+    with pytest.raises(TaskError, match="which you have not trained"):
+        to_mapping(Settings(config=[file]), None, ranks_are_given=False)
+    remember(class_paths({"name": "other.py:Task"}))
     assert to_mapping(Settings(config=[file]), None, ranks_are_given=False)[0] == "other.py:Task"
     name, mapping = to_mapping(Settings(config=[file]), "mine.py:Task", ranks_are_given=False)
     assert (name, mapping["task"]) == ("mine.py:Task", {"name": "mine.py:Task", "width": 3})

@@ -109,6 +109,8 @@ def test_json_is_read_too(tmp_path: Path) -> None:
         ("name=a=b", {"name": "a=b"}),
         ("name=", {"name": None}),
         ("name='007'", {"name": "007"}),
+        ("launch.nodes=1:4", {"launch": {"nodes": "1:4"}}),  # not 64, as in YAML 1.1
+        ("name=12:30:01.5", {"name": "12:30:01.5"}),
     ],
 )
 def test_set_pairs(pair: str, expected: dict[str, Any]) -> None:
@@ -189,3 +191,29 @@ def test_all_keys_can_be_set() -> None:
         assert resolve(
             parse_set(f"{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10))}")
         )
+
+
+#: Each line is nine times the one before.
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (BOMB, "values"),
+        ("training: &t [*t]\n", "a part of itself"),
+        ("training: {epochs: " + "9" * 5000 + "}\n", "5,000 digits"),
+        ("training: {compile: !!bool maybe}\n", "cannot be read"),
+        ("a: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
+    ],
+)  # fmt: skip
+def test_hostile_yaml_is_one_error(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="not valid YAML") as caught:
+        read_file(tmp_path / "c.yaml")
+    assert why in caught.value.why
+
+
+def test_anchors_are_fine_where_they_stay_small(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("optimizer: &o {lr: 0.1}\nscheduler: {<<: *o, gamma: 0.5}\n")
+    assert read_file(tmp_path / "c.yaml") == {"optimizer": {"lr": 0.1}, "scheduler": {"lr": 0.1, "gamma": 0.5}}

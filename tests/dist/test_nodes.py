@@ -123,9 +123,11 @@ def test_a_killed_node_returns(machines: Sequence[Machine], reference: Path, tmp
     returned = machines[1].start(*restarting(), cwd=tmp_path / "node1")
     wait_until(lambda: RunDir(run).read().attempt == 2, "the second attempt")
     print(f"the run goes on {time.monotonic() - killed:.1f} s after a node was killed and started again")
-    finish(first, timeout_s=PATIENCE_S)
+    output = finish(first, timeout_s=PATIENCE_S)
     finish(returned, timeout_s=PATIENCE_S)
     assert RunDir.open(run).read().attempt == 2
+    assert "started again (1 of 3) from the checkpoint of step " in output
+    assert [restart["lost_steps"] <= 2 for restart in RunDir.open(run).read().restarts] == [True]
     assert_every_sample_once(run, lost)
     assert_close(run, reference)
     assert_close(tmp_path / "node1" / "run", run, tolerance=1e-12)

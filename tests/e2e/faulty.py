@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,12 +21,14 @@ class Faulty(Toy):
         fault: str = "none"
         at: int = 4
         slow: bool = False
+        evaluating: bool = False
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         result = super().loss(model, batch)
         if self.config.slow:
             time.sleep((6.0 if self.calls == 1 else 0.0) if model.training else 1.5)
-        if self.config.fault != "none" and model.training and self.calls == self.config.at and is_first_start():
+        strikes = model.training is not self.config.evaluating and self.calls == self.config.at
+        if self.config.fault != "none" and strikes and is_first_start():
             globals()[self.config.fault]()
         return result
 
@@ -60,5 +64,8 @@ def gpu_memory() -> None:
 
 
 def memory() -> None:
-    if dist.get_rank() == 1:
-        torch.empty(1 << 50)
+    """This process may have a little more memory than it has, and wants much more."""
+    if not dist.is_initialized() or dist.get_rank() == 1:
+        here = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (here + (256 << 20), resource.RLIM_INFINITY))
+        torch.empty(1 << 30, dtype=torch.uint8)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -37,11 +36,16 @@ SAVING = ("--set", "checkpoint.every_steps=2", "--set", "telemetry.record_sample
 class Drive:
     """A run on two ranks, and everything that it started."""
 
-    def __init__(self, folder: Path, *arguments: str, run: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, run: Path | None = None, devices: str = "cpu,cpu", torchrun: bool = False
+    ) -> None:
         self.folder = folder
         self.run = RunDir(run or folder / "run")
+        before = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m") if torchrun else ()
         self.process = start(
-            "train", TASK, "--save-dir", str(self.run.path), "--devices", "cpu,cpu", *arguments, cwd=folder
+            *("train", TASK, "--save-dir", str(self.run.path), "--devices", devices, *arguments),
+            module=(*before, "lockstep"),
+            cwd=folder,
         )
         self.family: list[psutil.Process] = []
         self.ports: set[int] = set()
@@ -112,8 +116,8 @@ class Drive:
 
 
 @contextmanager
-def drive(folder: Path, *arguments: str, run: Path | None = None) -> Iterator[Drive]:
-    made = Drive(folder, *arguments, run=run)
+def drive(folder: Path, *arguments: str, **options: Any) -> Iterator[Drive]:
+    made = Drive(folder, *arguments, **options)
     try:
         yield made
     finally:
@@ -174,7 +178,7 @@ def test_a_barrier_on_one_rank_is_named_with_its_line(tmp_path: Path) -> None:
     place = f"{faulty.__file__}:{line_of('lonely', 'dist.barrier()')} in lonely, in barrier"
     assert f"rank 0 has made no progress for 3 s, in hooks and logging after step 4: {place}" in output
     assert "rank 1: silent for 3 s in step 5" in output
-    assert "in _engine_run_backward" in output  # the other rank's stack
+    assert "stack of rank 1, innermost call first" in output
     assert "launch.hang_timeout_s" in output
     assert output.count("error: ") == 1
     assert run.run.status() == "failed"
@@ -198,10 +202,51 @@ def test_a_rank_that_hangs_in_its_loss(tmp_path: Path, fault: str, says: str) ->
 
 
 @pytest.mark.drill
-def test_a_long_evaluation_and_a_slow_first_step_are_no_hang(tmp_path: Path) -> None:
+def test_a_barrier_on_one_rank_is_named_where_no_launcher_watches(tmp_path: Path) -> None:
+    arguments = (*QUIET, *SAVING, "--set", "task.fault=hook", "--set", "launch.hang_timeout_s=3")
+    with drive(tmp_path, *arguments, torchrun=True) as run:
+        run.wait_for_step(4)
+        output = run.finish(1)
+    place = f"{faulty.__file__}:{line_of('lonely', 'dist.barrier()')} in "
+    assert re.search(
+        rf"^error: rank 0 has made no progress for \d+ s, in hooks .* step 4: {place}", output, re.MULTILINE
+    )
+    assert re.search(r"rank 1: silent for \d+ s in step 5; ", output)
+    assert "stack of rank 1, innermost call first" in output
+    assert output.count("error: rank 0 has made") == 1
+    assert f"{place}lonely" in (run.run.logs / "rank-1.log").read_text()
+    assert run.run.status() == "failed"
+    assert str(run.run.read().error).startswith("rank 0 has made no progress for ")
+
+
+@pytest.mark.drill
+def test_a_stopped_rank_is_missed_where_no_launcher_watches(tmp_path: Path) -> None:
+    arguments = (*SLOW, *SAVING, "--set", "task.pause_s=0.04", "--set", "launch.hang_timeout_s=6")
+    with drive(tmp_path, *arguments, torchrun=True) as run:
+        run.wait_for_step(4)
+        stopped = rank_process(run, 1)
+        stopped.send_signal(signal.SIGSTOP)
+        output = run.finish(1)
+    assert re.search(r"^error: rank 1 has given no sign of life for \d+ s, in step \d", output, re.MULTILINE)
+    assert re.search(r"rank 1 \(stopped\): silent for \d+ s", output)
+    run.resume()
+
+
+def rank_process(run: Drive, rank: int) -> psutil.Process:
+    """The process of a rank under torchrun."""
+    for process in run.process_tree.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("LOCAL_RANK") == str(rank) and process.ppid() == run.process.pid:
+                return process
+    raise AssertionError(f"no rank {rank}")
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_long_evaluation_and_a_slow_first_step_are_no_hang(tmp_path: Path, torchrun: bool) -> None:
     """Both take longer than the time without progress that counts as a hang."""
     arguments = ("--set", "task.slow=true", "--set", "launch.hang_timeout_s=4", "--set", "validation.batch_size=8")
-    with drive(tmp_path, *QUIET, *arguments, "--epochs", "1") as run:
+    with drive(tmp_path, *QUIET, *arguments, "--epochs", "1", torchrun=torchrun) as run:
         run.finish(0)
     assert run.run.status() == "completed"
 
@@ -209,6 +254,7 @@ def test_a_long_evaluation_and_a_slow_first_step_are_no_hang(tmp_path: Path) -> 
 # Too little memory.
 
 
+@pytest.mark.drill
 def test_a_rank_without_memory_is_told_with_a_batch_that_fits(tmp_path: Path) -> None:
     with drive(tmp_path, *QUIET, *SAVING, "--set", "task.fault=gpu_memory", "--batch-size", "16") as run:
         output = run.finish(1)
@@ -224,6 +270,32 @@ def test_a_rank_without_memory_is_told_with_a_batch_that_fits(tmp_path: Path) ->
     run.assert_complete()
     batch = run.run.plan()["batch"]
     assert (batch["global_batch"], batch["batch_size"], batch["accumulate"]) == (32, 8, 2)
+
+
+def test_a_rank_whose_memory_is_limited_fails_in_an_evaluation(tmp_path: Path) -> None:
+    """The system itself refuses the memory (RLIMIT_AS), on one of two ranks."""
+    fault = ("--set", "task.fault=memory", "--set", "task.evaluating=true", "--set", "task.at=7")
+    with drive(tmp_path, *QUIET, *SAVING, *fault, "--batch-size", "16") as run:
+        output = run.finish(1)
+    assert "rank 1 of 2 failed: RuntimeError: [enforce fail" in output
+    assert "DefaultCPUAllocator: can't allocate memory" in output
+    assert re.search(r"^  rank 0: host: \d\.\d\d GB resident", output, re.MULTILINE)
+    assert re.search(r"^  rank 1: host: \d\.\d\d GB resident.* limit \d+\.\d\d GB \(ulimit -v\)", output, re.MULTILINE)
+    assert "evaluations with 8 samples at a time" in output
+    assert f"lockstep resume {run.run.read().id} --set validation.batch_size=8" in output
+    assert "training.batch_size" not in output
+
+
+def test_one_device_without_memory_is_told_the_same(tmp_path: Path) -> None:
+    with drive(tmp_path, *QUIET, *SAVING, "--set", "task.fault=memory", devices="cpu") as run:
+        output = run.finish(1)
+    assert "rank 0 of 1 failed: RuntimeError: [enforce fail" in output
+    assert re.search(r"^  rank 0: host: .* \(ulimit -v\)", output, re.MULTILINE)
+    assert "the same global batch of 16 as batch size 8 × 2 micro-batches per device: lockstep resume" in output
+    assert output.count("error: ") == 1
+    record = run.run.read()
+    assert record.status == "failed"
+    assert "memory of each rank:" in str(record.error)
 
 
 # The run folder.
@@ -257,7 +329,7 @@ def test_a_vanished_run_folder_ends_the_run(tmp_path: Path) -> None:
         output = run.finish(1)
     assert re.search(r"error: rank [01] of 2 failed: the folder of .* is not there", output)
     assert "Traceback" not in output
-    shutil.rmtree(run.run.path, ignore_errors=True)  # what was written there in between
+    assert not run.run.path.exists(), "what is gone is not made anew"
     (tmp_path / "elsewhere").rename(run.run.path)
     run.resume()
 

@@ -301,7 +301,7 @@ def reseal(checkpoint: Path) -> None:
         content.pop("checksum", None)
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         manifest.write_text(json.dumps({**content, "checksum": hashlib.sha256(text.encode()).hexdigest()}))
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
         pass  # it is spoilt too far to be put right
 
 

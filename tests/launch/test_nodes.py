@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import RunConfig
+from lockstep.config.load import parse_set
 from lockstep.errors import ConfigError
 from lockstep.launch.meet import compared_settings
 from lockstep.launch.nodes import Nodes
@@ -18,7 +19,7 @@ from tests.conftest import RunCli
 from tests.e2e.test_train import TOY
 
 
-def asked(nodes: str | None, rdzv: str | None) -> Nodes:
+def asked(nodes: str | int | None, rdzv: str | None) -> Nodes:
     return Nodes.of(RunConfig.model_validate({"launch": {"nodes": nodes, "rdzv": rdzv}}))
 
 
@@ -54,6 +55,12 @@ def test_any_range_of_nodes(least: int, most: int) -> None:
         nodes = asked(text, "node1")
         assert (nodes.least, nodes.most) == (least, most)
         assert Nodes.parse(nodes.format()) == nodes
+
+
+@pytest.mark.parametrize("pair", ["launch.nodes=2", "launch.nodes='2'", "launch.nodes=2:2"])
+def test_a_number_of_nodes_may_be_bare(pair: str) -> None:
+    nodes = asked(parse_set(pair)["launch"]["nodes"], "node1")
+    assert (nodes.least, nodes.most) == (2, 2)
 
 
 def test_what_may_differ_between_nodes(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lockstep.report.source import differences, flat, read_run, thinned
 from lockstep.telemetry.rundir import RunDir
 
 PNG = b"\x89PNG\r\n\x1a\n"
-NAME = "<b>first</b> & best"
+NAME = "_<b>first</b> & $x_$ best"
 
 
 @pytest.fixture(scope="module")

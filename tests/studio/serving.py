@@ -98,8 +98,8 @@ def studio(
     folder: Path, devices: Sequence[Device] | None = None, tasks: Sequence[str] = (), kill_after_s: float = 60.0
 ) -> Iterator[Address]:
     """A real server on a free port, in a thread; runs are in ``folder / "runs"``."""
-    names, built_in = offered_tasks(tasks)
-    options = Options(folder / "runs", names, built_in, flag_table(), tuple(name for name, _, _ in VERBS), kill_after_s)
+    verbs = tuple(name for name, _, _ in VERBS)
+    options = Options(folder / "runs", offered_tasks(tasks), flag_table(), verbs, kill_after_s)
     detect = detect_devices if devices is None else lambda refresh=False: list(devices)
     server = Server(options, port=0, detect=detect)
     thread = threading.Thread(target=server.run, name="studio")

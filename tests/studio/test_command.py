@@ -6,24 +6,35 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from lockstep.errors import TaskError
+from lockstep.studio.tasks import offered_tasks
 from tests.test_architecture import heavy_after
 
 
-def test_a_port_that_is_taken_and_tasks_that_are_none(run_cli: Any, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_and_a_runs_folder_that_is_a_file(run_cli: Any, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         result = run_cli("studio", "--no-browser", "--port", port)
     assert result.code == 2
     assert f"port {port} is taken" in result.err
-    for task in ("nothing", "missing.py:Task", "os.system(1):x y"):
-        result = run_cli("studio", "--no-browser", "--task", task)
-        assert result.code == 2, task
-        assert "fix:" in result.err
-        assert "Traceback" not in result.err
     (tmp_path / "runs").write_text("a file")
     result = run_cli("studio", "--no-browser", "--port", "0")
     assert result.code in {1, 2}
     assert "Traceback" not in result.err
+
+
+def test_tasks_that_are_none(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.touch()
+    for text in ("nothing", "missing.py:Task", "os.system(1):x y", f"{file}:Net+", f"{file}:Net+data"):
+        with pytest.raises(TaskError) as refused:
+            offered_tasks([text])
+        assert refused.value.fix
+    with pytest.raises(TaskError, match="two data modules"):
+        offered_tasks([f"{file}:Net+{file}:One", f"{file}:Net+{file}:Two"])
+    assert offered_tasks([f"{file}:Net+{file}:One"]).data_modules == {f"{file}:Net": f"{file}:One"}
 
 
 def test_the_server_loads_no_torch() -> None:

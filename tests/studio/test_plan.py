@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.config import resolve
 from lockstep.tasks.registry import BUILT_IN
+from lockstep.telemetry.rundir import RunDir
+from tests.gloo import ROOT
 from tests.hardware.machines import gpu, machine
 from tests.studio import serving
 from tests.studio.serving import TOY, Address, studio
 
+OWN = ROOT / "tests" / "lightning" / "own.py"
+MODULE, DATA = f"{OWN}:Classifier", f"{OWN}:Numbered"
+
 
 @pytest.fixture(scope="module")
 def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
-    with studio(tmp_path_factory.mktemp("plan"), [*machine(2), gpu(2, precisions=("32",))], tasks=[TOY]) as address:
+    folder, devices = tmp_path_factory.mktemp("plan"), [*machine(2), gpu(2, precisions=("32",))]
+    with studio(folder, devices, tasks=[TOY, f"{MODULE}+{DATA}"]) as address:
         plan(address, ["cpu"])  # starts the helper process, which stays
         yield address
 
@@ -84,6 +92,35 @@ def test_precisions_that_a_device_lacks_are_off_with_the_reason(two_gpus: Addres
     refused = plan(two_gpus, ["gpu:2"], hardware={"precision": "bf16-mixed"})
     assert not refused["run"]["enabled"]
     assert all(row["supported"] for row in plan(two_gpus, ["gpu:0", "gpu:1"])["precisions"])
+
+
+def test_a_module_has_the_data_module_that_was_named_at_the_start(two_gpus: Address) -> None:
+    task = next(task for task in two_gpus.get("/api/tasks")["tasks"] if task["name"] == MODULE)
+    assert task["datamodule"] == DATA
+    hardware = {"hardware": {"selected_devices": ["cpu"]}}
+    answer = two_gpus.post("/api/plan", {"task": MODULE, "config": hardware})
+    assert answer["run"]["enabled"], answer["problem"]
+    assert f"task.datamodule={DATA}" in answer["preview"]["argv"]
+    saved = two_gpus.call("PUT", "/api/configs/module", json={"task": MODULE, "config": hardware})
+    assert two_gpus.post("/api/preview", {"task": MODULE, "config": saved["config"]})["yaml"] == saved["yaml"]
+    other = {"task": {"datamodule": f"{OWN}:Other"}}
+    assert two_gpus.post("/api/plan", {"task": MODULE, "config": other}, 422)["code"] == "SETTING_NOT_ALLOWED"
+    own = {"task": {"datamodule": DATA}}
+    assert two_gpus.post("/api/plan", {"task": TOY, "config": own}, 422)["code"] == "SETTING_NOT_ALLOWED"
+    two_gpus.call("DELETE", "/api/configs/module")
+
+
+def test_two_runs_on_one_gpu_are_warned_about(two_gpus: Address) -> None:
+    folder = Path(two_gpus.get("/api/studio")["runs_dir"]) / "busy"
+    run = RunDir.create(folder, resolve(), run_id="run-00000006", command=["lockstep"])
+    run.begin_attempt({"epochs": 2}, {"devices": ["gpu:0"], "strategy": "single"})
+    run.update(status="running")
+    answer = plan(two_gpus, ["gpu:0"])
+    assert answer["run"]["enabled"]
+    assert len(answer["warnings"]) == 1
+    assert "gpu:0 is used by busy" in answer["warnings"][0]
+    assert plan(two_gpus, ["gpu:1"])["warnings"] == []
+    shutil.rmtree(folder)
 
 
 def test_bad_settings_are_an_answer_and_forbidden_ones_a_refusal(two_gpus: Address) -> None:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from lockstep.config import resolve
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start, wait_for_step
-from tests.hardware.machines import gpu, machine
+from tests.hardware.machines import machine
 from tests.studio.serving import TOY, WAIT_S, Address, start_studio, studio
 
 
 @pytest.fixture
-def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
+def address(tmp_path: Path) -> Iterator[Address]:
     with studio(tmp_path, machine(0), tasks=[TOY]) as found:
         yield found
 
@@ -64,8 +66,12 @@ def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: 
     assert stopping == {"id": "run-00000001", "stopping": True, "kill_after_s": 60.0}
     stopped = address.wait_for("run-00000001", "stopped", "failed", "lost")
     assert stopped["status"] == "stopped", stopped
-    assert 2 <= stopped["step"] < 26
-    assert stopped["checkpoints"][-1]["step"] == stopped["step"]
+    saved = stopped["checkpoints"][-1]["step"]
+    assert 2 <= saved < 26
+    deadline = time.monotonic() + WAIT_S
+    while address.get("/api/runs/run-00000001")["step"] != saved:  # the last beat follows the record
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert stopped["command_text"].startswith(f"lockstep train {TOY} --devices cpu,cpu")
     assert stopped["resumable"]
     assert address.post("/api/runs/run-00000001/stop", None, 409)["code"] == "NOT_RUNNING"
@@ -96,9 +102,20 @@ def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: 
     assert copy["config"]["task"]["pause_s"] == 0.02
     assert copy["config"]["telemetry"] == {"log_interval": 1}
     assert address.post("/api/preview", {"task": copy["task"], "config": copy["config"]})["command"]
-    assert "second thoughts" in address.get("/api/runs/run-00000001/report")["markdown"]
+
+    jobs = [
+        address.post("/api/runs/run-00000001/export", {"checkpoint": "last", "program": False}, 202),
+        address.post("/api/runs/run-00000001/evaluate", {"checkpoint": "999"}, 202),
+    ]
+    done = [wait_for_job(address, job["id"]) for job in jobs]
+    assert [job["status"] for job in done] == ["done", "failed"], done
+    assert list((tmp_path / "runs" / "run-00000001" / "export").iterdir())
+    assert "999" in done[1]["error"]["message"]
+    assert done[1]["error"]["fix"]
+    assert {job["id"] for job in address.get("/api/runs/run-00000001")["jobs"]} == {job["id"] for job in jobs}
 
 
+@pytest.mark.drill
 def test_kill_9_of_the_studio_changes_nothing_for_a_run(tmp_path: Path) -> None:
     with start_studio(tmp_path, "--task", TOY) as first:
         port = first.address.port
@@ -133,6 +150,7 @@ def test_runs_from_a_terminal_are_found_and_stopped(address: Address, tmp_path: 
     assert address.wait_for("by hand", "stopped")["status"] == "stopped"
 
 
+@pytest.mark.drill
 def test_a_run_that_does_not_end_is_killed_after_the_stated_time(tmp_path: Path) -> None:
     with studio(tmp_path, machine(0), tasks=[TOY], kill_after_s=1.0) as address:
         address.post("/api/runs", body(["cpu"], 0.02, id="run-00000003"), 202)
@@ -175,37 +193,73 @@ def test_a_start_that_fails_says_why(address: Address) -> None:
     assert refused["code"] == "GPU_NOT_AVAILABLE"
 
 
-def test_two_runs_on_one_gpu_are_warned_about(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "runs" / "busy", resolve(), run_id="run-00000006", command=["lockstep"])
-    run.begin_attempt({"epochs": 2}, {"devices": ["gpu:0"], "strategy": "single"})
-    run.update(status="running")
-    with studio(tmp_path, [*machine(1), gpu(1)], tasks=[TOY]) as address:
-        answer = address.post("/api/plan", body(["gpu:0"]))
-        assert answer["run"]["enabled"]
-        assert len(answer["warnings"]) == 1
-        assert "gpu:0 is used by busy" in answer["warnings"][0]
-        assert address.post("/api/plan", body(["gpu:1"]))["warnings"] == []
+def test_a_run_from_elsewhere_is_not_resumed_and_the_page_hears_why(address: Address, tmp_path: Path) -> None:
+    evil, trace = tmp_path / "evil.py", tmp_path / "it ran"
+    evil.write_text(f"open({str(trace)!r}, 'w')")
+    config = resolve({"task": {"name": f"{evil}:Task"}})
+    run = RunDir.create(tmp_path / "runs" / "run-0000000c", config, run_id="run-0000000c", command=["lockstep"])
+    run.begin_attempt({"epochs": 1}, {"devices": ["cpu"], "strategy": "single"})
+    run.update(status="stopped")
+    assert address.get("/api/runs/run-0000000c")["resume_error"] is None
+    address.post("/api/runs/run-0000000c/resume", {"devices": ["cpu"]}, 202)
+    refused = address.wait_for("run-0000000c", "stopped")
+    assert "which you have not trained on this machine" in refused["resume_error"]
+    assert "fix:" in refused["resume_error"]
+    assert not trace.exists()
+    assert address.post("/api/runs/run-0000000c/duplicate", None, 422)["code"] == "TASK_NOT_USABLE"
 
 
-def test_jobs_and_comparison(address: Address, tmp_path: Path) -> None:
+@pytest.mark.drill
+def test_a_failed_run_goes_on_with_one_rank(address: Address) -> None:
+    asked = body(["cpu", "cpu"], id="run-00000009")
+    asked["config"]["task"] |= {"fail_at": 9}  # rank 1 raises, and one rank alone does not
+    address.post("/api/runs", asked, 202)
+    failed = address.wait_for("run-00000009", "failed", "completed", "lost")
+    assert failed["status"] == "failed"
+    assert "the toy broke" in failed["error"]
+    assert "rank 1 of 2 failed" in failed["start_output"]
+    address.post("/api/runs/run-00000009/resume", {"devices": ["cpu"]}, 202)
+    done = address.wait_for("run-00000009", "completed", "lost")
+    assert (done["attempt"], done["devices"], done["error"]) == (2, ["cpu"], None)
+
+
+@pytest.mark.drill
+def test_two_trained_runs_are_compared(address: Address, tmp_path: Path) -> None:
     for number, rate in ((7, "0.01"), (8, "0.02")):
         finish(start("train", TOY, "--devices", "cpu", "--save-dir", f"runs/run-0000000{number}", "--lr", rate,
                      "--fast-dev-run", cwd=tmp_path))  # fmt: skip
     compared = address.get("/api/compare?run=run-00000007&run=run-00000008")
     assert {"key": "optimizer.lr", "values": [0.01, 0.02]} in compared["config"]
     assert all(row["key"] != "training.epochs" for row in compared["config"])
-    jobs = [
-        address.post("/api/runs/run-00000007/evaluate", {"split": "val", "checkpoint": "last"}, 202),
-        address.post("/api/runs/run-00000007/evaluate", {"checkpoint": "999"}, 202),
-        address.post("/api/doctor", {"quick": True}, 202),
-    ]
-    done = [wait_for_job(address, job["id"]) for job in jobs]
-    assert [job["status"] for job in done] == ["done", "failed", "done"], done
-    assert "val_accuracy" in done[0]["result"]["metrics"]
-    assert "999" in done[1]["error"]["message"]
-    assert done[1]["error"]["fix"]
-    assert address.get("/api/doctor")["result"] == done[2]["result"]
-    assert {job["id"] for job in address.get("/api/runs/run-00000007")["jobs"]} == {jobs[0]["id"], jobs[1]["id"]}
+
+
+def test_the_report_is_a_page_that_may_do_nothing(
+    address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(tmp_path / "runs" / "run-0000000a", resolve(), run_id="run-0000000a", command=["lockstep"])
+    for step in (1, 2):
+        run.append_step({"attempt": 1, "step": step, "loss": 1 / step, "lr": 0.1})
+    run.update(status="completed", name="<script>alert(1)</script>")
+    headers = {"Authorization": f"Bearer {address.token}"}
+    answer = httpx.get(f"{address.base}/api/runs/run-0000000a/report", headers=headers, timeout=WAIT_S, trust_env=False)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/html")
+    policy = [rule.strip() for rule in answer.headers["content-security-policy"].split(";")]
+    assert {"default-src 'none'", "sandbox", "style-src 'unsafe-inline'"} <= set(policy)
+    assert "<svg" in answer.text
+    assert "<script" not in answer.text
+    assert not (run.path / "report").exists(), "a run folder is only read"
+    assert address.call("GET", "/api/runs/run-0000000b/report", 404)["code"] == "RUN_NOT_FOUND"
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    refused = address.call("GET", "/api/runs/run-0000000a/report", 422)
+    assert refused["code"] == "NOT_SUPPORTED"
+    assert "lockstep-train[report]" in refused["fix"]
+    headers["Sec-Fetch-Dest"] = "document"  # a tab of its own, where a person reads it
+    page = httpx.get(f"{address.base}/api/runs/run-0000000a/report", headers=headers, trust_env=False)
+    assert page.status_code == 422
+    assert page.text.startswith("<!doctype html>")
+    assert "lockstep-train[report]" in page.text
 
 
 @pytest.mark.drill

@@ -120,7 +120,7 @@ def measure_comm(rank: Rank, placed: dict[str, Any], sizes: Sequence[int]) -> No
     collectives = Collectives(world, timeout_s=TIMEOUT_S)
     for operation, size in itertools.product(OPERATIONS, sizes):
         rank.check()
-        rank.report({"operation": operation, **_row(collectives, operation, size, device)})
+        rank.report({"operation": operation, **measure_message(collectives, operation, size, device)})
     if world.size > 2:
         for one, other in itertools.combinations(range(world.size), 2):
             rank.check()
@@ -128,7 +128,7 @@ def measure_comm(rank: Rank, placed: dict[str, Any], sizes: Sequence[int]) -> No
     dist.destroy_process_group()
 
 
-def _row(collectives: Collectives, operation: str, size: int, device: torch.device) -> dict[str, Any]:
+def measure_message(collectives: Collectives, operation: str, size: int, device: torch.device) -> dict[str, Any]:
     ranks = collectives.size
     part = max(1, size // 4 // ranks)
     exact = part * ranks * 4  # every rank's part is equally large

@@ -2,73 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
-import torch
-
-from lockstep.bench.measure import Case, Site, measure, on_site, requests_of
+from lockstep.bench.measure import Case, measure, on_site
 from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
 from lockstep.bench.subject import Subject
 from lockstep.bench.trials import new_trials
-from lockstep.data.loader import make_loader
 from lockstep.engine.source import training_source
-from lockstep.engine.strategy import to_device
 from lockstep.hardware.host import usable_cores
-from lockstep.plan import LoaderPlan, Plan
+from lockstep.launch.pace import EPOCHS, loading_rate
+from lockstep.plan import Plan
+from lockstep.plan.workers import recommend, worker_counts
 
-#: Data should come this much faster than the step takes it, so that a slow batch does not stop it.
-HEADROOM = 1.2
-#: Rates closer than this are the same.
-CLOSE = 0.95
 WARM_UP, STEPS = 3, 12
-#: Batches at most for each worker count.
-BATCHES = 400
-
-
-class Recommendation(NamedTuple):
-    """``bound``: what limits training with this setting."""
-
-    num_workers: int
-    bound: str
-    reason: str
-
-
-def recommend(rates: Mapping[int, float], demand: float) -> Recommendation:
-    """How many loader processes to use, and why: the fewest that keep up with the step, else the fastest.
-
-    Args:
-        rates: samples per second by number of workers; at least one.
-        demand: samples per second that the step would take if it never waited.
-    """
-    enough = [workers for workers, rate in sorted(rates.items()) if rate >= HEADROOM * demand]
-    if enough:
-        few = enough[0]
-        return Recommendation(
-            few,
-            "compute",
-            f"{few} worker(s) load {rates[few]:,.0f} samples/s, and the step takes at most {demand:,.0f}: more would "
-            "only take cores from it",
-        )
-    fastest = max(rates.values())
-    best = min(workers for workers, rate in rates.items() if rate >= CLOSE * fastest)
-    if rates[best] >= demand:
-        bound, end = "compute", f"just enough for the step's {demand:,.0f}"
-    else:
-        bound, end = (
-            "data",
-            f"less than the step's {demand:,.0f}: training waits for data {1 - rates[best] / demand:.0%}",
-        )
-    return Recommendation(best, bound, f"no count is faster: {best} worker(s) load {rates[best]:,.0f} samples/s, {end}")
-
-
-def worker_counts(cores: int) -> list[int]:
-    """0, 1, 2, 4, … up to ``cores``, and ``cores`` itself."""
-    return sorted({0, cores, *(2**power for power in range(cores.bit_length()) if 2**power <= cores)})
 
 
 def bench_loader(
@@ -90,7 +37,7 @@ def bench_loader(
     one = {"hardware": {"selected_devices": [base.placement.devices[0]], "strategy": "auto"}}
     held = {"training": {"batch_size": base.plan.batch.batch_size, "global_batch_size": None, "accumulate": 1}}
     step = subject.case({}, {**one, **held}, steps=STEPS, warm_up=WARM_UP)
-    endless = step.plan.model_copy(update={"epochs": BATCHES})
+    endless = step.plan.model_copy(update={"epochs": EPOCHS})
     report = BenchReport(
         "loader",
         subject.name,
@@ -146,51 +93,16 @@ def measure_loader(rank: Rank, step: Case, endless: Plan, counts: Sequence[int],
         row = measure(site, step)
         needed = row["mean_ms"] - row["parts_ms"]["data"]
         rank.report({"demand": step.plan.batch.global_batch / needed * 1e3})
+        source = training_source(site.task, site.datasets.train, endless)
         for workers in counts:
-            rank.report({"num_workers": workers, **_rate(site, endless, workers, seconds)})
-
-
-def _rate(site: Site, plan: Plan, workers: int, seconds: float) -> dict[str, Any]:
-    """Load for about ``seconds``, after the first batch, whose workers have to start."""
-    how = LoaderPlan(
-        num_workers=workers,
-        prefetch_factor=plan.loader.prefetch_factor,
-        persistent_workers=workers > 0,
-        pin_memory=plan.loader.pin_memory,
-    )
-    world = site.rank.world
-    loader = make_loader(
-        training_source(site.task, site.datasets.train, plan), requests_of(plan, world), how, world.rank
-    )
-    sizes = [request.size for request, _ in zip(requests_of(plan, world), range(BATCHES), strict=False)]
-    started = time.perf_counter()
-    first, samples, transfers, loaded = 0.0, 0, [], 0
-    with contextlib.closing(loader):
-        for batch, size in zip(iter(loader), sizes, strict=False):
-            site.rank.check()
-            now = time.perf_counter()
-            if not first:
-                first, started = now - started, now
-                continue
-            samples, loaded = samples + size, loaded + 1
-            if loaded <= 10 and site.device.type == "cuda":
-                transfers.append(_transfer(batch, site.device))
-            if now - started > seconds:
-                break
-        taken = time.perf_counter() - started - sum(transfers)
-    return {
-        "samples_per_s": samples / taken if taken > 0 else 0.0,
-        "load_ms": taken / max(1, loaded) * 1e3,
-        "transfer_ms": statistics.median(transfers) * 1e3 if transfers else None,
-        "first_batch_s": first,
-        "batches": loaded,
-    }
-
-
-def _transfer(batch: Any, device: torch.device) -> float:
-    """Seconds to bring a batch to a GPU."""
-    torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    to_device(batch, device)
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+            rate = loading_rate(source, endless, workers, seconds, device=site.device, check=rank.check)
+            rank.report(
+                {
+                    "num_workers": workers,
+                    "samples_per_s": rate.samples_per_s,
+                    "load_ms": rate.batch_s * 1e3,
+                    "transfer_ms": None if rate.transfer_s is None else rate.transfer_s * 1e3,
+                    "first_batch_s": rate.first_s,
+                    "batches": rate.batches,
+                }
+            )

@@ -228,6 +228,8 @@ def _conclude(report: BenchReport) -> None:
         if row["status"] != "ok"
     )
     report.notes += unmeasured
+    if any(row["strategy"] == "dp" and row["status"] == "refused" for row in report.rows):
+        report.notes.append("DP against DDP can be compared on GPUs only: torch's DataParallel does not run on a CPU")
 
 
 def _both_strategies(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -22,7 +22,14 @@ from lockstep.launch.prepare import Prepared, place, plan_for, settle
 _QUIET: dict[str, Any] = {
     "init_from": None,
     "training": {"max_time_s": None, "early_stopping_patience": 0, "tail": "drop", "engine": "native"},
-    "telemetry": {"progress": "silent", "tensorboard": "off", "profile": None, "upload_to": None, "monitor": False},
+    "telemetry": {
+        "progress": "silent",
+        "tensorboard": "off",
+        "profile": None,
+        "upload_to": None,
+        "monitor": False,
+        "forecast": None,
+    },
     "debug": {"fast_dev_run": False, "overfit_batches": None},
     "launch": {"max_restarts": 0, "nodes": None},
 }

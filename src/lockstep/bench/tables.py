@@ -10,9 +10,20 @@ Column = tuple[str, Callable[[Row], str]]
 Chart = tuple[str, list[tuple[str, float]]]
 
 
-def number(key: str, form: str = ",.4g") -> Callable[[Row], str]:
+def plain(value: float) -> str:
+    """Four digits that count, and no exponent for what is large."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def number(key: str, form: str | None = None) -> Callable[[Row], str]:
     """The value of ``key``; ``-`` where there is none."""
-    return lambda row: "-" if row.get(key) is None else format(row[key], form)
+
+    def cell(row: Row) -> str:
+        if row.get(key) is None:
+            return "-"
+        return plain(row[key]) if form is None else format(row[key], form)
+
+    return cell
 
 
 def text(key: str) -> Callable[[Row], str]:
@@ -37,12 +48,13 @@ def _share(part: str) -> Column:
 
 
 def _between(name: str, key: str) -> Column:
-    """A median with its quartiles."""
+    """A median with its quartiles, where there are any."""
 
     def cell(row: Row) -> str:
         if row.get(key) is None:
             return "-"
-        return f"{row[key]:.4g} ({row[f'{key}_low']:.4g}..{row[f'{key}_high']:.4g})"
+        low, high = row[f"{key}_low"], row[f"{key}_high"]
+        return plain(row[key]) + (f" ({plain(low)}..{plain(high)})" if low < high else "")
 
     return name, cell
 
@@ -91,7 +103,7 @@ _TABLES: dict[str, list[Column]] = {
         ("load ms", number("load_ms", ".3g")),
         ("transfer ms", number("transfer_ms", ".3g")),
         ("first batch s", number("first_batch_s", ".2f")),
-        ("of demand", lambda row: percent(row.get("of_demand"))),
+        ("times the need", number("of_demand", ",.2f")),
     ],
     "comm": [
         ("operation", text("operation")),
@@ -127,7 +139,7 @@ _TABLES: dict[str, list[Column]] = {
     ],
 }
 #: Columns that are left out where no row has a value.
-_OPTIONAL = frozenset({"claimed speed-up", "wait", "communication", "TFLOP/s"})
+_OPTIONAL = frozenset({"claimed speed-up", "wait", "communication", "TFLOP/s", "transfer ms"})
 #: So many rows of a learning-rate test are shown; its report has all.
 _SHOWN = 24
 

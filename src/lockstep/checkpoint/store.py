@@ -91,7 +91,7 @@ class CheckpointStore:
         temporary = self.folder / temporary_name(folder_name(snapshot.step))
         target = self.path_of(snapshot.step)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone stays gone
             temporary.mkdir()
             manifest = self._write_content(temporary, snapshot)
             if not self._holds(target, manifest):

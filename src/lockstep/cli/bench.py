@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 EPILOGUE = """\
 Examples:
   lockstep bench step har --devices cpu --max-batch 512
-  lockstep bench step har --devices gpu:0 --precisions 32,tf32,bf16-mixed --compile
+  lockstep bench step har --devices gpu:0 --precisions all --compile
   lockstep bench loader har --devices gpu:0
   lockstep bench comm --devices cpu,cpu
+  lockstep bench scaling har --devices cpu,cpu
   lockstep bench scaling har --devices gpu:0,gpu:1 --strategies ddp,dp
   lockstep bench batch-size har --devices gpu:0 --global-batch-size 1024
   lockstep bench lr har --devices cpu
 
-Everything is measured in processes of its own, on the training loop that `train` uses. The report goes to --save-dir
-(default: runs/bench-<kind>-<id>): report.json, report.md and, with matplotlib, a picture. Ctrl-C keeps what was
-measured. The flags of `train` say what is measured. docs/bench.md explains the figures."""
+Measured in processes of their own, on the loop that `train` uses; the flags
+of `train` say what. The report goes to --save-dir (default:
+runs/bench-<kind>-<id>): report.json, report.md and, with matplotlib, a
+picture. Ctrl-C keeps what was measured. docs/bench.md explains the figures."""
 
 app = App(name="bench", usage="Usage: lockstep bench {step,loader,comm,scaling,batch-size,lr} [OPTIONS]")
 app.help_epilogue = EPILOGUE
@@ -46,7 +48,7 @@ def overview() -> None:
     app.help_print()
 
 
-@app.command
+@app.command(sort_key=0)
 def step(
     task: TaskName = None,
     /,
@@ -82,7 +84,7 @@ def step(
     return finish(report, save_dir, runs_dir, as_json)
 
 
-@app.command
+@app.command(sort_key=1)
 def loader(
     task: TaskName = None,
     /,
@@ -111,7 +113,7 @@ def loader(
     return finish(bench_loader(subject, workers=counts, seconds=seconds, say=progress), save_dir, runs_dir, as_json)
 
 
-@app.command
+@app.command(sort_key=2)
 def comm(
     *,
     max_mb: Annotated[int, Parameter(group=_BENCH, help="The largest message, in MB (2^20 bytes). Default: 64.")] = 64,
@@ -126,7 +128,7 @@ def comm(
     return finish(bench_comm(mapping, most=max_mb << 20, say=progress), save_dir, runs_dir, as_json)
 
 
-@app.command
+@app.command(sort_key=3)
 def scaling(
     task: TaskName = None,
     /,
@@ -172,7 +174,7 @@ def scaling(
     return finish(report, save_dir, runs_dir, as_json)
 
 
-@app.command
+@app.command(sort_key=4)
 def batch_size(
     task: TaskName = None,
     /,
@@ -200,7 +202,7 @@ def batch_size(
     return finish(report, save_dir, runs_dir, as_json)
 
 
-@app.command
+@app.command(sort_key=5)
 def lr(
     task: TaskName = None,
     /,

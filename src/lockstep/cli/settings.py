@@ -190,9 +190,14 @@ class Settings:
         _flag("speech: leave out utterances that cannot be used, instead of refusing to start. Default: off.", FILES),
     ] = None
     num_workers: Annotated[
-        int | None,
+        str | None,
         Overrides("data.num_workers"),
-        _flag("Processes that load data, per rank. Default: chosen by the plan.", FILES),
+        _flag(
+            "Processes that load data, per rank; auto measures what a step needs before the first one. "
+            "Default: chosen by the plan from the cores.",
+            FILES,
+            metavar="INT|auto",
+        ),
     ] = None
     save_dir: Annotated[
         Path | None,

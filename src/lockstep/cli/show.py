@@ -43,7 +43,18 @@ def describe(run: RunDir) -> dict[str, Any]:
         "logs": sorted(str(file) for file in run.logs.glob("*.log")),
         "config": str(run.config_file),
         "slurm": _slurm(run),
+        "forecast": _forecast(run, plan),
     }
+
+
+def _forecast(run: RunDir, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """How the run compares with the forecast that its folder holds."""
+    if not plan or not run.forecast_file.exists():
+        return None
+    from lockstep.forecast.score import score
+    from lockstep.telemetry.files import read_json
+
+    return score(read_json(run.forecast_file), plan, run.read().task, run.epochs())
 
 
 def _slurm(run: RunDir) -> str | None:
@@ -91,6 +102,7 @@ def _print(details: dict[str, Any]) -> None:
         ("best epoch", details["best_epoch"]),
         *((f"best {name}", value) for name, value in details["best_metric"].items()),
         *details["final_metrics"].items(),
+        ("forecast", _in_words(details["forecast"])),
         ("folder", details["path"]),
     ]
     print_table(("", ""), [(name, value_text(value)) for name, value in rows if value not in (None, "")], sys.stdout)
@@ -107,6 +119,14 @@ def _print(details: dict[str, Any]) -> None:
     print_table(("files", ""), [*files, ("configuration", details["config"])], sys.stdout)
     if details["error"]:
         say(f"\nerror: {details['error']}", sys.stdout)
+
+
+def _in_words(found: dict[str, Any] | None) -> str | None:
+    if found is None:
+        return None
+    from lockstep.forecast.score import in_words
+
+    return in_words(found)
 
 
 def _checkpoint_label(saved: dict[str, Any]) -> str:

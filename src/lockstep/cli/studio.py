@@ -15,6 +15,7 @@ EPILOGUE = """\
 Examples:
   lockstep studio                                  # a page on this machine; Ctrl-C ends it, runs go on
   lockstep studio --task my_task.py:MyTask         # with a task of your own
+  lockstep studio --task net.py:Net+data.py:Digits # a LightningModule and its LightningDataModule
   ssh -L 8756:127.0.0.1:8756 gpu-box lockstep studio --no-browser   # then open the printed address here
 
 The page shows every run in --runs-dir, also those started from a terminal."""
@@ -36,7 +37,8 @@ def studio(
         Parameter(
             negative="",
             metavar="FILE.py:CLASS",
-            help="A task of your own to offer beside the built-in ones. May be given again.",
+            help="A task of your own to offer beside the built-in ones; a LightningModule with its LightningDataModule "
+            "as FILE.py:MODULE+FILE.py:DATA. May be given again.",
         ),
     ] = None,
     browser: Annotated[
@@ -62,9 +64,11 @@ def studio(
     from lockstep.studio.tasks import offered_tasks
     from lockstep.telemetry.tables import say
 
-    tasks, built_in = offered_tasks(task or ())
     options = Options(
-        runs_dir=runs_dir, tasks=tasks, built_in=built_in, flags=flag_table(), verbs=tuple(name for name, _, _ in VERBS)
+        runs_dir=runs_dir,
+        tasks=offered_tasks(task or ()),
+        flags=flag_table(),
+        verbs=tuple(name for name, _, _ in VERBS),
     )
     server = Server(options, port=port, detect=detect_devices)
     say(f"Lockstep studio: {server.url}", sys.stdout)

@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 MAX_CONFIG_BYTES = 1 << 20
 MAX_VALUES = 20_000
 _MAX_DIGITS = 1000
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def resolve(*layers: Mapping[str, Any]) -> RunConfig:
@@ -106,6 +107,15 @@ def _default_file(path: Path, name: str) -> Path:
         ) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """Without YAML 1.1's numbers to base 60, in which ``1:4`` is 64; YAML 1.2 has dropped them."""
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        tag: str = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        is_base_60 = kind is yaml.ScalarNode and ":" in value and tag in _NUMBERS
+        return yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG if is_base_60 else tag
+
+
 def parse_yaml(text: str | bytes) -> Any:
     """``text`` as plain values; no tag makes an object of a class.
 
@@ -113,7 +123,7 @@ def parse_yaml(text: str | bytes) -> Any:
         yaml.YAMLError: it is not YAML; or it is more than ``MAX_VALUES`` values once its aliases are written out,
             which a text of a kilobyte can be.
     """
-    loader = yaml.SafeLoader(text)
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:

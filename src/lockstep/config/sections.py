@@ -20,6 +20,11 @@ def _switch(value: object) -> object:
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
+def _text_of_number(value: object) -> object:
+    """YAML reads a bare ``2`` as a number; the setting is a text that may be one."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 
@@ -54,7 +59,9 @@ class HardwareConfig(Section):
         description='"cpu", "gpu:0", …; a device named twice carries two ranks. Unset: gpu:0 if there is one, else cpu',
     )
     precision: Precision = Field("32", description="32, 16-mixed (with loss scaling) or bf16-mixed")
-    strategy: Strategy = Field("auto", description="auto: single on one device, ddp on several")
+    strategy: Strategy = Field(
+        "auto", description="auto: single on one device, ddp on several; fsdp divides the model, pipeline its layers"
+    )
 
     @field_validator("selected_devices", mode="before")
     @classmethod
@@ -90,6 +97,10 @@ class TrainingConfig(Section):
     engine: Literal["native", "lightning"] = Field("native", description="Lockstep's loop or Lightning's Trainer")
     threads: int | None = Field(None, ge=1, description="intra-op threads per rank; unset: chosen by the plan")
     compile: bool = Field(False, description="compile the model with torch.compile")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
+        "default",
+        description="with compile: torch.compile's mode; reduce-overhead replays CUDA graphs, for small models on GPUs",
+    )
     max_skipped_share: float = Field(
         0.5,
         gt=0,
@@ -103,6 +114,12 @@ class TrainingConfig(Section):
         if value & (value - 1):
             raise ValueError("must be a power of two (1, 2, 4, 8, …)")
         return value
+
+    @model_validator(mode="after")
+    def _mode_of_nothing(self) -> TrainingConfig:
+        if self.compile_mode != "default" and not self.compile:
+            raise ValueError("compile_mode is set, but compile is off: set compile, or leave compile_mode out")
+        return self
 
 
 class OptimizerConfig(Section):
@@ -152,10 +169,22 @@ class SchedulerConfig(Section):
         return "constant" if value in (None, "none") else value
 
 
+def _workers(value: object) -> object:
+    """One message for a value that is neither of both."""
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if number is None or number == "auto" or (type(number) is int and number >= 0):
+        return number
+    raise ValueError("it must be `auto` or a number from 0")
+
+
 class DataConfig(Section):
     data_dir: Path | None = Field(None, description="where the task's data lies; unset: the task's embedded data")
     download: bool = Field(False, description="let the task download its named data set into data_dir")
-    num_workers: int | None = Field(None, ge=0, description="loader processes per rank; unset: chosen by the plan")
+    num_workers: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"] | None, BeforeValidator(_workers)] = Field(
+        None,
+        description="loader processes per rank; auto: measured before the first step; unset: chosen by the plan from "
+        "the cores",
+    )
     prefetch_factor: int | None = Field(
         None, ge=1, description="batches in flight per worker; unset: chosen by the plan"
     )
@@ -180,6 +209,24 @@ class DistributedConfig(Section):
     sync_batchnorm: Switch = Field("auto", description="batch statistics over all ranks; auto: on with several ranks")
     bucket_cap_mb: float | None = Field(None, gt=0, description="size of a gradient bucket; unset: torch's default")
     timeout_s: float = Field(600.0, gt=0, description="how long a collective may wait for a rank")
+
+
+class FsdpConfig(Section):
+    sharding: Literal["full", "hybrid"] = Field(
+        "full", description="full: divided among all ranks; hybrid: among those of a node, the same on every node"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="keep only the inputs of each block, and compute the rest again in the backward pass"
+    )
+    cpu_offload: bool = Field(False, description="keep parameters, gradients and optimizer in host memory (GPUs only)")
+
+
+class PipelineConfig(Section):
+    schedule: Literal["gpipe", "1f1b"] = Field(
+        "1f1b",
+        description="1f1b: forwards and backwards in turn, which holds fewer activations; gpipe: all forwards first",
+    )
+    in_process: bool = Field(False, description="one process, its layers on the selected devices, one after the other")
 
 
 class ValidationConfig(Section):
@@ -225,6 +272,10 @@ class TelemetryConfig(Section):
         "logs/mlruns",
     )
     mlflow_experiment: str = Field("lockstep", min_length=1, description="the MLflow experiment")
+    forecast: Path | None = Field(
+        None,
+        description="a report of `lockstep forecast`, kept in the run folder: `lockstep show` tells how right it was",
+    )
     profile: str | None = Field(
         None, description="A:B records steps A to B with torch's profiler: a trace and a table in profile/"
     )
@@ -265,7 +316,7 @@ class LaunchConfig(Section):
         description="how long no rank may make progress (batches, steps, evaluation, saving) before the run counts as "
         "hanging and ends or restarts; the first step, compiling and metrics over all samples may take longer",
     )
-    nodes: str | None = Field(
+    nodes: Annotated[str | None, BeforeValidator(_text_of_number)] = Field(
         None,
         pattern=r"^[1-9]\d*(:[1-9]\d*)?$",
         description="how many machines train together: 2, or 1:4 for at least one and at most four; unset: this one",
@@ -318,6 +369,8 @@ class RunConfig(Section):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)  # type: ignore[arg-type]
     data: DataConfig = Field(default_factory=DataConfig)  # type: ignore[arg-type]
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)  # type: ignore[arg-type]
+    fsdp: FsdpConfig = Field(default_factory=FsdpConfig)  # type: ignore[arg-type]
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)  # type: ignore[arg-type]
     validation: ValidationConfig = Field(default_factory=ValidationConfig)  # type: ignore[arg-type]
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)  # type: ignore[arg-type]
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ def _layout(
     spans = [(first_part + place, a, b, False) for place, (a, b) in enumerate(mine)]
     irregular = batch.lanes is None and any(len(share) != most for share in shares)
     if irregular and ghosts:
-        spans += [(place, 0, 1, True) for place in range(len(mine), most)]
+        spans += [(place, 0, batch.least_part, True) for place in range(len(mine), most)]
     return tuple(spans), irregular
 
 

@@ -19,11 +19,14 @@ from lockstep.config import RunConfig
 from lockstep.data.loader import Source, Window, make_loader, windows
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives, shared
+from lockstep.engine.divide import Divided, divide
 from lockstep.engine.fit import Fit, TimedBatches
+from lockstep.engine.fused import compiler_not_imported
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.precision import Precision
-from lockstep.engine.resume import check_fits, load_shared, load_weights, weights_from
+from lockstep.engine.profile import memory_snapshot, profiled
+from lockstep.engine.resume import check_fits, check_moments, load_shared, load_weights, restoring, weights_from
 from lockstep.engine.runtime import check_pins, pins, rank_device, runtime
 from lockstep.engine.source import training_source
 from lockstep.engine.state import TrainState
@@ -37,8 +40,10 @@ from lockstep.events import CheckpointSaved, Fanout, Note, RunEnded, Sink
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
 from lockstep.telemetry.files import JsonLines, write_json
+from lockstep.telemetry.pulse import Activity, pulse
 from lockstep.telemetry.rundir import Heartbeat, RunDir
 from lockstep.telemetry.samples import samples_file
+from lockstep.telemetry.system import monitored
 
 if TYPE_CHECKING:
     from lockstep.engine.lightning_fit import ModuleFit
@@ -68,18 +73,22 @@ def run_attempt(
     sink: Sink,
     stop_signal: Callable[[], int | None],
     datasets: Datasets | None = None,
+    keeper: bool | None = None,
 ) -> RunResult:
     """Train until the plan is fulfilled, or a stop is agreed on. Called once per rank.
 
     Args:
-        sink: where events go; used on rank 0 only.
+        sink: where events go; used on keepers only.
         stop_signal: the signal that asked this process to stop, if any.
         datasets: already opened ones (in the process that made the plan).
+        keeper: whether this rank writes the run folder that it sees; default: rank 0 does. Nodes without a common
+            file system have one keeper each.
 
     Raises:
         LockstepError: what went wrong; on rank 0 the run folder says so too.
     """
-    sink = sink if world.is_main else Fanout()
+    keeper = world.is_main if keeper is None else keeper
+    sink = sink if keeper else Fanout()
     device = rank_device(tuple(plan.placement["devices"]), world)
     heartbeat = Heartbeat()
     writer: BackgroundWriter | None = None
@@ -89,9 +98,12 @@ def run_attempt(
         with (
             runtime(plan, device, world, timeout_s, detect_anomaly=config.debug.detect_anomaly),
             shared(world, timeout_s),
+            _monitored(run_dir, world, config, plan),
         ):
             collectives = Collectives(world, timeout_s=timeout_s)
-            if world.is_main:
+            # After a restart rank 0 has begun a new one, maybe after the others had looked.
+            attempt = collectives.broadcast(attempt)
+            if keeper:
                 heartbeat.start(run_dir, total=plan.total_steps)
                 writer = BackgroundWriter(
                     CheckpointStore(run_dir.checkpoints),
@@ -100,6 +112,9 @@ def run_attempt(
             if isinstance(task, ModuleTask):
                 from lockstep.engine.lightning_fit import ModuleFit
 
+                if config.telemetry.profile is not None:
+                    text = "telemetry.profile is for tasks; a LightningModule is profiled with lightning.profiler"
+                    sink.emit(Note("warning", text))
                 snapshot = _newest(run_dir, collectives, sink)
                 fit = module_fit = ModuleFit(
                     *(task, config, plan, run_dir, world, collectives, device, snapshot),
@@ -108,7 +123,7 @@ def run_attempt(
                 return module_fit.run()
             datasets = datasets or open_data(task, config, collectives)
             snapshot = _newest(run_dir, collectives, sink)
-            fit = task_fit = _assemble(run_dir, world, task, config, plan, datasets, device, collectives, snapshot)
+            fit = task_fit = assemble(run_dir, world, task, config, plan, datasets, device, collectives, snapshot)
             task_fit.attempt, task_fit.sink, task_fit.writer = attempt, sink, writer
             task_fit.stop_requested = lambda: stop_signal() is not None
             task_fit.heartbeat = heartbeat.beat
@@ -122,6 +137,15 @@ def run_attempt(
             closing.callback(heartbeat.stop)
             if writer is not None:
                 closing.callback(writer.close)
+
+
+def _monitored(
+    run_dir: RunDir, world: World, config: RunConfig, plan: Plan
+) -> contextlib.AbstractContextManager[object]:
+    """The first rank of a node samples what its machine does."""
+    if world.local_rank or not config.telemetry.monitor:
+        return contextlib.nullcontext()
+    return monitored(run_dir.path, plan.placement["devices"], node=world.node_rank)
 
 
 def open_data(task: Task, config: RunConfig, collectives: Collectives) -> Datasets:
@@ -145,7 +169,7 @@ def _newest(run_dir: RunDir, collectives: Collectives, sink: Sink) -> Snapshot |
     return None if step is None else load_shared(store, step, collectives)
 
 
-def _assemble(
+def assemble(
     run_dir: RunDir,
     world: World,
     task: Task,
@@ -156,15 +180,21 @@ def _assemble(
     collectives: Collectives,
     snapshot: Snapshot | None,
 ) -> Fit:
+    """Model, strategy and update of one rank as the plan says, from ``snapshot`` or anew; collective."""
     model = task.model()
     if snapshot is None and config.init_from is not None:
         load_weights(model, collectives.broadcast(weights_from(config.init_from)), config.init_from)
     if plan.sync_batchnorm:
         model = convert(model, None)
-    model = model.to(device)
+    divided = None
+    if plan.sharded or plan.pipelined:
+        divided = divide(task, model, config, plan, datasets, device, world, collectives)
+    else:
+        model = model.to(device)
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
-    optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, plan.schedule.lr)
-    update = Update(model, optimizer, plan.schedule, precision, config.training.max_grad_norm)
+    with compiler_not_imported():
+        optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, plan.schedule.lr)
+    update = Update(model, optimizer, plan.schedule, precision, config.training.max_grad_norm, divided)
     here = pins(device, plan)
     state = TrainState(position=config.debug.start_position)
     if snapshot is not None:
@@ -172,9 +202,11 @@ def _assemble(
         if plan.reproducibility == "exact":
             check_pins(snapshot.manifest["pins"], here)
         load_weights(model, snapshot.model, run_dir.path)
-        update.load_state_dict(snapshot.trainer["update"])
-        task.load_state_dict(snapshot.trainer["task"])
-        state = TrainState.from_state_dict(snapshot.trainer["state"])
+        with restoring(run_dir.path):
+            update.load_state_dict(snapshot.trainer["update"])
+            check_moments(optimizer)
+            task.load_state_dict(snapshot.trainer["task"])
+            state = TrainState.from_state_dict(snapshot.trainer["state"])
     debug, watched = config.debug, task
     draws: set[str] = set()
     if debug.trace != "off" or debug.switch_off:
@@ -185,7 +217,7 @@ def _assemble(
         config=config,
         plan=plan,
         datasets=datasets,
-        strategy=_strategy(watched, model, config, plan, precision, device, world),
+        strategy=_strategy(watched, model, config, plan, precision, device, world, divided),
         update=update,
         precision=precision,
         state=state,
@@ -198,7 +230,8 @@ def _assemble(
         stop_requested=lambda: False,
         heartbeat=lambda step, total: None,
         pins=here,
-        trace=Trace(debug, trace_file(run_dir.path, world.rank), world.is_main, update, model, draws),
+        trace=Trace(debug, trace_file(run_dir.path, world.rank), world.is_main, update, model, draws, plan.sharded),
+        remarks=() if divided is None else divided.remarks,
     )
 
 
@@ -210,16 +243,19 @@ def _strategy(
     precision: Precision,
     device: torch.device,
     world: World,
+    divided: Divided | None,
 ) -> Strategy:
     seed = plan.seed
     if plan.reproducibility == "exact":
         from lockstep.engine.exact import ExactStrategy
 
         return ExactStrategy(task, model, precision, device, seed=seed, rank=world.rank, world_size=world.size)
-    compiled: Any = torch.compile(model) if config.training.compile else model
+    compiled: Any = _compiled(model, config.training.compile_mode) if config.training.compile else model
     if plan.placement["strategy"] == "dp":
         devices = [rank_device([name], World()) for name in plan.placement["devices"]]
         return DataParallelStrategy(task, model, precision, devices, seed=seed)
+    if divided is not None:
+        return divided.strategy(task, precision, plan, world)
     if world.size == 1:
         return SingleStrategy(task, model, precision, device, seed=seed, forward=compiled)
     return DdpStrategy(
@@ -237,6 +273,16 @@ def _strategy(
     )
 
 
+def _compiled(model: nn.Module, mode: str) -> Any:
+    """``model`` compiled at its first call, and again for other shapes: for as long as it takes."""
+    from torch._dynamo.callback import callback_handler
+
+    if pulse.is_watched:
+        callback_handler.register_start_callback(lambda _: pulse.at(Activity.COMPILING))
+        callback_handler.register_end_callback(lambda _: pulse.at(Activity.STEP))
+    return torch.compile(model, mode=mode)
+
+
 def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Callable[[], int | None]) -> RunResult:
     fit.start()
     if fit.is_over:
@@ -245,11 +291,14 @@ def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Call
         _train(fit, run_dir, world)
     completed = fit.ended_by == "completed"
     fit.save()
-    if fit.writer is not None:
-        fit.writer.wait()
+    with pulse.during(Activity.SAVING if fit.writer is not None else Activity.AWAITING_SAVE):
+        if fit.writer is not None:
+            fit.writer.wait()
+        fit.collectives.broadcast(None)  # nobody goes on alone
     final = {name: value for name, value in fit.state.best_metric.items() if not completed}
     if completed:
         final = _test_the_best(fit, run_dir)
+    pulse.at(Activity.ENDING)
     status = "completed" if completed else "stopped"
     state = fit.state
     fit.sink.emit(RunEnded(status, state.step, final, state.best_epoch, state.best_metric, fit.elapsed_s))
@@ -274,7 +323,9 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
         waited_s = batches.waited_s
         return fit.ended_by is None
 
-    with contextlib.closing(loader):
+    telemetry = fit.config.telemetry
+    place: dict[str, Any] = {"rank": world.rank, "device": fit.device, "remark": fit.remark}
+    with contextlib.closing(loader), memory_snapshot(telemetry, run_dir.profile, **place):
         steps = training_steps(
             _recorded(_walk(fit, world), fit, run_dir, world, source),
             batches,
@@ -285,25 +336,26 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
             requested=fit.requested,
             norm_every=fit.config.telemetry.log_interval,
         )
-        if fit.config.training.engine == "lightning":
-            from lockstep.engine.lightning import run_in_trainer
+        with profiled(steps, telemetry, run_dir.profile, ranks=world.size, step=state.step, **place) as watched:
+            if fit.config.training.engine == "lightning":
+                from lockstep.engine.lightning import run_in_trainer
 
-            run_in_trainer(fit, world, steps, finish)
-        else:
-            for result in steps:
-                if not finish(result):
-                    break
+                run_in_trainer(fit, world, watched, finish)
+            else:
+                for result in watched:
+                    if not finish(result):
+                        break
     trace.write()
 
 
 def _walk(fit: Fit, world: World) -> Iterator[Window]:
     return windows(
         fit.plan.batch,
-        rank=world.rank,
+        rank=0 if fit.plan.pipelined else world.rank,
         epoch=fit.state.epoch,
         position=fit.state.position,
         epochs=fit.plan.epochs,
-        ghosts=fit.plan.sync_batchnorm,
+        ghosts=fit.plan.sync_batchnorm or fit.plan.sharded,
     )
 
 
@@ -312,7 +364,7 @@ def _recorded(steps: Iterator[Window], fit: Fit, run_dir: RunDir, world: World, 
 
     Before, since a step needs all ranks: so what a checkpoint holds is in every rank's file, whoever dies when.
     """
-    if not fit.config.telemetry.record_samples:
+    if not fit.config.telemetry.record_samples or (fit.plan.pipelined and not world.is_main):
         yield from steps
         return
     file = JsonLines(samples_file(run_dir, world.rank))

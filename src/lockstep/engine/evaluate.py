@@ -22,6 +22,7 @@ from lockstep.engine.strategy import check_loss, to_device
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError
 from lockstep.plan import LoaderPlan
+from lockstep.telemetry.pulse import Activity, pulse
 
 Rows = tuple[Tensor, ...]
 
@@ -38,6 +39,8 @@ def evaluate(
     loader: LoaderPlan,
     seed: int,
     chunks: int | None = None,
+    ghosts: bool = False,
+    together: bool = False,
 ) -> dict[str, Any]:
     """``{"loss": mean, metric: value, …}`` over ``dataset``, the same on every rank.
 
@@ -46,19 +49,23 @@ def evaluate(
     Args:
         batch_size: samples of a chunk.
         chunks: evaluate only so many chunks (a sanity check); ``None``: all.
+        ghosts: a rank without a chunk evaluates a sample that counts nothing (for models whose forward is collective).
+        together: all ranks take part in every chunk, and one of them has its rows.
     """
     metrics = _own_metrics(task) if collectives.is_main else None
     total = count = 0.0
     was_training = model.training
     model.eval()
-    rounds = list(_rounds(len(dataset), batch_size, collectives, chunks))
+    place = (0, 1) if together else (collectives.rank, collectives.size)
+    rounds = list(_rounds(len(dataset), batch_size, *place, chunks, ghosts))
     source = Source(dataset, task.collate, seed, InOrder())
     batches = make_loader(source, rounds, loader, collectives.rank)
     try:
         # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.
         with torch.no_grad():
             for request, batch in zip(rounds, batches, strict=True):
-                mine = _chunk(task, model, batch, request.size, device, precision)
+                pulse.at(Activity.EVALUATING)
+                mine = _chunk(task, model, batch, request, device, precision)
                 for chunk in collectives.gather(mine) or []:
                     if chunk is not None and metrics is not None:
                         total, count = total + chunk[0], count + chunk[1]
@@ -67,12 +74,13 @@ def evaluate(
         batches.close()
         model.train(was_training)
     result = None
-    if metrics is not None:
-        result = {
-            "loss": total / count if count else float("nan"),
-            **{k: _plain(v) for k, v in metrics.compute().items()},
-        }
-    return collectives.broadcast(result) or {}
+    with pulse.during(Activity.COMPUTING_METRICS):  # the others wait for rank 0, maybe on another node
+        if metrics is not None:
+            result = {
+                "loss": total / count if count else float("nan"),
+                **{k: _plain(v) for k, v in metrics.compute().items()},
+            }
+        return collectives.broadcast(result) or {}
 
 
 def _own_metrics(task: Task) -> MetricCollection:
@@ -84,26 +92,34 @@ def _own_metrics(task: Task) -> MetricCollection:
     return metrics
 
 
-def _rounds(samples: int, batch_size: int, collectives: Collectives, chunks: int | None) -> Iterator[Request]:
-    """This rank's chunk of every round; an empty one when the round has none for it."""
+def _rounds(
+    samples: int, batch_size: int, rank: int, ranks: int, chunks: int | None, ghosts: bool
+) -> Iterator[Request]:
+    """This rank's chunk of every round; an empty one, or a ghost, when the round has none for it."""
     number = -(-samples // batch_size)
     number = number if chunks is None else min(number, chunks)
-    for first in range(0, number, collectives.size):
-        chunk = first + collectives.rank
-        start, stop = (chunk * batch_size, min((chunk + 1) * batch_size, samples)) if chunk < number else (0, 0)
-        yield Request(0, 0, start, stop)
+    for first in range(0, number, ranks):
+        chunk = first + rank
+        if chunk < number:
+            yield Request(0, 0, chunk * batch_size, min((chunk + 1) * batch_size, samples))
+        else:
+            yield Request(0, 0, 0, int(ghosts), ghost=ghosts)
 
 
 def _chunk(
-    task: Task, model: nn.Module, batch: Any, size: int, device: torch.device, precision: Precision
+    task: Task, model: nn.Module, batch: Any, request: Request, device: torch.device, precision: Precision
 ) -> tuple[float, float, Rows] | None:
+    """Sum of the loss, its count, and the rows; ``None`` when the chunk counts nothing."""
+    size = request.size
     if size == 0:
         return None
     if device.type != "cpu":
         batch = to_device(batch, device)
     with precision.autocast():
-        loss, rows = task.validate(model, batch)
-    loss = check_loss(loss)
+        found = task.validate(model, batch)
+    if request.ghost or found is None:  # a pipeline's last rank alone has rows
+        return None
+    loss, rows = check_loss(found[0]), found[1]
     for row in rows:
         if not isinstance(row, Tensor) or row.dim() == 0 or len(row) != size:
             shape = tuple(row.shape) if isinstance(row, Tensor) else type(row).__name__

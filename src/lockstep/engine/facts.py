@@ -31,7 +31,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
     """
     for split in ("train", "val", "test"):
         check_dataset(getattr(datasets, split), split)
-    model, given = _blueprint(task), task.lengths()
+    model, given = blueprint(task), task.lengths()
     lengths = None if given is None else hash_lengths(check_lengths(given, len(datasets.train)))
     return TaskFacts(
         name=name,
@@ -68,7 +68,7 @@ def check_dataset(dataset: Any, split: str) -> None:
         )
 
 
-def _blueprint(task: Task) -> nn.Module:
+def blueprint(task: Task) -> nn.Module:
     """The model without its memory where possible: many models can be built on the meta device."""
     with torch.random.fork_rng(devices=[]):
         try:

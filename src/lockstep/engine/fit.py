@@ -21,6 +21,7 @@ from lockstep.engine.evaluate import evaluate
 from lockstep.engine.loop import StepResult
 from lockstep.engine.meter import LossMeter
 from lockstep.engine.precision import Precision
+from lockstep.engine.ranks import RankWatch
 from lockstep.engine.resume import manifest_of
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategy import Flags, Strategy
@@ -30,6 +31,7 @@ from lockstep.engine.update import Update
 from lockstep.errors import NonFiniteError
 from lockstep.events import EpochEnded, Evaluated, Note, RunStarted, Sink, StepLogged
 from lockstep.plan import Plan
+from lockstep.telemetry.pulse import Activity, pulse
 from lockstep.telemetry.throughput import Throughput
 
 
@@ -46,7 +48,9 @@ class TimedBatches:
 
     def __next__(self) -> Any:
         before = self._clock()
+        pulse.at(Activity.WAITING_FOR_DATA)
         batch = self._next()
+        pulse.at(Activity.STEP)
         self.waited_s += self._clock() - before
         return batch
 
@@ -73,6 +77,7 @@ class Fit:
     heartbeat: Callable[[int, int], None]
     pins: Mapping[str, Any]
     trace: Trace
+    remarks: tuple[str, ...] = ()
     scalars: dict[str, float] = field(default_factory=dict)
     ended_by: str | None = None
 
@@ -102,8 +107,9 @@ class Fit:
 
     def start(self) -> None:
         total = self.plan.total_steps
-        self._emit(RunStarted(self.run_dir, self.attempt, self.state.step, total, self.plan.as_dict()))
-        for note in self.plan.notes:
+        at = self.state.step
+        self._emit(RunStarted(self.run_dir, self.attempt, at, total, self.plan.as_dict(), lambda: self.state.step))
+        for note in (*self.plan.notes, *self.remarks):
             self._emit(Note("info", note))
         if self.config.validation.sanity_steps and self.datasets.val is not None and self.state.step == 0:
             self._evaluate(self.datasets.val, chunks=self.config.validation.sanity_steps * self.collectives.size)
@@ -111,6 +117,14 @@ class Fit:
         self._interval = self._speed.mark()
         self._epoch_mark = self._speed.mark()
         self._interval_sums = self._meter.read()
+        pulse.at(Activity.FIRST_STEP, self.state.step)
+        # Compiled code would be compiled again for the hooks that time a rank's own work; a gradient that is divided
+        # is there when all ranks have done theirs.
+        untimed = self.config.training.compile or self.strategy.is_sharded
+        timed = () if untimed else self.strategy.module.parameters()
+        self._ranks = RankWatch(
+            self.collectives, self.device, timed, self._emit, attempt=self.attempt, step=self.state.step
+        )
 
     # Around every step.
 
@@ -127,6 +141,7 @@ class Fit:
         self._meter.add(result.loss_total, result.loss_count)
         self._speed.add(result.window.size, waited_s)
         self.heartbeat(result.step, self.plan.total_steps)
+        pulse.at(Activity.HOOKS, result.step)
         for hook, every in self._hooks:
             if result.step % every == 0:
                 self.scalars.update(hook(result, self.strategy.module) or {})
@@ -143,6 +158,10 @@ class Fit:
             self.save()
         if self.ended_by is None:
             self.ended_by = self._reason_to_end(result, flags)
+        if self.ended_by is not None:
+            self._ranks.flush()
+        elif (result.step + 1) % self.config.telemetry.log_interval == 0:
+            self._ranks.before_logged_step()
 
     def _reason_to_end(self, result: StepResult, flags: Flags) -> str | None:
         if result.step >= self.plan.total_steps:
@@ -176,6 +195,7 @@ class Fit:
                 scalars=dict(self.scalars),
             )
         )
+        self._ranks.log(result.step, result.window.epoch + 1, speed)
         self._interval, self._interval_sums = self._speed.mark(), (total, count)
         if self.writer is not None:
             self.writer.poll()
@@ -202,6 +222,7 @@ class Fit:
         total, count = self._meter.read()
         speed = self._speed.since(self._epoch_mark)
         epoch = result.window.epoch + 1
+        self._ranks.end_epoch(result.step, epoch, self._speed.since(self._interval))
         row: dict[str, float] = {"train_loss": total / count if count else math.nan}
         last = result.step >= self.plan.total_steps
         improved = False
@@ -255,18 +276,21 @@ class Fit:
         return self.collectives.size if debug.fast_dev_run else debug.limit_eval_batches
 
     def _evaluate(self, dataset: Any, chunks: int | None = None) -> dict[str, Any]:
-        return evaluate(
-            self.task,
-            self.strategy.module,
-            dataset,
-            self.collectives,
-            batch_size=self.plan.eval_batch_size,
-            device=self.device,
-            precision=self.precision,
-            loader=self.plan.loader,
-            seed=self.plan.seed,
-            chunks=chunks,
-        )
+        with pulse.during(Activity.EVALUATING):
+            return evaluate(
+                self.strategy.evaluating(self.task),
+                self.strategy.module,
+                dataset,
+                self.collectives,
+                batch_size=self.plan.eval_batch_size,
+                device=self.device,
+                precision=self.precision,
+                loader=self.plan.loader,
+                seed=self.plan.seed,
+                chunks=chunks,
+                ghosts=self.plan.sharded,
+                together=self.plan.pipelined,
+            )
 
     def test(self) -> tuple[dict[str, float], dict[str, Any]]:
         """Metrics of the test set as ``(numbers, tables)``: a confusion matrix is a table."""
@@ -285,14 +309,21 @@ class Fit:
         self._saved_at = self.state.step
         self.strategy.synchronise_buffers()
         self._policy.saved(self.state.step)
-        if self.writer is None:
+        if self.writer is None and not self.strategy.is_sharded:
             return
-        copy = self.writer.to_host({"model": self.strategy.module.state_dict(), "trainer": self.trainer_state()})
+        with pulse.during(Activity.SAVING):
+            state = {"model": self.strategy.module.state_dict(), "trainer": self.trainer_state()}
+            state = self.strategy.whole(state, self.collectives, keep=self.writer is not None)
+            if self.writer is not None:
+                self._write(self.writer, state, best)
+
+    def _write(self, writer: BackgroundWriter, state: dict[str, Any], best: bool) -> None:
+        copy = writer.to_host(state)
         keep = retained(
-            [*self.writer.store.steps(), self.state.step], self.config.checkpoint.keep_last, self.state.best_step
+            [*writer.store.steps(), self.state.step], self.config.checkpoint.keep_last, self.state.best_step
         )
         snapshot = Snapshot(self.state.step, copy["model"], copy["trainer"], self.manifest())
-        self.writer.submit(snapshot, best=best, keep=keep)
+        writer.submit(snapshot, best=best, keep=keep)
 
     def trainer_state(self) -> dict[str, Any]:
         self.state.epoch_loss, self.state.epoch_count = self._meter.read()
@@ -310,6 +341,10 @@ class Fit:
     def elapsed_s(self) -> float:
         """Seconds of training, earlier attempts included."""
         return self._earlier_s + time.monotonic() - self._started
+
+    def remark(self, text: str) -> None:
+        """Tell people something; rank 0's word is heard."""
+        self._emit(Note("info", text))
 
     def _emit(self, event: Any) -> None:
         self.sink.emit(event)

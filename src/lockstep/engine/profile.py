@@ -14,7 +14,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lockstep.config.sections import TelemetryConfig
 from lockstep.engine.loop import StepResult
+from lockstep.errors import StorageError
 from lockstep.telemetry.files import write_json, write_text
+from lockstep.telemetry.pulse import Activity, pulse
 
 #: Operators in the table for people; the JSON has all of them.
 TABLE_ROWS = 40
@@ -77,11 +79,11 @@ def _recorded(
             yield result
             if step == last:
                 break
-        remark(f"The profile of steps {first} to {last} is in {recording.stop()}.")
+        remark(f"The profile of steps {first} to {last} {recording.stop()}.")
         yield from steps
     finally:
         if recording.is_on:
-            remark(f"The run ended before step {last}: the profile until then is in {recording.stop()}.")
+            remark(f"The run ended before step {last}: the profile until then {recording.stop()}.")
         elif step < first:
             remark(f"The run ended before step {first}: there is no profile.")
 
@@ -104,10 +106,18 @@ class Recording:
         self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
         self._profiler.start()
 
-    def stop(self) -> Path:
-        """Write the files; returns their folder."""
+    def stop(self) -> str:
+        """Write the files; says where they are, or why they are not. A profile is no reason to end a run."""
         assert self._profiler is not None
+        with pulse.during(Activity.WRITING_PROFILE):
+            try:
+                return f"is in {self._write()}"
+            except (OSError, StorageError) as error:
+                return f"could not be written: {error}"
+
+    def _write(self) -> Path:
         profiler, self._profiler = self._profiler, None
+        assert profiler is not None
         if self._on_gpu:
             torch.cuda.synchronize()
         profiler.stop()

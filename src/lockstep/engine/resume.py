@@ -151,6 +151,10 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
             why="; ".join(problems),
             fix="use the task settings with which they were trained",
         )
+    if any(hasattr(value, "device_mesh") for value in own.values()):  # divided among ranks
+        from lockstep.engine.fsdp import divided_like
+
+        weights = {name: divided_like(value, own[name]) for name, value in weights.items()}
     model.load_state_dict(weights)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
 from lockstep.hardware.world import World
@@ -58,7 +60,7 @@ def runtime(
         os.environ[_CUBLAS] = ":4096:8"
         torch.use_deterministic_algorithms(True)
         cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision = False, True, "ieee", "ieee"
-    started = _join(plan, device, world, timeout_s)
+    started = join(plan.placement["backend"], device, world, timeout_s)
     failed = False
     try:
         seed_everything(plan.seed)
@@ -73,7 +75,8 @@ def runtime(
         if started and not (failed and plan.placement["backend"] == "nccl"):
             dist.destroy_process_group()
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if plan.reproducibility == "exact":  # torch imports its compiler for this
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision = kernels
         if cuda is not None:
             torch.cuda.set_device(cuda[0])
@@ -98,15 +101,21 @@ def _refuse_nondeterministic(error: BaseException) -> None:
         ) from error
 
 
-def _join(plan: Plan, device: torch.device, world: World, timeout_s: float) -> bool:
+def join(backend: str | None, device: torch.device, world: World, timeout_s: float) -> bool:
+    """Make the process group of several ranks, unless there is one; whether this call made it."""
     if world.size == 1 or dist.is_initialized():
         return False
+    timeout = timedelta(seconds=timeout_s)
+    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    # The agent's store lives on when it starts the ranks again, with the addresses of those that are gone.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
-        backend=str(plan.placement["backend"]),
+        backend=backend,
+        store=PrefixStore(f"start-{start}", store),
         rank=world.rank,
         world_size=world.size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if plan.placement["backend"] == "nccl" else None,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
     )
     return True
 

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.data.loader import Window
 from lockstep.data.randomness import dropout_seed
 from lockstep.engine.batchnorm import ghost
 from lockstep.engine.buffers import Buffers
+from lockstep.engine.collectives import Collectives
 from lockstep.engine.precision import Precision
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError
@@ -53,13 +55,25 @@ class Reduced(NamedTuple):
 
 
 class Strategy(Protocol):
-    """``module`` is the bare model: what is saved, evaluated and optimized."""
+    """``module`` is the bare model: what is saved, evaluated and optimized.
+
+    ``is_sharded``: each rank has a part of the parameters only, so that reading all is collective.
+    """
 
     module: nn.Module
+    is_sharded: bool
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced: ...
 
     def synchronise_buffers(self) -> None: ...
+
+    def evaluating(self, task: Task) -> Task:
+        """``task`` as evaluation must ask it."""
+        ...
+
+    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
+        """A checkpoint's content from the parts that ranks have, on ranks that ``keep`` it. Collective if sharded."""
+        ...
 
 
 class LossModule(nn.Module):
@@ -131,6 +145,8 @@ class SeededDraws:
 class SingleStrategy:
     """One process. Also the arithmetic that the others build on."""
 
+    is_sharded = False
+
     def __init__(
         self,
         task: Task,
@@ -145,6 +161,7 @@ class SingleStrategy:
         self.module = module
         self._task = task
         self._model = module if forward is None else forward
+        self._wrapped = self._model is not module
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._precision = precision
         self._device = device
@@ -159,6 +176,12 @@ class SingleStrategy:
 
     def synchronise_buffers(self) -> None:
         pass
+
+    def evaluating(self, task: Task) -> Task:
+        return task
+
+    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
+        return state
 
     def _clear(self) -> None:
         for parameter in self._parameters:
@@ -193,7 +216,15 @@ class SingleStrategy:
 
     def _backward(self, total: Tensor) -> None:
         seed = self._precision.seed()
-        total.backward(seed if total.dtype == seed.dtype else seed.to(total.dtype))
+        if total.dtype != seed.dtype:
+            seed = seed.to(total.dtype)
+        if self._wrapped or type(total) is not Tensor:
+            total.backward(seed)
+        else:
+            # What Tensor.backward() comes to. Its checks of the seed import SymPy and cost as much as a small layer.
+            Variable._execution_engine.run_backward(
+                (total,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
 
 
 class DataParallelStrategy(SingleStrategy):

@@ -118,6 +118,21 @@ class Task:
 
         return default_collate(list(samples))
 
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
+        """For ``strategy: fsdp``: the modules of ``model`` whose parameters are gathered together, none in another.
+
+        A block is used by calling it. ``None``: the members of module lists of one kind, else the model's children.
+        """
+        return None
+
+    def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
+        """For ``strategy: pipeline``: parts of ``model`` that, called one after the other, compute what it does.
+
+        The first gets what the task calls the model with, tensors; each returns a tensor or a tuple of tensors, which
+        the next is called with. ``None``: the model cannot be cut.
+        """
+        return None
+
     def hooks(self) -> Sequence[tuple[Callable[..., Mapping[str, float] | None], int]]:
         """``(function, every)`` pairs: ``function(step_result, model)`` after every ``every`` steps.
 

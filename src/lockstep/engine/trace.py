@@ -86,6 +86,7 @@ class Trace:
 
     Args:
         draws: the random functions of the forward pass, a set that may still grow.
+        is_sharded: whether reading weights is collective.
     """
 
     settings: DebugConfig
@@ -94,6 +95,7 @@ class Trace:
     update: Update
     model: nn.Module
     draws: Set[str]
+    is_sharded: bool = False
     _digest: int = 0
     _samples: int = 0
     _rows: list[dict[str, Any]] = field(default_factory=list)
@@ -132,7 +134,8 @@ class Trace:
         samples = sum(request.size for request in result.window.requests if not request.ghost)
         row: dict[str, Any] = {"digest": self._digest, "samples": samples}
         self._digest = 0
-        if self.is_main:
+        weights = self._read_weights() if self.is_main or self.is_sharded else None
+        if self.is_main and weights is not None:
             norm = self.update.grad_norm
             row |= {
                 "loss": float(result.loss_total),
@@ -140,12 +143,17 @@ class Trace:
                 "grad_norm": float("nan") if norm is None else float(norm),
                 "lr": [float(group["lr"]) for group in self.update.optimizer.param_groups],
             }
-            self._weights.append(self._read_weights())
+            self._weights.append(weights)
         self._rows.append(row)
 
     def _read_weights(self) -> NDArray[np.float32]:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        picked = [p.detach().reshape(-1)[pick].float() for p, pick in zip(parameters, self._picks, strict=True)]
+        wholes: Iterator[Tensor] = (p.detach() for p in parameters)
+        if self.is_sharded:
+            from lockstep.engine.fsdp import gathered
+
+            wholes = (gathered(p, keep=True) for p in parameters)
+        picked = [whole.reshape(-1)[pick].float() for whole, pick in zip(wholes, self._picks, strict=True)]
         return torch.cat(picked).cpu().numpy()
 
     def write(self) -> None:

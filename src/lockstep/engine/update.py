@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lockstep.config import OptimizerConfig
+from lockstep.engine.fused import Stepper, compiler_not_imported
 from lockstep.engine.precision import Precision
 from lockstep.plan import Schedule
+
+if TYPE_CHECKING:
+    from lockstep.engine.divide import Divided
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Optimizer:
@@ -19,6 +23,8 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Opt
     parameters = [p for p in model.parameters() if p.requires_grad]
     fused = all(p.device.type in {"cpu", "cuda"} and p.is_floating_point() for p in parameters)
     if config.name == "sgd":
+        # A parameter that is divided among ranks is a DTensor, for which torch has no such kernel.
+        fused = fused and not any(hasattr(p, "device_mesh") for p in parameters)
         sgd = SGD(
             parameters,
             lr=lr,
@@ -42,18 +48,32 @@ class Update:
     A step whose gradients are not all finite leaves the weights as they are. The decision is taken from
     reduced values, so it is the same on every rank. On a GPU nothing waits for the host: the fused
     optimizer itself leaves such a step out. On a CPU plain numbers are cheaper than tensors.
+
+    ``divided``: the model, where this process or its devices have parts of it.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, schedule: Schedule, precision: Precision, max_norm: float | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        precision: Precision,
+        max_norm: float | None,
+        divided: Divided | None = None,
     ) -> None:
+        self._divided = divided
         self.optimizer = optimizer
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = model.parameters() if divided is None else divided.parameters()
+        self._parameters = [p for p in parameters if p.requires_grad]
         self._schedule = schedule
         self._precision = precision
         self._max_norm = max_norm
         device = self._parameters[0].device
-        self._on_host = device.type == "cpu"
+        # Where gradients are on several devices, what concerns all of them is a number on the host.
+        self._several = len({p.device for p in self._parameters}) > 1
+        self._on_host = device.type == "cpu" or self._several
+        self._step = Stepper(optimizer)
+        self._one_norm = len({(p.device, p.dtype) for p in self._parameters}) == 1
         self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._found_inf = torch.zeros((), device=device)
         self._skipped: Tensor | int = 0
@@ -76,8 +96,10 @@ class Update:
             want_norm: compute the gradient norm even when nothing is clipped.
         """
         self._set_lr(step)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        want_norm = want_norm or self._max_norm is not None
+        gradients: list[Tensor] = [p.grad for p in self._parameters if p.grad is not None]
+        if self._divided is not None:
+            gradients = self._divided.local(gradients)
+        want_norm = want_norm or self._max_norm is not None or self._several
         if self._on_host:
             self._apply_on_host(gradients, float(count), divisor, want_norm)
         else:
@@ -86,7 +108,7 @@ class Update:
     def _apply_on_host(self, gradients: list[Tensor], count: float, divisor: float, want_norm: bool) -> None:
         factor = divisor / (self._precision.seed_value() * count) if count else math.nan
         if want_norm:
-            self.grad_norm = norm = torch.nn.utils.get_total_norm(gradients).item() * factor
+            self.grad_norm = norm = self._norm(gradients).item() * factor
             found = not math.isfinite(norm)
             if self._max_norm is not None and not found:
                 factor *= min(1.0, self._max_norm / (norm + 1e-6))
@@ -100,7 +122,7 @@ class Update:
         if found:
             self._skipped += 1
         else:
-            self.optimizer.step()
+            self._step()
         if not self._precision.is_full:
             self._precision.update(self._found_inf.fill_(float(found)))
 
@@ -108,7 +130,7 @@ class Update:
         # Σ count = 0 gives inf, then NaN gradients, then a skipped step, on every rank alike.
         factor = divisor / (self._precision.seed() * count)
         if want_norm:
-            self.grad_norm = norm = torch.nn.utils.get_total_norm(gradients) * factor
+            self.grad_norm = norm = self._norm(gradients) * factor
             if self._max_norm is not None:
                 factor = factor * (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
             factor = torch.where(torch.isfinite(norm), factor, torch.nan)
@@ -116,17 +138,26 @@ class Update:
         self._found_inf.copy_(~torch.isfinite(factor))
         found = self._unscale(gradients, factor.float())
         if self._fused:
-            self.optimizer.found_inf, self.optimizer.grad_scale = found, None  # type: ignore[attr-defined]
-            self.optimizer.step()
+            self._step(found)
         elif not found.item():
-            self.optimizer.step()
+            self._step()
         self._skipped = self._skipped + found
         self._precision.update(found)
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """The global L2 norm; as ``get_total_norm``, which first sorts the tensors by device and dtype."""
+        if not self._one_norm or not gradients:
+            norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)))
+        return norm if self._divided is None else self._divided.total_norm(norm)
 
     def _unscale(self, gradients: list[Tensor], factor: Tensor) -> Tensor:
         """Multiply by ``factor``, and note a gradient that is not finite: one pass, in GradScaler's own kernel."""
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found_inf, factor)
+        if self._divided is not None:
+            self._divided.agree(self._found_inf)
         return self._found_inf
 
     def _set_lr(self, step: int) -> None:
@@ -136,8 +167,10 @@ class Update:
             group["lr"] = group["initial_lr"] * share
 
     def state_dict(self) -> dict[str, Any]:
+        with compiler_not_imported():
+            optimizer = self.optimizer.state_dict()
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "precision": self._precision.state_dict(),
             "skipped": self.skipped,
         }
@@ -145,7 +178,11 @@ class Update:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Settings are the configuration's, which a resume may change; the checkpoint brings the moments.
         own = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
+        optimizer = state["optimizer"]
+        if self._divided is not None:
+            optimizer = self._divided.divided_state(optimizer, self.optimizer)
+        with compiler_not_imported():
+            self.optimizer.load_state_dict(optimizer)
         for group, settings in zip(self.optimizer.param_groups, own, strict=True):
             group.update(settings)
         self._precision.load_state_dict(state["precision"])

@@ -32,6 +32,8 @@ from lockstep.hardware.host import usable_memory
 from lockstep.hardware.nvml import Nvml, open_nvml
 
 INTERVAL_S = 1.0
+#: Samples in a row that may fail before the monitor gives up, and how long its end is waited for.
+_MAX_FAILURES, _PATIENCE_S = 10, 5.0
 #: Samples from one look at the processes on the GPUs to the next: it is the slowest question.
 USERS_EVERY = 10
 NO_GPU = "no NVIDIA GPU is monitored: these samples are of the host alone"
@@ -154,6 +156,7 @@ class Monitor:
         self._source, self._write, self._interval_s = source, write, interval_s
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
+        self._failures = 0
         self.cpu_s = 0.0
         """CPU seconds that the thread has used."""
         self.error: Exception | None = None
@@ -168,7 +171,7 @@ class Monitor:
     def __exit__(self, *exception: object) -> None:
         self._end.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_PATIENCE_S)  # a GPU that has fallen off the bus may never answer
 
     def _run(self) -> None:
         ended = False
@@ -176,7 +179,20 @@ class Monitor:
             with self._source as source:
                 while not ended:
                     ended = self._end.wait(self._interval_s)
-                    self._write(source.sample())
+                    self._take(source)
                     self.cpu_s = time.thread_time()
         except Exception as error:  # drivers and disks fail in many ways, and none of them may end a run
             self.error = error
+
+    def _take(self, source: Source) -> None:
+        """Take a sample; one that fails is left out, until too many have failed in a row."""
+        try:
+            sample = source.sample()
+        except Exception as error:
+            self._failures += 1
+            if self._failures >= _MAX_FAILURES:
+                self._write({"time": time.time(), "note": f"the monitor has ended: {error}"})
+                raise
+            return
+        self._failures = 0
+        self._write(sample)

@@ -18,7 +18,9 @@ from lockstep.hardware.world import World
 
 Accelerator = Literal["gpu", "cpu"]
 Backend = Literal["nccl", "gloo"]
-ResolvedStrategy = Literal["single", "dp", "ddp"]
+ResolvedStrategy = Literal["single", "dp", "ddp", "fsdp", "pipeline"]
+#: Strategies of one process.
+_ALONE = ("single", "dp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Placement:
     Attributes:
         accelerator: ``gpu`` or ``cpu``; never both.
         devices: the devices of this node: one per rank, repeats included; with ``dp``, those of the one rank.
-        strategy: ``single``, ``dp`` or ``ddp``.
+        strategy: ``single``, ``dp``, ``ddp``, ``fsdp`` or ``pipeline``.
         backend: how ranks talk; ``None`` with one rank.
         world_size: ranks on all nodes.
         nodes: machines.
@@ -67,7 +69,12 @@ class Placement:
 
 
 def resolve_placement(
-    config: HardwareConfig, distributed: DistributedConfig, world: World, detected: Sequence[Device]
+    config: HardwareConfig,
+    distributed: DistributedConfig,
+    world: World,
+    detected: Sequence[Device],
+    *,
+    in_process: bool = False,
 ) -> Placement:
     """Decide where a run computes.
 
@@ -76,6 +83,7 @@ def resolve_placement(
         distributed: which backend is wanted.
         world: whether somebody else started the ranks already, and how many.
         detected: what this machine has.
+        in_process: whether a pipeline is one process that holds all its devices.
 
     Raises:
         DeviceError: a selection that is empty, malformed, absent, or does not fit the ranks; a precision
@@ -83,12 +91,6 @@ def resolve_placement(
         ConfigError: settings that contradict each other.
         UnsupportedError: a combination that Lockstep refuses by name.
     """
-    if config.strategy in {"fsdp", "pipeline"}:
-        raise UnsupportedError(
-            f"strategy {config.strategy} is not available yet",
-            why="this version trains with single, dp and ddp",
-            fix="use --strategy auto: it takes ddp on several devices",
-        )
     # One process under a launcher may still drive several GPUs with dp; otherwise the launcher's world wins.
     given = world if world.from_outside and (world.size > 1 or config.strategy != "dp") else None
     selection = _for_ranks(config, given, detected) if given else _selected(config, detected)
@@ -97,7 +99,13 @@ def resolve_placement(
     notes = list(selection.notes)
     strategy, strategy_reason = _strategy(config.strategy, devices, given, notes)
     ranks = given.size if given else len(devices)
-    backend, backend_reason = _backend(distributed.backend, strategy, devices, notes)
+    alone = strategy in _ALONE or (strategy == "pipeline" and in_process)
+    if alone and strategy == "pipeline" and given:
+        raise ConfigError(
+            f"pipeline.in_process is one process, but {given.launcher} started {given.size}",
+            fix=f"set pipeline.in_process to false, or start without {given.launcher}",
+        )
+    backend, backend_reason = _backend(distributed.backend, alone, devices, notes)
     precision_reason = _precision(config.precision, devices, detected)
     notes += [] if given else _occupied(devices, detected)
     return Placement(
@@ -105,7 +113,7 @@ def resolve_placement(
         devices=devices,
         strategy=strategy,
         backend=backend,
-        world_size=ranks if strategy == "ddp" else 1,
+        world_size=1 if alone else ranks,
         nodes=given.nodes if given else 1,
         precision=config.precision,
         reasons={
@@ -113,7 +121,7 @@ def resolve_placement(
             "devices": selection.reason,
             "strategy": strategy_reason,
             "backend": backend_reason,
-            "world_size": _world_reason(strategy, devices, given),
+            "world_size": _world_reason(strategy, alone, devices, given),
             "precision": precision_reason,
         },
         notes=tuple(notes),
@@ -213,11 +221,27 @@ def _strategy(
             if not world
             else "use --strategy auto, or start one process",
         )
+    if wanted == "fsdp" and len(set(devices)) < len(devices) and devices[0] != "cpu":
+        raise UnsupportedError(
+            f"strategy fsdp cannot use a GPU twice ({', '.join(devices)})",
+            why="two ranks on one GPU talk over gloo, which cannot divide gradients on a GPU",
+            fix="name each GPU once, use --strategy ddp, or rehearse with --devices cpu,cpu",
+        )
+    if wanted == "fsdp" and ranks > 1:
+        reason = "as set: one process each, parameters, gradients and optimizer divided among them"
+        return "fsdp", reason if not world else f"{reason}; {world.launcher} started {_count(ranks, 'process')}"
+    if wanted == "pipeline" and ranks > 1:
+        reason = "as set: each device holds some of the model's stages"
+        return "pipeline", reason if not world else f"{reason}; {world.launcher} started {_count(ranks, 'process')}"
     if ranks > 1:
         reason = "as set" if wanted == "ddp" else "several devices: one process each, gradients averaged by all-reduce"
         return "ddp", reason if not world else f"{reason}; {world.launcher} started {_count(ranks, 'process')}"
     if wanted == "ddp":
         notes.append("ddp on one device has nothing to synchronise: it runs as single")
+    if wanted == "fsdp":
+        notes.append("fsdp on one device has nothing to divide: it runs as single")
+    if wanted == "pipeline":
+        notes.append("pipeline on one device has nothing to cut: it runs as single")
     return "single", "one device: this process alone"
 
 
@@ -248,10 +272,10 @@ def _data_parallel(devices: tuple[str, ...], world: World | None, notes: list[st
 
 
 def _backend(
-    wanted: str, strategy: ResolvedStrategy, devices: tuple[str, ...], notes: list[str]
+    wanted: str, alone: bool, devices: tuple[str, ...], notes: list[str]
 ) -> tuple[Backend | None, str]:
     """How ranks talk, and why."""
-    if strategy != "ddp":
+    if alone:
         if wanted != "auto":
             notes.append(f"distributed.backend={wanted} is ignored: there is one rank")
         return None, "one rank: nobody to talk to"
@@ -315,12 +339,12 @@ def _accelerator_reason(accelerator: Accelerator, selection: Selection, detected
     return f"no GPU that Lockstep can use ({describe(unusable)})" if unusable else "there is no GPU"
 
 
-def _world_reason(strategy: ResolvedStrategy, devices: tuple[str, ...], world: World | None) -> str:
+def _world_reason(strategy: ResolvedStrategy, alone: bool, devices: tuple[str, ...], world: World | None) -> str:
     if world:
         nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
         return f"{world.launcher} started {_count(world.size, 'process')}{nodes}"
-    if strategy == "dp":
-        return "dp is one process"
+    if alone and strategy != "single":
+        return f"{strategy} is one process" + (", as set" if strategy == "pipeline" else "")
     return "one device" if len(devices) == 1 else "one rank for each selected device, repeats included"
 
 

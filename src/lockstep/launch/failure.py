@@ -30,12 +30,23 @@ from lockstep.errors import (
     StorageError,
     UsageError,
 )
+from lockstep.events import Restarted
 from lockstep.launch import spare
 from lockstep.launch.causes import MEMORY_CAUSES, OOM_KILLED, SMALLER, Cause, find_cause, is_lost_peer
 from lockstep.launch.hang import HangReport
-from lockstep.launch.memory import MachineMemory, RankMemory, advice, from_rows, own_memory, table
+from lockstep.launch.memory import (
+    MachineMemory,
+    RankMemory,
+    advice,
+    evaluation_advice,
+    from_rows,
+    machine_now,
+    own_memory,
+    table,
+)
 from lockstep.launch.output import MARK, log_file
 from lockstep.plan.batch import BatchPlan
+from lockstep.telemetry.pulse import Activity, pulse
 from lockstep.telemetry.rundir import RunDir, read_json
 
 LAUNCHER_FILE = "launcher.json"
@@ -65,6 +76,7 @@ class _RankError(BaseModel):
     error: dict[str, str] | None = None
     exit_code: int = 1
     memory: RankMemory | None = None
+    evaluating: bool = False
 
 
 class _RankEnd(BaseModel):
@@ -90,7 +102,7 @@ class Restart(BaseModel):
 
 
 class _Launcher(BaseModel):
-    """What of ``launcher.json`` matters here."""
+    """What of ``launcher.json`` matters here. ``doing``: the last activity of each rank."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -99,6 +111,7 @@ class _Launcher(BaseModel):
     error: str = ""
     restarts: list[Restart] = []
     hang: HangReport | None = None
+    doing: dict[int, Activity] = {}
     memory: dict[int, RankMemory] = {}
     machine: MachineMemory = MachineMemory()
 
@@ -112,7 +125,12 @@ def error_file(logs: Path, rank: int) -> Path:
 
 def record(logs: Path, rank: int, error: BaseException) -> None:
     """Write ``rank-<r>.error.json``, elsewhere if need be. Raises :class:`~lockstep.errors.StorageError`."""
-    content = _RankError(
+    spare.write(error_file(logs, rank), _told(rank, error).model_dump())
+
+
+def _told(rank: int, error: BaseException) -> _RankError:
+    """What this process can say of its own failure."""
+    return _RankError(
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -123,8 +141,8 @@ def record(logs: Path, rank: int, error: BaseException) -> None:
         error=error.as_dict() if isinstance(error, LockstepError) else None,
         exit_code=exit_code_of(error),
         memory=own_memory(),
+        evaluating=pulse.activity.is_evaluation,
     )
-    spare.write(error_file(logs, rank), content.model_dump())
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -175,6 +193,7 @@ class RankFailure:
     pid: int | None = None
     last_lines: tuple[str, ...] = ()
     ended_by_launcher: bool = False
+    evaluating: bool = False
 
     @property
     def signal(self) -> str | None:
@@ -300,7 +319,10 @@ def collect(run_dir: RunDir) -> FailureReport | None:
     ends = {end.rank: end for end in launcher.exits}
     written = (_read(path, _RankError) for path in spare.find(run_dir.logs, "rank-*.error.json"))
     errors = {error.rank: error for error in written if error is not None}
-    failures = [_rank_failure(run_dir.logs, rank, errors.get(rank), ends.get(rank)) for rank in {*errors, *ends}]
+    failures = [
+        _rank_failure(run_dir.logs, rank, errors.get(rank), ends.get(rank), launcher.doing.get(rank))
+        for rank in {*errors, *ends}
+    ]
     failures = [failure for failure in failures if failure.type or failure.exit_code not in _NO_FAILURE]
     if launcher.hang is not None and all(failure.is_collateral for failure in failures):
         hang = launcher.hang
@@ -310,9 +332,9 @@ def collect(run_dir: RunDir) -> FailureReport | None:
     failures.sort(key=lambda failure: (failure.is_collateral, failure.blames_another, failure.time, failure.rank))
     first = failures[0] if failures and not (launcher.error and failures[0].is_collateral) else None
     cause, held = _cause(first, launcher), ""
-    if cause is not None and cause.name in MEMORY_CAUSES:
+    if first is not None and cause is not None and cause.name in MEMORY_CAUSES:
         held = _memory_table(run_dir, launcher, errors)
-        cause = replace(cause, fix=cause.fix.replace(SMALLER, _advice(run_dir)))
+        cause = replace(cause, fix=cause.fix.replace(SMALLER, _advice(run_dir, first.evaluating)))
     return FailureReport(
         ranks=launcher.ranks or len(failures),
         first=first,
@@ -321,6 +343,29 @@ def collect(run_dir: RunDir) -> FailureReport | None:
         launcher_error=launcher.error,
         memory=held,
     )
+
+
+def of_this_process(run_dir: RunDir, error: Exception) -> FailureReport | None:
+    """The report of a run whose only rank this process is; ``None`` where ``error`` itself says all that is known."""
+    told = _told(0, error)
+    cause = find_cause(f"{told.type}: {told.message}")
+    if isinstance(error, LockstepError) or cause is None or cause.name not in MEMORY_CAUSES:
+        return None
+    first = _rank_failure(run_dir.logs, 0, told, None)
+    launcher = _Launcher(machine=machine_now())
+    return FailureReport(
+        ranks=1,
+        first=replace(first, last_lines=()),
+        others=(),
+        cause=replace(cause, fix=cause.fix.replace(SMALLER, _advice(run_dir, first.evaluating))),
+        memory=_memory_table(run_dir, launcher, {0: told}),
+    )
+
+
+def restarted(done: Sequence[Restart], attempt: int, step: int) -> Restarted:
+    """The newest of the restarts ``done``, for people; ``attempt`` goes on from the checkpoint of ``step``."""
+    last = done[-1]
+    return Restarted(len(done), last.of, attempt, step, max(0, last.step - step), last.reason)
 
 
 def restarts(run_dir: RunDir) -> list[Restart]:
@@ -348,10 +393,14 @@ def _memory_table(run_dir: RunDir, launcher: _Launcher, errors: Mapping[int, _Ra
     return table(known, launcher.machine)
 
 
-def _advice(run_dir: RunDir) -> str:
+def _advice(run_dir: RunDir, evaluating: bool) -> str:
     try:
-        return advice(BatchPlan.model_validate(run_dir.plan()["batch"]), run_dir.read().id)
-    except (LockstepError, ValidationError, LookupError):
+        plan, run = run_dir.plan(), run_dir.read().id
+        batch = BatchPlan.model_validate(plan["batch"])
+        if evaluating:
+            return evaluation_advice(int(plan["eval_batch_size"]) // batch.devices_per_rank, run)
+        return advice(batch, run)
+    except (LockstepError, ValidationError, LookupError, TypeError, ValueError):
         return SMALLER
 
 
@@ -372,7 +421,9 @@ def _cause(first: RankFailure | None, launcher: _Launcher) -> Cause | None:
     return find_cause("\n".join(first.last_lines), first.signal)
 
 
-def _rank_failure(logs: Path, rank: int, error: _RankError | None, end: _RankEnd | None) -> RankFailure:
+def _rank_failure(
+    logs: Path, rank: int, error: _RankError | None, end: _RankEnd | None, doing: Activity | None = None
+) -> RankFailure:
     lines = last_lines(log_file(logs, rank))
     if error is not None:
         known = error.model_dump(exclude={"rank", "memory"})
@@ -386,6 +437,7 @@ def _rank_failure(logs: Path, rank: int, error: _RankError | None, end: _RankEnd
         pid=end.pid,
         last_lines=lines,
         ended_by_launcher=end.ended_by_launcher,
+        evaluating=doing is not None and doing.is_evaluation,
     )
 
 

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig, dump, resolve
 from lockstep.engine.task import DataSettings, Task
 from lockstep.errors import ConfigError, RunFolderError
+from lockstep.launch.foreseen import read_forecast
 from lockstep.launch.slurm_job import is_own_job
 from lockstep.tasks.known import class_paths, require_known
 from lockstep.tasks.registry import make_task
-from lockstep.telemetry.files import write_text
+from lockstep.telemetry.files import storage_error, write_json, write_text
 from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
+
+#: How long a process of the attempt before may take to end after the run has said that it is over.
+CLAIM_WAIT_S = 15.0
+#: A job that was queued again may find the claim of a lost node: NFS keeps it for a lease of about 90 s.
+_LEASE_S = 120.0
+_HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN}
+_claimed_here: set[Path] = set()
+_claiming = threading.Lock()
 
 
 def create_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
     """The folder of a new run: ``save_dir``, or a fresh one under ``runs_dir``. Raises :class:`RunFolderError`."""
     run_id = run_id or new_run_id()
     path = config.save_dir or config.runs_dir / run_id
-    return RunDir.create(path, config, run_id=run_id, command=sys.argv)
+    foreseen = None if config.telemetry.forecast is None else read_forecast(config.telemetry.forecast)
+    run = RunDir.create(path, config, run_id=run_id, command=sys.argv)
+    if foreseen is not None:
+        write_json(run.forecast_file, foreseen)
+    return run
 
 
 def overrides_of(config: RunConfig | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -62,6 +80,57 @@ def refuse_running(run: RunDir) -> None:
             why=f"process {record.pid} on {record.host} is at it",
             fix=f"wait for it, or `lockstep stop {record.id}` first",
         )
+
+
+@contextlib.contextmanager
+def claimed(run: RunDir, wait_s: float = CLAIM_WAIT_S) -> Iterator[None]:
+    """No two processes go on with one run: the first to enter the block has it until the block, or the process, ends.
+
+    The claim is a lock of the process (fcntl(2)) on a file in the run folder. Data workers do not inherit it, so
+    those of a killed process do not hold it on. A file system without locks has no claims.
+
+    Raises:
+        RunFolderError: somebody else has begun an attempt, or still has it after ``wait_s`` seconds.
+        StorageError: the folder cannot be written.
+    """
+    file = run.path / ".claim"
+    key = file.resolve()
+    wait_s = max(wait_s, _LEASE_S) if is_own_job(run, os.environ) else wait_s
+    deadline, attempt = time.monotonic() + wait_s, run.read().attempt
+    while (descriptor := _claim(file, key)) is None:
+        if time.monotonic() >= deadline or run.read().attempt != attempt:
+            raise RunFolderError(
+                f"run {run.read().id} is being resumed by another process",
+                why="two processes would write one folder",
+                fix="wait for it; `lockstep show` says how it goes",
+            )
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        with _claiming:
+            os.close(descriptor)
+            _claimed_here.discard(key)
+
+
+def _claim(file: Path, key: Path) -> int | None:
+    """The descriptor that holds the claim; ``None`` when somebody else has it. Raises :class:`StorageError`."""
+    with _claiming:
+        # A process has a lock once: its threads need this set, and must not open and close the file of a claim.
+        if key in _claimed_here:
+            return None
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise storage_error(error, file) from error
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD_BY_OTHERS:
+                os.close(descriptor)
+                return None
+        _claimed_here.add(key)
+        return descriptor
 
 
 def changed_config(run: RunDir, changes: Mapping[str, Any]) -> RunConfig:

@@ -20,7 +20,7 @@ from lockstep.telemetry.pulse import Activity, Sign
 #: How often the ranks are looked at.
 INTERVAL_S = 0.5
 #: A longer pause between two looks was this process's own: it had been stopped, and maybe the ranks too.
-_OWN_PAUSE_S = 5.0
+OWN_PAUSE_S = 5.0
 _STATES = {
     psutil.STATUS_STOPPED: "stopped",
     psutil.STATUS_TRACING_STOP: "stopped",
@@ -47,6 +47,24 @@ class Standstill(BaseModel):
     place: str = ""
     in_framework: bool = False
     stack: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, rank: int, sign: Sign, *, silent_s: float, state: str = "running", stack: stacks.Stack = ()
+    ) -> Standstill:
+        """``stack``: of its main thread, innermost call first."""
+        return cls(
+            rank=rank,
+            step=sign.step,
+            doing=sign.activity.phrase(sign.step),
+            ahead=sign.activity in (Activity.STEP, Activity.WAITING_FOR_DATA),
+            waits_for_data=sign.activity is Activity.WAITING_FOR_DATA,
+            silent_s=silent_s,
+            state=state,
+            place=stacks.place(stack),
+            in_framework=bool(stack) and stack[0].is_framework,
+            stack=tuple(map(str, stacks.own_part(stack))),
+        )
 
 
 class HangReport(BaseModel):
@@ -164,11 +182,11 @@ class HangWatch:
         if pause < INTERVAL_S:
             return None
         self._looked_at = now
-        if pause > _OWN_PAUSE_S:
+        if pause > OWN_PAUSE_S:
             self._seen = {rank: (progress, at + pause) for rank, (progress, at) in self._seen.items()}
         signs = {rank: sign for rank, sign in zip(self._pids, self._signs(), strict=True) if rank in alive}
         for rank, sign in signs.items():
-            progress = (sign.beats, _bytes_moved(self._pids[rank]) if sign.activity is Activity.SAVING else 0)
+            progress = (sign.beats, bytes_moved(self._pids[rank]) if sign.activity is Activity.SAVING else 0)
             if progress != self._seen[rank][0]:
                 self._seen[rank] = (progress, now)
         if any(now - self._seen[rank][1] < self._timeout_s for rank in signs):
@@ -181,23 +199,10 @@ class HangWatch:
     def _report(self, signs: Mapping[int, Sign], states: Mapping[int, str], now: float) -> HangReport:
         answering = {rank: self._pids[rank] for rank in signs if states[rank] != "stopped"}
         found = stacks.ask(answering, self._logs, f"has made no progress for {self._timeout_s:g} s; its threads are at")
-        ranks = []
-        for rank, sign in signs.items():
-            stack = found.get(rank, ())
-            ranks.append(
-                Standstill(
-                    rank=rank,
-                    step=sign.step,
-                    doing=sign.activity.phrase(sign.step),
-                    ahead=sign.activity in (Activity.STEP, Activity.WAITING_FOR_DATA),
-                    waits_for_data=sign.activity is Activity.WAITING_FOR_DATA,
-                    silent_s=now - self._seen[rank][1],
-                    state=states[rank],
-                    place=stacks.place(stack),
-                    in_framework=bool(stack) and stack[0].is_framework,
-                    stack=tuple(map(str, stacks.own_part(stack))),
-                )
-            )
+        ranks = [
+            Standstill.of(rank, sign, silent_s=now - self._seen[rank][1], state=states[rank], stack=found.get(rank, ()))
+            for rank, sign in signs.items()
+        ]
         return HangReport(timeout_s=self._timeout_s, ranks=tuple(ranks))
 
 
@@ -208,7 +213,7 @@ def _state(pid: int) -> str:
         return "running"
 
 
-def _bytes_moved(pid: int) -> int:
+def bytes_moved(pid: int) -> int:
     """Bytes that a process has read and written, caches included: what a save does where nobody counts its steps."""
     try:
         counters = psutil.Process(pid).io_counters()

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import psutil
+
 from lockstep.errors import LockstepError, StorageError
 from lockstep.hardware import lifetime
 from lockstep.launch import environment, failure, signals, spare
@@ -98,6 +100,12 @@ class Launch:
         """The last step that a rank of the newest start has finished."""
         return max((sign.step for sign in self.board.read()), default=0) if self.board is not None else 0
 
+    def _doing(self) -> dict[int, int]:
+        """The last activity of each rank, by rank."""
+        if self.board is None or self.supervisor is None:
+            return {}
+        return dict(zip(self.supervisor.pids, (int(sign.activity) for sign in self.board.read()), strict=True))
+
     def _look(self, alive: Collection[int], hang: HangWatch | None) -> HangReport | None:
         if self.memory is not None:
             self.memory.look(alive)
@@ -114,6 +122,7 @@ class Launch:
         supervisor = self.supervisor
         content: dict[str, Any] = {
             "pid": os.getpid(),
+            "created": psutil.Process().create_time(),
             "host": socket.gethostname(),
             "ranks": self.ranks,
             "started_at": self.started_at,
@@ -123,6 +132,7 @@ class Launch:
             "hang": supervisor.hang.model_dump() if supervisor and supervisor.hang else None,
             "memory": {rank: held.model_dump() for rank, held in self.memory.ranks.items()} if self.memory else {},
             "machine": self.memory.machine().model_dump() if self.memory else {},
+            "doing": self._doing(),
             "restarts": self.restarts,
             "stop_requested": signal.Signals(self.stop.requested).name if self.stop.requested else None,
             "error": self.error,
@@ -140,6 +150,7 @@ class Launch:
         self.restarts.append(
             {"at": time.time(), "step": self.step, "reason": report.what if report else "", "of": self.max_restarts}
         )
+        self.error = ""  # of that start
         with contextlib.suppress(OSError):
             failure.clear(self.run_dir.logs)
 

@@ -125,6 +125,12 @@ class MemoryWatch:
         return MachineMemory(total=usable_memory()[0], free=self._free, kills=oom_kills() - self._kills_before)
 
 
+def machine_now() -> MachineMemory:
+    """This machine's memory as it is now."""
+    total, free = usable_memory()
+    return MachineMemory(total=total, free=free)
+
+
 def table(ranks: Mapping[int, RankMemory], machine: MachineMemory) -> str:
     """A line for each rank and one for the machine."""
     lines = ["memory of each rank:"]
@@ -170,6 +176,16 @@ def advice(batch: BatchPlan, run: str) -> str:
         f"the same global batch of {batch.global_batch} as batch size {size} × {accumulate} micro-batches per device: "
         f"lockstep resume {run} --set training.batch_size={size} --set training.accumulate=1 "
         f"--set training.global_batch_size={batch.global_batch}"
+    )
+
+
+def evaluation_advice(batch_size: int, run: str) -> str:
+    """The command that goes on with ``run`` and evaluates with less memory than ``batch_size`` samples take."""
+    if batch_size <= 1:
+        return "an evaluation takes one sample at a time, so only a smaller model or metrics that keep less need less"
+    return (
+        f"evaluations with {batch_size // 2} samples at a time, which changes no result: "
+        f"lockstep resume {run} --set validation.batch_size={batch_size // 2}"
     )
 
 

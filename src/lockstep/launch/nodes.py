@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from lockstep.launch.carry import load_task, pack_task
 from lockstep.launch.folder import overrides_of
 from lockstep.launch.outside import train_as_rank
 from lockstep.launch.prepare import place
+from lockstep.launch.temporary import temporary_folder
 from lockstep.telemetry.rundir import RunDir, new_run_id, read_json, write_json
 
 #: Where nodes meet when --rdzv names no port; torch's default.
@@ -102,8 +102,8 @@ def train_on_nodes(
     ranks = len(place(config, World()).devices)
     if config.telemetry.progress != "silent":
         print(f"meeting {nodes}, with {ranks} rank(s) here; waiting up to {nodes.join_timeout_s:g} s", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="lockstep-node-") as name:
-        folder = RunDir.create(Path(name) / "node", config, run_id=new_run_id(), command=sys.argv)
+    with temporary_folder("lockstep-node-") as path:
+        folder = RunDir.create(path / "node", config, run_id=new_run_id(), command=sys.argv)
         write_json(folder.path / _REQUEST, {"resume": resume, "given": overrides_of(given), "as_given": as_given})
         pack_task(folder, task, config)
         code = elastic.launch(
@@ -149,7 +149,14 @@ def train_as_node_rank(folder: RunDir, world: World) -> int:
             write_json(folder.path / _BEGUN, {"run": run.path, "keeps": keeps})
 
     result = train_as_rank(
-        task, config, world, resume=request["resume"], given=request["given"], as_given=request["as_given"], begun=begun
+        task,
+        config,
+        world,
+        resume=request["resume"],
+        given=request["given"],
+        as_given=request["as_given"],
+        begun=begun,
+        restarts=failure.restarts(folder),
     )
     if world.local_rank == 0:
         write_json(folder.path / _RESULT, {**asdict(result), "run_dir": str(result.run_dir)})

@@ -5,13 +5,15 @@ The ranks meet, agree on the run and who keeps its folder, and rank 0 makes the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
@@ -24,13 +26,24 @@ from lockstep.hardware import lifetime
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.launch.environment import JOB
-from lockstep.launch.folder import changed_config, create_folder, keep_config, overrides_of, task_of_run, warn
+from lockstep.launch.failure import Restart, restarted
+from lockstep.launch.folder import (
+    changed_config,
+    claimed,
+    create_folder,
+    keep_config,
+    overrides_of,
+    task_of_run,
+    warn,
+)
 from lockstep.launch.keep import Keeping, agree, lowest_sharing, mark_job
 from lockstep.launch.meet import OWN_SETTINGS, Team, join, meeting
 from lockstep.launch.output import rank_output
+from lockstep.launch.pace import measured_workers
 from lockstep.launch.prepare import place, plan_for, resume_point
 from lockstep.launch.share import gather_logs, share_run
 from lockstep.launch.signals import StopRequest
+from lockstep.launch.watchdog import watched
 from lockstep.plan import Plan
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
@@ -38,13 +51,17 @@ from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank trains: the same on all of them, but for the folder, the devices and the data's place."""
+    """What a rank trains: the same on all of them, but for the folder, the devices and the data's place.
+
+    ``step``: from which it goes on.
+    """
 
     run: RunDir
     task: Task
     config: RunConfig
     plan: Plan
     attempt: int
+    step: int
     datasets: Datasets
 
 
@@ -57,31 +74,37 @@ def train_as_rank(
     given: RunConfig | Mapping[str, Any] | None,
     as_given: bool,
     begun: Callable[[RunDir, bool], None] = lambda run, keeps: None,
+    restarts: Sequence[Restart] = (),
 ) -> RunResult:
     """This process is one of ``world.size`` ranks; rank 0 makes the plan for all.
 
     Args:
         begun: told the run before its first step, and whether this rank writes its folder.
+        restarts: what this node's launcher has seen of starts before this one.
 
     Raises:
         LockstepError: what is wrong, on the first rank of each node; SystemExit, with its exit code, on the others.
     """
     lifetime.die_with_parent(os.getppid())
     timeout_s = config.distributed.timeout_s
-    with meeting(world, config) as (team, store):
+    with meeting(world, config) as (team, store), contextlib.ExitStack() as claim:
         job = os.environ.get(JOB)
         keeping = agree(team, config, resume=resume, job=job)
         share_run(team, keeping, config, timeout_s)
         config = _config_of_run(team, keeping, config, given)
         if keeping.found:
             task = task_of_run(task, config, as_given=as_given)
+            team.together(
+                lambda: claim.enter_context(claimed(RunDir(keeping.path))), here=world.rank in keeping.keepers
+            )
         placement = _place(team, config, world)
         start = _prepare(team, keeping, task, config, placement, job)
         begun(start.run, world.rank in keeping.keepers)
         device = rank_device(placement.devices, world)
         if store is not None and placement.backend == "nccl":
             join(store, "nccl", world, timeout_s, device=device)
-        result = _train(team, keeping, start, world)
+        with _watched(keeping, start, world, store):
+            result = _train(keeping, start, world, restarts)
         if dist.is_initialized():
             gather_logs(Team(team.members, world, timeout_s), keeping)
         return result
@@ -145,7 +168,7 @@ def _prepare(
     plan = plan.model_copy(update={"placement": {**plan.placement, "devices": list(placement.devices)}})
     keeps_too = team.me.rank in keeping.keepers and team.me.rank != 0
     team.together(lambda: _keep_too(keeping, config, plan, step, job), here=keeps_too)
-    return Start(run, task, config, plan, attempt, datasets)
+    return Start(run, task, config, plan, attempt, step, datasets)
 
 
 def _prepare_data(team: Team, task: Task) -> None:
@@ -164,7 +187,7 @@ def _lay_down(
     """On rank 0: the plan, the attempt's number, and the step from which it goes on."""
     run = RunDir(keeping.path)
     point = resume_point(run, hold=True, report=warn) if keeping.found else None
-    prepared = plan_for(task, config, placement, datasets, point)
+    prepared = plan_for(task, config, placement, datasets, point, measure=measured_workers)
     if keeping.found:
         keep_config(run, config)
     else:
@@ -185,10 +208,22 @@ def _keep_too(keeping: Keeping, config: RunConfig, plan: Plan, step: int, job: s
     run.begin_attempt(plan.as_dict(), plan.placement, step)
 
 
-def _train(team: Team, keeping: Keeping, start: Start, world: World) -> RunResult:
+def _watched(
+    keeping: Keeping, start: Start, world: World, store: Store | None
+) -> contextlib.AbstractContextManager[None]:
+    """Lockstep's own launcher looks for hangs; elsewhere the rank does."""
+    if world.launcher == "--nodes":
+        return contextlib.nullcontext()
+    timeout_s = start.config.launch.hang_timeout_s
+    return watched(start.run, world, store, timeout_s=timeout_s, keeps=world.rank in keeping.keepers)
+
+
+def _train(keeping: Keeping, start: Start, world: World, restarts: Sequence[Restart]) -> RunResult:
     run = start.run
     main = world.is_main
     sink = standard_sinks(run, start.config, sys.stdout) if main else Fanout(essential=[RunFolderSink(run)])
+    if restarts and world.rank in keeping.keepers:
+        sink.emit(restarted(restarts, start.attempt, start.step))
     with StopRequest() as stop_request, rank_output(run.logs, world.rank):
         return run_attempt(
             run,

@@ -17,9 +17,11 @@ from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement
+from lockstep.hardware.room import divide_if_needed
 from lockstep.hardware.world import World, read_world
 from lockstep.plan import OrderPlan, Plan, ResumePoint, TaskFacts
 from lockstep.plan import make_plan as compute_plan
+from lockstep.plan.workers import Recommendation
 from lockstep.tasks.known import class_paths, remember
 from lockstep.tasks.registry import find_task, make_task
 from lockstep.telemetry.rundir import RunDir
@@ -106,17 +108,44 @@ def prepare(
 
 def place(config: RunConfig, world: World) -> Placement:
     """The placement of a run on this machine."""
-    return resolve_placement(config.hardware, config.distributed, world, detect_devices())
+    in_process = config.pipeline.in_process
+    return resolve_placement(config.hardware, config.distributed, world, detect_devices(), in_process=in_process)
 
 
 def plan_for(
-    task: Task, config: RunConfig, placement: Placement, datasets: Datasets, resume: ResumePoint | None
+    task: Task,
+    config: RunConfig,
+    placement: Placement,
+    datasets: Datasets,
+    resume: ResumePoint | None,
+    *,
+    measure: Callable[[Task, RunConfig, Placement, Plan], Recommendation | str] | None = None,
 ) -> Prepared:
-    """The plan for data that is open already."""
+    """The plan for data that is open already; ``measure`` answers ``data.num_workers: auto`` when a training starts."""
     facts = inspect_task(task, datasets, config.task.name)
+    if _may_divide(config, placement, facts):
+        placement = divide_if_needed(placement, facts.parameters * _state_bytes(config), detect_devices())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     plan = compute_plan(config, placement, facts, cores=cores, resume=resume)
+    if config.data.num_workers == "auto" and facts.loader is None and measure is not None:
+        workers = measure(task, config, placement, plan)
+        plan = compute_plan(config, placement, facts, cores=cores, resume=resume, workers=workers)
     return Prepared(task, config, datasets, facts, placement, plan)
+
+
+def _may_divide(config: RunConfig, placement: Placement, facts: TaskFacts) -> bool:
+    """Whether ``strategy: auto`` may take fsdp: on several GPUs, and not where fsdp would be refused."""
+    training = config.training
+    native = training.engine == "native" and facts.loader is None
+    several = placement.strategy == "ddp" and placement.accelerator == "gpu" and config.hardware.strategy == "auto"
+    return several and native and training.reproducibility == "fast" and not training.compile
+
+
+def _state_bytes(config: RunConfig) -> int:
+    """Bytes for each parameter: itself, its gradient and the optimizer's moments, all in 32 bits."""
+    optimizer = config.optimizer
+    moments = 2 if optimizer.name != "sgd" else 1 if optimizer.momentum else 0
+    return 4 * (2 + moments)
 
 
 def make_plan(task: Task | type[Task] | str | None = None, config: RunConfig | Mapping[str, Any] | None = None) -> Plan:

@@ -14,11 +14,12 @@ from lockstep.config.load import merge
 from lockstep.engine.attempt import RunResult, run_attempt
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, RunFolderError
-from lockstep.events import Restarted, Sink
+from lockstep.events import Sink
 from lockstep.hardware.world import World, read_world
 from lockstep.launch.carry import load_task, pack_task
 from lockstep.launch.folder import (
     changed_config,
+    claimed,
     create_folder,
     existing_run,
     keep_config,
@@ -30,6 +31,7 @@ from lockstep.launch.folder import (
 )
 from lockstep.launch.nodes import train_as_node_rank, train_on_nodes
 from lockstep.launch.outside import train_as_rank
+from lockstep.launch.pace import measured_workers
 from lockstep.launch.prepare import Prepared, make_plan, place, plan_for, resume_point, settle
 from lockstep.launch.signals import StopRequest
 from lockstep.plan import Plan, ResumePoint
@@ -78,7 +80,8 @@ def train(
     if existing is not None:
         whole = changed_config(existing, overrides_of(config))
         built = task_of_run(built, whole, as_given=isinstance(task, Task))
-        return _go_on(existing, built, whole, hold=True)
+        with claimed(existing):
+            return _go_on(existing, built, whole, hold=True)
     prepared = _prepare(built, whole, None, world)
     run_dir = create_folder(prepared.config)
     return _start(prepared, run_dir, resumed_from=0)
@@ -115,7 +118,8 @@ def resume(
         changes = merge(changes, {"hardware": {"selected_devices": devices}})
     config = changed_config(run, changes)
     task, config = settle(config.task.name, config)
-    return _go_on(run, task, config, hold=not rescale_batch)
+    with claimed(run):
+        return _go_on(run, task, config, hold=not rescale_batch)
 
 
 def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool) -> RunResult:
@@ -128,14 +132,23 @@ def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool) -> RunResu
 def _prepare(task: Task, config: RunConfig, point: ResumePoint | None, world: World) -> Prepared:
     placement = place(config, world)
     task.prepare()
-    return plan_for(task, config, placement, task.datasets(), point)
+    return plan_for(task, config, placement, task.datasets(), point, measure=measured_workers)
 
 
 def _start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
     attempt = run.begin_attempt(prepared.plan.as_dict(), prepared.placement.as_dict(), resumed_from)
     if prepared.placement.world_size == 1:
-        sinks = standard_sinks(run, prepared.config, sys.stdout)
-        with StopRequest() as stop_request:
+        return _train_here(prepared, run, attempt)
+    return _launch(prepared, run)
+
+
+def _train_here(prepared: Prepared, run: RunDir, attempt: int) -> RunResult:
+    """Train in this process, on one device (or, with ``dp``, on several)."""
+    from lockstep.launch import failure
+
+    sinks = standard_sinks(run, prepared.config, sys.stdout)
+    with StopRequest() as stop_request:
+        try:
             return run_attempt(
                 run,
                 World(),
@@ -147,7 +160,13 @@ def _start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
                 stop_signal=lambda: stop_request.requested,
                 datasets=prepared.datasets,
             )
-    return _launch(prepared, run)
+        except Exception as error:
+            report = failure.of_this_process(run, error)
+            if report is None:
+                raise
+            with contextlib.suppress(LockstepError):  # the folder may be what failed
+                run.update(status="failed", error=report.format())
+            raise report.as_error() from error
 
 
 def _launch(prepared: Prepared, run: RunDir) -> RunResult:
@@ -221,15 +240,14 @@ def run_rank(run: RunDir, world: World) -> int:
 
 def _begin_again(run: RunDir, plan: Plan, sink: Sink) -> None:
     """The ranks were started again after a failure: the same plan, from the newest checkpoint."""
-    from lockstep.launch.failure import restarts
+    from lockstep.launch.failure import restarted, restarts
 
     point = resume_point(run, hold=True, report=warn)
     step = point.step if point else 0
     attempt = run.begin_attempt(run.plan(), plan.placement, step)
     done = restarts(run)
     if done:
-        lost = max(0, done[-1].step - step)
-        sink.emit(Restarted(len(done), done[-1].of, attempt, step, lost, done[-1].reason))
+        sink.emit(restarted(done, attempt, step))
 
 
 def evaluate(

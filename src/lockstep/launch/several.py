@@ -182,7 +182,7 @@ class NodeAgent(RankAgent):
         cut_off = self._peers.cut_off()
         lost = self.lost or cut_off or self._peers.lost()
         if lost:
-            self.lost = lost
+            self.lost = self._launch.error = lost
             self.supervisor.kill()
             if not self.supervisor.check():
                 return RunResult(state=WorkerState.HEALTHY)
@@ -206,6 +206,8 @@ class NodeAgent(RankAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Another node has come: the ranks end with a checkpoint first. After a failure none is alive."""
         supervisor = self.supervisor
+        if supervisor is not None and not (supervisor.failed or supervisor.hang or self.lost):
+            self._launch.error = "another node has come"
         if supervisor is not None and supervisor.alive:
             for rank in supervisor.alive:
                 with contextlib.suppress(ProcessLookupError):

@@ -6,6 +6,7 @@ The run's folder is made when the job is submitted, so that the run is found, sh
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import re
@@ -34,6 +35,8 @@ _ASK_S = 2.0
 _READ_S = 0.2
 #: States of a job that will not run again (``man squeue``, job state codes).
 _OVER = re.compile(r"COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|REVOKED")
+#: How often a job is found preempted before it is taken not to be queued again.
+_PREEMPTED_LOOKS = 15
 
 
 def prepare_script(task: str, settings: Mapping[str, Any], wishes: Mapping[str, Any]) -> tuple[str, RunConfig]:
@@ -98,11 +101,17 @@ def submit(script: str, config: RunConfig) -> tuple[RunDir, Job]:
 
 
 def state(job: Job) -> str | None:
-    """The job's state and, while it waits, the reason, as SLURM words them; ``None`` when SLURM has forgotten it."""
+    """The job's state and, while it waits, the reason, as SLURM words them; ``None`` when SLURM has forgotten it.
+
+    Raises:
+        UsageError: SLURM does not answer.
+    """
     try:
         answer = _ask("squeue", "--noheader", "--jobs", str(job.id), "--states", "all", "--format", "%T %r")
-    except UsageError:
-        return None  # "Invalid job id specified": a job is forgotten some minutes after its end
+    except UsageError as error:
+        if "invalid job id" in str(error).lower():
+            return None  # a job is forgotten some minutes after its end
+        raise
     name, _, reason = answer.strip().partition(" ")
     return f"{name} ({reason})" if reason not in ("", "None") else name or None
 
@@ -112,15 +121,21 @@ def follow(run: RunDir, job: Job, stream: TextIO) -> int:
 
     Ctrl-C ends the following, not the job.
     """
-    log = run.logs / "slurm.log"
-    said, asked, position = "", 0.0, 0
+    log = _Log(run.logs / "slurm.log", stream)
+    said, asked, preempted = "", 0.0, 0
     try:
         while True:
-            position = _copy(log, position, stream)
+            log.copy()
             if time.monotonic() - asked >= _ASK_S:
-                now, asked = state(job), time.monotonic()
-                if now is None or _OVER.match(now):
-                    _copy(log, position, stream)
+                try:
+                    now = state(job)
+                except UsageError:
+                    now = "SLURM does not answer; asking again"
+                asked = time.monotonic()
+                # A preempted job is queued again at once, or it is over.
+                preempted = preempted + 1 if now is not None and now.startswith("PREEMPTED") else 0
+                if now is None or _OVER.match(now) or preempted > _PREEMPTED_LOOKS:
+                    log.copy()
                     return _exit_code(run, job, now)
                 if now != said and not now.startswith("COMPLETING"):
                     stream.write(f"slurm job {job.id}: {now}\n")
@@ -132,15 +147,21 @@ def follow(run: RunDir, job: Job, stream: TextIO) -> int:
         return exit_code(signal.SIGINT)
 
 
-def _copy(log: Path, position: int, stream: TextIO) -> int:
-    """Copy what the log has beyond ``position``; returns where it ends."""
-    with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
-        file.seek(position)
-        new = file.read()
-        stream.write(new.decode("utf-8", "replace"))
-        stream.flush()
-        return position + len(new)
-    return position
+class _Log:
+    """A growing file that is copied to ``stream``."""
+
+    def __init__(self, path: Path, stream: TextIO) -> None:
+        self._path, self._stream, self._position = path, stream, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
+
+    def copy(self) -> None:
+        """Copy what is new."""
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._position)
+            new = file.read()
+            self._position += len(new)
+            self._stream.write(self._decoder.decode(new))
+            self._stream.flush()
 
 
 def _exit_code(run: RunDir, job: Job, last: str | None) -> int:
@@ -156,6 +177,7 @@ def stop(run: RunDir, job: Job, timeout: float) -> str:
 
     Raises:
         RunFolderError: the job is over already, or is still there after ``timeout`` seconds.
+        UsageError: SLURM does not answer.
     """
     now = state(job)
     if now is None or _OVER.match(now):

@@ -86,7 +86,7 @@ def _options(request: Request, run: Path, folder: Path) -> Iterator[str]:
         if value is not None:
             flag = name.replace("_", "-")
             yield f"{flag}={_checked(f'--{flag}', value)}"
-    yield f"chdir={_quoted(folder)}"
+    yield f"chdir={shlex.quote(_one_line(folder))}"
     yield f"output={_quoted(run / 'logs' / 'slurm.log')}"
     yield "open-mode=append"
     yield "requeue"
@@ -108,7 +108,7 @@ def _checked(what: str, value: str) -> str:
 
 
 def _quoted(path: Path) -> str:
-    """Quoted, since sbatch reads its lines of a script as a shell would, and takes ``%`` for a pattern."""
+    """Quoted, since sbatch reads its lines of a script as a shell would, and takes ``%`` in a log's name for a pattern."""
     return shlex.quote(_one_line(path).replace("%", "%%"))
 
 

@@ -50,7 +50,7 @@ def main(argv: list[str], rank_main: RankMain | None = None) -> int:
     stop.restore()
     if code in (0, *map(signals.exit_code, signals.STOP_SIGNALS)):
         atexit._run_exitfuncs()
-    _leave(code)
+    leave(code)
 
 
 def bind_to_launcher(environ: Mapping[str, str]) -> None:
@@ -119,7 +119,8 @@ def _train(run_dir: RunDir, world: World) -> int:
     return train(run_dir, world)
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
+    """End this process here and now, with the loader workers that it has."""
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):

@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -32,6 +34,7 @@ from lockstep.lightning.callbacks import (
     StopOnSignal,
 )
 from lockstep.lightning.hardware import DECIDED, Hardware, Resolved, resolve
+from lockstep.lightning.loading import check_is_file, refuse_other_classes, told_clearly
 from lockstep.lightning.order import TrainingOrder
 from lockstep.lightning.ranks import run_in_ranks
 from lockstep.telemetry.rundir import RunDir
@@ -85,9 +88,23 @@ class LockstepCLI(LightningCLI):
         # As Lightning does it, but without its warning that a program has arguments of its own, too.
         self.config = parser.parse_object(args) if isinstance(args, Mapping) else parser.parse_args(args)
 
+    def _parse_ckpt_path(self) -> None:
+        settings = self.config[self.config.subcommand]
+        path = settings.get("ckpt_path")
+        check_is_file(path)
+        if settings.get("weights_only") is False:
+            with suppress(UnpicklingError):  # it may hold more than Lightning looks for here
+                super()._parse_ckpt_path()
+            return
+        with told_clearly(path):
+            refuse_other_classes(path, settings.as_dict())
+            super()._parse_ckpt_path()
+
     def before_instantiate_classes(self) -> None:
         assert self.subcommand is not None, "ranks are started for a subcommand"
         settings = self.config[self.subcommand]
+        if settings.get("ckpt_path") is not None and settings.weights_only is None:
+            settings.weights_only = True  # Lightning would run the code in one that comes from an address
         world = read_world(os.environ)
         hardware = Hardware(settings.hardware.selected_devices, settings.hardware.precision)
         trainer = {name: settings.trainer.get(name) for name in (*DECIDED, "num_nodes")}
@@ -109,12 +126,13 @@ class LockstepCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         seed, world = self.seed, read_world(os.environ)
-        with replaced_loaders(
+        loaders = replaced_loaders(
             [self.datamodule, self.model],
             lambda loader: self.order.loader(loader, self.trainer, self.model),
             partial(evaluation_loader, world=world, seed=seed),
             seed=seed,
-        ):
+        )
+        with told_clearly(self._get(self.config, "ckpt_path")), loaders:
             super()._run_subcommand(subcommand)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

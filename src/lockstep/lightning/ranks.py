@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -17,6 +14,7 @@ from lockstep.config import resolve
 from lockstep.errors import RankFailed
 from lockstep.hardware.world import World
 from lockstep.launch import elastic, failure
+from lockstep.launch.temporary import temporary_folder
 from lockstep.launch.worker import main
 from lockstep.telemetry.rundir import RunDir, utc_now
 
@@ -33,10 +31,17 @@ def run_in_ranks(run: RunDir | None, ranks: int, cli_class: type[Any], arguments
     Raises:
         LockstepError: a rank failed; which one and why.
     """
-    folder = run or _temporary_run()
+    if run is not None:
+        return _run(run, ranks, cli_class, arguments, keeps=True)
+    with temporary_folder("lockstep-lightning-") as path:
+        folder = RunDir.create(path / "run", resolve({}), run_id="run-00000000", command=sys.argv)
+        return _run(folder, ranks, cli_class, arguments, keeps=False)
+
+
+def _run(folder: RunDir, ranks: int, cli_class: type[Any], arguments: dict[str, Any], *, keeps: bool) -> int:
     try:
         # By reference where a class can be imported, by value where it lives in a script or notebook.
-        (folder.path / CALL_FILE).write_bytes(cloudpickle.dumps((cli_class, arguments, run is not None)))
+        (folder.path / CALL_FILE).write_bytes(cloudpickle.dumps((cli_class, arguments, keeps)))
         code = elastic.launch(folder, ranks, worker_module="lockstep.lightning.ranks")
         if code in _STOPPED and folder.read().status in ("pending", "running"):
             folder.update(status="stopped", completed_at=utc_now())  # before training began, or without waiting
@@ -48,13 +53,6 @@ def run_in_ranks(run: RunDir | None, ranks: int, cli_class: type[Any], arguments
         raise error
     finally:
         (folder.path / CALL_FILE).unlink(missing_ok=True)
-        if run is None:
-            shutil.rmtree(folder.path, ignore_errors=True)
-
-
-def _temporary_run() -> RunDir:
-    path = Path(tempfile.mkdtemp(prefix="lockstep-lightning-"))
-    return RunDir.create(path, resolve({}), run_id="run-00000000", command=sys.argv)
 
 
 def be_rank(run: RunDir, world: World) -> int:

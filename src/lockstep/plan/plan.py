@@ -14,6 +14,7 @@ from lockstep.plan.loader import ITS_OWN, LoaderFacts, reasons_of_loader, traini
 from lockstep.plan.lr import scale_lr
 from lockstep.plan.order import OrderPlan, order_note, resolve_order
 from lockstep.plan.schedule import Schedule, resolve_schedule
+from lockstep.plan.workers import Recommendation, choose_workers
 
 
 class _Frozen(BaseModel):
@@ -98,6 +99,16 @@ class Plan(_Frozen):
         return self.batch.steps_per_epoch
 
     @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of every parameter, so that a forward pass is collective."""
+        return bool(self.placement["strategy"] == "fsdp")
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether devices hold stages of one model, so that all of them work on the same samples."""
+        return bool(self.placement["strategy"] == "pipeline")
+
+    @property
     def effective_batch_label(self) -> str:
         """As document and page word it: ``Effective batch size: 64 (32 × 2 GPUs)``."""
         devices = self.batch.ranks * self.batch.devices_per_rank
@@ -120,13 +131,20 @@ class Plan(_Frozen):
 
 
 def make_plan(
-    config: RunConfig, placement: Placement, facts: TaskFacts, *, cores: int, resume: ResumePoint | None = None
+    config: RunConfig,
+    placement: Placement,
+    facts: TaskFacts,
+    *,
+    cores: int,
+    resume: ResumePoint | None = None,
+    workers: Recommendation | str | None = None,
 ) -> Plan:
     """Resolve everything that does not change during the run.
 
     Args:
         cores: CPU cores this node may use.
         resume: given on resume; its global batch is held unless it says otherwise.
+        workers: what measuring said for ``data.num_workers: auto``, or why nothing was measured.
 
     Raises:
         ConfigError, DataError, UnsupportedError: what was asked for cannot be.
@@ -136,15 +154,19 @@ def make_plan(
     devices_per_rank = len(placement.devices) if placement.strategy == "dp" else 1
     if exact:
         _check_exact(config, placement)
+    if placement.strategy in {"fsdp", "pipeline"}:
+        _check_divided(config, placement, facts)
+    # The stages of a pipeline all take part in the same samples.
+    readers = 1 if placement.strategy == "pipeline" else placement.world_size
     held = resume.global_batch if resume and resume.hold else t.global_batch_size
     if facts.loader is not None:
         t = training_of_loader(config, facts.loader, held=held, devices=placement.world_size)
         config = config.model_copy(update={"training": t})
-    sync_bn, sync_reason = _sync_batchnorm(config, placement.world_size, facts.has_batchnorm, exact)
+    sync_bn, sync_reason = _sync_batchnorm(config, readers, facts.has_batchnorm, exact)
     samples, overfit = facts.train_samples, None
     batch, reasons = resolve_batch(
         samples=samples,
-        ranks=placement.world_size,
+        ranks=readers,
         devices_per_rank=devices_per_rank,
         batch_size=t.batch_size,
         accumulate=t.accumulate,
@@ -152,7 +174,7 @@ def make_plan(
         tail=t.tail,
         lanes=t.lanes if exact else None,
         has_batchnorm=facts.has_batchnorm,
-        sync_batchnorm=sync_bn and placement.world_size > 1,
+        sync_batchnorm=sync_bn and readers > 1,
         even=facts.loader is not None,
     )
     if config.debug.overfit_batches:
@@ -177,7 +199,10 @@ def make_plan(
     )
     local_ranks = -(-placement.world_size // placement.nodes)
     threads, threads_reason = _threads(t.threads, exact, cores, local_ranks)
-    loader, loader_reason = _loader(config, facts, placement.accelerator, cores, local_ranks)
+    workers_per_rank, loader_reason = choose_workers(
+        config.data, whole_batches=facts.whole_batches, cores=cores, local_ranks=local_ranks, measured=workers
+    )
+    loader = _loader(config, placement.accelerator, workers_per_rank)
     choices = [
         Choice(name="accelerator", value=placement.accelerator, reason=placement.reasons["accelerator"]),
         Choice(name="devices", value=", ".join(placement.devices), reason=placement.reasons["devices"]),
@@ -196,7 +221,9 @@ def make_plan(
         Choice(name="reproducibility", value=t.reproducibility, reason=_reproducibility_reason(exact, t.lanes)),
         Choice(name="sync batchnorm", value="on" if sync_bn else "off", reason=sync_reason),
         Choice(name="threads", value=str(threads), reason=threads_reason),
-        Choice(name="loader", value=f"{loader.num_workers} workers", reason=loader_reason),
+        Choice(
+            name="loader", value=f"{loader.num_workers} worker{'s' * (loader.num_workers != 1)}", reason=loader_reason
+        ),
     ]
     if facts.loader is not None:
         choices, lr_note = _choices_of_loader(choices, facts.loader), None
@@ -258,6 +285,25 @@ def _check_exact(config: RunConfig, placement: Placement) -> None:
         )
 
 
+def _check_divided(config: RunConfig, placement: Placement, facts: TaskFacts) -> None:
+    fsdp = placement.strategy == "fsdp"
+    refused = {
+        "training.compile": (config.training.compile, "compiled code would hold parameters that are freed"),
+        "training.engine lightning": (config.training.engine == "lightning", "Lightning would divide the model itself"),
+        "a LightningModule": (facts.loader is not None, "its Trainer would divide the model itself"),
+        "fsdp.cpu_offload on the CPU": (
+            fsdp and config.fsdp.cpu_offload and placement.accelerator == "cpu",
+            "there is no other memory to move anything to",
+        ),
+        "lockstep verify": (not fsdp and config.debug.trace != "off", "no process sees the weights of all stages"),
+    }
+    for name, (asked, why) in refused.items():
+        if asked:
+            raise UnsupportedError(
+                f"strategy {placement.strategy} does not go together with {name}", why=why, fix="leave one of them out"
+            )
+
+
 def _sync_batchnorm(config: RunConfig, ranks: int, has_batchnorm: bool, exact: bool) -> tuple[bool, str]:
     setting = config.distributed.sync_batchnorm
     if not has_batchnorm:
@@ -299,30 +345,13 @@ def _threads(setting: int | None, exact: bool, cores: int, local_ranks: int) -> 
     return max(1, cores // local_ranks), f"{cores} cores shared by {local_ranks} rank(s) of this node"
 
 
-def automatic_workers(cores: int, local_ranks: int) -> int:
-    """Loader processes per rank when nobody sets them: what the cores of a node leave, at most 4."""
-    return max(0, min(4, cores // local_ranks - 1))
-
-
-def _loader(
-    config: RunConfig, facts: TaskFacts, accelerator: str, cores: int, local_ranks: int
-) -> tuple[LoaderPlan, str]:
+def _loader(config: RunConfig, accelerator: str, workers: int) -> LoaderPlan:
     d = config.data
-    if d.num_workers is not None:
-        workers, reason = d.num_workers, "as configured"
-    elif facts.whole_batches:
-        workers, reason = 0, "the data set gives whole batches from memory; a thread gathers ahead of the step"
-    else:
-        workers = automatic_workers(cores, local_ranks)
-        reason = f"{cores} cores shared by {local_ranks} rank(s), at most 4 each, one core left for the step"
-    return (
-        LoaderPlan(
-            num_workers=workers,
-            prefetch_factor=d.prefetch_factor or 2,
-            persistent_workers=workers > 0 if d.persistent_workers is None else d.persistent_workers,
-            pin_memory=accelerator == "gpu" if d.pin_memory is None else d.pin_memory,
-        ),
-        reason,
+    return LoaderPlan(
+        num_workers=workers,
+        prefetch_factor=d.prefetch_factor or 2,
+        persistent_workers=workers > 0 if d.persistent_workers is None else d.persistent_workers,
+        pin_memory=accelerator == "gpu" if d.pin_memory is None else d.pin_memory,
     )
 
 

@@ -102,7 +102,6 @@ def _curves(name: str, title: str, lines: Sequence[Line], x_label: str, *, log: 
         axes.plot(
             line.x,
             line.y,
-            label=line.label,
             color=COLOURS[line.run % len(COLOURS)],
             linestyle="--" if line.dashed else "-",
             alpha=max(0.35, 1 - 0.15 * shade),
@@ -114,7 +113,9 @@ def _curves(name: str, title: str, lines: Sequence[Line], x_label: str, *, log: 
     if log and all(value > 0 for line in lines for value in line.y):
         axes.set_yscale("log")
     if len(lines) > 1:
-        axes.legend(fontsize="small", frameon=False)
+        legend = axes.legend(axes.lines, [line.label for line in lines], fontsize="small", frameon=False)
+        for entry in legend.get_texts():
+            entry.set_parse_math(False)
     return Picture(name, title, figure)
 
 
@@ -124,7 +125,7 @@ def new_figure(title: str) -> tuple[Figure, Axes]:
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize="medium")
+    axes.set_title(title, loc="left", fontsize="medium").set_parse_math(False)  # a run may be named $a$
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes

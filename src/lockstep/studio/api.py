@@ -14,6 +14,7 @@ from lockstep.errors import LockstepError
 from lockstep.studio import bench, details
 from lockstep.studio.columns import FULL_ROWS, POINTS, as_lists
 from lockstep.studio.feed import Feed
+from lockstep.studio.guard import REPORT_CSP
 from lockstep.studio.live import Hub
 from lockstep.studio.problems import ApiError
 from lockstep.studio.schemas import (
@@ -201,9 +202,10 @@ def _number_routes(router: APIRouter, studio: Studio) -> None:
     ) -> Response:
         return ok(studio.log(name, file, tail))
 
-    @router.get("/runs/{name}/report", summary="A run in Markdown")
+    @router.get("/runs/{name}/report", summary="The run's report: one HTML page without scripts")
     def report(name: RunName) -> Response:
-        return ok({"markdown": details.report(studio.index.run(name), studio.index.summary(name))})
+        page = studio.report(name)
+        return Response(page, media_type="text/html", headers={"content-security-policy": REPORT_CSP})
 
 
 def _read_streams(

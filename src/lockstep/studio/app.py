@@ -70,6 +70,9 @@ def _problems(app: FastAPI) -> None:
         return JSONResponse(body_of(error), status_of(error))
 
     async def refused(request: Request, error: Any) -> Response:
+        # A report opens in a tab of its own, where a person reads the refusal.
+        if request.headers.get("sec-fetch-dest") == "document":
+            return HTMLResponse(_problem_page(error), status_of(error))
         return answer(error)
 
     async def malformed(request: Request, error: Any) -> Response:
@@ -98,6 +101,15 @@ def _problems(app: FastAPI) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+def _problem_page(error: LockstepError) -> str:
+    lines = [error.what, error.why, f"Fix: {error.fix}" if error.fix else ""]
+    body = "".join(f"<p>{html.escape(line)}</p>" for line in lines if line)
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Lockstep studio</title>'
+        f"<main><h1>Lockstep studio</h1>{body}</main></html>"
+    )
 
 
 def describe_api(document: dict[str, Any]) -> str:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 FULL_ROWS = 100_000
 #: Rows of a thinned-out history, unless the page asks otherwise.
 POINTS = 20_000
-_MAX_COLUMNS = 512
+#: ``ranks.jsonl`` has seven numbers a rank: enough for 1,024 ranks.
+_MAX_COLUMNS = 8192
 _MAX_DEPTH = 4
 #: Counts and times that single precision would round.
 _DOUBLE = ("step", "time", "samples_seen")
@@ -31,6 +32,8 @@ class Columns:
         self.rows = 0
         #: Changes when rows are taken back: what was sent before is void.
         self.generation = 0
+        #: Whether the rows have more columns than are kept.
+        self.cut = False
         self._data: dict[str, Column] = {}
 
     @property
@@ -47,6 +50,8 @@ class Columns:
         for name in columns.keys() - self._data.keys():
             if len(self._data) < _MAX_COLUMNS:
                 self._data[name] = np.full(max(total, 1024), np.nan, _type_of(name))
+            else:
+                self.cut = True
         for name, old in self._data.items():
             if len(old) < total:
                 grown = np.full(max(total, 2 * len(old)), np.nan, old.dtype)
@@ -64,7 +69,7 @@ class Columns:
 
     def clear(self) -> None:
         """Forget everything: the file is another one now."""
-        self._data, self.rows = {}, 0
+        self._data, self.rows, self.cut = {}, 0, False
         self.generation += 1
 
     def between(self, low: float | None, high: float | None) -> tuple[int, int]:
@@ -155,7 +160,7 @@ def _collect(rows: Sequence[Mapping[str, Any]], prefix: str, depth: int, found: 
                 inner = [_as_mapping(value) for value in values]
                 named = any(isinstance(v, list) and v and isinstance(v[0], dict) and "id" in v[0] for v in values)
                 _collect(inner, prefix if named else f"{name}.", depth + 1, found)
-        elif kinds & {int, float} and len(found) < _MAX_COLUMNS:
+        elif kinds & {int, float} and len(found) <= _MAX_COLUMNS:  # one too many, for `cut`
             found[name] = _array(values, _type_of(name))
 
 

@@ -1,4 +1,4 @@
-"""One run in full, several side by side, and a report: all from the run folder."""
+"""One run in full, and several side by side: all from the run folder."""
 
 from __future__ import annotations
 
@@ -124,44 +124,3 @@ def _settings(config: RunConfig | None) -> dict[str, Any]:
 
 def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [{"key": key, "values": values} for key, values in columns.items()]
-
-
-def report(run: RunDir, summary: Mapping[str, Any]) -> str:
-    """A run in Markdown: what it was, what came out, and the plan with its reasons."""
-    epochs, plan = read_epochs(run), read_plan(run)
-    lines = [f"# {summary['name'] or summary['id']}", ""]
-    facts = {
-        "run": summary["run_id"],
-        "task": summary["task"],
-        "status": summary["status"],
-        "devices": ", ".join(summary["devices"]),
-        "started": summary["started_at"],
-        "completed": summary["completed_at"],
-        "best epoch": summary["best_epoch"],
-        **{f"best {name}": value for name, value in summary["best_metric"].items()},
-        **summary["final_metrics"],
-    }
-    lines += _table(("", ""), [(name, value) for name, value in facts.items() if value not in (None, "")])
-    if epochs:
-        names = list(dict.fromkeys(name for row in epochs for name in row))
-        lines += ["", "## Epochs", "", *_table(names, [[row.get(name) for name in names] for row in epochs])]
-    if plan.get("choices"):
-        choices = [(choice["name"], choice["value"], choice["reason"]) for choice in plan["choices"]]
-        lines += ["", "## Plan", "", *_table(("what", "value", "why"), choices)]
-    if plan.get("notes"):
-        lines += ["", *(f"- {note}" for note in plan["notes"])]
-    if summary["error"]:
-        lines += ["", "## Error", "", "```", str(summary["error"]), "```"]
-    return "\n".join(lines) + "\n"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    def line(cells: Sequence[Any]) -> str:
-        return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
-
-    return [line(header), line(["---"] * len(header)), *map(line, rows)]
-
-
-def _cell(value: Any) -> str:
-    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")

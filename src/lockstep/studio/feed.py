@@ -118,6 +118,7 @@ class Feed:
             "total": columns.rows,
             "downsampled": False,
             "preview": False,
+            "cut": columns.cut,
         }
 
     def _look(self) -> bool:

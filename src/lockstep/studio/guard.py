@@ -20,6 +20,11 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
     "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
+#: A run's report carries its style and pictures in itself; it may do nothing, also not as this site (sandbox).
+REPORT_CSP = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; sandbox"
+)
 HEADERS = {
     "content-security-policy": CSP,
     "x-content-type-options": "nosniff",

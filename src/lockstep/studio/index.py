@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ _THOROUGH_S = 5.0
 
 _FILES = ("run.json", "heartbeat.json", "metrics.json", "plan.json")
 Signature = tuple[tuple[int, int, int] | None, ...]
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -170,26 +172,38 @@ class RunIndex:
             return None
         if entry is None:
             entry = self._entries[name] = Entry()
+        try:
+            self._renew(name, entry, start, signature)
+        except Exception as error:  # one run that nobody has foreseen does not hide the others
+            if not entry.problem:
+                _log.exception("run %s cannot be shown", name)
+            entry.problem = f"{path} cannot be shown: {type(error).__name__}: {error}"
+            entry.signature, entry.summary, entry.restless = (), {}, True
+        return entry
+
+    def _renew(self, name: str, entry: Entry, start: Start | None, signature: Signature) -> None:
+        """Bring ``entry`` to the state of the files that ``signature`` stands for."""
         if entry.signature != signature:
+            self._read(RunDir(self._home.run(name)), entry, there=signature[0] is not None)
             entry.signature = signature
-            self._read(RunDir(self._home.run(name)), entry)
         if entry.problem and start is None:
-            return entry
+            return
         summary = self._complete(name, entry, start)
         if summary != entry.summary:
             self._version += 1
             entry.summary, entry.version = summary, self._version
-        return entry
 
-    def _read(self, run: RunDir, entry: Entry) -> None:
-        entry.problem, entry.record, entry.base, entry.beat = "", None, {}, None
-        if entry.signature[0] is None:
+    def _read(self, run: RunDir, entry: Entry, *, there: bool) -> None:
+        entry.record, entry.base, entry.beat = None, {}, None
+        if not there:
+            entry.problem = ""
             return
         try:
             entry.record = run.read()
+            devices = _devices(entry.record, run)
         except RunFolderError as error:
             entry.problem = f"{error.what}: {error.why}" if error.why else error.what
-            entry.summary = {}
+            entry.record, entry.summary = None, {}
             return
         try:
             rows = run.epochs()
@@ -211,7 +225,7 @@ class RunIndex:
                 **record,
                 "id": run.path.name,
                 "run_id": entry.record.id,
-                "devices": list(placement.get("devices") or ()),
+                "devices": devices,
                 **{key: placement.get(key) for key in ("world_size", "strategy", "precision")},
                 "epoch": last.get("epoch") if last else None,
                 "epochs": planned if isinstance(planned, int) else None,
@@ -221,6 +235,7 @@ class RunIndex:
                 "path": str(run.path),
             }
         )
+        entry.problem = ""
 
     def _complete(self, name: str, entry: Entry, start: Start | None) -> dict[str, Any]:
         """The summary: what the files say, and what can only be judged now."""
@@ -234,8 +249,13 @@ class RunIndex:
             status = "pending" if alive else "failed"
         else:
             status = "pending" if starting else RunDir(self._home.run(name)).judge(record)
-        if start is not None and not alive and attempt <= start.attempt_before and status in {"failed", "lost"}:
-            base["error"] = base["error"] or self._starts.last_words(name) or "the command ended without a word"
+        resume_error = None
+        if start is not None and not alive and attempt <= start.attempt_before:
+            said = self._starts.last_words(name, start) or "the command ended without a word"
+            if start.attempt_before:
+                resume_error = said
+            elif status in {"failed", "lost"}:
+                base["error"] = base["error"] or said
         entry.restless = alive or status in LIVE or (entry.beat is not None and is_beating(entry.beat, time.time()))
         if status not in LIVE:
             self._stopping.discard(name)
@@ -251,11 +271,24 @@ class RunIndex:
             **base,
             "status": status,
             "starting": starting,
+            "resume_error": resume_error,
             "stopping": name in self._stopping,
             "progress": min(1.0, done / total) if done is not None and total else None,
             "eta_s": _eta_s(entry.beats, total) if running else None,
             "samples_per_s": (base["last_epoch"] or {}).get("samples_per_s"),
         }
+
+
+def _devices(record: RunRecord, run: RunDir) -> list[str]:
+    """The devices of the newest attempt. Raises :class:`RunFolderError`."""
+    devices = (record.placement or {}).get("devices") or []
+    if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
+        raise RunFolderError(
+            f"{run.run_file} is damaged",
+            why="the devices of its placement are not a list of names",
+            fix="restore the file, or delete the run",
+        )
+    return devices
 
 
 def _eta_s(beats: list[tuple[float, int]], total: int | None) -> float | None:

@@ -56,11 +56,20 @@ class Jobs:
             folder.mkdir(parents=True)
         except OSError as error:
             raise storage_error(error, folder) from error
-        process = start_detached(arguments, folder / "stdout", folder / "stderr")
-        job = _Job(
-            kind=kind, run=run, arguments=list(arguments), pid=process.pid, created=process.created, at=time.time()
-        )
-        write_json(folder / "job.json", job.model_dump())
+        process = None
+        try:
+            process = start_detached(arguments, folder / "stdout", folder / "stderr")
+            job = _Job(
+                kind=kind, run=run, arguments=list(arguments), pid=process.pid, created=process.created, at=time.time()
+            )
+            write_json(folder / "job.json", job.model_dump())
+        except BaseException:
+            # A job without a record would be in no list, and nobody could stop it or clear it away.
+            if process is not None:
+                send(process, signal.SIGKILL, group=True)
+            with contextlib.suppress(StorageError):
+                remove_folder(folder, self._home.jobs)
+            raise
         return self.read(name)
 
     def read(self, name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
@@ -25,6 +26,7 @@ LIST_S = 1.0
 MAX_SUBSCRIPTIONS = 20
 #: A page of ours sends none.
 MAX_BAD_MESSAGES = 20
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -184,11 +186,13 @@ class Hub:
                 await self._busy.wait()
             began = time.monotonic()
             feeds = list(self._feeds.values())
-            changed = await asyncio.to_thread(_poll, feeds)
-            if any(changed):
+            changed, failed = await asyncio.to_thread(_poll, feeds)
+            for feed in failed:
+                self._give_up(feed)
+            if changed:
                 for tab in self._tabs:
                     tab.wake.set()
-            behind = any(feed.behind for feed in feeds)
+            behind = any(feed.behind for feed in feeds if feed not in failed)
             # While a long file is being read, tabs need a moment in which nobody holds the feed.
             await asyncio.sleep(TICK_S / 5 if behind else max(TICK_S / 5, TICK_S - (time.monotonic() - began)))
 
@@ -198,14 +202,37 @@ class Hub:
             if not self._tabs:
                 self._listed = False
                 continue
-            if any(tab.watches_runs for tab in self._tabs):
-                self._versions = await asyncio.to_thread(self._index.versions)
-                self._listed = True
-                for tab in self._tabs:
-                    tab.wake.set()
-            for job in await asyncio.to_thread(self._jobs.changed):
-                for tab in self._tabs:
-                    tab.say({"type": "job", "job": job})
+            try:
+                await self._tell_list()
+            except Exception:
+                _log.exception("the list of runs cannot be told; trying again")
+                await asyncio.sleep(LIST_S)
+
+    async def _tell_list(self) -> None:
+        if any(tab.watches_runs for tab in self._tabs):
+            self._versions = await asyncio.to_thread(self._index.versions)
+            self._listed = True
+            for tab in self._tabs:
+                tab.wake.set()
+        for job in await asyncio.to_thread(self._jobs.changed):
+            for tab in self._tabs:
+                tab.say({"type": "job", "job": job})
+
+    def _give_up(self, feed: Feed) -> None:
+        """Nobody follows this run any longer; a tab may subscribe again."""
+        if self._feeds.get(feed.name) is feed:
+            del self._feeds[feed.name]
+        error = ApiError(
+            "RUN_NOT_USABLE",
+            500,
+            f"run {feed.name} cannot be followed",
+            why="reading its files failed; the studio's log says how",
+            fix="open the run again; if that does not help, look for a damaged file in its folder",
+        )
+        for tab in self._tabs:
+            if (told := tab.subscriptions.get(feed.name)) is not None and told.feed is feed:
+                del tab.subscriptions[feed.name]
+                tab.say({"type": "error", **error.as_dict(), "run": feed.name})
 
     # Telling tabs.
 
@@ -226,8 +253,12 @@ class Hub:
         news, tab.outbox = tab.outbox, []
         if tab.watches_runs and self._listed:
             news += self._news_of_list(tab)
-        for name, subscription in tab.subscriptions.items():
-            news += _news_of_run(name, subscription)
+        for name, subscription in list(tab.subscriptions.items()):
+            try:
+                news += _news_of_run(name, subscription)
+            except Exception:
+                _log.exception("run %s cannot be told", name)
+                self._give_up(subscription.feed)
         return news
 
     def _news_of_list(self, tab: Tab) -> list[dict[str, Any] | bytes]:
@@ -241,8 +272,16 @@ class Hub:
         return [{"type": "runs_changed", "runs": changed, "removed": removed}] if changed or removed else []
 
 
-def _poll(feeds: list[Feed]) -> list[bool]:
-    return [feed.poll() for feed in feeds]
+def _poll(feeds: list[Feed]) -> tuple[bool, list[Feed]]:
+    """Whether anything changed, and the feeds that cannot be read."""
+    changed, failed = False, []
+    for feed in feeds:
+        try:
+            changed |= feed.poll()
+        except Exception:
+            _log.exception("run %s cannot be followed", feed.name)
+            failed.append(feed)
+    return changed, failed
 
 
 def _news_of_run(name: str, told: Subscription) -> list[dict[str, Any] | bytes]:

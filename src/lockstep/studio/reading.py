@@ -24,11 +24,17 @@ def open_regular(path: Path) -> BinaryIO:
         raise
 
 
-def last_lines(file: Path, lines: int, *, max_bytes: int = 1 << 20) -> tuple[list[str], bool]:
-    """The last lines of a text file, and whether there are more; none when it cannot be read."""
+def last_lines(
+    file: Path, lines: int, *, max_bytes: int = 1 << 20, skip_bytes: int = 0
+) -> tuple[list[str], bool]:
+    """The last lines of a text file, and whether there are more; none when it cannot be read.
+
+    Args:
+        skip_bytes: what stands before this place does not count.
+    """
     try:
         with open_regular(file) as stream:
-            start = max(0, stream.seek(0, os.SEEK_END) - max_bytes)
+            start = max(skip_bytes, stream.seek(0, os.SEEK_END) - max_bytes)
             stream.seek(start)
             text = stream.read(max_bytes).decode("utf-8", "replace")
     except OSError:
@@ -37,4 +43,4 @@ def last_lines(file: Path, lines: int, *, max_bytes: int = 1 << 20) -> tuple[lis
     found = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     if not found[-1]:
         found.pop()
-    return found[-lines:], start > 0 or len(found) > lines
+    return found[-lines:], start > skip_bytes or len(found) > lines

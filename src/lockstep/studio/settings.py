@@ -16,6 +16,7 @@ from lockstep.config.load import merge, parse_set
 from lockstep.errors import ConfigError
 from lockstep.studio.home import Home
 from lockstep.studio.problems import ApiError, not_allowed
+from lockstep.studio.tasks import OfferedTasks
 
 #: Settings that name files to write, addresses, or code to import.
 REFUSED = {
@@ -41,27 +42,32 @@ class Wanted:
         return merge(self.settings, {"task": {**(self.settings.get("task") or {}), "name": self.task}})
 
 
-def check(task: str, config: Mapping[str, Any], tasks: tuple[str, ...], home: Home) -> Wanted:
-    """The request, if the page may make it.
+def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home) -> Wanted:
+    """The request, if the page may make it; with the data module that was named with its task, if one was.
 
     Raises:
         ApiError: a task that is not in the list, or a setting that is not the page's.
         ConfigError: an unknown key or a bad value.
     """
-    if task not in tasks:
+    if task not in tasks.names:
         raise ApiError(
             "TASK_NOT_USABLE",
             422,
             f"there is no task {task[:100]!r} here",
-            why=f"the studio knows {', '.join(tasks)}",
+            why=f"the studio knows {', '.join(tasks.names)}",
             fix="start the studio with --task FILE.py:Class to add one",
         )
+    data_module = tasks.data_modules.get(task)
     for key, value in flatten(config):
+        if key == "task.datamodule" and value == data_module:
+            continue  # a configuration that was saved here
         parents = {key.rsplit(".", depth)[0] for depth in range(key.count(".") + 1)}
         for refused in parents & REFUSED.keys():
             if value is not None:
                 raise not_allowed(refused, REFUSED[refused])
-    settings = without_nothing(config)
+    settings = without_refused(config)
+    if data_module is not None:
+        settings = merge(settings, {"task": {"datamodule": data_module}})
     if settings.get("init_from") is not None:
         settings["init_from"] = str(_run_folder(settings["init_from"], home))
     wanted = Wanted(task, settings)
@@ -69,8 +75,8 @@ def check(task: str, config: Mapping[str, Any], tasks: tuple[str, ...], home: Ho
     return wanted
 
 
-def without_nothing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without refused keys that say nothing (``null``) and without empty sections."""
+def without_refused(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the keys that are not the page's, and without sections that are empty then."""
     kept: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and key in RunConfig.model_fields:

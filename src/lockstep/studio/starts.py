@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lockstep.errors import RunFolderError, StorageError
+from lockstep.launch.failure import LAUNCHER_FILE
 from lockstep.studio.home import Home, remove_folder
 from lockstep.studio.problems import in_progress
 from lockstep.studio.processes import Identity, is_alive, send, start_detached
@@ -26,8 +27,8 @@ from lockstep.telemetry.files import read_json, storage_error, write_json
 from lockstep.telemetry.rundir import RunDir
 
 _MAX_BYTES = 256 << 10
-#: A run says that it is over a moment before its command ends.
-_ENDING_S = 15.0
+#: A run says that it is over before its command ends: ranks are taken down, loggers finish. A busy machine takes long.
+_ENDING_S = 60.0
 
 
 class Start(BaseModel):
@@ -42,6 +43,8 @@ class Start(BaseModel):
     at: float
     attempt_before: int = 0
     devices: list[str] = []
+    #: Where its output begins in the file, in bytes: earlier starts wrote to the same one.
+    output_from: int = 0
 
     @property
     def process(self) -> Identity:
@@ -54,6 +57,28 @@ class Labels:
 
     name: str | None = None
     tags: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The process to signal for a run. ``group``: all of the group that it leads is the run's."""
+
+    process: Identity
+    group: bool = False
+
+    def send(self, signum: signal.Signals) -> bool:
+        """Signal it; whether it was there."""
+        return send(self.process, signum, group=self.group)
+
+
+class _Launcher(BaseModel):
+    """What of ``logs/launcher.json`` says which process it is."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    pid: int
+    created: float
+    host: str
 
 
 class Starts:
@@ -73,9 +98,7 @@ class Starts:
         """
         folder = self._home.start(name)
         before = self.read(name)
-        if attempt_before:
-            self.wait_for_end(name)
-        elif before is not None and is_alive(before.process):
+        if before is not None and is_alive(before.process):
             raise in_progress(name)
         try:
             folder.mkdir(parents=True, exist_ok=attempt_before > 0 or before is not None)
@@ -83,7 +106,9 @@ class Starts:
             raise in_progress(name, "it has just been started") from None
         except OSError as error:
             raise storage_error(error, folder) from error
-        process = start_detached(arguments, self.output(name))
+        output = self.output(name)
+        output_from = output.stat().st_size if output.exists() else 0
+        process = start_detached(arguments, output)
         start = Start(
             arguments=list(arguments),
             task=task,
@@ -92,6 +117,7 @@ class Starts:
             at=time.time(),
             attempt_before=attempt_before,
             devices=devices,
+            output_from=output_from,
         )
         write_json(folder / "start.json", start.model_dump())
         return start
@@ -132,9 +158,9 @@ class Starts:
                 return there
         return here
 
-    def last_words(self, name: str) -> str:
-        """The end of the command's output."""
-        return "\n".join(last_lines(self.output(name), 40)[0])
+    def last_words(self, name: str, start: Start) -> str:
+        """The end of what this start's command printed."""
+        return "\n".join(last_lines(self.output(name), 40, skip_bytes=start.output_from)[0])
 
     def labels(self, name: str) -> Labels:
         """The labels that the run's own record does not have yet."""
@@ -167,19 +193,23 @@ class Starts:
                 run.update(**changes)
                 (self._home.start(run.path.name) / "labels.json").unlink(missing_ok=True)
 
-    def signal(self, name: str, run: RunDir, signum: signal.Signals) -> bool:
-        """Signal the run's own processes, each known by number and time of creation; whether there was one.
+    def target(self, name: str, run: RunDir) -> Target | None:
+        """The living process of this machine that answers for the run, known by number and time of creation.
 
-        The command that the studio started leads a group of its own; of a run from a terminal only the process
-        that answers for it is signalled, because its group may hold other commands.
+        The command that the studio started leads a group of its own. Of a run from a terminal it is the launcher,
+        since it would start killed ranks again, or the one process that trains; their groups may hold other commands.
         """
-        start = self.read(name)
-        if start is not None and send(start.process, signum, group=True):
-            return True
-        beat = run.progress()
-        if beat is None or beat.ended or beat.host != socket.gethostname():
-            return False
-        return send(Identity(beat.pid, beat.created), signum)
+        start, beat = self.read(name), run.progress()
+        targets = [Target(start.process, group=True)] if start is not None else []
+        try:
+            launcher = _Launcher.model_validate(read_json(run.logs / LAUNCHER_FILE))
+            if launcher.host == socket.gethostname():
+                targets.append(Target(Identity(launcher.pid, launcher.created)))
+        except (RunFolderError, ValidationError):
+            pass  # there is none: one process trains
+        if beat is not None and not beat.ended and beat.host == socket.gethostname():
+            targets.append(Target(Identity(beat.pid, beat.created)))
+        return next((target for target in targets if is_alive(target.process)), None)
 
     def forget(self, name: str) -> None:
         """Remove the studio's notes on a run. Raises :class:`StorageError`."""

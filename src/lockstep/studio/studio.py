@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,18 +22,21 @@ from lockstep.config.load import parse_yaml
 from lockstep.errors import ConfigError, LockstepError, RunFolderError
 from lockstep.hardware.device import Device
 from lockstep.hardware.selection import choose_default, parse, select
+from lockstep.report.write import write_report
 from lockstep.studio import details, planning, settings
 from lockstep.studio.home import Home, remove_folder
 from lockstep.studio.index import LIVE, RunIndex
 from lockstep.studio.jobs import Jobs
 from lockstep.studio.planner import Planner
 from lockstep.studio.problems import ApiError, in_progress, run_not_found
+from lockstep.studio.processes import is_alive
 from lockstep.studio.reading import last_lines
 from lockstep.studio.schemas import LabelBody, PlanBody, ResumeBody, StartBody
 from lockstep.studio.settings import Wanted
-from lockstep.studio.starts import Labels, Starts
+from lockstep.studio.starts import Labels, Starts, Target
+from lockstep.studio.tasks import BUILT_IN, OfferedTasks
 from lockstep.telemetry.records import versions
-from lockstep.telemetry.rundir import RunDir, new_run_id, read_json, utc_now, write_json
+from lockstep.telemetry.rundir import new_run_id, read_json, utc_now, write_json
 
 #: How long a run may take to end with a checkpoint before it is killed.
 KILL_AFTER_S = 60.0
@@ -46,6 +50,8 @@ _SECTIONS = {
     "validation": "Validation",
     "checkpoint": "Checkpoints",
     "distributed": "Communication between ranks",
+    "fsdp": "Sharding (strategy fsdp)",
+    "pipeline": "Pipeline (strategy pipeline)",
     "telemetry": "Logging",
     "launch": "Launching",
     "lightning": "Lightning",
@@ -59,16 +65,14 @@ class Options:
 
     Attributes:
         runs_dir: where runs are found and made.
-        tasks: built-in tasks, then those given at the start; the page can start no others.
-        built_in: how many of them are built in.
+        tasks: built-in tasks and those given at the start; the page can start no others.
         flags: flags of ``lockstep train`` and the setting that each one stands for.
         verbs: the commands that this version has.
         kill_after_s: how long a stopped run may take to end by itself.
     """
 
     runs_dir: Path
-    tasks: tuple[str, ...]
-    built_in: int
+    tasks: OfferedTasks
     flags: Mapping[str, str]
     verbs: tuple[str, ...]
     kill_after_s: float = KILL_AFTER_S
@@ -89,6 +93,9 @@ class Studio:
         self.started_at = utc_now()
         self._detect = detect
         self._stops: set[asyncio.Task[None]] = set()
+        self._drawing = threading.Lock()
+        #: Between looking at a run and starting or deleting it, no other request does.
+        self._changing = threading.Lock()
 
     def hello(self) -> dict[str, Any]:
         """Who answers; first message of every WebSocket."""
@@ -120,9 +127,13 @@ class Studio:
         }
 
     def tasks(self) -> dict[str, Any]:
-        described = self.planner.tasks(self.options.tasks)
+        described = self.planner.tasks(self.options.tasks.names)
+        data = self.options.tasks.data_modules
         return {
-            "tasks": [{**task, "built_in": n < self.options.built_in} for n, task in enumerate(described)],
+            "tasks": [
+                {**task, "built_in": task["name"] in BUILT_IN, "datamodule": data.get(task["name"])}
+                for task in described
+            ],
         }
 
     def schema(self) -> dict[str, Any]:
@@ -168,10 +179,11 @@ class Studio:
         chosen = self._check_devices(wanted)
         name = body.id or new_run_id()
         folder = self.home.run(name)
-        if os.path.lexists(folder):
-            raise in_progress(name, "it has been started already")
-        words = settings.train_arguments(wanted, self.options.flags)
-        self.starts.begin(name, [*words, "--save-dir", str(folder)], task=wanted.task, attempt_before=0, devices=chosen)
+        words = [*settings.train_arguments(wanted, self.options.flags), "--save-dir", str(folder)]
+        with self._changing:
+            if os.path.lexists(folder):
+                raise in_progress(name, "it has been started already")
+            self.starts.begin(name, words, task=wanted.task, attempt_before=0, devices=chosen)
         self.starts.label(name, Labels(body.name or None, tuple(body.tags) if body.tags else None))
         return self.index.summary(name)
 
@@ -209,22 +221,29 @@ class Studio:
 
     def delete(self, name: str) -> dict[str, Any]:
         folder = self.home.run(name)
+        self._refuse_live(name)
+        self.starts.wait_for_end(name)
+        with self._changing:
+            self._refuse_live(name)
+            if os.path.lexists(folder):
+                remove_folder(folder, self.home.runs_dir)
+            if self.home.start(name).exists():
+                self.starts.forget(name)
+        return {"deleted": name}
+
+    def _refuse_live(self, name: str) -> None:
+        """Raises :class:`ApiError` when there is no such run, or somebody is at it."""
+        folder = self.home.run(name)
         if not os.path.lexists(folder) and self.starts.read(name) is None:
             raise run_not_found(name)
         try:
             summary = self.index.summary(name)
         except RunFolderError:
-            summary = None  # damaged: it cannot be going
             if not os.path.lexists(folder / "run.json"):
                 raise
-        if summary is not None and summary["status"] in LIVE:
+            return  # damaged: it cannot be going
+        if summary["status"] in LIVE:
             raise in_progress(name)
-        self.starts.wait_for_end(name)
-        if os.path.lexists(folder):
-            remove_folder(folder, self.home.runs_dir)
-        if self.home.start(name).exists():
-            self.starts.forget(name)
-        return {"deleted": name}
 
     async def stop(self, name: str) -> dict[str, Any]:
         """SIGTERM now; SIGKILL if the run is still there after the stated time."""
@@ -232,7 +251,8 @@ class Studio:
         if summary["status"] not in LIVE:
             raise ApiError("NOT_RUNNING", 409, f"run {name} is {summary['status']}, not running", fix="reload the page")
         run = self.index.run_folder(name)
-        if not await asyncio.to_thread(self.starts.signal, name, run, signal.SIGTERM):
+        target = await asyncio.to_thread(self.starts.target, name, run)
+        if target is None or not await asyncio.to_thread(target.send, signal.SIGTERM):
             where = summary["host"] or "another machine"
             raise ApiError(
                 "RUN_NOT_USABLE",
@@ -242,18 +262,23 @@ class Studio:
                 fix=f"run `lockstep stop {name}` there",
             )
         self.index.stopping(name, True)
-        task = asyncio.create_task(self._kill_later(name, run))
+        attempt = summary["attempt"] if summary["status"] == "running" else None
+        task = asyncio.create_task(self._kill_later(name, target, attempt))
         self._stops.add(task)
         task.add_done_callback(self._stops.discard)
         return {"id": name, "stopping": True, "kill_after_s": self.options.kill_after_s}
 
-    async def _kill_later(self, name: str, run: RunDir) -> None:
+    async def _kill_later(self, name: str, target: Target, attempt: int | None) -> None:
+        """Kill ``target`` if it stays at the ``attempt`` in which it was told to stop; ``None``: at its first."""
         for _ in range(max(1, round(self.options.kill_after_s))):
             await asyncio.sleep(min(1.0, self.options.kill_after_s))
+            if not await asyncio.to_thread(is_alive, target.process):
+                return
             with contextlib.suppress(LockstepError):
-                if (await asyncio.to_thread(self.index.summary, name))["status"] not in LIVE:
+                summary = await asyncio.to_thread(self.index.summary, name)
+                if summary["status"] not in LIVE or attempt not in (None, summary["attempt"]):
                     return
-        await asyncio.to_thread(self.starts.signal, name, run, signal.SIGKILL)
+        await asyncio.to_thread(target.send, signal.SIGKILL)
 
     def check_devices(self, names: Sequence[str]) -> None:
         """Raises :class:`DeviceError` for devices that are not here."""
@@ -275,16 +300,20 @@ class Studio:
     def resume(self, name: str, body: ResumeBody) -> dict[str, Any]:
         """Start the command that goes on with a run. Raises :class:`LockstepError`."""
         words = self.resume_words(name, body)
-        summary = self.index.summary(name)
-        if summary["status"] in LIVE:
+        if self.index.summary(name)["status"] in LIVE:
             raise in_progress(name)
-        devices = body.devices or summary["devices"]
-        self.starts.begin(name, words, task=summary["task"], attempt_before=max(1, summary["attempt"]), devices=devices)
+        self.starts.wait_for_end(name)
+        with self._changing:
+            summary = self.index.summary(name)
+            if summary["status"] in LIVE:
+                raise in_progress(name)
+            devices, attempt = body.devices or summary["devices"], max(1, summary["attempt"])
+            self.starts.begin(name, words, task=summary["task"], attempt_before=attempt, devices=devices)
         return self.index.summary(name)
 
     def duplicate(self, name: str) -> dict[str, Any]:
         config = self.index.run(name).config()
-        if config.task.name not in self.options.tasks:
+        if config.task.name not in self.options.tasks.names:
             raise ApiError(
                 "TASK_NOT_USABLE",
                 422,
@@ -308,6 +337,17 @@ class Studio:
         path = output if chosen == "output.log" else run.logs / chosen
         found, truncated = last_lines(path, lines)
         return {"name": chosen, "lines": found, "truncated": truncated, "names": names}
+
+    def report(self, name: str) -> bytes:
+        """The page that ``lockstep report`` writes of this run, as it is now.
+
+        Raises:
+            UnsupportedError: matplotlib is not installed. RunFolderError, StorageError: it cannot be made.
+        """
+        run = self.index.run(name)
+        with self._drawing:
+            page, *_ = write_report([str(run.path)], self.home.runs_dir, self.home.start(name) / "report")
+            return page.read_bytes()
 
     def begin_job(self, kind: str, words: Sequence[str], *, run: str | None = None) -> dict[str, Any]:
         """Start a command whose result is a JSON document. Raises :class:`LockstepError`."""
@@ -362,7 +402,7 @@ class Studio:
         task = content.get("task") or {}
         if not isinstance(task, dict):
             raise ConfigError("`task` must be a section", fix="write `task: {name: har}`")
-        name = str(task.get("name", self.options.tasks[0]))
+        name = str(task.get("name", self.options.tasks.names[0]))
         form = {**content, "task": {key: value for key, value in task.items() if key != "name"}}
         form = {key: value for key, value in form.items() if value is not None and key not in settings.REFUSED}
         wanted = self.wanted(PlanBody(task=name, config=form))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import TaskError
@@ -11,23 +12,46 @@ from lockstep.errors import TaskError
 BUILT_IN = ("har", "speech", "autoencoder")
 
 
-def offered_tasks(given: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """Names of all tasks, the built-in ones first, and how many those are.
+@dataclass(frozen=True)
+class OfferedTasks:
+    """Tasks by name, the built-in ones first.
 
-    A task in a file is named by its absolute path, as runs name it.
+    Attributes:
+        data_modules: of a LightningModule among them, the LightningDataModule that was named with it.
+    """
+
+    names: tuple[str, ...]
+    data_modules: Mapping[str, str]
+
+
+def offered_tasks(given: Sequence[str]) -> OfferedTasks:
+    """The built-in tasks and the ``given`` ones: each a task's class, or a LightningModule's and its data's with a +.
+
+    A class in a file is named by its absolute path, as runs name it.
 
     Raises:
-        TaskError: ``given`` names something that is neither ``FILE.py:Class`` nor ``package.module:Class``.
+        TaskError: ``given`` names something that is neither ``FILE.py:Class`` nor ``package.module:Class``, or one
+            module with two data modules.
     """
+    data_modules: dict[str, str] = {}
     own = []
-    for name in given:
-        place, colon, attribute = name.rpartition(":")
-        if not colon or not place or not attribute.isidentifier():
-            raise TaskError(f"{name!r} names no task", fix="write --task my_file.py:MyTask")
-        if place.endswith(".py"):
-            path = Path(place).resolve()
-            if not path.is_file():
-                raise TaskError(f"there is no file {place}", why=f"looked in {Path.cwd()}", fix="check the path")
-            place = str(path)
-        own.append(f"{place}:{attribute}")
-    return (*BUILT_IN, *dict.fromkeys(own)), len(BUILT_IN)
+    for text in given:
+        name, plus, data = text.partition("+")
+        own.append(task := _class_path(name))
+        if plus and data_modules.setdefault(task, found := _class_path(data)) != found:
+            raise TaskError(
+                f"{name} is given with two data modules", fix="give each module once, or derive a class for the other"
+            )
+    return OfferedTasks((*BUILT_IN, *dict.fromkeys(own)), data_modules)
+
+
+def _class_path(name: str) -> str:
+    place, colon, attribute = name.rpartition(":")
+    if not colon or not place or not attribute.isidentifier():
+        raise TaskError(f"{name!r} names no class", fix="write --task my_file.py:MyTask")
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise TaskError(f"there is no file {place}", why=f"looked in {Path.cwd()}", fix="check the path")
+        place = str(path)
+    return f"{place}:{attribute}"

@@ -25,6 +25,8 @@ MAX_JSON_BYTES = 64 << 20
 MAX_JSONL_BYTES = 512 << 20
 _MAX_LINE_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
+#: Of what :func:`last_row` reads; a row of ``ranks.jsonl`` has about 200 bytes a rank.
+_MAX_TAIL_BYTES = 4 << 20
 
 #: Part of every temporary name, so that leftovers of a killed process can be told from real files.
 TEMPORARY = ".tmp-"
@@ -236,19 +238,24 @@ def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str
     return rows
 
 
-def last_row(path: Path) -> dict[str, Any] | None:
-    """The newest whole row of a JSON lines file, read from its end; ``None`` when there is none to read.
+def last_row(path: Path, wanted: Callable[[dict[str, Any]], bool] = bool) -> dict[str, Any] | None:
+    """The newest whole row of a JSON lines file that is ``wanted``, read from its end; ``None`` when there is none.
 
-    For what is looked at again and again while it grows; rows are at most 64 KiB long.
+    For what is looked at again and again while it grows; only as much is read as the row needs, at most 4 MiB.
     """
+    tail_bytes = _TAIL_BYTES
     try:
         with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-            file.seek(start)
-            *lines, _torn = file.read(_TAIL_BYTES).split(b"\n")
+            size = file.seek(0, os.SEEK_END)
+            while True:
+                file.seek(max(0, size - tail_bytes))
+                *lines, _torn = file.read(tail_bytes).split(b"\n")
+                row = next((row for row in map(_row, reversed(lines)) if row is not None and wanted(row)), None)
+                if row is not None or tail_bytes >= min(size, _MAX_TAIL_BYTES):
+                    return row
+                tail_bytes *= 4
     except OSError:
         return None
-    return next((row for row in map(_row, reversed(lines)) if row is not None), None)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

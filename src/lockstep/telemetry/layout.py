@@ -48,6 +48,10 @@ class Layout:
         return self.path / "task.pkl"
 
     @property
+    def forecast_file(self) -> Path:
+        return self.path / "forecast.json"
+
+    @property
     def slurm_file(self) -> Path:
         return self.path / "slurm.json"
 

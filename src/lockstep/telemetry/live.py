@@ -39,13 +39,27 @@ def live_state(run: RunDir, now: float | None = None) -> dict[str, Any]:
         "total_steps": total,
         "seconds_left": _seconds_left(ranks, at, total) if status == "running" else None,
         "logged": step,
-        "ranks": (ranks or {}).get("ranks", []),
+        "ranks": _ranks(run, ranks),
         "slow_rank": (ranks or {}).get("slow_rank"),
         "best_metric": record.best_metric,
         "error": record.error,
     }
     nodes = [sample for sample in newest_samples(run.path) if now - sample.get("time", 0) < FRESH_S]
     return {"run": state, "nodes": nodes}
+
+
+def _ranks(run: RunDir, newest: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The newest line's ranks. A line that only an epoch's end made has no ``own_s``: it is the last one that is known."""
+    rows: list[dict[str, Any]] = (newest or {}).get("ranks", [])
+    if len(rows) < 2 or _has_own(newest or {}):
+        return rows
+    before = last_row(run.ranks_file, _has_own)
+    known = {rank["rank"]: rank["own_s"] for rank in (before or {}).get("ranks", [])}
+    return [{**rank, "own_s": known.get(rank["rank"])} for rank in rows]
+
+
+def _has_own(row: dict[str, Any]) -> bool:
+    return any(rank.get("own_s") is not None for rank in row.get("ranks", []))
 
 
 def _seconds_left(ranks: dict[str, Any] | None, step: int | None, total: int | None) -> float | None:

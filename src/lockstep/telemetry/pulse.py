@@ -2,7 +2,8 @@
 
 A record is written where the rank makes progress, not by a thread, so it falls silent whatever stops the rank: a
 signal, native code that keeps the interpreter, a collective call to which another rank does not come. Writing it
-costs a system call. A process that nobody watches writes nothing.
+costs a system call. A process that nobody watches writes nothing. Where there is no launcher, the rank watches itself
+(:mod:`lockstep.launch.watchdog`).
 """
 
 from __future__ import annotations
@@ -34,11 +35,17 @@ class Activity(IntEnum):
     SAVING = 7
     COMPILING = 8
     ENDING = 9
+    AWAITING_SAVE = 10
+    WRITING_PROFILE = 11
 
     @property
     def is_untimed(self) -> bool:
         """Whether nothing is known about how long it may take: first calls, compilers, metrics over all rows."""
         return self in _UNTIMED
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self in (Activity.EVALUATING, Activity.COMPUTING_METRICS)
 
     def phrase(self, step: int) -> str:
         """What a rank that has finished ``step`` optimizer steps is at, in words."""
@@ -48,7 +55,15 @@ class Activity(IntEnum):
 
 
 _UNTIMED = frozenset(
-    {Activity.STARTING, Activity.FIRST_STEP, Activity.COMPUTING_METRICS, Activity.COMPILING, Activity.ENDING}
+    {
+        Activity.STARTING,
+        Activity.FIRST_STEP,
+        Activity.COMPUTING_METRICS,
+        Activity.COMPILING,
+        Activity.ENDING,
+        Activity.AWAITING_SAVE,
+        Activity.WRITING_PROFILE,
+    }
 )
 _PHRASES = {
     Activity.STARTING: "starting",
@@ -59,6 +74,8 @@ _PHRASES = {
     Activity.SAVING: "saving a checkpoint",
     Activity.COMPILING: "compiling",
     Activity.ENDING: "ending",
+    Activity.AWAITING_SAVE: "waiting for rank 0 to save a checkpoint",
+    Activity.WRITING_PROFILE: "writing a profile",
 }
 
 
@@ -106,6 +123,8 @@ class Pulse:
         self._beats = 0
         self._step = 0
         self.activity = Activity.STARTING
+        #: Whether anybody looks, so that what takes long had better be said.
+        self.is_watched = False
 
     def connect(self, environ: Mapping[str, str]) -> None:
         """Tell the launcher named in ``environ`` from now on, if there is one that watches."""
@@ -114,11 +133,13 @@ class Pulse:
             return
         with contextlib.suppress(OSError):  # it is gone already, or belongs to another user
             self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            self.is_watched = True
             self._place = int(environ.get("LOCAL_RANK", "0")) * _RECORD.size
 
     @property
-    def is_watched(self) -> bool:
-        return self._fd is not None
+    def sign(self) -> Sign:
+        """This process's newest record."""
+        return Sign(self._beats, self._step, self.activity)
 
     def at(self, activity: Activity, step: int | None = None) -> None:
         """This process makes progress: it begins ``activity``, or goes on with it.
@@ -126,24 +147,21 @@ class Pulse:
         Args:
             step: optimizer steps done; ``None``: as before.
         """
-        if self._fd is None:
-            return
         if self.activity is Activity.FIRST_STEP and activity in (Activity.WAITING_FOR_DATA, Activity.STEP):
             activity = Activity.FIRST_STEP
         self._beats += 1
         self._step = self._step if step is None else step
         self.activity = activity
-        os.pwrite(self._fd, _RECORD.pack(self._beats, self._step, activity), self._place)
+        if self._fd is not None:
+            os.pwrite(self._fd, _RECORD.pack(self._beats, self._step, activity), self._place)
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """At ``activity`` inside, and afterwards at what it was before."""
+        """At ``activity`` inside, and afterwards at what it was before; after an error still at it, to tell of it."""
         before = self.activity
         self.at(activity)
-        try:
-            yield
-        finally:
-            self.at(before)
+        yield
+        self.at(before)
 
 
 #: A process has one pulse, as it has one standard output.

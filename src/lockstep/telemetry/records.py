@@ -142,6 +142,12 @@ def _at_least(value: object, step: float) -> bool:
     return isinstance(value, int | float) and value >= step
 
 
+def is_whole(row: Mapping[str, Any]) -> bool:
+    """Whether a row of ``metrics.json`` says of which epoch it is, and its numbers are some."""
+    numbers = (row.get("step", 0), row.get("duration_s") or 0.0)
+    return isinstance(row.get("epoch"), int) and all(isinstance(number, int | float) for number in numbers)
+
+
 def newest_per_epoch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of several rows for one epoch, the last; in the order of their epochs' first rows."""
     chosen: dict[Any, dict[str, Any]] = {}

@@ -28,6 +28,7 @@ from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.csv import CsvSink
 from lockstep.telemetry.files import JsonLines
 from lockstep.telemetry.mlflow import MlflowSink
+from lockstep.telemetry.records import is_whole
 from lockstep.telemetry.rundir import RunDir, utc_now, write_json
 from lockstep.telemetry.tensorboard import TensorBoardSink, tensorboard_wanted
 from lockstep.telemetry.upload import Uploader, UploadSink
@@ -115,8 +116,9 @@ class RunFolderSink:
         pass
 
     def _start(self, event: RunStarted) -> None:
-        # Epochs that ended after the checkpoint that this attempt goes on from are run again.
-        self._rows = [row for row in self._run.epochs() if row.get("step", 0) <= event.step]
+        # Epochs that ended after the checkpoint that this attempt goes on from are run again; rows that say nothing
+        # usable, in a damaged file, go.
+        self._rows = [row for row in self._run.epochs() if is_whole(row) and row.get("step", 0) <= event.step]
         self._earlier_s = sum(row.get("duration_s") or 0.0 for row in self._rows)
         self._run.write_epochs(self._rows)
         started_at = self._run.read().started_at or utc_now()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, PositiveInt
@@ -51,6 +51,11 @@ class AutoencoderTask(Task):
 
     def model(self) -> nn.Module:
         return Autoencoder(hidden=self.config.hidden, code=self.config.code)
+
+    def stages(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Encoder, then decoder."""
+        assert isinstance(model, Autoencoder)
+        return [model.encoder, model.decoder]
 
     # A batch: a tuple of one tensor, images (n, 1, 8, 8).
 

@@ -121,7 +121,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
           onClick=${() => toggle(one.label)}
         >
           <i style=${{ background: `var(--series-${((one.index ?? index) % 8) + 1})` }}></i>
-          ${one.label} <span class="number">${valueOf(one)}</span>
+          <span class="clip" title=${one.label}>${one.label}</span> <span class="number">${valueOf(one)}</span>
         </button>`,
       )}
     </div>`}

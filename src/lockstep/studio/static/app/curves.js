@@ -110,7 +110,8 @@ const perRank = (stream, quantity) =>
     .names()
     .map((column) => [/(?:^|\.)(\d+)\.([a-z_]+)$/.exec(column), column])
     .filter(([found]) => found?.[2] === quantity)
-    .map(([found, column]) => [Number(found[1]), column]);
+    .map(([found, column]) => [Number(found[1]), column])
+    .sort(([a], [b]) => a - b);
 
 /** The ranks that the run itself named as the slow one. */
 const stragglers = (stream) => new Set([...(stream.column("slow_rank") ?? [])].filter((rank) => !Number.isNaN(rank)));

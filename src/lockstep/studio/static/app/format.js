@@ -48,7 +48,7 @@ export function clock(iso) {
 }
 
 export function gigabytes(bytes) {
-  return Number.isFinite(bytes) ? `${(bytes / 1e9).toFixed(1)} GB` : DASH;
+  return Number.isFinite(bytes) ? `${(bytes / 1e9).toFixed(bytes < 1e9 ? 3 : 1)} GB` : DASH;
 }
 
 /** `val_accuracy` → `val accuracy`, `lr` → `learning rate`. */

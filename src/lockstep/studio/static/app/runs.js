@@ -96,7 +96,7 @@ function Row({ run, onDialog }) {
         ${metric && !going && html`<span class="number">${words(metric[0])} ${number(metric[1])}</span>`}
       </span>
       <span class="facts">
-        <span>${run.task}</span><span>${(run.devices ?? []).join(", ")}</span><span>${ago(run.created_at)}</span>
+        <span title=${run.task}>${run.task.split("/").at(-1)}</span><span>${(run.devices ?? []).join(", ")}</span><span>${ago(run.created_at)}</span>
       </span>
       ${run.tags.length > 0 && html`<span class="facts">${run.tags.map((tag) => html`<span key=${tag} class="badge tag">${tag}</span>`)}</span>`}
     </a>

@@ -15,12 +15,16 @@ const CHARTS = [
   ["Peak memory per rank", "peak_memory", null, { format: gigabytes }],
 ];
 
-/** One line for each kind of scaling (strong: a fixed global batch, weak: a fixed batch per device), and the ideal. */
+/**
+ * A line for each strategy and kind of scaling (strong: a fixed global batch, weak: a fixed batch per device), and the
+ * ideal. All lines of a kind begin with the one device, which has no strategy of its own.
+ */
 function lines(points, column, ideal) {
-  const modes = [...new Set(points.map(({ mode }) => mode ?? null))];
-  const measured = modes.map((mode) => {
-    const rows = points.filter((point) => (point.mode ?? null) === mode && Number.isFinite(point[column]));
-    return { label: mode ?? "measured", x: rows.map(({ ranks }) => ranks), y: rows.map((row) => row[column]), points: true };
+  const several = points.filter(({ ranks }) => ranks > 1);
+  const kinds = new Map(several.map(({ strategy, mode }) => [`${strategy} ${mode}`, { strategy, mode }]));
+  const measured = [...kinds].map(([label, kind]) => {
+    const rows = points.filter((row) => row.mode === kind.mode && (row.ranks === 1 || row.strategy === kind.strategy) && Number.isFinite(row[column]));
+    return { label, x: rows.map(({ ranks }) => ranks), y: rows.map((row) => row[column]), points: true };
   });
   const x = [...new Set(points.map(({ ranks }) => ranks))].sort((a, b) => a - b);
   const all = ideal ? [...measured, { label: "ideal", x, y: x.map(ideal), dash: true }] : measured;
@@ -28,12 +32,14 @@ function lines(points, column, ideal) {
 }
 
 function Report({ report }) {
-  const points = [...(report.points ?? report.report?.points ?? [])].sort((a, b) => a.ranks - b.ranks);
-  return html`<section class="card stack" aria-label=${report.title ?? report.id}>
+  const points = [...(report.points ?? [])].sort((a, b) => a.ranks - b.ranks);
+  return html`<section class="card stack" aria-label=${report.title}>
     <div class="row between">
-      <h2>${report.title ?? report.id}</h2>
+      <h2>${report.title}</h2>
       <span class="muted">${clock(report.created_at)}</span>
     </div>
+    ${report.report.verdict && html`<p>${report.report.verdict}</p>`}
+    ${(report.report.notes ?? []).map((note) => html`<p key=${note} class="note">${note}</p>`)}
     ${points.length
       ? html`<div class="charts">
             ${CHARTS.map(([title, column, ideal, options]) => {
@@ -45,13 +51,14 @@ function Report({ report }) {
           <div class="scroll-x">
             <table>
               <thead>
-                <tr>${["Ranks", "Kind", "Samples/s", "Speed-up", "Efficiency", "Peak memory"].map((head) => html`<th key=${head} scope="col">${head}</th>`)}</tr>
+                <tr>${["Devices", "Strategy", "Kind", "Samples/s", "Speed-up", "Efficiency", "Peak memory"].map((head) => html`<th key=${head} scope="col">${head}</th>`)}</tr>
               </thead>
               <tbody>
                 ${points.map(
                   (point, at) => html`<tr key=${at}>
                     <td>${point.ranks}</td>
-                    <td>${point.mode ?? "–"}</td>
+                    <td>${point.strategy}</td>
+                    <td>${point.mode}</td>
                     <td>${number(point.samples_per_s, 3)}</td>
                     <td>${number(point.speedup, 3)}</td>
                     <td>${percent(point.efficiency)}</td>
@@ -70,7 +77,7 @@ function Start({ busy, onStart }) {
   const [chosen, setChosen] = useState(devices.value?.default ?? []);
   const why = chosen.length < 2 ? "two devices or ranks are needed to compare" : "";
   const start = () => post("/scaling", { task, devices: chosen, config: {} }).then(onStart, tellError);
-  return html`<section class="card stack" aria-label="Measure">
+  return html`<section class="card stack measure" aria-label="Measure">
     <label class="row">
       Task
       <select class="input" value=${task} onChange=${(event) => setTask(event.currentTarget.value)}>

@@ -105,8 +105,10 @@ function Ended({ run, detail }) {
       ${ENDS[run.status]} ${run.step !== null && html`Step ${number(run.step)} of ${number(run.total_steps)}.`}
       ${detail?.checkpoints.length > 0 && html` Newest checkpoint: step ${number(Math.max(...detail.checkpoints.map(({ step }) => step)))}.`}
     </p>
+    ${run.resume_error && html`<p class="note bad" role="alert">The last resume did not start an attempt. It said:</p>
+      <pre class="wrap log" tabindex="0" aria-label="Why it was not resumed">${run.resume_error}</pre>`}
     ${run.error && html`<pre class="wrap log" tabindex="0" aria-label="Failure">${run.error}</pre>`}
-    ${detail?.start_output && html`<pre class="wrap log" tabindex="0" aria-label="What the command said">${detail.start_output}</pre>`}
+    ${detail?.start_output && !run.resume_error && detail.start_output !== run.error && html`<pre class="wrap log" tabindex="0" aria-label="What the command said">${detail.start_output}</pre>`}
   </section>`;
 }
 
@@ -185,6 +187,7 @@ function Actions({ run, detail, onDialog }) {
   const saved = detail?.checkpoints.length > 0;
   return html`
     ${resume && html`<${Button} kind="primary" onClick=${() => onDialog("resume")}>Resume…<//>`}
+    ${detail && html`<a class="button" href=${`/api${runPath(run.id, "/report")}`} target="_blank" rel="noopener" title="Curves, settings and plan on one page, in a new tab">Report</a>`}
     ${saved && html`<${Button} onClick=${() => onDialog("evaluate")}>Evaluate…<//><${Button} onClick=${() => onDialog("export")}>Export…<//>`}
   `;
 }

@@ -1,0 +1,23 @@
+"""One rank of one contestant: ``python -m pace.worker WORKLOAD``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import torch
+
+from pace.workload import read_workload
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    workload = read_workload(sys.argv[1])
+    home = f"{workload.side}_side" if workload.side in ("lightning", "fabric", "accelerate", "lockstep") else "by_hand"
+    importlib.import_module(f"pace.{home}").run(workload)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What every loop trains: the same model, data, batch, optimizer and clipping."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.har import Cnn, Mlp, Transformer
+
+#: Steps between two readings of the loss, and between two looks at the clock.
+INTERVAL = 50
+#: A block that is timed has so many untimed steps around it.
+UNTIMED = 2 * INTERVAL
+CLASSES, LR, MAX_NORM = 6, 1e-3, 1.0
+#: Blocks in an epoch: its end falls between two timed blocks.
+BLOCKS_IN_EPOCH = 4
+
+#: Shape of a sample, and the model.
+MODELS: dict[str, tuple[tuple[int, int], type[nn.Module]]] = {
+    "mlp": ((1, 561), Mlp),
+    "cnn": ((9, 128), Cnn),
+    "transformer": ((9, 128), Transformer),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One contest: ``rounds`` blocks of ``steps`` timed steps.
+
+    ``batch`` is per rank; ``socket``: where the pace is set; ``folder``: for what a loop writes.
+    """
+
+    side: str
+    model: str
+    ranks: int
+    clip: bool
+    steps: int
+    rounds: int
+    socket: str
+    folder: str
+    batch: int = 32
+    device: str = "cpu"
+
+    @property
+    def period(self) -> int:
+        return self.steps + UNTIMED
+
+    @property
+    def total_steps(self) -> int:
+        return self.rounds * self.period + INTERVAL
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu") if self.device == "cpu" else torch.device("cuda", int(self.device[4:]))
+
+    def build(self) -> nn.Module:
+        (channels, length), kind = MODELS[self.model]
+        torch.manual_seed(0)
+        return kind(channels, CLASSES, length)
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """An epoch's samples and labels, in host memory."""
+        generator = torch.Generator().manual_seed(0)
+        samples = BLOCKS_IN_EPOCH * self.period * self.batch * self.ranks
+        shape, _ = MODELS[self.model]
+        labels = torch.randint(0, CLASSES, (samples,), generator=generator)
+        return torch.randn(samples, *shape, generator=generator), labels
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=LR, fused=True)
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_workload(text: str) -> Workload:
+    settings: dict[str, Any] = json.loads(text)
+    return Workload(**settings)
+
+
+def is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"

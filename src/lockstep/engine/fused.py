@@ -1,0 +1,155 @@
+"""torch's fused Adam kernels without what ``Optimizer.step`` does around them in Python, a third of a small step."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import optimizer as hooks_of_all
+
+#: What torch keeps its compiler away from, and the attribute in which it remembers how (torch/_compile.py).
+_KEPT_FROM_COMPILER = ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
+_DISABLED = "__dynamo_disable"
+
+
+class _Lists(NamedTuple):
+    """What the kernel takes of a group besides gradients, in the order of its parameters."""
+
+    parameters: list[nn.Parameter]
+    averages: list[Tensor]
+    squares: list[Tensor]
+    steps: list[Tensor]
+
+
+class Stepper:
+    """``optimizer.step()``, with the same result bit for bit.
+
+    Where the optimizer is torch's fused Adam or AdamW and nobody has hooked into it, the kernels are called directly,
+    as ``torch.optim.adam._fused_adam`` does; else ``optimizer.step()`` is.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._is_plain = type(optimizer) in (Adam, AdamW)
+        self._state: Any = None
+        self._lists: list[_Lists] = []
+
+    def __call__(self, found_inf: Tensor | None = None) -> None:
+        """Take the step; where ``found_inf`` (shape ()) is 1, nothing changes: for optimizers with fused kernels."""
+        optimizer = self._optimizer
+        gradients = _gradients(optimizer) if self._is_plain and not _watched(optimizer) else None
+        if gradients is not None and (
+            optimizer.state is not self._state or len(optimizer.param_groups) != len(self._lists)
+        ):
+            self._prepare()  # the first step, or a checkpoint was loaded
+        if gradients is None or not self._is_plain:
+            if found_inf is not None:
+                optimizer.found_inf, optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
+            optimizer.step()
+            return
+        with torch.no_grad():
+            for group, lists, own in zip(optimizer.param_groups, self._lists, gradients, strict=True):
+                _step(group, lists, own, found_inf)
+
+    def _prepare(self) -> None:
+        optimizer = self._optimizer
+        self._is_plain = all(map(_is_plain, optimizer.param_groups))
+        if self._is_plain:
+            self._state = optimizer.state
+            self._lists = [_lists(group["params"], optimizer.state) for group in optimizer.param_groups]
+
+
+def _gradients(optimizer: Optimizer) -> list[list[Tensor]] | None:
+    """By group; ``None`` when a parameter has none in this step."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    found = [[p.grad for p in parameters if p.grad is not None] for parameters in groups]
+    return found if list(map(len, found)) == list(map(len, groups)) else None
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    """Whether a group needs nothing but the kernel's usual arguments, on one device and in one dtype."""
+    parameters = group["params"]
+    kinds = {(p.device, p.dtype) for p in parameters}
+    unusual = ("amsgrad", "maximize", "capturable", "differentiable")
+    numbers = (group["lr"], *group["betas"])
+    return bool(
+        group.get("fused")
+        and len(kinds) == 1
+        and all(p.is_floating_point() and p.requires_grad and type(p.data) is Tensor for p in parameters)
+        and not any(group[name] for name in unusual)
+        and all(isinstance(number, float) for number in numbers)
+    )
+
+
+def _watched(optimizer: Any) -> bool:
+    """Whether somebody wants to see this very step: hooks, or a profiler, which shows ``Optimizer.step``."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or hooks_of_all._global_optimizer_pre_hooks
+        or hooks_of_all._global_optimizer_post_hooks
+        or "step" in vars(optimizer)  # a schedule of torch's counts steps so
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    )
+
+
+def _lists(parameters: list[nn.Parameter], states: Any) -> _Lists:
+    lists = _Lists(list(parameters), [], [], [])
+    for parameter in parameters:
+        state = states[parameter]
+        if not state:  # as Adam._init_group
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        lists.averages.append(state["exp_avg"])
+        lists.squares.append(state["exp_avg_sq"])
+        lists.steps.append(state["step"])
+    return lists
+
+
+def _step(group: dict[str, Any], lists: _Lists, gradients: list[Tensor], found_inf: Tensor | None) -> None:
+    torch._foreach_add_(lists.steps, 1)
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    kernel(
+        lists.parameters,  # type: ignore[arg-type]
+        gradients,
+        lists.averages,
+        lists.squares,
+        [],
+        lists.steps,
+        amsgrad=False,
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+        grad_scale=None,
+        found_inf=found_inf,
+    )
+    if found_inf is not None:
+        torch._foreach_sub_(lists.steps, [found_inf] * len(lists.steps))
+
+
+@contextlib.contextmanager
+def compiler_not_imported() -> Iterator[None]:
+    """Optimizers made, saved or loaded inside do not import torch's compiler, which takes longer than many first steps.
+
+    torch imports it to keep it from compiling these methods; until it is imported, nothing is compiled.
+    """
+    methods = [getattr(vars(Optimizer)[name], "__wrapped__", None) for name in _KEPT_FROM_COMPILER]
+    if "torch._dynamo" in sys.modules or any(method is None for method in methods):
+        yield
+        return
+    for method in methods:
+        setattr(method, _DISABLED, method)
+    try:
+        yield
+    finally:
+        for method in methods:
+            delattr(method, _DISABLED)

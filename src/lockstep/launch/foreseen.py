@@ -1,0 +1,26 @@
+"""A forecast that a run is held against: kept in its folder, so that `lockstep show` can compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+
+def read_forecast(path: Path) -> dict[str, Any]:
+    """The report of ``lockstep forecast``: its file, or the folder with ``report.json``.
+
+    Raises:
+        ConfigError: there is none, or it is something else.
+    """
+    file = path / "report.json" if path.is_dir() else path
+    fix = "name the folder that `lockstep forecast` printed, or its report.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"telemetry.forecast: {file} cannot be read", why=str(error), fix=fix) from error
+    if not isinstance(found, dict) or found.get("kind") != "forecast" or not isinstance(found.get("rows"), list):
+        raise ConfigError(f"telemetry.forecast: {file} is no forecast", fix=fix)
+    return found

@@ -1,0 +1,294 @@
+"""``strategy: fsdp`` computes what one device computes: steps, norms, checkpoints, whatever the ranks and the tail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep import make_plan
+from lockstep.config import FsdpConfig, OptimizerConfig, SchedulerConfig
+from lockstep.config.load import merge
+from lockstep.data.arrays import ArrayDataset
+from lockstep.data.loader import InOrder, Source, windows
+from lockstep.engine.batchnorm import convert
+from lockstep.engine.fsdp import FsdpStrategy, ShardedModel, gathered
+from lockstep.engine.precision import Precision
+from lockstep.engine.strategy import Flags, SingleStrategy
+from lockstep.engine.task import Loss, Task
+from lockstep.engine.update import Update, build_optimizer
+from lockstep.errors import UnsupportedError
+from lockstep.hardware.world import World
+from lockstep.plan import BatchPlan
+from lockstep.plan.schedule import resolve_schedule
+from lockstep.telemetry.rundir import RunDir
+from tests.dist.runs import assert_equal_runs, go_on, train, used
+from tests.e2e.test_train import TOY, finish, start
+from tests.gloo import run_ranks
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.timeout(600)
+
+
+class Case(NamedTuple):
+    """One training by hand: so many samples and a plan, with or without BatchNorm, and how it differs."""
+
+    samples: int
+    accumulate: int = 1
+    batchnorm: bool = False
+    checkpointing: bool = False
+    sharding: str = "full"
+    poison: bool = False
+    max_norm: float | None = 0.05
+    optimizer: str = "adamw"
+
+
+class Outcome(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    skipped: int
+    flags: list[Flags | None]
+    weights: dict[str, Tensor]
+    moments: dict[str, Any]
+
+
+class Deep(nn.Module):
+    """Blocks of one kind, a weight that two layers share, a parameter of the model itself, and a method of its own."""
+
+    def __init__(self, batchnorm: bool) -> None:
+        super().__init__()
+        # A bias before BatchNorm has no gradient but rounding noise, which Adam would blow up.
+        self.inner = nn.Linear(4, 5, bias=not batchnorm)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 5, bias=not batchnorm), nn.BatchNorm1d(5) if batchnorm else nn.Tanh())
+            for _ in range(2)
+        )
+        self.tied = nn.Linear(5, 5)
+        self.again = nn.Linear(5, 5)
+        self.again.weight = self.tied.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(5, 1)
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.again(torch.tanh(self.tied(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.features(x) * self.scale)
+        return output
+
+
+class Weighted(Task):
+    """Samples hold different numbers of items, so a mean of means would be wrong."""
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        inputs, items = batch
+        outputs = model.head(model.features(inputs) * model.scale)
+        return Loss(((outputs.squeeze(1) - 1.0) ** 2 * items).sum(), items.sum())
+
+
+def data_of(case: Case) -> ArrayDataset:
+    generator = torch.Generator().manual_seed(case.samples)
+    inputs = torch.randn(case.samples, 4, generator=generator, dtype=torch.float64)
+    if case.poison:
+        inputs[0] = torch.inf
+    return ArrayDataset(inputs, torch.randint(1, 9, (case.samples,), generator=generator).double())
+
+
+def two_epochs(rank: int, ranks: int, case: Case, per_step: int) -> Outcome:
+    torch.manual_seed(0)
+    model: nn.Module = Deep(case.batchnorm).double()
+    alone = ranks == 1
+    micro = per_step // (ranks * case.accumulate)
+    plan = BatchPlan(
+        samples=case.samples,
+        global_batch=per_step,
+        batch_size=per_step // case.accumulate if alone else micro,
+        accumulate=case.accumulate,
+        ranks=ranks,
+        least_window=2 if case.batchnorm else 1,
+    )
+    task, precision, sharded = Weighted(), Precision("32", CPU, 2.0**-4), None
+    if case.batchnorm and not alone:
+        model = convert(model, None)
+    if not alone:
+        config = FsdpConfig(activation_checkpointing=case.checkpointing, sharding=case.sharding)  # type: ignore[arg-type]
+        nodes = 2 if case.sharding == "hybrid" else 1
+        world = World(rank, ranks, rank % (ranks // nodes), ranks // nodes)
+        sharded = ShardedModel(task, model, config, "32", CPU, world)
+    schedule, _ = resolve_schedule(
+        SchedulerConfig(name="constant", warmup_steps=0),
+        lr=0.05,
+        total_steps=2 * plan.steps_per_epoch,
+        steps_per_epoch=plan.steps_per_epoch,
+        offset=0,
+    )
+    optimizer = build_optimizer(OptimizerConfig(name=case.optimizer, lr=0.05), model, 0.05)  # type: ignore[arg-type]
+    update = Update(model, optimizer, schedule, precision, case.max_norm, sharded)
+    if sharded is None:
+        strategy: SingleStrategy = SingleStrategy(task, model, precision, CPU, seed=0)
+    else:
+        ranks_of: dict[str, Any] = {"rank": rank, "world_size": ranks, "sync_batchnorm": case.batchnorm}
+        strategy = FsdpStrategy(task, sharded, precision, CPU, seed=0, **ranks_of)
+    source = Source(data_of(case), task.collate, 0, InOrder())
+    found: list[float] = []
+    norms: list[float] = []
+    flags = []
+    for step, window in enumerate(windows(plan, rank=rank, epoch=0, position=0, epochs=2, ghosts=True)):
+        batches = (source.batch(request) for request in window.requests)
+        reduced = strategy.gradients(window, batches, step, Flags(stop=float(rank == 1 and step == 1)))
+        update.apply(step, reduced.count, reduced.divisor, want_norm=False)
+        found.append(float(reduced.total) / float(reduced.count))
+        norms.append(float(update.grad_norm) if update.grad_norm is not None else 0.0)
+        flags.append(reduced.flags)
+    strategy.synchronise_buffers()
+    state = gathered({"model": model.state_dict(), "update": update.state_dict()}, keep=True)
+    update.load_state_dict(state["update"])
+    again = gathered(update.state_dict()["optimizer"]["state"], keep=True)
+    return Outcome(found, norms, update.skipped, flags, state["model"], again)
+
+
+def all_cases(rank: int, ranks: int, cases: list[Case], per_step: int) -> list[Outcome]:
+    return [two_epochs(rank, ranks, case, per_step) for case in cases]
+
+
+CASES = [
+    Case(24),
+    Case(25, accumulate=2),  # one sample is left for the last step: the other ranks have none
+    Case(26, batchnorm=True),
+    Case(25, checkpointing=True, max_norm=None),
+    Case(25, optimizer="sgd"),
+]
+
+
+def assert_same(ours: Outcome, theirs: Outcome) -> None:
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-9)
+    assert ours.norms == pytest.approx(theirs.norms, rel=1e-9)
+    assert ours.skipped == theirs.skipped
+    assert ours.weights.keys() == theirs.weights.keys()
+    for name, value in theirs.weights.items():
+        torch.testing.assert_close(ours.weights[name], value, rtol=1e-7, atol=1e-9)
+    for number, state in theirs.moments.items():
+        for name, value in state.items():
+            torch.testing.assert_close(ours.moments[number][name], value, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_divide_the_model_compute_what_one_device_computes(ranks: int) -> None:
+    """Losses, norms of the whole gradient, clipped weights and moments, short last steps and empty ranks included."""
+    by_rank = run_ranks(all_cases, ranks, CASES, 12, timeout_s=240.0)
+    for index, case in enumerate(CASES):
+        alone = two_epochs(0, 1, case, 12)
+        for rank in range(ranks):
+            assert_same(by_rank[rank][index], alone)
+            assert [flags.stop for flags in by_rank[rank][index].flags][:3] == [0.0, 1.0, 0.0]
+
+
+def test_a_sample_that_is_not_finite_is_skipped_by_all_ranks_and_spares_the_empty_ones() -> None:
+    """Whether a norm is wanted or not, and where its replay on ranks without samples would spread it."""
+    cases = [Case(13, poison=True), Case(13, poison=True, max_norm=None), Case(1, poison=True)]
+    by_rank = run_ranks(all_cases, 2, cases, 12, timeout_s=120.0)
+    for rank in range(2):
+        assert [outcome.skipped for outcome in by_rank[rank]] == [2, 2, 2]
+        for outcome in by_rank[rank]:
+            assert all(value.isfinite().all() for value in outcome.weights.values())
+    for index, case in enumerate(cases[:2]):
+        for name, value in two_epochs(0, 1, case, 12).weights.items():
+            torch.testing.assert_close(by_rank[0][index].weights[name], value, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.drill
+def test_hybrid_sharding_over_two_nodes_computes_the_same() -> None:
+    cases = [case._replace(sharding="hybrid", checkpointing=False) for case in CASES]
+    by_rank = run_ranks(all_cases, 4, cases, 16, timeout_s=240.0)
+    for index, case in enumerate(cases):
+        alone = two_epochs(0, 1, case, 16)
+        for rank in range(4):
+            assert_same(by_rank[rank][index], alone)
+
+
+#: The same global batch for any number of ranks; one rank takes it in one micro-batch, so BatchNorm sees the same.
+SAME = {"training": {"global_batch_size": 32, "batch_size": 32}, "task": {"batchnorm": True}}
+FSDP = {"hardware": {"strategy": "fsdp"}}
+
+
+def up_to(steps: int | None) -> dict[str, Any]:
+    return {"training": {"max_steps": steps}}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return train(TOY, tmp_path_factory.mktemp("alone") / "run", "cpu", SAME)
+
+
+def test_a_run_goes_on_as_ddp_and_on_one_device_and_sees_each_sample_once(alone: RunDir, tmp_path: Path) -> None:
+    """Stopped in mid-epoch on three ranks that divide the model, on with two that copy it, then with one."""
+    run = train(TOY, tmp_path / "run", "cpu,cpu,cpu", merge(SAME, merge(FSDP, up_to(3))))
+    assert run.plan()["placement"]["strategy"] == "fsdp"
+    go_on(run, "cpu,cpu", {"hardware": {"strategy": "ddp"}, **up_to(9)})
+    go_on(run, "cpu", {"hardware": {"strategy": "auto"}, **up_to(None)})
+    assert used(run) == {1: list(range(200)), 2: list(range(200))}
+    assert_equal_runs(run, alone)
+
+
+@pytest.mark.drill
+def test_a_run_of_one_device_goes_on_as_ddp_and_ends_divided_among_three(alone: RunDir, tmp_path: Path) -> None:
+    """Weights, moments and metrics go over to fsdp too, and come back as one file."""
+    run = train(TOY, tmp_path / "run", "cpu", merge(SAME, up_to(3)))
+    go_on(run, "cpu,cpu", up_to(9))
+    go_on(run, "cpu,cpu,cpu", {**FSDP, **up_to(None)})
+    assert used(run) == {1: list(range(200)), 2: list(range(200))}
+    assert_equal_runs(run, alone)
+    finish(start("export", "run", "--out", "exported", cwd=tmp_path), timeout_s=300)
+    assert "output: (2, 3)" in finish(start("load_example.py", module=(), cwd=tmp_path / "exported"), timeout_s=300)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"training": {"reproducibility": "exact"}}, "strategy fsdp"),
+        ({"training": {"compile": True}}, "training.compile"),
+        ({"training": {"engine": "lightning"}}, "training.engine lightning"),
+        ({"fsdp": {"cpu_offload": True}}, "fsdp.cpu_offload on the CPU"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    whole = merge({"hardware": {"strategy": "fsdp", "selected_devices": "cpu,cpu"}}, settings)
+    with pytest.raises(UnsupportedError, match=words):
+        make_plan(TOY, whole)
+
+
+def test_models_that_cannot_be_divided_are_refused_by_name() -> None:
+    run_ranks(refusals, 1)
+
+
+def refusals(rank: int, ranks: int) -> None:
+    world, config = World(), FsdpConfig(activation_checkpointing=True)
+    with pytest.raises(UnsupportedError, match=r"BatchNorm1d '1'.*"):
+        ShardedModel(Weighted(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), config, "32", CPU, world)
+    scalar = nn.Linear(2, 2)
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(UnsupportedError, match="scalar parameter scale"):
+        ShardedModel(Weighted(), scalar, FsdpConfig(), "32", CPU, world)
+
+
+@pytest.mark.drill
+def test_verify_finds_that_divided_models_compute_what_one_device_computes(tmp_path: Path) -> None:
+    verify = (
+        "verify",
+        TOY,
+        "--strategy",
+        "fsdp",
+        "--devices",
+        "cpu,cpu",
+        "--steps",
+        "8",
+        "--set",
+        "task.batchnorm=true",
+    )
+    finish(start(*verify, cwd=tmp_path), timeout_s=900)

@@ -1,0 +1,116 @@
+"""``strategy: pipeline``: stages on several ranks, or several devices of one, compute what one device computes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.config.load import merge
+from lockstep.engine.pipeline import schedule
+from lockstep.engine.placed import shares
+from lockstep.errors import LockstepError
+from lockstep.telemetry.rundir import RunDir
+from tests.dist.runs import assert_equal_runs, go_on, train, used
+from tests.e2e.test_train import finish, start
+from tests.gloo import ROOT
+
+TASK = f"{ROOT / 'tests' / 'dist' / 'staged.py'}:Staged"
+#: Three micro-batches a step, of which the last one of an epoch has fewer samples.
+SAME = {"training": {"global_batch_size": 30, "batch_size": 10}, "task": {"batchnorm": True}}
+PIPELINE = {"hardware": {"strategy": "pipeline"}}
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return train(TASK, tmp_path_factory.mktemp("alone") / "run", "cpu", SAME)
+
+
+def test_three_stages_on_two_ranks_compute_what_one_device_does_and_go_on_there(alone: RunDir, tmp_path: Path) -> None:
+    """Stopped in mid-epoch, on with the other schedule, then on one device; each sample is used once."""
+    run = train(TASK, tmp_path / "run", "cpu,cpu", merge(SAME, merge(PIPELINE, {"training": {"max_steps": 3}})))
+    assert run.plan()["placement"]["strategy"] == "pipeline"
+    go_on(run, "cpu,cpu", {"pipeline": {"schedule": "gpipe"}, "training": {"max_steps": 9}})
+    go_on(run, "cpu", {"hardware": {"strategy": "auto"}, "training": {"max_steps": None}})
+    assert used(run) == {1: list(range(200)), 2: list(range(200))}
+    assert_equal_runs(run, alone)
+
+
+def test_one_process_with_its_layers_on_two_devices_computes_the_same(alone: RunDir, tmp_path: Path) -> None:
+    settings = merge(SAME, merge(PIPELINE, {"pipeline": {"in_process": True}}))
+    run = train(TASK, tmp_path / "run", "cpu,cpu", settings)
+    assert run.plan()["placement"]["world_size"] == 1
+    assert_equal_runs(run, alone)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_a_stage_on_each_of_three_ranks_computes_the_same(alone: RunDir, tmp_path: Path, kind: str) -> None:
+    run = train(TASK, tmp_path / "run", "cpu,cpu,cpu", merge(SAME, merge(PIPELINE, {"pipeline": {"schedule": kind}})))
+    assert_equal_runs(run, alone)
+
+
+@pytest.mark.parametrize(
+    ("task", "devices", "words"),
+    [
+        ("Incomplete", "cpu,cpu", "no stage holds last.weight"),
+        ("Unstaged", "cpu,cpu", "cannot be trained in stages"),
+        ("CallsMethod", "cpu,cpu", "calls a method of its model"),
+        ("Staged", "cpu,cpu,cpu,cpu", "4 devices, but the model has 3 stage"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_one_clear_error(tmp_path: Path, task: str, devices: str, words: str) -> None:
+    settings = merge(SAME, merge(PIPELINE, {"pipeline": {"in_process": True}}))
+    with pytest.raises(LockstepError, match=words):
+        train(TASK.replace("Staged", task), tmp_path / "run", devices, settings)
+
+
+@pytest.mark.drill
+def test_a_task_that_calls_its_model_twice_is_told_so(tmp_path: Path) -> None:
+    command = ("train", TASK.replace("Staged", "CallsTwice"), "--strategy", "pipeline", "--devices", "cpu,cpu")
+    output = finish(start(*command, cwd=tmp_path), 2, timeout_s=300)
+    assert "calls its model twice" in output
+    assert "Traceback" not in output
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 9))
+def test_any_schedule_ends_and_does_each_micro_batch_once(kind: str, ranks: int, micro_batches: int) -> None:
+    """Played out on all ranks: nobody waits for ever, and 1f1b holds no more activations than ranks follow."""
+    todo = [list(schedule(kind, rank, ranks, micro_batches)) for rank in range(ranks)]
+    done: list[list[tuple[bool, int]]] = [[] for _ in range(ranks)]
+    while any(todo):
+        before = sum(map(len, todo))
+        for rank in range(ranks):
+            while todo[rank]:
+                forward, place = todo[rank][0]
+                if forward and rank and (True, place) not in done[rank - 1]:
+                    break
+                if not forward and rank < ranks - 1 and (False, place) not in done[rank + 1]:
+                    break
+                done[rank].append(todo[rank].pop(0))
+        assert sum(map(len, todo)) < before, "all ranks wait"
+    for rank, actions in enumerate(done):
+        assert sorted(actions) == [(kind, place) for kind in (False, True) for place in range(micro_batches)]
+        assert all(actions.index((True, place)) < actions.index((False, place)) for place in range(micro_batches))
+        held = [sum(1 if forward else -1 for forward, _ in actions[: end + 1]) for end in range(len(actions))]
+        if kind == "1f1b":
+            assert max(held) <= ranks - rank
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=1, max_size=8), st.data())
+def test_no_other_cut_has_a_faster_slowest_device(seconds: list[float], data: st.DataObject) -> None:
+    devices = data.draw(st.integers(1, len(seconds)))
+    bounds = shares(seconds, devices)
+    inner = data.draw(st.permutations(range(1, len(seconds))))[: devices - 1]
+    other = [0, *sorted(inner), len(seconds)]
+
+    def slowest(cuts: list[int]) -> float:
+        return max(sum(seconds[a:b]) for a, b in pairwise(cuts))
+
+    assert len(bounds) == devices + 1
+    assert all(a < b for a, b in pairwise(bounds))
+    assert slowest(bounds) <= slowest(other) * (1 + 1e-9)

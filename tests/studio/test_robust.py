@@ -1,0 +1,383 @@
+"""What must not take the studio down, start a run twice, or hit a process that is not meant."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from lockstep.cli.main import VERBS
+from lockstep.cli.settings import flag_table
+from lockstep.config import resolve
+from lockstep.errors import LockstepError, RunFolderError
+from lockstep.launch.folder import claimed
+from lockstep.studio.columns import Columns, columns_of
+from lockstep.studio.feed import Feed
+from lockstep.studio.home import Home
+from lockstep.studio.jobs import Jobs
+from lockstep.studio.processes import Identity, is_alive, reap, send
+from lockstep.studio.schemas import ResumeBody
+from lockstep.studio.starts import Starts
+from lockstep.studio.studio import Options, Studio
+from lockstep.studio.tasks import offered_tasks
+from lockstep.telemetry.files import JsonLines, last_row
+from lockstep.telemetry.rundir import RunDir
+from tests.e2e.test_train import finish, start, wait_for_step
+from tests.gloo import ROOT, clean_environment
+from tests.hardware.machines import machine
+from tests.studio.serving import TOY, WAIT_S, Address, studio
+
+NAME = "run-0000000a"
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[Address]:
+    with studio(tmp_path, machine(0), kill_after_s=3.0) as found:
+        yield found
+
+
+def make_run(folder: Path, name: str = NAME, status: str = "stopped") -> RunDir:
+    run = RunDir.create(folder / "runs" / name, resolve(), run_id=name, command=["lockstep"])
+    run.begin_attempt({"epochs": 3}, {"devices": ["cpu"], "strategy": "single"})
+    run.update(status=status)
+    return run
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    """A process that leads a group and hears no SIGTERM; it is ready when this returns."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+
+
+def created(pid: int) -> float:
+    return psutil.Process(pid).create_time()
+
+
+def beat_of(run: RunDir, process: subprocess.Popen[bytes]) -> None:
+    """Let ``process`` answer for the run."""
+    content = json.loads(run.heartbeat_file.read_text())
+    content |= {"pid": process.pid, "created": created(process.pid), "handing_over": False, "updated": time.time()}
+    run.heartbeat_file.write_text(json.dumps(content))
+
+
+def wait_until(done: Any) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+DAMAGED = [{"devices": 5}, {"devices": [[1]]}, {"devices": "cpu"}, {"devices": [None]}, {"devices": {"cpu": 1}}]
+
+
+def test_a_damaged_record_hides_only_its_own_run(address: Address, tmp_path: Path) -> None:
+    make_run(tmp_path, "run-whole", status="running")
+    for number, placement in enumerate(DAMAGED):
+        file = make_run(tmp_path, f"run-{number}", status="running").run_file
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"placement": placement}))
+    for _ in range(2):  # the second look finds what the first one left
+        listed = address.get("/api/runs")
+        assert [run["id"] for run in listed["runs"]] == ["run-whole"]
+        assert len(listed["problems"]) == len(DAMAGED)
+        assert address.get("/api/devices")["runs"] == {"cpu": ["run-whole"]}
+        assert address.call("GET", "/api/runs/run-0", 409)["message"].endswith("are not a list of names")
+    file = tmp_path / "runs" / "run-0" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"placement": {"devices": ["gpu:7"]}}))
+    assert address.get("/api/runs/run-0")["devices"] == ["gpu:7"], "mended by hand, it is back"
+
+
+def test_what_nobody_foresaw_in_one_run_hides_only_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure is put in by hand: one that is known of would have been mended."""
+    here = Studio(options(tmp_path), lambda refresh=False: machine(0))
+    good, bad = make_run(tmp_path, "run-good"), make_run(tmp_path, "run-bad")
+    judge = RunDir.judge
+
+    def failing(run: RunDir, *rest: Any) -> str:
+        if run.path.name == "run-bad":
+            raise ZeroDivisionError("made up")
+        return judge(run, *rest)
+
+    monkeypatch.setattr(RunDir, "judge", failing)
+    for _ in range(2):
+        names = {summary["id"] for summary in here.index.summaries()}
+        assert (good.path.name in names, bad.path.name in names) == (True, False)
+        assert any("ZeroDivisionError: made up" in problem for problem in here.index.problems())
+        here.index.users()
+    monkeypatch.undo()
+    assert bad.path.name in {summary["id"] for summary in here.index.summaries()}
+    assert not any("made up" in problem for problem in here.index.problems())
+
+
+def test_a_run_that_cannot_be_followed_does_not_end_the_following_of_others(
+    address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path, "run-fails"), make_run(tmp_path, "run-works")
+    poll, jobs_changed, failures = Feed.poll, Jobs.changed, []
+
+    def failing(feed: Feed) -> bool:
+        if feed.name == "run-fails":
+            raise ZeroDivisionError("made up")
+        return poll(feed)
+
+    def failing_once(jobs: Jobs) -> list[dict[str, Any]]:
+        if not failures:
+            failures.append(1)
+            raise ZeroDivisionError("made up")
+        return jobs_changed(jobs)
+
+    monkeypatch.setattr(Feed, "poll", failing)
+    monkeypatch.setattr(Jobs, "changed", failing_once)
+    with address.live() as tab:
+
+        def until(done: Any) -> dict[str, Any]:
+            deadline = time.monotonic() + WAIT_S
+            while True:
+                assert time.monotonic() < deadline
+                message = tab.recv(timeout=WAIT_S)
+                if isinstance(message, str) and done(found := json.loads(message)):
+                    return dict(found)
+
+        for run in ("run-fails", "run-works"):
+            tab.send(json.dumps({"type": "subscribe", "run": run}))
+        told = until(lambda m: m["type"] == "error")
+        assert (told["run"], told["code"]) == ("run-fails", "RUN_NOT_USABLE")
+        tab.send(json.dumps({"type": "watch", "runs": True}))
+        until(lambda m: m["type"] == "run" and m["run"] == "run-works")
+        wait_until(lambda: failures)
+        RunDir(tmp_path / "runs" / "run-works").update(name="another name")
+        until(lambda m: m["type"] == "run" and m["summary"]["name"] == "another name")
+        make_run(tmp_path, "run-later")
+        until(lambda m: m["type"] in {"runs", "runs_changed"} and "run-later" in {r["id"] for r in m["runs"]})
+
+
+def options(folder: Path) -> Options:
+    verbs = tuple(name for name, _, _ in VERBS)
+    return Options(folder / "runs", offered_tasks([TOY]), flag_table(), verbs)
+
+
+def test_of_two_resumes_at_once_one_starts(tmp_path: Path) -> None:
+    here = Studio(options(tmp_path), lambda refresh=False: machine(0))
+    make_run(tmp_path)
+    ready, started, refused = threading.Barrier(4), [], []
+
+    def resume() -> None:
+        ready.wait()
+        try:
+            here.resume(NAME, ResumeBody())
+            started.append(here.starts.read(NAME))
+        except LockstepError as error:
+            refused.append(error.code)
+
+    threads = [threading.Thread(target=resume) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (start,) = started
+    send(start.process, signal.SIGKILL, group=True)
+    wait_until(lambda: not is_alive(start.process))
+    reap()
+    assert refused == ["TRAINING_IN_PROGRESS"] * 3
+
+
+CLAIMER = """
+import sys
+from pathlib import Path
+from lockstep.launch.folder import claimed
+from lockstep.telemetry.rundir import RunDir
+with claimed(RunDir(Path(sys.argv[1]))):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_claim_keeps_others_out_and_dies_with_its_process(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    other = subprocess.Popen(
+        [sys.executable, "-c", CLAIMER, str(run.path)],
+        env=clean_environment(PYTHONPATH=str(ROOT / "src")),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"claimed\n"
+        with pytest.raises(RunFolderError, match="resumed by another process"), claimed(run, wait_s=0.2):
+            pass
+        os.kill(other.pid, signal.SIGKILL)
+        with claimed(run):
+            with pytest.raises(RunFolderError, match="resumed by another process"), claimed(run, wait_s=0.0):
+                pass  # a thread of the same process is another one, too
+            refused: list[RunFolderError] = []
+            resuming = threading.Thread(target=lambda: refused.extend(claim_error(run)))
+            resuming.start()
+            resuming.join()
+            assert len(refused) == 1
+        with claimed(run, wait_s=0.0):
+            pass  # it was given back
+    finally:
+        end(other)
+
+
+def claim_error(run: RunDir) -> list[RunFolderError]:
+    try:
+        with claimed(run, wait_s=0.0):
+            return []
+    except RunFolderError as error:
+        return [error]
+
+
+@pytest.mark.drill
+def test_of_two_resumes_from_terminals_one_trains(tmp_path: Path) -> None:
+    command = ("--set", "task.dataset=plain", "--num-workers", "0", "--set", "task.pause_s=0.01")
+    first = start("train", TOY, "--devices", "cpu", "--save-dir", "runs/run", *command, cwd=tmp_path)
+    wait_for_step(tmp_path / "runs" / "run", 1, first)
+    first.send_signal(signal.SIGTERM)
+    finish(first, code=143)
+    both = [start("resume", "runs/run", cwd=tmp_path) for _ in range(2)]
+    try:
+        told = [process.communicate(timeout=WAIT_S) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert sorted(process.returncode for process in both) == [0, 2], told
+    run = RunDir.open(tmp_path / "runs" / "run")
+    assert (run.status(), run.read().attempt) == ("completed", 2)
+    assert sorted(entry.name for entry in run.attempts.iterdir()) == ["1", "2"]
+
+
+def test_a_resume_waits_for_the_claim_of_one_that_ends(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    inside = threading.Event()
+
+    def hold() -> None:
+        with claimed(run):
+            inside.set()
+            time.sleep(0.3)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    inside.wait(WAIT_S)
+    with claimed(run, wait_s=WAIT_S):
+        pass
+    holder.join()
+
+
+def launcher_of(run: RunDir, process: subprocess.Popen[bytes], **more: Any) -> None:
+    content = {"pid": process.pid, "created": created(process.pid), "host": os.uname().nodename, **more}
+    (run.logs / "launcher.json").write_text(json.dumps(content))
+
+
+def test_a_run_of_several_ranks_is_signalled_at_its_launcher(tmp_path: Path) -> None:
+    run, starts = make_run(tmp_path, status="running"), Starts(Home(tmp_path / "runs"))
+    rank, launcher = sleeper(), sleeper()
+    try:
+        beat_of(run, rank)
+        assert starts.target(NAME, run) is not None
+        launcher_of(run, launcher)
+        target = starts.target(NAME, run)
+        assert target is not None
+        assert (target.process.pid, target.group) == (launcher.pid, False)
+        for other in ({"created": created(launcher.pid) - 60}, {"host": "elsewhere"}, {"pid": "x"}):
+            launcher_of(run, launcher, **other)
+            found = starts.target(NAME, run)
+            assert found is not None
+            assert found.process.pid == rank.pid
+    finally:
+        end(rank)
+        end(launcher)
+    assert starts.target(NAME, run) is None
+
+
+def test_a_late_kill_spares_what_came_after(address: Address, tmp_path: Path) -> None:
+    """A kill is for the process that was told to stop, in the attempt in which it was told."""
+    stopped, resumed, notebook, stays = processes = [sleeper() for _ in range(4)]
+    try:
+        for name, process in (("run-resumed", stopped), ("run-notebook", notebook), ("run-stays", stays)):
+            beat_of(make_run(tmp_path, name, status="running"), process)
+            assert address.post(f"/api/runs/{name}/stop", None, 202)["kill_after_s"] == 3.0
+        run = RunDir(tmp_path / "runs" / "run-resumed")
+        beat_of(run, resumed)  # it goes on in another process
+        end(stopped)
+        RunDir(tmp_path / "runs" / "run-notebook").update(attempt=2)  # it goes on in the same process
+        stays.wait(WAIT_S)  # killed as said
+        time.sleep(0.5)  # the others' time came before that of this one
+        assert (resumed.poll(), notebook.poll()) == (None, None)
+    finally:
+        for process in processes:
+            end(process)
+
+
+def test_a_job_that_cannot_be_started_or_noted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path / "runs")
+    home.make()
+    jobs = Jobs(home)
+    with pytest.raises(LockstepError):
+        jobs.begin("doctor", ["doctor", "a\0b"])  # no process can be started with it
+    assert list(home.jobs.iterdir()) == []
+    monkeypatch.setattr("lockstep.studio.jobs.write_json", full_disk)
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(LockstepError):
+        jobs.begin("doctor", ["doctor", "--json"])
+    assert list(home.jobs.iterdir()) == []
+    left = [child for child in psutil.Process().children() if child.pid not in before]
+    wait_until(lambda: not any(is_alive(Identity(child.pid, child.create_time())) for child in left))
+    reap()
+
+
+def full_disk(path: Path, _: Any) -> None:
+    from lockstep.telemetry.files import write_json
+
+    write_json(path / "no" / "such" / "folder", {})
+
+
+RANKS = 1024
+
+
+def rank_row(step: int) -> dict[str, Any]:
+    state = {"loss_s": 0.125, "step_s": 0.25, "wait_s": 0.5, "input_s": 0.25, "memory": 1 << 30, "peak": 1 << 31}
+    return {"step": step, "attempt": 1, "epoch": 1, "ranks": [{"rank": rank, **state} for rank in range(RANKS)]}
+
+
+def test_a_thousand_ranks_are_all_there(tmp_path: Path) -> None:
+    columns = Columns("step")
+    columns.append(columns_of([rank_row(1), rank_row(2)], "step"))
+    assert columns[f"ranks.{RANKS - 1}.peak"].tolist() == [float(1 << 31)] * 2
+    assert not columns.cut
+    file = JsonLines(tmp_path / "ranks.jsonl")
+    for step in (1, 2):
+        file.append(rank_row(step))
+    row = last_row(file.path)
+    assert row is not None
+    assert (row["step"], len(row["ranks"])) == (2, RANKS)
+
+
+def test_columns_that_are_left_out_are_told(tmp_path: Path) -> None:
+    columns = Columns("step")
+    columns.append(columns_of([{"step": 1, **{f"n{number}": number for number in range(10_000)}}], "step"))
+    assert columns.cut
+    assert np.isfinite(columns["n100"]).all()
+    columns.clear()
+    assert not columns.cut
