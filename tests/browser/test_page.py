@@ -19,12 +19,13 @@ from lockstep.config import resolve
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
 from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, picture
+from tests.browser.gpus import DEVICES
 from tests.browser.where import Network
-from tests.hardware.machines import gpu, machine
+from tests.gloo import ROOT
+from tests.hardware.machines import machine
 from tests.studio.serving import TOY, Address, studio
 
 expect.set_options(timeout=PATIENCE_MS)
-DEVICES = [*machine(2), gpu(2, precisions=("32", "16-mixed"))]
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,23 @@ def network() -> Network:
 
 @pytest.fixture(scope="module")
 def machine_with_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
-    """A studio on a machine with three GPUs; its helper process runs already."""
-    with studio(tmp_path_factory.mktemp("page"), DEVICES, tasks=[TOY]) as address:
-        address.get("/api/tasks")
-        yield address
+    """A studio on a machine with three GPUs, which all tests share; its helper process runs already."""
+    folder = tmp_path_factory.mktemp("page")
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.browser.gpus", str(folder)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        address = Address(process.stdout.readline().strip())
+        try:
+            address.get("/api/tasks")
+            yield address
+        finally:
+            process.stdin.close()
+            process.wait()
 
 
 @pytest.fixture

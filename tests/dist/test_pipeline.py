@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lockstep.config.load import merge
 from lockstep.engine.pipeline import schedule
-from lockstep.engine.placed import shares
+from lockstep.engine.placed import as_inputs, shares, stages_of
 from lockstep.errors import LockstepError
+from lockstep.tasks.autoencoder import AutoencoderTask
+from lockstep.tasks.speech.task import SpeechTask
 from lockstep.telemetry.rundir import RunDir
 from tests.dist.runs import assert_equal_runs, go_on, train, used
 from tests.e2e.test_train import finish, start
@@ -75,6 +80,20 @@ def test_a_task_that_calls_its_model_twice_is_told_so(tmp_path: Path) -> None:
     output = finish(start(*command, cwd=tmp_path), 2, timeout_s=300)
     assert "calls its model twice" in output
     assert "Traceback" not in output
+
+
+def test_the_stages_of_built_in_tasks_are_their_models() -> None:
+    lengths = torch.tensor([40, 33])
+    cases: list[tuple[Any, tuple[Tensor, ...]]] = [
+        (AutoencoderTask(), (torch.rand(3, 1, 8, 8),)),
+        (SpeechTask(), (torch.randn(2, 40, 80), lengths)),
+    ]
+    for task, inputs in cases:
+        model = task.model().eval()
+        output: Any = inputs
+        for stage in stages_of(task, model, 2):
+            output = stage(*as_inputs(output))
+        torch.testing.assert_close(output, model(*inputs), rtol=0, atol=0)
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 9))

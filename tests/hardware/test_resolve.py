@@ -117,6 +117,23 @@ def test_strategies(strategy: str, selection: str, resolved: str, backend: str |
         assert any(strategy in note for note in placement.notes)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_models_are_divided_among_the_ranks_that_are_selected(strategy: str) -> None:
+    several = place("gpu:0,gpu:1", 2, strategy=strategy)
+    assert (several.strategy, several.backend, several.world_size) == (strategy, "nccl", 2)
+    one = place("gpu:0", 2, strategy=strategy)
+    assert (one.strategy, one.world_size) == ("single", 1)
+    assert any("runs as single" in note for note in one.notes)
+
+
+def test_a_pipeline_in_one_process_is_one_rank_with_several_devices() -> None:
+    config = HardwareConfig(selected_devices=("gpu:0", "gpu:1"), strategy="pipeline")
+    found = resolve_placement(config, DistributedConfig(), World(), machine(2), in_process=True)
+    assert (found.strategy, found.backend, found.world_size) == ("pipeline", None, 1)
+    with pytest.raises(ConfigError, match="one process"):
+        resolve_placement(config, DistributedConfig(), ranks(2), machine(2), in_process=True)
+
+
 @pytest.mark.parametrize(
     ("strategy", "selection", "error", "text"),
     [
@@ -125,8 +142,7 @@ def test_strategies(strategy: str, selection: str, resolved: str, backend: str |
         ("dp", "gpu:0,gpu:0", UnsupportedError, "ddp"),
         ("single", "gpu:0,gpu:1", ConfigError, "2 devices"),
         ("single", "cpu,cpu", ConfigError, "2 devices"),
-        ("fsdp", "gpu:0,gpu:1", UnsupportedError, "not available yet"),
-        ("pipeline", "gpu:0,gpu:1", UnsupportedError, "not available yet"),
+        ("fsdp", "gpu:0,gpu:0", UnsupportedError, "name each GPU once"),
     ],
 )
 def test_strategies_that_are_refused(strategy: str, selection: str, error: type[UsageError], text: str) -> None:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.config import FsdpConfig
 from lockstep.data.loader import Window
-from lockstep.engine.batchnorm import ghost
+from lockstep.engine.batchnorm import SyncedBatchNorm, ghost
 from lockstep.engine.buffers import Buffers
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.precision import Precision
@@ -87,7 +87,7 @@ class ShardedModel:
         self._mesh = _mesh(config, device, world)
         self._device = device
         _refuse_scalars(model)
-        blocks = _blocks(task, model)
+        blocks = blocks_of(task, model)
         self.remarks: tuple[str, ...] = (f"fsdp: {len(blocks)} block(s) of the model are gathered one at a time",)
         if config.activation_checkpointing:
             _checkpoint_activations(model, blocks)
@@ -253,8 +253,12 @@ class FsdpStrategy(SingleStrategy):
 
     @contextmanager
     def _ghost(self) -> Iterator[None]:
-        """A forward and a backward inside leave no trace, here or in the reduction."""
-        buffers = list(self.module.buffers())
+        """A forward and a backward inside leave no trace, here or in the reduction.
+
+        Synchronised BatchNorm has counted the other ranks' samples, as it should.
+        """
+        synced = {id(b) for m in self.module.modules() if isinstance(m, SyncedBatchNorm) for b in m.buffers()}
+        buffers = [buffer for buffer in self.module.buffers() if id(buffer) not in synced]
         kept = [buffer.clone() for buffer in buffers]
         self._sharded.reduce_scatter.nothing = True
         try:
@@ -323,7 +327,7 @@ def _policy(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> M
     )
 
 
-def _blocks(task: Task, model: nn.Module) -> list[nn.Module]:
+def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered together; all others are the root's."""
     named = task.blocks(model)
     if named is not None:

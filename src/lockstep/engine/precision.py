@@ -52,6 +52,7 @@ class Precision:
         if self._scale is None:
             return
         # torch.amp.GradScaler's own kernel; the class itself would read found_inf on the host every step.
+        found_inf = found_inf.to(self._scale.device)  # parameters may be in host memory
         torch._amp_update_scale_(self._scale, self._good_steps, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
         self._seed = self._pre_scale * self._scale
 

@@ -68,7 +68,8 @@ class Update:
         self._schedule = schedule
         self._precision = precision
         self._max_norm = max_norm
-        device = self._parameters[0].device
+        # A stage of a pipeline may have none.
+        device = self._parameters[0].device if self._parameters else precision.seed().device
         # Where gradients are on several devices, what concerns all of them is a number on the host.
         self._several = len({p.device for p in self._parameters}) > 1
         self._on_host = device.type == "cpu" or self._several

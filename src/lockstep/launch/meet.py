@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import socket
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous as find_store
 
 from lockstep.config import RunConfig
 from lockstep.engine.collectives import Collectives
-from lockstep.errors import ConfigError, LockstepError, RankFailed
+from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous
 from lockstep.telemetry.records import versions
@@ -90,6 +91,10 @@ class Team:
                 result = body()
             except LockstepError as caught:
                 error = caught
+            except Exception as caught:  # the other ranks must not wait for this one
+                traceback.print_exc()
+                what = f"{type(caught).__name__}: {caught}"
+                error = RunError(what, why="the traceback is above, or in the rank's log")
         self.end_if(self.collectives.all_gather(error))
         return result
 

@@ -159,7 +159,8 @@ def _prepare(
     """Data, plan and folders. Collective."""
     task.data = DataSettings(config.data.data_dir, config.data.download, config.training.seed)
     _prepare_data(team, task)
-    datasets = task.datasets()
+    datasets = team.together(task.datasets)
+    assert datasets is not None
     run = RunDir(keeping.path)
     planned = team.together(lambda: _lay_down(keeping, task, config, placement, datasets, job), here=team.me.rank == 0)
     planned = team.collectives.broadcast(planned)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from lockstep.engine.resume import restoring
 from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
+from lockstep.hardware.device import Device
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.room import divide_if_needed
 from lockstep.hardware.world import World, read_world
@@ -120,11 +121,17 @@ def plan_for(
     resume: ResumePoint | None,
     *,
     measure: Callable[[Task, RunConfig, Placement, Plan], Recommendation | str] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Prepared:
-    """The plan for data that is open already; ``measure`` answers ``data.num_workers: auto`` when a training starts."""
+    """The plan for data that is open already.
+
+    Args:
+        measure: answers ``data.num_workers: auto`` when a training starts.
+        devices: what the machine has; ``None`` looks.
+    """
     facts = inspect_task(task, datasets, config.task.name)
     if _may_divide(config, placement, facts):
-        placement = divide_if_needed(placement, facts.parameters * _state_bytes(config), detect_devices())
+        placement = divide_if_needed(placement, facts.parameters * _state_bytes(config), devices or detect_devices())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     plan = compute_plan(config, placement, facts, cores=cores, resume=resume)
     if config.data.num_workers == "auto" and facts.loader is None and measure is not None:

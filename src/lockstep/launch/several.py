@@ -286,8 +286,8 @@ def _blame(launch: Launch, store: TCPStore, code: int = 1) -> int:
     """Tell the other nodes why this one failed; or, where that was because of another one, hear it from there."""
     bring_last_lines(launch.run_dir)
     report = failure.collect(launch.run_dir)
-    mine = report is not None and report.first is not None and not report.first.is_collateral
-    if mine and report is not None:
+    own = report is not None and (report.hang or (report.first is not None and not report.first.is_collateral))
+    if own and report is not None:
         text = f"node {socket.gethostname()}: {report.what}"
         details = "\n".join(filter(None, [report.details(), text]))
         with contextlib.suppress(RuntimeError):

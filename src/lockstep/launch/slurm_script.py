@@ -108,7 +108,7 @@ def _checked(what: str, value: str) -> str:
 
 
 def _quoted(path: Path) -> str:
-    """Quoted, since sbatch reads its lines of a script as a shell would, and takes ``%`` in a log's name for a pattern."""
+    """Quoted: sbatch reads its lines of a script as a shell would, and takes ``%`` in a log's name for a pattern."""
     return shlex.quote(_one_line(path).replace("%", "%%"))
 
 

@@ -57,19 +57,66 @@ class Recogniser(nn.Module):
             lengths: feature frames of each utterance, (batch,), at least 1; :func:`output_lengths` gives those of
                 the output.
         """
-        frames = features.shape[1]
-        padding = torch.arange(frames, device=features.device) >= lengths[:, None]
-        features = features.masked_fill(padding[..., None], 0)
-        if self.downsample > 1:
-            features = F.pad(features, (0, 0, 0, -frames % self.downsample))
-            features = features.reshape(len(features), -1, self.downsample * features.shape[2])
-            lengths = output_lengths(lengths, self.downsample)
-            padding = torch.arange(features.shape[1], device=features.device) >= lengths[:, None]
-        x = self.encoder(features)
+        x, lengths, padding = _embed(self.encoder, self.downsample, features, lengths)
         for block in self.blocks:
             x = block(x, lengths, padding)
-        logits: Tensor = self.decoder(F.relu(self.hidden(x)))
-        return F.log_softmax(logits.float(), dim=-1)
+        return _classify(self.hidden, self.decoder, x)
+
+    def stages(self) -> list[nn.Module]:
+        """Modules that, one after the other, compute what :meth:`forward` does: one for each block, and both ends."""
+        blocks = [BlockStage(block) for block in self.blocks]
+        return [FirstStage(self.encoder, self.downsample), *blocks, LastStage(self.hidden, self.decoder)]
+
+
+def _embed(encoder: nn.Module, downsample: int, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps (batch, time, width), their number in each utterance (batch,), and where there are none (batch, time)."""
+    frames = features.shape[1]
+    padding = torch.arange(frames, device=features.device) >= lengths[:, None]
+    features = features.masked_fill(padding[..., None], 0)
+    if downsample > 1:
+        features = F.pad(features, (0, 0, 0, -frames % downsample))
+        features = features.reshape(len(features), -1, downsample * features.shape[2])
+        lengths = output_lengths(lengths, downsample)
+        padding = torch.arange(features.shape[1], device=features.device) >= lengths[:, None]
+    return encoder(features), lengths, padding
+
+
+def _classify(hidden: nn.Module, decoder: nn.Module, x: Tensor) -> Tensor:
+    logits: Tensor = decoder(F.relu(hidden(x)))
+    return F.log_softmax(logits.float(), dim=-1)
+
+
+class FirstStage(nn.Module):
+    """A recogniser up to its first block."""
+
+    def __init__(self, encoder: nn.Module, downsample: int) -> None:
+        super().__init__()
+        self.encoder, self.downsample = encoder, downsample
+
+    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _embed(self.encoder, self.downsample, features, lengths)
+
+
+class BlockStage(nn.Module):
+    """A block that passes on what the next one needs."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, lengths: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.block(x, lengths, padding), lengths, padding
+
+
+class LastStage(nn.Module):
+    """A recogniser behind its last block."""
+
+    def __init__(self, hidden: nn.Module, decoder: nn.Module) -> None:
+        super().__init__()
+        self.hidden, self.decoder = hidden, decoder
+
+    def forward(self, x: Tensor, lengths: Tensor, padding: Tensor) -> Tensor:
+        return _classify(self.hidden, self.decoder, x)
 
 
 class Block(nn.Module):

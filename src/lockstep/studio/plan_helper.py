@@ -60,7 +60,7 @@ class Helper:
             self._open = None
             built.prepare()
             self._open = (key, now, built.datasets())
-        return plan_for(built, whole, placement, self._open[2], None).plan.as_dict()
+        return plan_for(built, whole, placement, self._open[2], None, devices=found).plan.as_dict()
 
 
 def describe_task(name: str) -> dict[str, Any]:

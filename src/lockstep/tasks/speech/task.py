@@ -197,6 +197,11 @@ class SpeechTask(Task):
             )
         return Recogniser(MELS, SIZE, **shape, dropout=config.dropout, downsample=self.downsample)
 
+    def stages(self, model: nn.Module) -> list[nn.Module]:
+        """Both ends of the recogniser, and its blocks."""
+        assert isinstance(model, Recogniser)
+        return model.stages()
+
     def loss(self, model: nn.Module, batch: SpeechBatch) -> Loss:
         return self._loss(model(batch.features, batch.lengths), batch)
 
