@@ -127,6 +127,7 @@ def test_lr_proposes_a_rate_at_which_the_loss_falls() -> None:
     assert report.settings["seed"] == 7
 
 
+@pytest.mark.drill
 def test_the_profiler_compares_mixed_precision_with_single(tmp_path: Path) -> None:
     profiler = PerformanceProfiler(Toy, ONE, steps=3, warm_up=1)
     found = profiler.compare_amp()
@@ -136,6 +137,7 @@ def test_the_profiler_compares_mixed_precision_with_single(tmp_path: Path) -> No
     assert json.loads(profiler.save(tmp_path)[0].read_text())["kind"] == "step"
 
 
+@pytest.mark.drill
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, run_cli: RunCli) -> None:
     process = start(
         *("bench", "scaling", TOY, "--devices", "cpu,cpu", "--strategies", "ddp", "--weak", "--repeats", "1"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, ViewportSize, sync_playwright
+from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
 
 from tests.browser.where import BROWSER_FLAGS, Network, Studio, closed_network, find_browser
 from tests.gloo import ROOT
@@ -19,14 +19,14 @@ NARROW: ViewportSize = {"width": 390, "height": 844}
 PATIENCE_MS = 90_000
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network() -> Iterator[Network]:
     with closed_network() as network:
         yield network
 
 
-@pytest.fixture(scope="module")
-def browser(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+@pytest.fixture
+def browser(network: Network, tmp_path: Path) -> Iterator[Browser]:
     path = find_browser()
     if path is None:
         message = "there is no chromium here: apt-get install chromium"
@@ -35,7 +35,7 @@ def browser(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Itera
         pytest.skip(message)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=network.program(tmp_path_factory.mktemp("browser"), path),
+            executable_path=network.program(tmp_path, path),
             args=list(BROWSER_FLAGS),
             timeout=PATIENCE_MS,
         )
@@ -53,11 +53,9 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     The test fails when the page said something on the console, threw, or asked another host.
     """
     complaints: list[str] = []
-    contexts: list[BrowserContext] = []
 
     def open_page(url: str, viewport: ViewportSize = WIDE, **context: object) -> Page:
-        contexts.append(browser.new_context(viewport=viewport, **context))  # type: ignore[arg-type]
-        page = contexts[-1].new_page()
+        page = browser.new_context(viewport=viewport, **context).new_page()  # type: ignore[arg-type]
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: complaints.append(f"threw {error}"))
         page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
@@ -70,8 +68,6 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
         return page
 
     yield open_page
-    for opened in contexts:
-        opened.close()
     # Refusals are told with their address; a server that was killed on purpose is not the page's fault.
     left = [line for line in complaints if not re.search("Failed to load resource|WebSocket connection", line)]
     assert not left, left

@@ -33,7 +33,7 @@ values = st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False)
 rows = st.lists(st.dictionaries(st.sampled_from(["loss", "lr", "scalars.f1"]), values, max_size=3), max_size=12)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network() -> Network:
     return Network(None)
 

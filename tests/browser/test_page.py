@@ -28,7 +28,7 @@ from tests.studio.serving import TOY, Address, studio
 expect.set_options(timeout=PATIENCE_MS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network() -> Network:
     """The usual one: the studio with a fake machine is a thread of this process."""
     return Network(None)
@@ -200,7 +200,7 @@ def zoom_and_back(page: Page) -> None:
     figure = page.get_by_role("figure", name="Loss", exact=True)
     over = figure.locator(".u-over")
     expect(over).to_be_visible()
-    over.scroll_into_view_if_needed()
+    figure.scroll_into_view_if_needed()  # the plot within it is drawn anew with the scale
     box = over.bounding_box()
     assert box is not None
     whole = over.evaluate("node => node.closest('.plot').dataset.shown")

@@ -167,15 +167,16 @@ CASES = [
 
 
 def assert_same(ours: Outcome, theirs: Outcome) -> None:
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-9)
-    assert ours.norms == pytest.approx(theirs.norms, rel=1e-9)
+    """To rounding in single precision, in which the denominator is applied where nothing is clipped."""
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
+    assert ours.norms == pytest.approx(theirs.norms, rel=1e-6)
     assert ours.skipped == theirs.skipped
     assert ours.weights.keys() == theirs.weights.keys()
     for name, value in theirs.weights.items():
-        torch.testing.assert_close(ours.weights[name], value, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(ours.weights[name], value, rtol=1e-6, atol=1e-7)
     for number, state in theirs.moments.items():
         for name, value in state.items():
-            torch.testing.assert_close(ours.moments[number][name], value, rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(ours.moments[number][name], value, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -199,7 +200,7 @@ def test_a_sample_that_is_not_finite_is_skipped_by_all_ranks_and_spares_the_empt
             assert all(value.isfinite().all() for value in outcome.weights.values())
     for index, case in enumerate(cases[:2]):
         for name, value in two_epochs(0, 1, case, 12).weights.items():
-            torch.testing.assert_close(by_rank[0][index].weights[name], value, rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(by_rank[0][index].weights[name], value, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.drill

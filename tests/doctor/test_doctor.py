@@ -123,6 +123,7 @@ def test_one_device_and_wrong_ones(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.drill
 def test_a_stop_leaves_nothing_behind(tmp_path: Path, temporary: Path) -> None:
     process = start("doctor", "--devices", "cpu,cpu", cwd=tmp_path)
     deadline = time.monotonic() + 60

@@ -41,7 +41,7 @@ def test_anomaly_detection_names_the_operator(tmp_path: Path) -> None:
     assert RunDir.open(tmp_path / "run").read().status == "failed"
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize("devices", [pytest.param("cpu", marks=pytest.mark.drill), "cpu,cpu"])
 def test_sixteen_bit_training_scales_its_loss_and_recovers_from_overflow(tmp_path: Path, devices: str) -> None:
     train(tmp_path, "--devices", devices, "--precision", "16-mixed", "--set", "task.nan_at=3", "--log-interval", "1")
     run = RunDir.open(tmp_path / "run")
@@ -102,7 +102,13 @@ def test_hidden_gpus_under_torchrun_leave_the_cpu(tmp_path: Path) -> None:
     assert RunDir.open(tmp_path / "run").plan()["placement"]["devices"] == ["cpu", "cpu"]
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "manifest.json"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model.safetensors",
+        *(pytest.param(file, marks=pytest.mark.drill) for file in ("trainer.pt", "manifest.json")),
+    ],
+)
 def test_a_corrupt_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, file: str) -> None:
     train(tmp_path, "--devices", "cpu", "--max-steps", "20")
     newest = tmp_path / "run" / "checkpoints" / "step-00000020" / file

@@ -52,7 +52,7 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, arguments: tupl
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu,cpu", marks=pytest.mark.drill)])
 def test_an_operator_without_a_deterministic_kernel_is_refused_by_name(tmp_path: Path, devices: str) -> None:
     task = f"{ROOT / 'tests' / 'toys.py'}:Nondeterministic"
     flags = ("--save-dir", "run", "--devices", devices, "--reproducibility", "exact")

@@ -50,7 +50,7 @@ def test_by_hand_two_ranks_compute_what_one_computes(alone: Result, tmp_path: Pa
     assert_same(by_hand(tmp_path, *TORCHRUN), alone)
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize("devices", [pytest.param("cpu", marks=pytest.mark.drill), "cpu,cpu"])
 def test_lockstep_computes_the_same(alone: Result, tmp_path: Path, devices: str) -> None:
     assert_same(with_lockstep(tmp_path, devices), alone)
 

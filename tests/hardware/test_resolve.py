@@ -331,7 +331,7 @@ def test_any_selection_resolves_or_says_what_and_how_to_mend(
     assert set(placement.devices) <= set(usable)
     assert all(precision in usable[device].precisions for device in placement.devices)
     assert ("cpu" in placement.devices) == (placement.accelerator == "cpu") == (set(placement.devices) == {"cpu"})
-    assert (placement.backend is None) == (placement.world_size == 1) == (placement.strategy != "ddp")
+    assert (placement.backend is None) == (placement.world_size == 1) == (placement.strategy in {"single", "dp"})
     if placement.backend == "nccl":
         assert len(set(placement.devices)) == len(placement.devices)
         assert placement.accelerator == "gpu"

@@ -96,8 +96,8 @@ ALONE = ("train", TOY, "--devices", "cpu", "--nodes", "2", "--set", "launch.join
     ("rdzv", "code", "says"),
     [
         ("no-such-host.invalid", 2, "there is no host no-such-host.invalid"),
-        ("localhost:TAKEN", 2, "this node cannot listen there"),
-        ("localhost:FREE", 1, "fewer than 2 nodes have come"),
+        pytest.param("localhost:TAKEN", 2, "this node cannot listen there", marks=pytest.mark.drill),
+        pytest.param("localhost:FREE", 1, "fewer than 2 nodes have come", marks=pytest.mark.drill),
     ],
 )
 def test_nobody_comes(run_cli: RunCli, tmp_path: Path, rdzv: str, code: int, says: str) -> None:

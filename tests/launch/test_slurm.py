@@ -237,6 +237,7 @@ def test_a_preempted_job_saves_queues_again_and_ends_as_if_nothing_had_been(
     assert ours.epochs()[-1]["train_loss"] == pytest.approx(theirs.epochs()[-1]["train_loss"])
 
 
+@pytest.mark.drill
 def test_ctrl_c_ends_the_following_and_stop_ends_the_job(slurm: dict[str, str], tmp_path: Path, lockstep: Run) -> None:
     process = command(tmp_path, slurm, "train", TOY, *JOB, "--save-dir", "run", "--set", "task.pause_s=0.1")
     run = tmp_path / "run"

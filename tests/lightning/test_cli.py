@@ -207,7 +207,10 @@ def test_ddp_from_a_notebook_like_parent_counts_each_sample_once(tmp_path: Path)
     assert not (tmp_path / "runs").exists(), "only a fit has a run folder"
 
 
-@pytest.mark.parametrize(("package", "logger"), [("wandb", "WandbLogger"), ("mlflow", "MLFlowLogger")])
+@pytest.mark.parametrize(
+    ("package", "logger"),
+    [pytest.param("wandb", "WandbLogger", marks=pytest.mark.drill), ("mlflow", "MLFlowLogger")],
+)
 def test_other_loggers_work_offline(run_cli: RunCli, tmp_path: Path, package: str, logger: str) -> None:
     pytest.importorskip(package)
     offline = {"wandb": {"offline": True, "save_dir": "out-logs"}, "mlflow": {"tracking_uri": "file:./out-logs"}}

@@ -271,9 +271,7 @@ def _data_parallel(devices: tuple[str, ...], world: World | None, notes: list[st
     return "dp", "as set: one process drives all selected GPUs"
 
 
-def _backend(
-    wanted: str, alone: bool, devices: tuple[str, ...], notes: list[str]
-) -> tuple[Backend | None, str]:
+def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[str]) -> tuple[Backend | None, str]:
     """How ranks talk, and why."""
     if alone:
         if wanted != "auto":

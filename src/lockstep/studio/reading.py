@@ -24,9 +24,7 @@ def open_regular(path: Path) -> BinaryIO:
         raise
 
 
-def last_lines(
-    file: Path, lines: int, *, max_bytes: int = 1 << 20, skip_bytes: int = 0
-) -> tuple[list[str], bool]:
+def last_lines(file: Path, lines: int, *, max_bytes: int = 1 << 20, skip_bytes: int = 0) -> tuple[list[str], bool]:
     """The last lines of a text file, and whether there are more; none when it cannot be read.
 
     Args:

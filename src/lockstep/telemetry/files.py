@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,7 @@ def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str
     return rows
 
 
-def last_row(path: Path, wanted: Callable[[dict[str, Any]], bool] = bool) -> dict[str, Any] | None:
+def last_row(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda row: True) -> dict[str, Any] | None:
     """The newest whole row of a JSON lines file that is ``wanted``, read from its end; ``None`` when there is none.
 
     For what is looked at again and again while it grows; only as much is read as the row needs, at most 4 MiB.

@@ -49,7 +49,7 @@ def live_state(run: RunDir, now: float | None = None) -> dict[str, Any]:
 
 
 def _ranks(run: RunDir, newest: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The newest line's ranks. A line that only an epoch's end made has no ``own_s``: it is the last one that is known."""
+    """The newest line's ranks; where only an epoch's end made it, with the last ``own_s`` that is known."""
     rows: list[dict[str, Any]] = (newest or {}).get("ranks", [])
     if len(rows) < 2 or _has_own(newest or {}):
         return rows
