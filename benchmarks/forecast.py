@@ -27,7 +27,7 @@ from lockstep.bench.summary import summarise
 from lockstep.bench.trials import new_trials
 from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
 from lockstep.forecast.measure import gradients_of, take_turns, timed_steps
-from lockstep.forecast.project import cases, contention, step_of
+from lockstep.forecast.project import blocking_messages, cases, contention, step_of
 from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
 
 SIZES = (4096, 65_536, 1 << 20, 4 << 20)
@@ -54,7 +54,7 @@ def round_of_measurements(rank: Rank, together: Case, alone: Case, rounds: int) 
             rank.report({"round": number, "alone": rows, "messages": messages, "real": real})
 
 
-def predict_ranks(rows: list[dict[str, Any]], ranks: int, batch_size: int) -> list[dict[str, Any]]:
+def predict_ranks(rows: list[dict[str, Any]], ranks: int, batch_size: int, blocking: int) -> list[dict[str, Any]]:
     """Predicted against measured milliseconds, by round."""
     found = []
     for row in (row for row in rows if "round" in row):
@@ -63,7 +63,8 @@ def predict_ranks(rows: list[dict[str, Any]], ranks: int, batch_size: int) -> li
         setting = Setting(
             measured_cluster(fit.alpha_s, fit.beta_s_per_byte, ranks, max(0.1, fit.error)),
             overlap=0.0,
-            contention={ranks: contention(row["alone"])},
+            contention={ranks: contention(row["alone"], ranks, blocking)},
+            blocking=blocking,
         )
         bars = with_error_bars(step, ranks, setting)
         predicted, real = bars.middle, row["real"]
@@ -97,7 +98,8 @@ def ranks_of_this_machine(counts: list[int], rounds: int, steps: int) -> list[di
                 )
             if outcome.ended != "done":
                 raise SystemExit(f"{name}, {ranks} ranks: {outcome.ended} ({outcome.error})")
-            found = predict_ranks(outcome.rows, ranks, subject.base.plan.batch.batch_size)
+            blocking = blocking_messages(subject.base.task, subject.base.config)
+            found = predict_ranks(outcome.rows, ranks, subject.base.plan.batch.batch_size, blocking)
             ratio = statistics.median(row["ratio"] for row in found)
             results.append({"subject": name, "ranks": ranks, "ratio": ratio, "rounds": found})
             print(f"{name}, {ranks} ranks: predicted / measured {ratio:.2f} (of {len(found)} rounds)")
@@ -149,7 +151,7 @@ def published() -> list[dict[str, Any]]:
         return step_from_rate(rate, batch, shape, jitter_s=0.02 * batch / rate, spread=0.1)
 
     resnet50, resnet101, inception = evenly(25_557_032, 161), evenly(44_549_160, 314), evenly(23_834_568, 190)
-    llama_blocks = (*(2 * 218_112_000,) * 32, 2 * 1_050_939_392)
+    llama_blocks = (*(4 * 218_112_000,) * 32, 4 * 1_050_939_392)
     tokens = 2 * 8192
     llama = Step(
         batch_size=tokens,
@@ -163,7 +165,7 @@ def published() -> list[dict[str, Any]]:
         spread=0.05,
     )
     table = [
-        ("ResNet-50, 8 → 256 P100, 50 Gb/s (Goyal 2017)", cnn(219, 32, resnet50),
+        ("ResNet-50, 8 → 256 P100, 50 Gb/s (Goyal 2017)", cnn(195, 32, resnet50),
          Setting(Cluster(8, LEVELS["nvlink"], fifty)), 8, 256, 0.90),
         ("ResNet-101, 512 P100, 25 Gb/s (Horovod)", cnn(110, 64, resnet101),
          Setting(four_pcie), 1, 512, 0.90),
@@ -171,7 +173,7 @@ def published() -> list[dict[str, Any]]:
          Setting(four_pcie), 1, 512, 0.90),
         ("VGG-16, 512 P100, 25 Gb/s (Horovod)", cnn(154, 64, vgg16()), Setting(four_pcie), 1, 512, 0.68),
         ("Llama 3.1 8B, fsdp, 8 → 128 H100, 400 Gb/s (torchtitan)", llama,
-         Setting(cluster_of("nvlink,ib400", 8), strategy="fsdp"), 8, 128, 0.973),
+         Setting(cluster_of("nvlink,ib400", 8), strategy="fsdp", half=True), 8, 128, 0.973),
     ]  # fmt: skip
     rows = []
     for name, step, setting, base, gpus, truth in table:

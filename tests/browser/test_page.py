@@ -319,7 +319,7 @@ def test_a_narrow_screen_trains_too(server: Address, open_page: OpenPage) -> Non
     page.get_by_role("button", name="Run", exact=True).click()
     expect(page.get_by_role("tab", name="State")).to_have_attribute("aria-selected", "true")
     expect(page.get_by_role("region", name="Final metrics")).to_contain_text("test accuracy")
-    expect(page.get_by_role("img", name=re.compile("^val loss per epoch", re.IGNORECASE))).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile("^loss per epoch against epoch"))).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the screen"
 
 

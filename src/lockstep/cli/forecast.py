@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -56,8 +56,6 @@ def forecast(
     as_json: AsJson = False,
 ) -> int:
     """Predict samples a second and efficiency on numbers of GPUs that are not here, with error bars."""
-    from pathlib import Path
-
     name, mapping = to_mapping(settings, task)
     chosen = mapping.pop("save_dir", None)
     strategy = (mapping.get("hardware") or {}).pop("strategy", None)

@@ -1,0 +1,140 @@
+"""Seconds of collectives under the α–β model, on one level (a node) or two (nodes joined by a network). Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lockstep.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Level:
+    """What devices of one level talk over. Each of the figures is a middle with a low and a high.
+
+    Attributes:
+        name: for people.
+        alpha_s: seconds for a message to its neighbour, however short: (fast, middle, slow).
+        bandwidth: bytes a second that rings reach: (slow, middle, fast). Of a node: each device's; of a network: a
+            node's, or each device's when ``per_device``.
+        source: where the figures come from.
+    """
+
+    name: str
+    alpha_s: tuple[float, float, float]
+    bandwidth: tuple[float, float, float]
+    source: str
+    per_device: bool = False
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``per_node`` devices a node; ``launch_s``: what every collective costs before its first message."""
+
+    per_node: int
+    node: Level
+    network: Level
+    launch_s: tuple[float, float, float] = (6.6e-6, 8.4e-6, 14e-6)
+    #: Which of the three figures counts: 0 good, 1 middle, 2 bad; for α and for β.
+    alpha_place: int = 1
+    beta_place: int = 1
+
+    def nodes(self, devices: int) -> int:
+        return -(-devices // self.per_node)
+
+    def bandwidth(self, devices: int) -> float:
+        """Bytes a second that every device can send in a ring over all of them: the slowest link's, shared by none."""
+        place = 2 - self.beta_place
+        node = self.node.bandwidth[place]
+        if self.nodes(devices) == 1:
+            return node
+        lines = self.per_node if self.network.per_device else 1
+        return min(node, self.network.bandwidth[place] * lines)
+
+    def latency(self, hops: int, network_hops: int) -> float:
+        alphas = self.node.alpha_s[self.alpha_place], self.network.alpha_s[self.alpha_place]
+        return self.launch_s[self.alpha_place] + hops * alphas[0] + network_hops * alphas[1]
+
+
+def ring_all_reduce(size: float, devices: int, alpha_s: float, bandwidth: float) -> float:
+    """2(n-1)/n · bytes/β + 2(n-1)·α (Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002)."""
+    if devices == 1:
+        return 0.0
+    return 2 * (devices - 1) / devices * size / bandwidth + 2 * (devices - 1) * alpha_s
+
+
+def all_reduce(size: float, devices: int, cluster: Cluster) -> float:
+    """The faster of a ring through all devices and a double binary tree over nodes, as NCCL chooses.
+
+    A ring takes 2(n-1) steps, of which 2(nodes-1) cross the network. A tree (Sanders, Speck, Träff 2009,
+    https://doi.org/10.1016/j.parco.2009.09.001) moves the message up and down once, pipelined: 2·bytes/β, through a
+    chain in each node and log2(nodes) hops between nodes.
+    """
+    if devices == 1:
+        return 0.0
+    nodes, bandwidth = cluster.nodes(devices), cluster.bandwidth(devices)
+    ring = ring_all_reduce(size, devices, 0.0, bandwidth) + cluster.latency(2 * (devices - nodes), 2 * (nodes - 1))
+    depth = 2 * math.ceil(math.log2(nodes))
+    tree = 2 * size / bandwidth + cluster.latency(2 * (min(devices, cluster.per_node) - 1), depth)
+    return min(ring, tree)
+
+
+def all_gather(size: float, devices: int, cluster: Cluster) -> float:
+    """A ring; ``size``: bytes of the whole result. A reduce-scatter of a ``size``-byte input takes as long."""
+    if devices == 1:
+        return 0.0
+    nodes, bandwidth = cluster.nodes(devices), cluster.bandwidth(devices)
+    return (devices - 1) / devices * size / bandwidth + cluster.latency(devices - nodes, nodes - 1)
+
+
+#: Latencies: of the order of the constants in NCCL's own model (src/graph/tuning.cc). Bandwidths: what rings reach
+#: of the line rate in public nccl-tests runs, from cautious to good.
+LEVELS = {
+    "nvlink": Level(
+        "NVLink", (0.6e-6, 1.9e-6, 3.4e-6), (230e9, 360e9, 430e9), "NVLink 3 to 4 with NVSwitch, 300 to 450 GB/s a way"
+    ),
+    "pcie": Level("PCIe", (1e-6, 2.5e-6, 5.7e-6), (9e9, 18e9, 24e9), "PCIe 3 to 4 x16, 16 to 32 GB/s a way"),
+    "25gbe": Level(
+        "25 Gb/s Ethernet", (8e-6, 20e-6, 40e-6), (1.9e9, 2.6e9, 2.9e9), "one port a node, 3.125 GB/s line rate"
+    ),
+    "ib400": Level(
+        "InfiniBand 400 Gb/s", (2.7e-6, 4e-6, 14e-6), (35e9, 42e9, 48e9), "one port a GPU, 50 GB/s line rate", True
+    ),
+}
+_IN_NODE = ("nvlink", "pcie")
+
+
+def cluster_of(names: str, per_node: int) -> Cluster:
+    """``nvlink``, ``25gbe``, or one of each: ``pcie,25gbe``. What is not named: NVLink, and InfiniBand.
+
+    Raises:
+        UsageError: a name that is not known, or two for one level.
+    """
+    if per_node < 1:
+        raise UsageError(f"{per_node} GPUs a node make no cluster", fix="take --gpus-per-node 8, or any number from 1")
+    wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in LEVELS]
+    inside = [name for name in wanted if name in _IN_NODE]
+    between = [name for name in wanted if name not in _IN_NODE]
+    if unknown or not wanted or len(inside) > 1 or len(between) > 1:
+        raise UsageError(
+            f"--interconnect {names!r} is not one link inside nodes and one between them",
+            why=f"inside: {', '.join(_IN_NODE)}; between: {', '.join(n for n in LEVELS if n not in _IN_NODE)}",
+            fix="write for example --interconnect nvlink,ib400 or --interconnect 25gbe",
+        )
+    return Cluster(per_node, LEVELS[(inside or ["nvlink"])[0]], LEVELS[(between or ["ib400"])[0]])
+
+
+def measured_cluster(alpha_s: float, beta_s_per_byte: float, ranks: int, error: float) -> Cluster:
+    """From t = α + β·bytes of an all-reduce among ``ranks``, as ``bench comm`` fits it: one level for all devices.
+
+    Args:
+        error: relative error of the fit, the range of both figures.
+    """
+    bandwidth = 2 * (ranks - 1) / ranks / max(beta_s_per_byte, 1e-15)
+    hop = alpha_s / (2 * (ranks - 1))
+    low, high = 1 - min(error, 0.9), 1 + error
+    level = Level(
+        "measured", (hop * low, hop, hop * high), (bandwidth * low, bandwidth, bandwidth * high), "bench comm"
+    )
+    return Cluster(ranks, level, level, launch_s=(0.0, 0.0, 0.0))

@@ -1,0 +1,162 @@
+"""``lockstep memory``: from a task and devices to what each of them will hold, before anything is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any, TextIO
+
+import numpy as np
+
+from lockstep.bench.subject import Subject
+from lockstep.data.loader import fetch
+from lockstep.forecast.footprint import Footprint, count_step
+from lockstep.forecast.memory import Estimate, choose_strategy, device_memory, gigabytes, largest_batch
+from lockstep.hardware.detect import detect_devices
+from lockstep.telemetry.tables import print_table, say
+
+#: torch's allocator hands out GPU memory in blocks of so many bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize).
+GPU_BLOCK = 512
+_KINDS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "gathered", "device")
+
+
+@dataclass
+class Counting:
+    """Counts steps of a task as they would be on a device of ``subject``'s placement, or on ``gpus`` GPUs elsewhere."""
+
+    subject: Subject
+    gpus: int | None = None
+
+    def __post_init__(self) -> None:
+        self.footprint = lru_cache(maxsize=64)(self._footprint)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.gpus is not None or self.subject.base.placement.accelerator == "gpu"
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus or len(self.subject.base.placement.devices)
+
+    @property
+    def most(self) -> int:
+        """The largest batch that the data set has for each device."""
+        return max(1, self.subject.base.plan.task.train_samples // self.ranks)
+
+    def batch(self, size: int) -> Any:
+        """``size`` training samples; the longest ones where the task tells their lengths."""
+        base = self.subject.base
+        where = self._order[:size]
+        return fetch(base.datasets.train, base.task.collate, base.config.training.seed, 0, where)
+
+    @cached_property
+    def _order(self) -> Any:
+        lengths = self.subject.base.task.lengths()
+        samples = self.subject.base.plan.task.train_samples
+        return np.arange(samples) if lengths is None else np.argsort(np.asarray(lengths))[::-1]
+
+    def _footprint(self, size: int, keep_gradients: bool) -> Footprint:
+        base, block = self.subject.base, GPU_BLOCK if self.on_gpu else 1
+        return count_step(base.task, base.config, self.batch(size), size, keep_gradients=keep_gradients, block=block)
+
+    def memory(self, strategy: str, ranks: int, size: int) -> Estimate:
+        """What one of ``ranks`` devices holds. A rank with several micro-batches keeps its gradients between them."""
+        keeps = strategy != "single" or self.subject.base.plan.batch.accumulate > 1
+        return device_memory(self.footprint(size, keeps), strategy, ranks, on_gpu=self.on_gpu)
+
+
+def estimate_memory(
+    subject: Subject, *, gpus: int | None = None, limit: float | None = None, strategy: str | None = None
+) -> dict[str, Any]:
+    """Memory by strategy, the largest batch that fits, and which strategy to take.
+
+    Args:
+        gpus: so many GPUs that are not here, instead of the chosen devices.
+        limit: bytes of each device; ``None`` asks the devices, as far as they are here.
+        strategy: only this one; ``None``: all that the number of devices allows.
+
+    Raises:
+        UsageError: settings that cannot be.
+    """
+    base, counting = subject.base, Counting(subject, gpus)
+    ranks, size = counting.ranks, base.plan.batch.batch_size
+    devices = list(base.placement.devices) if gpus is None else [f"gpu:{index}" for index in range(gpus)]
+    limit = _free(devices) if limit is None and gpus is None else limit
+    wanted = (strategy,) if strategy else ("single",) if ranks == 1 else ("ddp", "fsdp")
+    estimates = {name: counting.memory(name, ranks, size) for name in wanted}
+    chosen, reason = (
+        (strategy, "as set") if strategy else choose_strategy({n: e.total for n, e in estimates.items()}, ranks, limit)
+    )
+    largest = {
+        name: largest_batch(partial(_total, counting, name, ranks), limit, size, counting.most)
+        for name in wanted
+        if limit is not None
+    }
+    return {
+        "task": subject.name,
+        "devices": devices,
+        "precision": base.placement.precision,
+        "batch_size": size,
+        "accumulate": base.plan.batch.accumulate,
+        "limit": limit,
+        "strategies": {name: {**e.kinds, "total": e.total} for name, e in estimates.items()},
+        "largest_batch": largest,
+        "most": counting.most,
+        "chosen": {"strategy": chosen, "reason": reason},
+        "notes": _notes(counting, size, estimates),
+    }
+
+
+def _total(counting: Counting, strategy: str, ranks: int, size: int) -> float:
+    return counting.memory(strategy, ranks, size).total
+
+
+def _free(devices: Sequence[str]) -> float | None:
+    """Bytes that the scarcest of the devices has; ranks that share one share its memory."""
+    known = {device.id: device.free_gb if device.kind == "cpu" else device.memory_gb for device in detect_devices()}
+    rooms = [known[name] for name in devices if known.get(name) is not None]
+    shares = {name: devices.count(name) for name in devices}
+    if len(rooms) < len(devices):
+        return None
+    return min((known[name] or 0.0) * 1e9 / shares[name] for name in devices)
+
+
+def _notes(counting: Counting, size: int, estimates: Mapping[str, Estimate]) -> list[str]:
+    footprint = counting.footprint(size, any(name != "single" for name in estimates))
+    how = (
+        "tensors without memory" if footprint.on == "fake" else "real tensors on the CPU, since the model reads values"
+    )
+    notes = [f"two steps of the task's own model, loss and optimizer were counted on {how}"]
+    if counting.subject.base.task.lengths() is not None:
+        notes.append("the batch is the one of the longest samples")
+    if counting.on_gpu:
+        notes.append("device: an allowance for context, libraries and lost blocks; kernels' own scratch is not counted")
+    if "fsdp" in estimates:
+        notes.append("fsdp: parameters, gradients and optimizer are shared out; gathered: the blocks at work")
+    if "ddp" in estimates:
+        notes.append("ddp: its buckets are where the gradients live, so they take no more room")
+    return notes
+
+
+def print_memory(found: Mapping[str, Any], stream: TextIO) -> None:
+    """A table of kinds by strategy, and what follows."""
+    names = list(found["strategies"])
+    rows = [
+        (kind, *(gigabytes(found["strategies"][name].get(kind, 0)) for name in names))
+        for kind in (*_KINDS, "total")
+        if any(kind in found["strategies"][name] for name in names)
+    ]
+    if found["largest_batch"]:
+        rows.append(("largest batch", *(_largest(found, name) for name in names)))
+    print_table(("of each device", *names), rows, stream)
+    limit = "not known" if found["limit"] is None else gigabytes(found["limit"])
+    say(f"batch {found['batch_size']} per device on {', '.join(found['devices'])}; memory of a device: {limit}", stream)
+    say(f"take {found['chosen']['strategy']}: {found['chosen']['reason']}", stream)
+    for note in found["notes"]:
+        say(f"note: {note}", stream)
+
+
+def _largest(found: Mapping[str, Any], name: str) -> str:
+    size = found["largest_batch"][name]
+    return f"{size} (all of the data)" if size == found["most"] else str(size)

@@ -1,0 +1,176 @@
+"""What one device holds during a training step, counted without the device.
+
+The task's own model, loss and optimizer run for two steps on tensors without memory (torch's FakeTensorMode); a model
+that asks for a value on the way runs on real ones. The second step is counted: then the optimizer has its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_map
+
+from lockstep.config import RunConfig
+from lockstep.engine.facts import blueprint
+from lockstep.engine.fsdp import blocks_of
+from lockstep.engine.precision import Precision
+from lockstep.engine.runtime import seeded
+from lockstep.engine.task import Task
+from lockstep.engine.update import build_optimizer
+from lockstep.forecast.ledger import Ledger
+from lockstep.forecast.roofline import Work
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one device at its fullest, by kind, with a batch of ``batch_size`` samples.
+
+    Attributes:
+        peak: their sum.
+        kinds: parameters, buffers, gradients, optimizer, batch, activations (what operators made in between).
+        gradients: bytes of each gradient, in the order in which the backward finishes them.
+        blocks: bytes of the parameters of each part that fsdp would shard by itself; last, the rest (may be 0).
+        forward, backward, optimizer: the work of each part of the step.
+        ready: of each gradient, how many operators of ``backward`` came before it was there.
+        on: ``fake`` or ``real`` tensors.
+    """
+
+    batch_size: int
+    kinds: dict[str, int]
+    gradients: tuple[int, ...]
+    blocks: tuple[int, ...]
+    on: str
+    forward: Sequence[Work] = field(default=(), repr=False)
+    backward: Sequence[Work] = field(default=(), repr=False)
+    optimizer: Sequence[Work] = field(default=(), repr=False)
+    ready: Sequence[int] = field(default=(), repr=False)
+
+    @property
+    def peak(self) -> int:
+        return sum(self.kinds.values())
+
+
+def count_step(
+    task: Task, config: RunConfig, batch: Any, batch_size: int, *, keep_gradients: bool, block: int = 1
+) -> Footprint:
+    """Count a training step of ``task`` on ``batch``.
+
+    Args:
+        keep_gradients: gradients have a place of their own during the whole step, as in DDP's buckets and between
+            micro-batches; without it they come into being as activations go.
+        block: as for :class:`~lockstep.forecast.ledger.Ledger`.
+    """
+    try:
+        with seeded(config.training.seed), FakeTensorMode() as fake:
+            shapes = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+            return _count(task, config, shapes, batch_size, keep_gradients, block, fake)
+    except Exception:  # a shape rule that torch lacks, a value that the model reads: whatever the task runs into
+        with seeded(config.training.seed):
+            return _count(task, config, batch, batch_size, keep_gradients, block, None)
+
+
+def _count(
+    task: Task,
+    config: RunConfig,
+    batch: Any,
+    batch_size: int,
+    keep_gradients: bool,
+    block: int,
+    fake: FakeTensorMode | None,
+) -> Footprint:
+    ledger = Ledger(block)
+    with ledger:
+        model = (_without_memory(task, fake) if fake is not None else task.model()).train()
+        ledger.add(list(model.parameters()), "parameters")
+        ledger.add(list(model.buffers()), "buffers")
+        ledger.add(batch, "batch")
+        ledger.watch_gradients(model)
+        with ledger.counting("optimizer"):
+            optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, config.optimizer.lr)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        order: list[nn.Parameter] = []
+        ready: list[int] = []
+
+        def finished(parameter: nn.Parameter) -> None:
+            order.append(parameter)
+            ready.append(len(ledger.work))
+
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(finished)
+        precision = Precision(config.hardware.precision, _CPU, 1.0)
+        parts: list[Sequence[Work]] = []
+        for _ in range(2):
+            order.clear()
+            ready.clear()
+            parts = list(_step(ledger, task, model, optimizer, precision, batch, trained, keep_gradients))
+    sizes = [parameter.numel() * parameter.element_size() for parameter in order]
+    return Footprint(
+        batch_size,
+        {str(kind): size for kind, size in ledger.peak.items()},
+        tuple(sizes),
+        tuple(_blocks(task, model)),
+        "real" if fake is None else "fake",
+        parts[0],
+        parts[1],
+        parts[2],
+        tuple(place - len(parts[0]) for place in ready),
+    )
+
+
+def _without_memory(task: Task, fake: FakeTensorMode) -> nn.Module:
+    """The model with tensors that have shapes alone."""
+    with unset_fake_temporarily():
+        model = blueprint(task)
+    # What to_empty() does, for parameters on the meta device and for real ones.
+    model._apply(lambda tensor: torch.empty_like(fake.from_tensor(tensor), device="cpu"))
+    return model
+
+
+def _step(
+    ledger: Ledger,
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    precision: Precision,
+    batch: Any,
+    trained: Sequence[nn.Parameter],
+    keep_gradients: bool,
+) -> Iterator[Sequence[Work]]:
+    """One step; the work of forward, backward and optimizer."""
+    for parameter in trained:
+        if not keep_gradients:
+            parameter.grad = None
+        elif parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+            ledger.add(parameter.grad, "gradients")
+    ledger.reset()
+    with precision.autocast():
+        total = task.loss(model, batch).total.float()
+    ends = [len(ledger.work)]
+    total.backward()
+    del total
+    ends.append(len(ledger.work))
+    with ledger.counting("optimizer"):
+        optimizer.step()
+    ends.append(len(ledger.work))
+    for start, stop in zip([0, *ends], ends, strict=False):
+        yield ledger.work[start:stop]
+
+
+def _blocks(task: Task, model: nn.Module) -> list[int]:
+    """Bytes of the blocks that fsdp gathers one by one; last, of the rest. What two share counts once."""
+    seen: set[int] = set()
+    return [_bytes_of(part, seen) for part in (*blocks_of(task, model), model)]
+
+
+def _bytes_of(module: nn.Module, seen: set[int]) -> int:
+    fresh = [parameter for parameter in module.parameters() if id(parameter) not in seen]
+    seen.update(map(id, fresh))
+    return sum(parameter.numel() * parameter.element_size() for parameter in fresh)

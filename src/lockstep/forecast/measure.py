@@ -1,0 +1,148 @@
+"""On the ranks: what one device's step takes by itself, alone on the machine or beside others that do the same."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.bench.measure import Case, Site, on_site, training
+from lockstep.bench.rank import Rank
+from lockstep.bench.stopwatch import Stopwatch
+from lockstep.bench.summary import summarise
+from lockstep.bench.trials import TIMEOUT_S
+from lockstep.engine.collectives import Collectives
+from lockstep.hardware.world import World
+
+#: Steps in which the arrival of every single gradient is noted; the notes cost time, so these are not the timed ones.
+WATCHED = 8
+
+
+def measure_alone(rank: Rank, together: Case, alone: Case, rounds: int) -> None:
+    """Report the step of one device by itself and of all at the same time, in turns; and once the gradients.
+
+    Args:
+        together: makes the ranks meet; its steps are not taken. alone: one device's case.
+    """
+    with on_site(rank, together.config, together.plan) as site:
+        rank.report(gradients_of(site, alone))
+        for _ in range(rounds):
+            for row in take_turns(site, alone):
+                rank.report(row)
+
+
+def take_turns(site: Site, case: Case) -> list[dict[str, Any]]:
+    """A row for the first rank while the others wait, and one for all ranks at the same time; the same on each.
+
+    Nobody says a word to the others while steps are taken. ``step_ms`` and ``parts_ms`` are means without hiccups,
+    ``low_ms`` and ``high_ms`` quartiles; of several ranks the median.
+    """
+    rows = []
+    for count in sorted({1, site.collectives.size}):
+        site.collectives.barrier()
+        steps = timed_steps(_by_itself(site), case) if site.collectives.rank < count else []
+        taken = [own for own in site.collectives.all_gather(steps) if own]
+        found = [summarise([own], case.plan.batch.global_batch) for own in taken]
+        rows.append(
+            {
+                "count": count,
+                "step_ms": statistics.median(row["mean_ms"] for row in found),
+                "low_ms": statistics.median(row["step_ms_low"] for row in found),
+                "high_ms": statistics.median(row["step_ms_high"] for row in found),
+                "parts_ms": found[0]["parts_ms"],
+            }
+        )
+    return rows
+
+
+def _by_itself(site: Site) -> Site:
+    """The same rank as if there were no other."""
+    world = World()
+    return site._replace(rank=replace(site.rank, world=world), collectives=Collectives(world, timeout_s=TIMEOUT_S))
+
+
+def timed_steps(site: Site, case: Case) -> list[dict[str, float]]:
+    """Seconds of each part of the steps of ``case`` after its warm-up."""
+    watch = Stopwatch(site.device)
+    with training(site, case.config, case.plan, watch) as (_, steps):
+        for number, _ in zip(range(1, case.plan.total_steps + 1), steps, strict=False):
+            site.rank.check()
+            if number >= case.warm_up:
+                watch.next_step()
+    return watch.steps()
+
+
+def gradients_of(site: Site, case: Case) -> dict[str, Any]:
+    """Bytes of each gradient in the order of the backward, and the share of the backward after which it was there."""
+    site = _by_itself(site)
+    with training(site, case.config, case.plan, Stopwatch(site.device)) as (fit, steps):
+        arrivals = _Arrivals(fit.strategy.module, site.device)
+        with arrivals.watching(site.task):
+            for _ in zip(range(WATCHED), steps, strict=False):
+                arrivals.close_step()
+    sizes, ready = arrivals.medians()
+    return {"gradients": sizes, "ready": ready}
+
+
+class _Arrivals:
+    """When each gradient of a backward is there. On a GPU by events on its stream."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        self._sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._note) for p in model.parameters() if p.requires_grad
+        ]
+        self._marks: list[tuple[str, Any]] = []
+        self._shares: dict[str, list[float]] = {}
+
+    @contextlib.contextmanager
+    def watching(self, task: Any) -> Iterator[None]:
+        loss = task.loss
+
+        def noted(model: nn.Module, batch: Any) -> Any:
+            result = loss(model, batch)
+            self._marks = [("", self._now())]
+            return result
+
+        task.loss = noted
+        try:
+            yield
+        finally:
+            task.loss = loss
+            for handle in self._handles:
+                handle.remove()
+
+    def _note(self, parameter: Tensor) -> None:
+        self._marks.append((self._names[id(parameter)], self._now()))
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def close_step(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        begun = self._marks[0][1]
+        passed = {
+            name: begun.elapsed_time(when) if self._device.type == "cuda" else when - begun
+            for name, when in self._marks[1:]
+        }
+        whole = max(passed.values(), default=0.0)
+        for name, seconds in passed.items():
+            self._shares.setdefault(name, []).append(seconds / whole if whole > 0 else 1.0)
+
+    def medians(self) -> tuple[list[int], list[float]]:
+        shares = {name: statistics.median(found) for name, found in self._shares.items()}
+        order = sorted(shares, key=lambda name: shares[name])
+        return [self._sizes[name] for name in order], [shares[name] for name in order]

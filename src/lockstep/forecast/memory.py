@@ -1,0 +1,138 @@
+"""Pure arithmetic on a counted step: the memory of a device by strategy, the largest batch, and which strategy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from lockstep.errors import UnsupportedError, UsageError
+from lockstep.forecast.footprint import Footprint
+
+STRATEGIES = ("single", "ddp", "fsdp")
+#: What a GPU needs before the first tensor (context, libraries' workspaces), and the share that its allocator loses to
+#: blocks that do not fit: allowances, not measurements of the device at hand.
+GPU_CONTEXT, GPU_LOSS = 0.8e9, 0.05
+#: Rounds of the search for the largest batch; each of them counts a step.
+_ROUNDS = 5
+_UNITS = {"": 1.0, "B": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30}
+
+
+class Estimate(NamedTuple):
+    """Bytes of one device by kind, for a strategy on ``ranks`` devices and a batch per device."""
+
+    strategy: str
+    ranks: int
+    batch_size: int
+    kinds: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.kinds.values())
+
+
+def device_memory(footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bool) -> Estimate:
+    """The memory of one device.
+
+    ``single`` and ``ddp`` hold everything; ddp's gradients live in its buckets during the whole step, so its footprint
+    must be counted with gradients kept. ``fsdp`` (FSDP2, by block) holds 1/ranks of parameters, gradients and
+    optimizer; beside them the root's parameters, two gathered blocks (the one at work and the next), and one block's
+    gradients twice (as computed, and as handed to the reduce-scatter).
+    """
+    kinds: dict[str, float] = dict(footprint.kinds)
+    if strategy == "fsdp":
+        for kind in ("parameters", "gradients", "optimizer"):
+            kinds[kind] = kinds[kind] / ranks
+        *blocks, root = footprint.blocks
+        kinds["gathered"] = root + 4 * max(blocks, default=0)
+    if on_gpu:
+        kinds["device"] = GPU_CONTEXT + GPU_LOSS * sum(kinds.values())
+    return Estimate(strategy, ranks, footprint.batch_size, kinds)
+
+
+def largest_batch(memory_of: Callable[[int], float], limit: float, first: int, most: int) -> int:
+    """The largest batch whose memory is within ``limit``, among 1 … ``most``; 0 when none fits.
+
+    Memory grows with the batch along a convex, piecewise linear curve (it is the highest of many moments, each of
+    them linear), so a line through two sizes leads to a candidate, which is then counted itself.
+
+    Args:
+        memory_of: bytes for a batch size.
+        first: where the search begins.
+    """
+    known = {size: memory_of(size) for size in {min(first, most), min(2 * first, most), 1}}
+    if known[1] > limit:
+        return 0
+    for _ in range(_ROUNDS):
+        fits = max(size for size, need in known.items() if need <= limit)
+        fails = min((size for size, need in known.items() if need > limit), default=None)
+        if fits == most or fits + 1 == fails:
+            return fits
+        candidate = _between(known, limit, fits, fails, most)
+        known[candidate] = memory_of(candidate)
+    return max(size for size, need in known.items() if need <= limit)
+
+
+def _between(known: Mapping[int, float], limit: float, fits: int, fails: int | None, most: int) -> int:
+    """Where a line through two known sizes meets the limit, strictly between what fits and what does not."""
+    below = max((size for size in known if size < fits), default=None)
+    one, other = (fits, fails) if fails is not None else (below, fits)
+    if one is None or other is None or known[other] <= known[one]:
+        guess = 2 * fits
+    else:
+        slope = (known[other] - known[one]) / (other - one)
+        guess = fits + int((limit - known[fits]) / slope)
+    upper = most if fails is None else fails - 1
+    return max(fits + 1, min(guess, upper))
+
+
+def choose_strategy(totals: Mapping[str, float], ranks: int, limit: float | None) -> tuple[str, str]:
+    """Which strategy to take for ``ranks`` devices with ``limit`` bytes each, and why."""
+    first = "single" if ranks == 1 else "ddp"
+    if limit is None:
+        return first, "the devices' memory is not known; give it with --memory 80GB"
+    need = totals[first]
+    if need <= limit:
+        return first, f"a device needs {gigabytes(need)} of {gigabytes(limit)}"
+    if ranks > 1 and totals["fsdp"] <= limit:
+        return "fsdp", f"ddp needs {gigabytes(need)} of {gigabytes(limit)}, fsdp {gigabytes(totals['fsdp'])}"
+    least = min(totals[first], totals.get("fsdp", totals[first]))
+    return (
+        first,
+        f"nothing fits: at least {gigabytes(least)} of {gigabytes(limit)}; take a smaller batch or more devices",
+    )
+
+
+def check_strategy(name: str | None) -> str | None:
+    """``None`` for ``auto``.
+
+    Raises:
+        UnsupportedError: a strategy whose memory is not estimated.
+    """
+    if name in (None, "auto"):
+        return None
+    if name not in STRATEGIES:
+        raise UnsupportedError(
+            f"the memory of strategy {name} is not estimated",
+            why="dp copies a model to its GPUs in every step, and a pipeline's stages differ",
+            fix=f"name one of {', '.join(STRATEGIES)}, or leave --strategy out",
+        )
+    return name
+
+
+def gigabytes(size: float) -> str:
+    """Bytes for people: MB below a GB, in units of 1e6 and 1e9."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+
+
+def parse_memory(text: str) -> float:
+    """``80GB``, ``24GiB``, ``500MB`` or bytes, as bytes.
+
+    Raises:
+        UsageError: anything else, or nothing at all.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    factor = _UNITS.get(found[2].upper()) if found else None
+    if not found or factor is None or not float(found[1]) > 0:
+        raise UsageError(f"--memory {text!r} is no amount of memory", fix="write for example --memory 80GB or 24GiB")
+    return float(found[1]) * factor

@@ -1,0 +1,234 @@
+"""From one device's step to the step of many: computation, messages, loading and waiting for the slowest. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+from lockstep.forecast.buckets import Bucket, buckets, exposed
+from lockstep.forecast.collectives import Cluster, all_gather, all_reduce
+
+#: Lockstep sums loss, count and requests beside the gradients: so many bytes.
+COUNT_BYTES = 40
+#: Synchronised BatchNorm sums two numbers a channel, of a few hundred channels.
+BLOCKING_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Step:
+    """One device's step, measured or modelled; seconds of one micro-batch of ``batch_size`` samples.
+
+    Attributes:
+        data_s: waiting for input. other_s: what the host does in between.
+        jitter_s: standard deviation of a step.
+        spread: relative uncertainty of all these times.
+        gradients, ready: bytes of each gradient in the order of the backward, and when it is there (share of it).
+        blocks: bytes of what fsdp shards by itself.
+        loader_rate: samples a second that a rank's loader brings at most; ``None``: not known.
+    """
+
+    batch_size: int
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    gradients: tuple[int, ...]
+    ready: tuple[float, ...]
+    data_s: float = 0.0
+    other_s: float = 0.0
+    jitter_s: float = 0.0
+    spread: float = 0.0
+    blocks: tuple[int, ...] = ()
+    loader_rate: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.data_s + self.forward_s + self.backward_s + self.optimizer_s + self.other_s
+
+    def scaled(self, factor: float) -> Step:
+        """The same on a device that takes ``factor`` times as long."""
+        names = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "jitter_s")
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How many devices train it.
+
+    Attributes:
+        overlap: share of the backward during which messages travel beside it: 1 on GPUs; 0 where the ranks' own cores
+            carry the messages.
+        contention: how many times longer a device computes because others share its machine, by number of devices;
+            numbers between take the nearest below.
+        blocking: short messages of each micro-batch that computation waits for: two for every synchronised BatchNorm.
+        half: ddp's gradients, fsdp's parameters travel in 16 bits.
+    """
+
+    cluster: Cluster
+    strategy: str = "ddp"
+    accumulate: int = 1
+    bucket_bytes: int | None = None
+    half: bool = False
+    overlap: float = 1.0
+    contention: Mapping[int, float] = field(default_factory=dict)
+    blocking: int = 0
+
+    def slowed(self, devices: int) -> float:
+        known = [count for count in self.contention if count <= devices]
+        return self.contention[max(known)] if known else 1.0
+
+
+class Prediction(NamedTuple):
+    """``parts``: seconds of a step by part; they add up to ``step_s``. ``sent``: bytes each device sends in a step."""
+
+    devices: int
+    step_s: float
+    samples_per_s: float
+    efficiency: float
+    parts: dict[str, float]
+    sent: float
+
+
+def predict(step: Step, devices: int, setting: Setting) -> Prediction:
+    """The step of ``devices`` devices, each with the batch of one (weak scaling)."""
+    alone = _parts(step, 1, replace(setting, contention={}))
+    parts = _parts(step, devices, setting)
+    taken, single = sum(parts.values()), sum(alone.values())
+    samples = step.batch_size * setting.accumulate * devices
+    efficiency = single / taken if taken else 1.0
+    return Prediction(devices, taken, samples / taken, efficiency, parts, bytes_sent(step, devices, setting))
+
+
+def _parts(step: Step, devices: int, setting: Setting) -> dict[str, float]:
+    here, k = step.scaled(setting.slowed(devices)), setting.accumulate
+    compute = k * (here.forward_s + here.backward_s + here.other_s) + here.optimizer_s
+    waiting = _fsdp(here, devices, setting) if setting.strategy == "fsdp" else _ddp(here, devices, setting)
+    waiting += k * setting.blocking * all_reduce(BLOCKING_BYTES, devices, setting.cluster)
+    straggler = here.jitter_s * math.sqrt(k) * expected_max(devices)
+    busy = compute + waiting + straggler
+    load = 0.0 if step.loader_rate is None else k * step.batch_size / step.loader_rate
+    data = max(k * here.data_s, load - busy)
+    return {"compute": compute, "communication": waiting, "straggler": straggler, "data": data}
+
+
+def _ddp(step: Step, devices: int, setting: Setting) -> float:
+    """Communication that no computation hides: buckets as they fill, one message at a time."""
+    if devices == 1:
+        return 0.0
+    count = all_reduce(COUNT_BYTES, devices, setting.cluster)
+    shrink = 0.5 if setting.half else 1.0
+    messages = [(step.backward_s * (1 - setting.overlap), count)]
+    for bucket in step_buckets(step, setting):
+        ready = step.backward_s * (1 - setting.overlap * (1 - bucket.ready))
+        messages.append((ready, all_reduce(bucket.size * shrink, devices, setting.cluster)))
+    return exposed(messages, step.backward_s)
+
+
+def step_buckets(step: Step, setting: Setting) -> list[Bucket]:
+    return buckets(step.gradients, step.ready, setting.bucket_bytes)
+
+
+def _fsdp(step: Step, devices: int, setting: Setting) -> float:
+    """Blocks are gathered before their forward and backward, and their gradients scattered after it.
+
+    The next block's messages travel beside the work on this one; only the first gather of each pass and the last
+    scatter have nothing beside them.
+    """
+    if devices == 1:
+        return 0.0
+    sizes = [size for size in step.blocks if size]
+    gathers = [all_gather(size * _gathered(setting), devices, setting.cluster) for size in sizes]
+    scatters = [all_gather(size, devices, setting.cluster) for size in sizes]
+    first, last = gathers[0], gathers[-1]
+    forward = first + max(0.0, sum(gathers[1:]) - step.forward_s * setting.overlap)
+    beside = sum(gathers[:-1]) + sum(scatters[1:])
+    backward = last + scatters[0] + max(0.0, beside - step.backward_s * setting.overlap)
+    return setting.accumulate * (forward + backward)
+
+
+def _gathered(setting: Setting) -> float:
+    return 0.5 if setting.half else 1.0
+
+
+def bytes_sent(step: Step, devices: int, setting: Setting) -> float:
+    """Bytes of a step: 2(n-1)/n of ddp's gradients; with fsdp (n-1)/n of the parameters twice, of gradients once."""
+    ring = (devices - 1) / devices
+    if setting.strategy == "fsdp":
+        return ring * (2 * _gathered(setting) + 1) * sum(step.blocks) * setting.accumulate
+    return 2 * ring * ((0.5 if setting.half else 1.0) * sum(step.gradients) + COUNT_BYTES * (devices > 1))
+
+
+def expected_max(devices: int) -> float:
+    """The largest of n independent standard normal numbers, on average (Blom 1958): what all wait for.
+
+    Slow devices that stay slow, and pauses that hit all at once, are not in it.
+    """
+    return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+
+class Bars(NamedTuple):
+    """A prediction with its error bars, for samples a second and for efficiency: (low, high)."""
+
+    middle: Prediction
+    samples_per_s: tuple[float, float]
+    efficiency: tuple[float, float]
+
+
+def with_error_bars(step: Step, devices: int, setting: Setting) -> Bars:
+    """Each uncertain input is moved to its low and its high by itself; the deviations add up in squares."""
+    middle = predict(step, devices, setting)
+    pairs = [_pair(step, devices, setting, name) for name in ("step", "bandwidth", "latency", "jitter", "overlap")]
+    rates = _propagate(middle.samples_per_s, [(bad.samples_per_s, good.samples_per_s) for bad, good in pairs])
+    shares = _propagate(middle.efficiency, [(bad.efficiency, good.efficiency) for bad, good in pairs])
+    return Bars(middle, rates, (shares[0], min(1.0, shares[1])))
+
+
+def _pair(step: Step, devices: int, setting: Setting, name: str) -> tuple[Prediction, Prediction]:
+    """The prediction with one input bad, and good."""
+    cluster = setting.cluster
+    if name == "step":
+        return (
+            predict(step.scaled(1 + step.spread), devices, setting),
+            predict(step.scaled(1 / (1 + step.spread)), devices, setting),
+        )
+    if name == "jitter":
+        return (
+            predict(replace(step, jitter_s=2 * step.jitter_s), devices, setting),
+            predict(replace(step, jitter_s=step.jitter_s / 2), devices, setting),
+        )
+    if name == "overlap":
+        # Messages and kernels share a GPU's memory and some of its multiprocessors.
+        return predict(step, devices, replace(setting, overlap=0.8 * setting.overlap)), predict(step, devices, setting)
+    bad, good = (
+        replace(
+            setting,
+            cluster=replace(cluster, beta_place=place) if name == "bandwidth" else replace(cluster, alpha_place=place),
+        )
+        for place in (2, 0)
+    )
+    return predict(step, devices, bad), predict(step, devices, good)
+
+
+def _propagate(middle: float, pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    low = math.sqrt(sum(max(0.0, middle - min(pair)) ** 2 for pair in pairs))
+    high = math.sqrt(sum(max(0.0, max(pair) - middle) ** 2 for pair in pairs))
+    return max(0.0, middle - low), middle + high
+
+
+def as_row(bars: Bars) -> dict[str, Any]:
+    """Plain values for JSON and tables; times in milliseconds."""
+    middle = bars.middle
+    return {
+        "gpus": middle.devices,
+        "step_ms": middle.step_s * 1e3,
+        "samples_per_s": middle.samples_per_s,
+        "samples_per_s_low": bars.samples_per_s[0],
+        "samples_per_s_high": bars.samples_per_s[1],
+        "efficiency": middle.efficiency,
+        "efficiency_low": bars.efficiency[0],
+        "efficiency_high": bars.efficiency[1],
+        "parts_ms": {name: seconds * 1e3 for name, seconds in middle.parts.items()},
+        "sent_mb": middle.sent / 1e6,
+    }

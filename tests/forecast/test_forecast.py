@@ -1,0 +1,120 @@
+"""The verb on real ranks, the run that is held against its forecast, and a GPU that is not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.bench.subject import Subject
+from lockstep.errors import ConfigError, UsageError
+from lockstep.forecast.project import Wish, contention, forecast
+from lockstep.forecast.score import in_words, score
+from lockstep.hardware.host import usable_cores
+from lockstep.launch.foreseen import read_forecast
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def subject(**more: Any) -> Subject:
+    return Subject("autoencoder", {"hardware": {"selected_devices": ["cpu"]}, **more})
+
+
+@pytest.mark.timeout(500)
+def test_two_ranks_from_one_and_the_run_afterwards(run_cli: Any, tmp_path: Path) -> None:
+    wish = ("--devices", "cpu,cpu", "--gpus", "1,2", "--interconnect", "measured", "--steps", "5", "--repeats", "1")
+    result = run_cli("forecast", "autoencoder", *wish, "--save-dir", "foreseen", timeout_s=300)
+    assert result.code == 0, result.err
+    assert "efficiency" in result.out
+    assert "take" in result.out, "what ranks of one machine do to each other is said"
+    found = json.loads((tmp_path / "foreseen" / "report.json").read_text())
+    one, two = found["rows"]
+    assert (one["gpus"], two["gpus"]) == (1, 2)
+    assert one["parts_ms"]["communication"] == 0
+    assert two["parts_ms"]["communication"] > 0
+    assert sum(two["parts_ms"].values()) == pytest.approx(two["step_ms"])
+    assert two["samples_per_s_low"] <= two["samples_per_s"] <= two["samples_per_s_high"]
+
+    train = ("train", "autoencoder", "--devices", "cpu,cpu", "--epochs", "2", "--save-dir", "run")
+    result = run_cli(*train, "--set", "telemetry.forecast=foreseen", timeout_s=300)
+    assert result.code == 0, result.err
+    result = run_cli("show", "run", "--json")
+    scored = json.loads(result.out)["forecast"]
+    assert scored["differs"] == []
+    assert scored["predicted"] == pytest.approx(two["samples_per_s"])
+    assert scored["measured"] > 0
+    assert scored["ratio"] == pytest.approx(scored["measured"] / scored["predicted"])
+
+
+def test_a_gpu_that_is_not_here() -> None:
+    wish = Wish((512, 8), interconnect="pcie,25gbe", gpu=H100, memory=80e9)
+    report = forecast(subject(), wish)
+    assert [row["gpus"] for row in report.rows] == [8, 512]
+    assert report.rows[1]["efficiency"] < report.rows[0]["efficiency"] < 1
+    assert any("modelled" in note for note in report.notes)
+    assert any("25 Gb/s" in note for note in report.notes)
+    assert report.extra["advice"]
+
+
+def test_a_model_that_does_not_fit_is_sharded() -> None:
+    whole = forecast(subject(), Wish((64,), gpu=H100, memory=80e9)).settings["strategy"]
+    # Without a model's state a GPU's own allowance is 0.8 GB: just above it ddp's state is what does not fit.
+    large = subject(task={"hidden": [4096, 4096, 4096], "code": 4096})
+    split = forecast(large, Wish((64,), gpu=H100, memory=2.4e9)).settings["strategy"]
+    assert (whole, split) == ("ddp", "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("wish", "word"),
+    [
+        (Wish(()), "numbers of GPUs"),
+        (Wish((0,)), "numbers of GPUs"),
+        (Wish((2,), interconnect="measured"), "nothing can be measured"),
+        (Wish((2,), gpu="Riva TNT2"), "data sheet"),
+        (Wish((2,), gpu=H100, interconnect="string"), "--interconnect"),
+        (Wish((2,), gpu=H100, per_node=0), "GPUs a node"),
+    ],
+)
+def test_wishes_that_cannot_be(wish: Wish, word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        forecast(subject(), wish)
+
+
+def test_only_a_forecast_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_forecast(tmp_path / "none")
+    (tmp_path / "report.json").write_text('{"kind": "scaling", "rows": []}')
+    with pytest.raises(ConfigError, match="no forecast"):
+        read_forecast(tmp_path)
+
+
+def test_a_run_is_scored_against_its_own_row() -> None:
+    row = {"gpus": 2, "samples_per_s": 100.0, "samples_per_s_low": 80.0, "samples_per_s_high": 120.0}
+    foreseen = {"task": "har", "settings": {"batch_size": 32, "accumulate": 1}, "rows": [row]}
+    plan = {
+        "placement": {"devices": ["cpu", "cpu"], "nodes": 1, "world_size": 2},
+        "batch": {"batch_size": 32, "accumulate": 1},
+    }
+    assert score(foreseen, plan, "har", []) is None
+    found = score(foreseen, plan, "har", [{"samples_per_s": 10.0}, {"samples_per_s": 90.0}])
+    assert found is not None
+    assert (found["measured"], found["ratio"], found["within"], found["differs"]) == (90.0, 0.9, True, [])
+    assert "within the error bars" in in_words(found)
+    other = score(foreseen, {**plan, "batch": {"batch_size": 8, "accumulate": 1}}, "har", [{"samples_per_s": 90.0}])
+    assert other is not None
+    assert "batch size 8" in in_words(other)
+    plan["placement"]["devices"] = ["cpu"] * 3
+    unknown = score(foreseen, plan, "har", [{"samples_per_s": 90.0}])
+    assert unknown is not None
+    assert "predicted" not in unknown
+    assert "3 device(s)" in in_words(unknown)
+
+
+def test_ranks_that_wait_in_mid_step_take_turns_on_cores() -> None:
+    rows = [{"count": 1, "step_ms": 10.0}, {"count": 8, "step_ms": 15.0}]
+    ranks = 2 * usable_cores() + 1
+    assert contention(rows, ranks, blocking=0) == 1.5
+    assert contention(rows, ranks, blocking=6) == 3
+    assert contention(rows, 0, blocking=6) == 1.5

@@ -1,0 +1,119 @@
+"""Counted memory against what torch's allocator hands out; the verb."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from lockstep import Datasets, Loss, Task
+from lockstep.bench.subject import Subject
+from lockstep.data.arrays import ArrayDataset
+from lockstep.data.loader import fetch
+from lockstep.engine.update import build_optimizer
+from lockstep.forecast.estimate import estimate_memory, print_memory
+from lockstep.forecast.footprint import count_step
+from lockstep.launch.prepare import Prepared, prepare
+
+CASES = {
+    "har": ({}, 64),
+    "har transformer": ({"task": {"name": "har", "model": "transformer"}}, 64),
+    "autoencoder": ({}, 512),
+    "speech": ({"task": {"utterances": 16}}, 4),
+}
+
+
+def allocated(prepared: Prepared, batch: Any, *, keep_gradients: bool) -> int:
+    """The most bytes that torch's allocator had given out at once during three steps on real tensors."""
+    task = prepared.task
+    with torch.random.fork_rng(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model = task.model().train()
+        optimizer = task.optimizer(model) or build_optimizer(prepared.config.optimizer, model, 1e-3)
+        for _ in range(3):
+            for parameter in model.parameters():
+                if not keep_gradients:
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            task.loss(model, batch).total.backward()
+            optimizer.step()
+        del model, optimizer
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return int(np.cumsum(changes).max())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the profiler, and of torch's own transformer layers
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("keep_gradients", [False, True])
+def test_the_peak_is_counted_within_a_fifth(name: str, keep_gradients: bool) -> None:
+    settings, size = CASES[name]
+    prepared = prepare(name.split()[0], {**settings, "hardware": {"selected_devices": ["cpu"]}})
+    train = prepared.datasets.train
+    batch = fetch(train, prepared.task.collate, 1, 0, np.arange(size) % len(train))
+    own = sum(leaf.untyped_storage().nbytes() for leaf in batch if isinstance(leaf, Tensor))
+    counted = count_step(prepared.task, prepared.config, batch, size, keep_gradients=keep_gradients)
+    measured = allocated(prepared, batch, keep_gradients=keep_gradients) + own
+    assert counted.peak == pytest.approx(measured, rel=0.2)
+    parameters = sum(p.numel() * p.element_size() for p in prepared.task.model().parameters())
+    assert counted.kinds["parameters"] == parameters
+    assert sum(counted.gradients) == sum(counted.blocks) == parameters
+    assert counted.kinds["optimizer"] >= 2 * parameters
+    if keep_gradients:
+        assert counted.kinds["gradients"] == parameters
+
+
+class Large(Task):
+    """More parameters than this machine has memory for."""
+
+    def datasets(self) -> Datasets:
+        return Datasets(ArrayDataset(torch.zeros(64, 8), torch.zeros(64, dtype=torch.long)))
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 1 << 17), nn.ReLU(), nn.Linear(1 << 17, 1 << 18, bias=False))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        samples, labels = batch
+        return Loss(nn.functional.cross_entropy(model(samples), labels, reduction="sum"), len(labels))
+
+
+def test_a_model_larger_than_memory_is_counted_without_it() -> None:
+    config = prepare("autoencoder", {"hardware": {"selected_devices": ["cpu"]}}).config
+    task = Large()
+    counted = count_step(task, config, (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)), 4, keep_gradients=True)
+    assert counted.on == "fake"
+    assert counted.peak > 4 * 4 * 2**35
+
+
+def test_the_verb_tells_each_strategy_and_the_largest_batch(run_cli: Any) -> None:
+    result = run_cli("memory", "autoencoder", "--gpus", "8", "--memory", "2GB", "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    ddp, fsdp = (found["strategies"][name] for name in ("ddp", "fsdp"))
+    assert ddp["total"] == pytest.approx(sum(value for kind, value in ddp.items() if kind != "total"))
+    assert fsdp["optimizer"] == pytest.approx(ddp["optimizer"] / 8)
+    assert found["chosen"]["strategy"] == "ddp"
+    assert found["largest_batch"]["ddp"] == found["most"]
+
+
+def test_a_wrong_wish_is_refused(run_cli: Any) -> None:
+    result = run_cli("memory", "autoencoder", "--gpus", "0")
+    assert result.code == 2
+    assert "--gpus" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_the_table_names_kinds_and_what_to_take() -> None:
+    stream = io.StringIO()
+    subject = Subject("autoencoder", {"hardware": {"selected_devices": ["cpu"]}})
+    print_memory(estimate_memory(subject, limit=1e6), stream)
+    shown = stream.getvalue()
+    assert "activations" in shown
+    assert "largest batch" in shown
+    assert "take single" in shown
