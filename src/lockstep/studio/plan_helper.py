@@ -53,7 +53,9 @@ class Helper:
         """What ``lockstep plan --json`` prints for these settings, on a machine with these devices."""
         built, whole = settle(task, config)
         found = [Device(**{**d, "users": tuple(GpuUser(**u) for u in d["users"])}) for d in devices]
-        placement = resolve_placement(whole.hardware, whole.distributed, World(), found)
+        placement = resolve_placement(
+            whole.hardware, whole.distributed, World(), found, in_process=whole.pipeline.in_process
+        )
         key = json.dumps([whole.task.model_dump(mode="json"), whole.data.model_dump(mode="json"), whole.training.seed])
         now = time.monotonic()
         if self._open is None or self._open[0] != key or now - self._open[1] > DATA_LIVES_S:

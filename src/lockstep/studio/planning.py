@@ -72,7 +72,8 @@ def refusal(problem: LockstepError) -> dict[str, Any]:
 def place(config: RunConfig, devices: Sequence[Device]) -> tuple[Placement | None, LockstepError | None]:
     """Where this would compute on these devices, or why it cannot."""
     try:
-        return resolve_placement(config.hardware, config.distributed, World(), devices), None
+        in_process = config.pipeline.in_process
+        return resolve_placement(config.hardware, config.distributed, World(), devices, in_process=in_process), None
     except LockstepError as error:
         return None, error
 
@@ -109,7 +110,7 @@ def _precisions(config: RunConfig, devices: Sequence[Device]) -> list[dict[str, 
         hardware = config.hardware.model_copy(update={"precision": precision})
         reason = None
         try:
-            resolve_placement(hardware, config.distributed, World(), devices)
+            resolve_placement(hardware, config.distributed, World(), devices, in_process=config.pipeline.in_process)
         except DeviceError as error:
             if error.what.startswith("precision"):
                 reason = f"{error.what}: {error.why}"
