@@ -37,6 +37,7 @@ def check(report: dict, page: str, sides: tuple[str, ...], ranks: int) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.drill
 def test_the_loops_take_turns(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     sides = ("floor", "lockstep", "lightning") if find_spec("lightning") else ("floor", "lockstep")

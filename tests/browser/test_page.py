@@ -398,7 +398,11 @@ AXE = (Path(__file__).parent / "axe.min.js").read_text()
 
 @pytest.mark.parametrize(
     ("viewport", "scheme"),
-    [(WIDE, "light"), (NARROW, "dark"), pytest.param(WIDE, "dark", marks=pytest.mark.drill)],
+    [
+        pytest.param(WIDE, "light", marks=pytest.mark.drill),
+        (NARROW, "dark"),
+        pytest.param(WIDE, "dark", marks=pytest.mark.drill),
+    ],
     ids=["wide-light", "narrow-dark", "wide-dark"],
 )
 def test_axe_finds_no_serious_fault(server: Address, open_page: OpenPage, viewport: ViewportSize, scheme: str) -> None:

@@ -90,6 +90,7 @@ def _work_and_exit(work: Callable[[], object]) -> NoReturn:
 def drill(root: Path) -> dict[str, list[str]]:
     walked: dict[str, list[str]] = {}
     for scenario, save in SCENARIOS.items():
+        (root / scenario).mkdir(parents=True)
         healthy = Doomed(root / scenario / "none", None)
         healthy.save(snapshot(1, 1.0))
         healthy.stages.clear()
@@ -112,6 +113,7 @@ def save_for_ever(folder: Path) -> None:
 
 def kill_at_random(root: Path, times: int) -> None:
     chance = random.Random(7)
+    (root / "random").mkdir(parents=True)
     for n in range(times):
         pid = forked(lambda n=n: save_for_ever(root / "random" / str(n)))  # type: ignore[misc]
         while not list((root / "random" / str(n)).glob("step-*")):

@@ -90,6 +90,7 @@ def test_processes_that_srun_started_are_ranks(tmp_path: Path) -> None:
     assert RunDir.open(tmp_path / "run").plan()["placement"]["world_size"] == 2
 
 
+@pytest.mark.drill
 def test_hidden_gpus_under_torchrun_leave_the_cpu(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep",

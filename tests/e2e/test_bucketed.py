@@ -114,6 +114,7 @@ def test_three_ranks_and_then_two_compute_what_one_computes(alone: RunDir, tmp_p
     assert losses(run) == pytest.approx(losses(alone), rel=1e-6)
 
 
+@pytest.mark.drill
 def test_exact_mode_gives_equal_bits_on_one_two_and_four_ranks(tmp_path: Path) -> None:
     runs = [train(tmp_path / str(ranks), ranks, EXACT) for ranks in (1, 2, 4)]
     assert len({fingerprint(run.path) for run in runs}) == 1

@@ -28,7 +28,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.drill), 4])
 def test_weights_are_equal_bit_for_bit_on_any_world_size(alone: Path, tmp_path: Path, ranks: int) -> None:
     train(tmp_path, "--devices", ",".join(["cpu"] * ranks), *EXACT)
     assert fingerprint(tmp_path / "run") == fingerprint(alone)

@@ -272,6 +272,7 @@ def test_a_rank_without_memory_is_told_with_a_batch_that_fits(tmp_path: Path) ->
     assert (batch["global_batch"], batch["batch_size"], batch["accumulate"]) == (32, 8, 2)
 
 
+@pytest.mark.drill
 def test_a_rank_whose_memory_is_limited_fails_in_an_evaluation(tmp_path: Path) -> None:
     """The system itself refuses the memory (RLIMIT_AS), on one of two ranks."""
     fault = ("--set", "task.fault=memory", "--set", "task.evaluating=true", "--set", "task.at=7")

@@ -56,6 +56,7 @@ def test_a_script_without_a_main_guard_trains_a_class_of_its_own_on_two_ranks(tm
     assert "accuracy" in run("script.py", cwd=tmp_path)
 
 
+@pytest.mark.drill
 def test_a_program_on_standard_input_does_too(tmp_path: Path) -> None:
     assert "accuracy" in run("-", cwd=tmp_path, stdin=SCRIPT)
 

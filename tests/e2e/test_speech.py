@@ -44,6 +44,7 @@ def test_two_ranks_train_what_one_trains_and_recordings_are_transcribed(tmp_path
     assert "Traceback" not in refused
 
 
+@pytest.mark.drill
 def test_exact_mode_gives_the_same_weights_on_one_and_two_ranks(tmp_path: Path, manifest: Path) -> None:
     for run, devices in (("one", "cpu"), ("two", "cpu,cpu")):
         arguments = ("--save-dir", run, "--devices", devices, "--reproducibility", "exact", *flags(manifest))
@@ -70,6 +71,7 @@ def test_bad_lines_are_all_told_before_training_or_left_out_on_request(tmp_path:
     assert RunDir.open(tmp_path / "run").plan()["task"]["train_samples"] == 21
 
 
+@pytest.mark.drill
 def test_the_documents_configuration_runs_under_torchrun(tmp_path: Path, manifest: Path) -> None:
     arguments = ("--config", str(ROOT / "configs" / "speech" / "multi_gpu.yaml"), "--devices", "cpu,cpu", *TINY)
     data = ("--set", f"task.train_manifest={manifest}", "--max-steps", "1", "--save-dir", "run")

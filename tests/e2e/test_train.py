@@ -109,7 +109,10 @@ def test_two_ranks_compute_what_one_computes(reference: Path, tmp_path: Path) ->
     "module",
     [
         ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep"),
-        ("torch.distributed.launch", "--nproc_per_node=2", "--master_port=FREE", "-m", "lockstep"),
+        pytest.param(
+            ("torch.distributed.launch", "--nproc_per_node=2", "--master_port=FREE", "-m", "lockstep"),
+            marks=pytest.mark.drill,
+        ),
     ],
     ids=["torchrun", "torch.distributed.launch"],
 )
@@ -196,7 +199,7 @@ def test_own_optimizer_hooks_and_state_survive_a_resume(tmp_path: Path) -> None:
     assert rows[-1]["scalars"] == {"seen": 9.0}
 
 
-@pytest.mark.parametrize("dataset", ["plain", "augmented"])
+@pytest.mark.parametrize("dataset", [pytest.param("plain", marks=pytest.mark.drill), "augmented"])
 def test_workers_change_nothing(tmp_path: Path, dataset: str) -> None:
     folders = []
     for workers in ("0", "2"):

@@ -65,7 +65,7 @@ def sizes(rank: int, ranks: int, cases: list[tuple[int, int]]) -> list[dict[str,
     return [run(rank, ranks, samples, batch, Scores()) for samples, batch in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.drill)])
 def test_metrics_equal_those_of_one_process_bit_for_bit(ranks: int) -> None:
     cases = [(5, 1), (5, 2), (5, 32), (37, 4), (64, 4)]
     alone = [run(0, 1, samples, batch, Scores()) for samples, batch in cases]

@@ -23,6 +23,7 @@ def subject(**more: Any) -> Subject:
 
 
 @pytest.mark.timeout(500)
+@pytest.mark.drill
 def test_two_ranks_from_one_and_the_run_afterwards(run_cli: Any, tmp_path: Path) -> None:
     wish = ("--devices", "cpu,cpu", "--gpus", "1,2", "--interconnect", "measured", "--steps", "5", "--repeats", "1")
     result = run_cli("forecast", "autoencoder", *wish, "--save-dir", "foreseen", timeout_s=300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,8 +26,8 @@ RANK = """
 import signal, sys, time
 from lockstep.launch import stacks
 with open(sys.argv[1], "a") as log, stacks.told_on_request(log):
-    print("up", flush=True)
     def busy():
+        print("up", flush=True)
         while True:
             pass
     busy()
@@ -77,9 +78,7 @@ def test_silence_of_all_ranks_is_a_hang_with_stacks(ranks: Ranks) -> None:
     assert ranks.after(59) is None
     report = ranks.after(2)
     assert report is not None
-    assert [rank.place for rank in report.ranks] == [f"<string>:{line} in busy" for line in (8, 8)] or all(
-        "in busy" in rank.stack[0] for rank in report.ranks
-    )
+    assert all(re.fullmatch(r"<string>:[789] in busy", rank.place) for rank in report.ranks)
     assert "has made no progress for 60 s" in log_file(ranks.logs, 1).read_text()
 
 
