@@ -225,7 +225,8 @@ def test_a_preempted_job_saves_queues_again_and_ends_as_if_nothing_had_been(
         assert RunDir.open(run).read().status == "stopped"
         saved = RunDir.open(run).progress()
         assert saved is not None and 3 <= saved.step < 14
-        ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")  # two minutes otherwise
+        # Two minutes otherwise. A start within the second of the requeue is refused: "Job credential revoked".
+        ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now+3")
         output, _ = process.communicate(timeout=WAIT_S)
     finally:
         process.kill()
