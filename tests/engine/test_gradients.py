@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.loader import InOrder, Source, windows
 from lockstep.engine.batchnorm import convert
+from lockstep.engine.flat import FlatStrategy
 from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import DdpStrategy, Flags, SingleStrategy
 from lockstep.engine.task import Loss, Task
@@ -45,7 +46,7 @@ def data_of(samples: int) -> ArrayDataset:
 
 
 def gradients(
-    rank: int, ranks: int, plan: BatchPlan, batchnorm: bool, poison: bool = False
+    rank: int, ranks: int, plan: BatchPlan, batchnorm: bool, poison: bool = False, flat: bool = False
 ) -> list[list[torch.Tensor]]:
     """The true gradient (sum over count) of every step of one epoch, at fixed weights."""
     model = model_of(batchnorm)
@@ -55,12 +56,16 @@ def gradients(
     dataset = data_of(plan.samples)
     if poison:
         dataset.tensors[0][0] = float("inf")
-    if ranks > 1:
-        strategy: SingleStrategy = DdpStrategy(
-            Weighted(), model, precision, CPU, seed=0, rank=rank, world_size=ranks, collective_forward=batchnorm
-        )
+    strategy: SingleStrategy
+    task = Weighted()
+    if ranks == 1:
+        strategy = SingleStrategy(task, model, precision, CPU, seed=0)
+    elif flat:
+        strategy = FlatStrategy(task, model, precision, CPU, seed=0, rank=rank, collective_forward=batchnorm)
     else:
-        strategy = SingleStrategy(Weighted(), model, precision, CPU, seed=0)
+        strategy = DdpStrategy(
+            task, model, precision, CPU, seed=0, rank=rank, world_size=ranks, collective_forward=batchnorm
+        )
     source = Source(dataset, Weighted().collate, 0, InOrder())
     found = []
     for step, window in enumerate(windows(plan, rank=rank, epoch=0, position=0, epochs=1, ghosts=batchnorm)):
@@ -90,8 +95,9 @@ def cases(ranks: int, number: int) -> list[BatchPlan]:
 
 
 def all_gradients(rank: int, ranks: int, plans: list[BatchPlan], batchnorm: bool) -> Any:
+    """Of every plan, by DDP and in one all-reduce."""
     torch.set_num_threads(1)
-    return [gradients(rank, ranks, plan, batchnorm) for plan in plans]
+    return [gradients(rank, ranks, plan, batchnorm, flat=flat) for flat in (False, True) for plan in plans]
 
 
 def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
@@ -103,7 +109,7 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 def test_any_split_gives_the_gradient_of_one_process(ranks: int) -> None:
     plans = cases(ranks, 12)
     by_rank = run_ranks(all_gradients, ranks, plans, False, timeout_s=120.0)
-    for index, plan in enumerate(plans):
+    for index, plan in enumerate(2 * plans):
         alone = gradients(0, 1, plan.model_copy(update={"ranks": 1}), False)
         for rank in range(ranks):
             assert len(by_rank[rank][index]) == len(alone)
@@ -119,7 +125,7 @@ def test_synchronised_batchnorm_gives_the_gradient_of_the_whole_batch(ranks: int
         for samples in (2, 3, 4 * ranks, 4 * ranks + 2, 4 * ranks + 3)
     ]
     by_rank = run_ranks(all_gradients, ranks, plans, True, timeout_s=120.0)
-    for index, plan in enumerate(plans):
+    for index, plan in enumerate(2 * plans):
         whole = plan.model_copy(update={"ranks": 1, "batch_size": plan.global_batch})
         alone = gradients(0, 1, whole, True)
         for rank in range(ranks):
@@ -127,15 +133,18 @@ def test_synchronised_batchnorm_gives_the_gradient_of_the_whole_batch(ranks: int
                 assert_equal(ours, theirs)
 
 
-def poisoned(rank: int, ranks: int, plan: BatchPlan) -> list[bool]:
-    return [all(torch.isfinite(g).all().item() for g in step) for step in gradients(rank, ranks, plan, False, True)]
+def poisoned(rank: int, ranks: int, plan: BatchPlan) -> list[list[bool]]:
+    return [
+        [all(torch.isfinite(g).all().item() for g in step) for step in gradients(rank, ranks, plan, False, True, flat)]
+        for flat in (False, True)
+    ]
 
 
 def test_an_infinite_sample_on_one_rank_is_seen_by_all_ranks_and_by_the_empty_ones() -> None:
     plan = BatchPlan(samples=7, global_batch=6, batch_size=2, accumulate=1, ranks=3)
-    assert run_ranks(poisoned, 3, plan) == [[False, True]] * 3
+    assert run_ranks(poisoned, 3, plan) == [[[False, True]] * 2] * 3
     one_sample = BatchPlan(samples=1, global_batch=6, batch_size=2, accumulate=1, ranks=3)
-    assert run_ranks(poisoned, 3, one_sample) == [[False]] * 3
+    assert run_ranks(poisoned, 3, one_sample) == [[[False]] * 2] * 3
 
 
 def count_reductions(rank: int, ranks: int, accumulate: int) -> int:

@@ -19,7 +19,7 @@ from lockstep.config import RunConfig
 from lockstep.data.loader import Source, Window, make_loader, windows
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives, shared
-from lockstep.engine.divide import Divided, divide
+from lockstep.engine.divide import divide
 from lockstep.engine.fit import Fit, TimedBatches
 from lockstep.engine.fused import compiler_not_imported
 from lockstep.engine.lightning_task import ModuleTask
@@ -30,7 +30,7 @@ from lockstep.engine.resume import check_fits, check_moments, load_shared, load_
 from lockstep.engine.runtime import check_pins, pins, rank_device, runtime
 from lockstep.engine.source import training_source
 from lockstep.engine.state import TrainState
-from lockstep.engine.strategy import DataParallelStrategy, DdpStrategy, SingleStrategy, Strategy
+from lockstep.engine.strategies import build_strategy
 from lockstep.engine.switches import Watched
 from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.engine.trace import Trace, trace_file
@@ -217,7 +217,7 @@ def assemble(
         config=config,
         plan=plan,
         datasets=datasets,
-        strategy=_strategy(watched, model, config, plan, precision, device, world, divided),
+        strategy=build_strategy(watched, model, config, plan, precision, device, world, divided),
         update=update,
         precision=precision,
         state=state,
@@ -233,54 +233,6 @@ def assemble(
         trace=Trace(debug, trace_file(run_dir.path, world.rank), world.is_main, update, model, draws, plan.sharded),
         remarks=() if divided is None else divided.remarks,
     )
-
-
-def _strategy(
-    task: Task,
-    model: nn.Module,
-    config: RunConfig,
-    plan: Plan,
-    precision: Precision,
-    device: torch.device,
-    world: World,
-    divided: Divided | None,
-) -> Strategy:
-    seed = plan.seed
-    if plan.reproducibility == "exact":
-        from lockstep.engine.exact import ExactStrategy
-
-        return ExactStrategy(task, model, precision, device, seed=seed, rank=world.rank, world_size=world.size)
-    compiled: Any = _compiled(model, config.training.compile_mode) if config.training.compile else model
-    if plan.placement["strategy"] == "dp":
-        devices = [rank_device([name], World()) for name in plan.placement["devices"]]
-        return DataParallelStrategy(task, model, precision, devices, seed=seed)
-    if divided is not None:
-        return divided.strategy(task, precision, plan, world)
-    if world.size == 1:
-        return SingleStrategy(task, model, precision, device, seed=seed, forward=compiled)
-    return DdpStrategy(
-        task,
-        model,
-        precision,
-        device,
-        seed=seed,
-        rank=world.rank,
-        world_size=world.size,
-        collective_forward=plan.sync_batchnorm,
-        find_unused_parameters=config.distributed.find_unused_parameters,
-        bucket_cap_mb=config.distributed.bucket_cap_mb,
-        forward=compiled,
-    )
-
-
-def _compiled(model: nn.Module, mode: str) -> Any:
-    """``model`` compiled at its first call, and again for other shapes: for as long as it takes."""
-    from torch._dynamo.callback import callback_handler
-
-    if pulse.is_watched:
-        callback_handler.register_start_callback(lambda _: pulse.at(Activity.COMPILING))
-        callback_handler.register_end_callback(lambda _: pulse.at(Activity.STEP))
-    return torch.compile(model, mode=mode)
 
 
 def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Callable[[], int | None]) -> RunResult:

@@ -242,7 +242,46 @@ class DataParallelStrategy(SingleStrategy):
         self._draw = SeededDraws(seed, devices, everything=False)
 
 
-class DdpStrategy(SingleStrategy):
+class RanksStrategy(SingleStrategy):
+    """One process a rank: what there is to do besides reducing gradients."""
+
+    def __init__(
+        self,
+        task: Task,
+        module: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        *,
+        seed: int,
+        rank: int,
+        collective_forward: bool,
+        forward: nn.Module | None = None,
+    ) -> None:
+        super().__init__(task, module, precision, device, seed=seed, rank=rank, forward=forward)
+        self._collective_forward = collective_forward
+        self._samples_since_merge = 0
+        self._buffers = Buffers(module)
+
+    def synchronise_buffers(self) -> None:
+        """Merge running statistics by samples (synchronised BatchNorm agrees already) and declared buffers."""
+        self._buffers.synchronise(self._samples_since_merge, merge_statistics=not self._collective_forward)
+        self._samples_since_merge = 0
+
+    def _ghosts(self, number: int, batches: Iterator[Any]) -> None:
+        """Join the collective forwards of ranks that have more samples; leave no trace in the gradients."""
+        if number == 0:
+            return
+        kept = [parameter.grad for parameter in self._parameters]
+        for _ in range(number):
+            self._clear()
+            with ghost(self.module):
+                total, _ = self._forward_pass(next(batches), 0, 0)
+                self._backward(total)
+        for parameter, gradient in zip(self._parameters, kept, strict=True):
+            parameter.grad = gradient
+
+
+class DdpStrategy(RanksStrategy):
     """One process a rank; torch's DistributedDataParallel overlaps the reduction with the last backward.
 
     The count (and the flags) are reduced beside the backward. A window in which some rank has fewer
@@ -264,7 +303,16 @@ class DdpStrategy(SingleStrategy):
         bucket_cap_mb: float | None = None,
         forward: nn.Module | None = None,
     ) -> None:
-        super().__init__(task, module, precision, device, seed=seed, rank=rank, forward=forward)
+        super().__init__(
+            task,
+            module,
+            precision,
+            device,
+            seed=seed,
+            rank=rank,
+            collective_forward=collective_forward,
+            forward=forward,
+        )
         self._ddp = DistributedDataParallel(
             LossModule(task, self._model),
             **_NO_BUFFER_BROADCAST,
@@ -273,10 +321,7 @@ class DdpStrategy(SingleStrategy):
             bucket_cap_mb=bucket_cap_mb,
         )
         self._world_size = world_size
-        self._collective_forward = collective_forward
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
-        self._samples_since_merge = 0
-        self._buffers = Buffers(module)
         self._by_hand = False
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
@@ -320,19 +365,6 @@ class DdpStrategy(SingleStrategy):
             return None
         return Flags(*self._sums[2:].tolist())
 
-    def _ghosts(self, number: int, batches: Iterator[Any]) -> None:
-        """Join the collective forwards of ranks that have more samples; leave no trace in the gradients."""
-        if number == 0:
-            return
-        kept = [parameter.grad for parameter in self._parameters]
-        for _ in range(number):
-            self._clear()
-            with ghost(self.module):
-                total, _ = self._forward_pass(next(batches), 0, 0)
-                self._backward(total)
-        for parameter, gradient in zip(self._parameters, kept, strict=True):
-            parameter.grad = gradient
-
     def _reduce_by_hand(self) -> None:
         parameters = self._parameters
         for p in parameters:
@@ -344,8 +376,3 @@ class DdpStrategy(SingleStrategy):
             dist.all_reduce(flat)
             pieces = flat.split([g.numel() for g in gradients])
             torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)])
-
-    def synchronise_buffers(self) -> None:
-        """Merge running statistics by samples (synchronised BatchNorm agrees already) and declared buffers."""
-        self._buffers.synchronise(self._samples_since_merge, merge_statistics=not self._collective_forward)
-        self._samples_since_merge = 0

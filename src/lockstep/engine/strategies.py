@@ -1,0 +1,78 @@
+"""Which strategy trains by a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import RunConfig
+from lockstep.engine.divide import Divided
+from lockstep.engine.flat import FlatStrategy, fits
+from lockstep.engine.precision import Precision
+from lockstep.engine.runtime import rank_device
+from lockstep.engine.strategy import DataParallelStrategy, DdpStrategy, SingleStrategy, Strategy
+from lockstep.engine.task import Task
+from lockstep.hardware.world import World
+from lockstep.plan import Plan
+from lockstep.telemetry.pulse import Activity, pulse
+
+
+def build_strategy(
+    task: Task,
+    model: nn.Module,
+    config: RunConfig,
+    plan: Plan,
+    precision: Precision,
+    device: torch.device,
+    world: World,
+    divided: Divided | None,
+) -> Strategy:
+    """The one that ``plan`` names, around ``model``, which is on its device. Collective.
+
+    Args:
+        divided: the model's parts, where each rank or device has some of it.
+    """
+    seed = plan.seed
+    if plan.reproducibility == "exact":
+        from lockstep.engine.exact import ExactStrategy
+
+        return ExactStrategy(task, model, precision, device, seed=seed, rank=world.rank, world_size=world.size)
+    compiled: Any = _compiled(model, config.training.compile_mode) if config.training.compile else model
+    if plan.placement["strategy"] == "dp":
+        devices = [rank_device([name], World()) for name in plan.placement["devices"]]
+        return DataParallelStrategy(task, model, precision, devices, seed=seed)
+    if divided is not None:
+        return divided.strategy(task, precision, plan, world)
+    if world.size == 1:
+        return SingleStrategy(task, model, precision, device, seed=seed, forward=compiled)
+    ranks: dict[str, Any] = {
+        "seed": seed,
+        "rank": world.rank,
+        "collective_forward": plan.sync_batchnorm,
+        "forward": compiled,
+    }
+    distributed = config.distributed
+    if not distributed.find_unused_parameters and distributed.bucket_cap_mb is None and fits(model, device):
+        return FlatStrategy(task, model, precision, device, **ranks)
+    return DdpStrategy(
+        task,
+        model,
+        precision,
+        device,
+        world_size=world.size,
+        find_unused_parameters=distributed.find_unused_parameters,
+        bucket_cap_mb=distributed.bucket_cap_mb,
+        **ranks,
+    )
+
+
+def _compiled(model: nn.Module, mode: str) -> Any:
+    """``model`` compiled at its first call, and again for other shapes: for as long as it takes."""
+    from torch._dynamo.callback import callback_handler
+
+    if pulse.is_watched:
+        callback_handler.register_start_callback(lambda _: pulse.at(Activity.COMPILING))
+        callback_handler.register_end_callback(lambda _: pulse.at(Activity.STEP))
+    return torch.compile(model, mode=mode)
