@@ -18,11 +18,15 @@ _DISABLED = "__dynamo_disable"
 
 
 class _Lists(NamedTuple):
-    """What the kernel takes of a group besides gradients, in the order of its parameters."""
+    """What the kernel takes of a group besides gradients, in the order of its parameters.
+
+    ``counts``: [parameters], of which ``steps`` are the elements, so that one addition counts a step of all.
+    """
 
     parameters: list[nn.Parameter]
     averages: list[Tensor]
     squares: list[Tensor]
+    counts: Tensor
     steps: list[Tensor]
 
 
@@ -99,21 +103,23 @@ def _watched(optimizer: Any) -> bool:
 
 
 def _lists(parameters: list[nn.Parameter], states: Any) -> _Lists:
-    lists = _Lists(list(parameters), [], [], [])
     for parameter in parameters:
         state = states[parameter]
         if not state:  # as Adam._init_group
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        lists.averages.append(state["exp_avg"])
-        lists.squares.append(state["exp_avg_sq"])
-        lists.steps.append(state["step"])
-    return lists
+    own = [states[parameter] for parameter in parameters]
+    counts = torch.stack([state["step"] for state in own])
+    steps = list(counts.unbind())
+    for state, step in zip(own, steps, strict=True):
+        state["step"] = step
+    averages, squares = ([state[name] for state in own] for name in ("exp_avg", "exp_avg_sq"))
+    return _Lists(list(parameters), averages, squares, counts, steps)
 
 
 def _step(group: dict[str, Any], lists: _Lists, gradients: list[Tensor], found_inf: Tensor | None) -> None:
-    torch._foreach_add_(lists.steps, 1)
+    lists.counts.add_(1)
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     kernel(
         lists.parameters,  # type: ignore[arg-type]
@@ -133,7 +139,7 @@ def _step(group: dict[str, Any], lists: _Lists, gradients: list[Tensor], found_i
         found_inf=found_inf,
     )
     if found_inf is not None:
-        torch._foreach_sub_(lists.steps, [found_inf] * len(lists.steps))
+        lists.counts.sub_(found_inf)
 
 
 @contextlib.contextmanager
