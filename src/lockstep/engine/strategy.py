@@ -25,6 +25,7 @@ from lockstep.engine.buffers import Buffers
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.precision import Precision
 from lockstep.engine.task import Loss, Task
+from lockstep.engine.transfer import SideStream, to_device
 from lockstep.errors import TaskError
 
 #: torch 2.13 renamed the argument.
@@ -87,19 +88,6 @@ class LossModule(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         total, count = self._loss(self.model, batch)
         return total, count
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Every tensor of a nested batch on ``device``, asynchronously from pinned memory."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch.to(device, non_blocking=True) if hasattr(batch, "to") else batch
 
 
 def check_loss(loss: Any) -> Loss:
@@ -166,6 +154,7 @@ class SingleStrategy:
         self._precision = precision
         self._device = device
         self._moves = device.type != "cpu"
+        self._side = SideStream(device) if device.type == "cuda" else None
         self._draw = SeededDraws(seed, [device], everything=False)
         self._rank = rank
 
@@ -202,7 +191,9 @@ class SingleStrategy:
         return totals, counts
 
     def _forward_pass(self, batch: Any, step: int, part: int) -> tuple[Tensor, Tensor | int]:
-        if self._moves:
+        if self._side is not None:
+            batch = self._side(batch)
+        elif self._moves:
             batch = to_device(batch, self._device)
         self._draw(step, part)
         if self._precision.is_full:
