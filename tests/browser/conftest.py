@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Response, ViewportSize, sync_playwright
 
 from tests.browser.where import BROWSER_FLAGS, Network, Studio, closed_network, find_browser
 from tests.gloo import ROOT
@@ -27,6 +28,13 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def browser(network: Network, tmp_path: Path) -> Iterator[Browser]:
+    with running_browser(network, tmp_path) as browser:
+        yield browser
+
+
+@contextmanager
+def running_browser(network: Network, folder: Path) -> Iterator[Browser]:
+    """Chromium in ``network``; skips the test where there is none."""
     path = find_browser()
     if path is None:
         message = "there is no chromium here: apt-get install chromium"
@@ -35,7 +43,7 @@ def browser(network: Network, tmp_path: Path) -> Iterator[Browser]:
         pytest.skip(message)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=network.program(tmp_path, path),
+            executable_path=network.program(folder, path),
             args=list(BROWSER_FLAGS),
             timeout=PATIENCE_MS,
         )
@@ -48,29 +56,36 @@ OpenPage = Callable[..., Page]
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """``open_page(url, viewport, **context)``: a page of its own profile.
+    """``open_page(url, viewport, refused=None, **context)``: a page of its own profile.
 
-    The test fails when the page said something on the console, threw, or asked another host.
+    The test fails when the page said something on the console, threw, asked another host, or was refused something at
+    another address than ``refused``.
     """
     complaints: list[str] = []
+    contexts: list[BrowserContext] = []
 
-    def open_page(url: str, viewport: ViewportSize = WIDE, **context: object) -> Page:
-        page = browser.new_context(viewport=viewport, **context).new_page()  # type: ignore[arg-type]
+    def open_page(url: str, viewport: ViewportSize = WIDE, refused: str | None = None, **context: object) -> Page:
+        contexts.append(browser.new_context(viewport=viewport, **context))  # type: ignore[arg-type]
+        page = contexts[-1].new_page()
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: complaints.append(f"threw {error}"))
         page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
         page.on("request", lambda request: complaints.extend(foreign(request.url)))
-        page.on(
-            "response",
-            lambda answer: complaints.append(f"{answer.status} {answer.url}") if answer.status >= 400 else None,
-        )
+        page.on("response", lambda answer: complaints.extend(refusals(answer, refused)))
         page.goto(url)
         return page
 
     yield open_page
+    for context in contexts:
+        context.close()
     # Refusals are told with their address; a server that was killed on purpose is not the page's fault.
     left = [line for line in complaints if not re.search("Failed to load resource|WebSocket connection", line)]
     assert not left, left
+
+
+def refusals(answer: Response, expected: str | None) -> list[str]:
+    fine = answer.status < 400 or urlsplit(answer.url).path == expected
+    return [] if fine else [f"{answer.status} {answer.url}"]
 
 
 def foreign(url: str) -> list[str]:

@@ -118,7 +118,7 @@ def test_from_ticking_devices_to_comparing_runs(studio: Studio, open_page: OpenP
     page.get_by_role("link", name="Compare 2").click()
     differences = page.get_by_role("region", name="Differences in configuration")
     expect(differences.get_by_role("row", name=re.compile("training.max_steps"))).to_be_visible()
-    loss = page.get_by_role("figure", name="loss", exact=True)
+    loss = page.get_by_role("figure", name="Loss", exact=True)
     expect(loss.get_by_role("button", name=re.compile("^long"))).to_be_visible()
     expect(loss.get_by_role("button", name=re.compile("^short"))).to_be_visible()
     picture(page, "compare")

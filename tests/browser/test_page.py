@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, ViewportSize, expect
+from playwright.sync_api import Browser, Page, ViewportSize, WebSocketRoute, expect
 
 from lockstep.config import resolve
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
-from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, picture
+from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, picture, running_browser
 from tests.browser.gpus import DEVICES
 from tests.browser.where import Network
 from tests.gloo import ROOT
@@ -26,12 +26,6 @@ from tests.hardware.machines import machine
 from tests.studio.serving import TOY, Address, studio
 
 expect.set_options(timeout=PATIENCE_MS)
-
-
-@pytest.fixture
-def network() -> Network:
-    """The usual one: the studio with a fake machine is a thread of this process."""
-    return Network(None)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +49,19 @@ def machine_with_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addr
             process.wait()
 
 
+@pytest.fixture(scope="module")
+def browser(machine_with_gpus: Address, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all tests, in the usual network: the studio with a fake machine is a process beside this one."""
+    with running_browser(Network(None), tmp_path_factory.mktemp("browser")) as browser:
+        # Its helper processes start with their first use: they are not the test's that comes first.
+        page = browser.new_page()
+        page.goto(machine_with_gpus.url)
+        page.get_by_role("button", name="Run", exact=True).wait_for(timeout=PATIENCE_MS)
+        page.screenshot()
+        page.close()
+        yield browser
+
+
 @pytest.fixture
 def server(machine_with_gpus: Address) -> Address:
     """That studio, with a run of each fate and no other."""
@@ -63,7 +70,8 @@ def server(machine_with_gpus: Address) -> Address:
         if folder.name != ".studio":
             shutil.rmtree(folder)
     make_run(runs, "first", "completed", final_metrics={"test_accuracy": 0.91}, tags=["baseline"])
-    make_run(runs, "second", "failed", error="rank 1 ran out of memory\nfix: a smaller batch")
+    broken = make_run(runs, "second", "failed", error="rank 1 ran out of memory\nfix: a smaller batch")
+    broken.append_step({"attempt": 1, "step": 41, "epoch": 4, "loss": float("nan"), "grad_norm": float("inf")})
     lost = make_run(runs, "third", "running")
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()
@@ -89,6 +97,17 @@ def make_run(folder: Path, name: str, status: str, steps: int = 40, **record: ob
     )
     run.update(status=status, **record)
     return run
+
+
+def add_sample(run: RunDir, second: int, power_w: float) -> None:
+    """What the monitor of a node with eleven GPUs writes."""
+    devices = [
+        {"id": f"gpu:{index}", "utilisation": 0.9, "memory_gb": 60.0 + index, "power_w": power_w + index}
+        for index in range(11)
+    ]
+    with (run.path / "system-node7.jsonl").open("a") as file:
+        host = {"name": "node7", "cpu": 0.5, "memory_gb": 20.0}
+        file.write(json.dumps({"time": 1.7e9 + second, "host": host, "devices": devices}) + "\n")
 
 
 def show(page: Page, tab: str) -> None:
@@ -158,6 +177,8 @@ def test_every_fate_and_the_list_of_runs(server: Address, open_page: OpenPage) -
 
     runs.get_by_role("link", name=re.compile("^second")).click()
     expect(state.get_by_label("Failure")).to_contain_text("fix: a smaller batch")
+    expect(state.get_by_role("img", name=re.compile("^Loss against step: loss not finite at step 41"))).to_be_visible()
+    expect(state.get_by_role("img", name=re.compile("^Gradient norm against step: .* 1 at step 40"))).to_be_visible()
     runs.get_by_role("link", name=re.compile("^third")).click()
     expect(state.get_by_text("gone without a word")).to_be_visible()
     expect(rows.nth(0).get_by_text("lost")).to_be_visible()
@@ -188,6 +209,73 @@ def test_every_fate_and_the_list_of_runs(server: Address, open_page: OpenPage) -
     expect(rows).to_have_count(2)
     assert len(list(runs_of(server).glob("*/run.json"))) == 2
     assert {run["name"] for run in server.get("/api/runs")["runs"]} == {"renamed", "third"}
+
+
+def test_each_device_of_a_node_has_its_line_and_it_moves(server: Address, open_page: OpenPage) -> None:
+    run = RunDir.open(next(path.parent for path in runs_of(server).glob("*/run.json") if "first" in path.read_text()))
+    for second in range(3):
+        add_sample(run, second, 600.0)
+    state = {"step_s": 0.1, "own_s": 0.1, "wait_s": 0.0, "memory_gb": 1.0, "peak_gb": 1.0, "reserved_gb": None}
+    row = {"step": 1, "attempt": 1, "slow_rank": 777, "ranks": [{"rank": rank, **state} for rank in range(1500)]}
+    (run.path / "ranks.jsonl").write_text(json.dumps(row) + "\n")
+    page = open_page(server.url)
+    page.get_by_role("link", name=re.compile("^first")).click()
+    power = page.get_by_role("figure", name="Power").get_by_role("button")
+    expect(power).to_have_text([re.compile(f"gpu:{index} {600 + index} W") for index in range(11)])
+    expect(page.get_by_role("figure", name="Utilisation").get_by_role("button").last).to_have_text("host 50 %")
+    add_sample(run, 3, 650.0)
+    expect(power.last).to_have_text("gpu:10 660 W")
+    # More ranks than a chart can show, and more columns than the page can hold: it says so.
+    expect(page.get_by_text(re.compile(r"32 of 1,3\d\d ranks"))).to_be_visible()
+    expect(page.get_by_text("ranks has more columns than the page can hold")).to_be_visible()
+    step_time = page.get_by_role("figure", name="Step time per rank")
+    expect(step_time.get_by_role("button", name=re.compile("rank 777 – straggler"))).to_be_visible()
+
+
+def test_what_the_server_refuses_is_told_and_can_be_tried_again(server: Address, open_page: OpenPage) -> None:
+    page = open_page(server.url)
+    sockets: list[WebSocketRoute] = []
+
+    def relay(socket: WebSocketRoute) -> None:
+        socket.connect_to_server()
+        sockets.append(socket)
+
+    page.route_web_socket(re.compile("/api/live$"), relay)
+    page.reload()
+    page.get_by_role("link", name=re.compile("^first")).click()
+    expect(page.get_by_role("img", name=re.compile("^Loss against step"))).to_be_visible()
+    chosen = page.url.rpartition("/")[2]
+    error = {"type": "error", "code": "RUN_NOT_USABLE", "message": "it cannot be followed", "why": "", "fix": "open it"}
+    sockets[-1].send(json.dumps({**error, "run": chosen}))
+    told = page.get_by_role("alert").filter(has_text="it cannot be followed")
+    expect(told).to_contain_text("Fix: open it")
+    page.get_by_role("button", name="Try again").click()
+    expect(told).to_be_hidden()
+    sockets[-1].send(json.dumps({**error, "run": None}))
+    expect(page.get_by_text("it cannot be followed – Fix: open it")).to_be_visible()
+
+
+def test_configurations_are_saved_loaded_and_pasted(server: Address, open_page: OpenPage) -> None:
+    page = open_page(server.url, refused="/api/configs/parse")
+    epochs, dialog = page.get_by_label("Epochs", exact=True), page.get_by_role("dialog")
+    epochs.fill("7")
+    page.get_by_role("button", name="Save", exact=True).click()
+    dialog.get_by_label("Name").fill("seven")
+    dialog.get_by_role("button", name="Save").click()
+    epochs.fill("8")
+    page.get_by_role("button", name="Load", exact=True).click()
+    dialog.get_by_role("button", name="seven har").click()
+    expect(epochs).to_have_value("7")
+    page.get_by_role("button", name="Load", exact=True).click()
+    dialog.get_by_role("button", name="Delete the saved configuration seven").click()
+    expect(dialog.get_by_text("Nothing is saved yet.")).to_be_visible()
+    dialog.get_by_label("YAML").fill("training:\n  epochs: [1")
+    dialog.get_by_role("button", name="Load YAML").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("line 2: expected ',' or ']'")
+    dialog.get_by_label("YAML").fill("training:\n  epochs: 9")
+    dialog.get_by_role("button", name="Load YAML").click()
+    expect(dialog).to_be_hidden()
+    expect(epochs).to_have_value("9")
 
 
 def choose(page: Page, run: str, action: str) -> None:
@@ -418,6 +506,7 @@ def test_axe_finds_no_serious_fault(server: Address, open_page: OpenPage, viewpo
         else:
             show(page, "Configuration")
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is wider than the screen"
         page.evaluate(AXE)
         found = page.evaluate("axe.run()")["violations"]
         serious = [

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,15 +72,20 @@ class Address:
             **more,
         )
 
-    def wait_for(self, run: str, *statuses: str) -> Any:
-        """The summary of a run, as soon as it has one of these statuses (and its start is over)."""
+    def wait_until(self, run: str, what: str, done: Callable[[dict[str, Any]], bool]) -> Any:
+        """The page of a run, as soon as it is ``done``; ``what`` names that."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             found = self.get(f"/api/runs/{run}")
-            if found["status"] in statuses and not found["starting"]:
+            if done(found):
                 return found
             time.sleep(0.1)
-        raise AssertionError(f"{run} did not become {statuses}: {found['status']}\n{found['start_output']}")
+        raise AssertionError(f"{run} did not become {what}: {found['status']}\n{found['start_output']}")
+
+    def wait_for(self, run: str, *statuses: str) -> Any:
+        """The page of a run, as soon as it has one of these statuses (and its start is over)."""
+        done = lambda found: found["status"] in statuses and not found["starting"]  # noqa: E731
+        return self.wait_until(run, " or ".join(statuses), done)
 
     def wait_for_step(self, run: str, step: int) -> None:
         deadline = time.monotonic() + WAIT_S

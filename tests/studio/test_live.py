@@ -15,6 +15,7 @@ import pytest
 from websockets.sync.client import ClientConnection
 
 from lockstep.config import resolve
+from lockstep.studio.columns import FULL_ROWS
 from lockstep.telemetry.rundir import RunDir
 from tests.hardware.machines import machine
 from tests.studio.serving import WAIT_S, Address, studio
@@ -159,6 +160,15 @@ def test_a_long_run_is_shown_coarsely_then_thinned_out_and_in_full_in_parts(addr
         assert columns["step"].tolist() == list(range(54_300, 54_400))
         assert columns["loss"][21] == 99.0
 
+        # Rows that come while the page is open are sent as they are, until they are so many as would slow it down.
+        grown = rows + FULL_ROWS + 1
+        with run.steps_file.open("a") as file:
+            file.writelines(f'{{"step":{number},"loss":1}}\n' for number in range(rows + 1, grown + 1))
+        page.until(lambda: page.headers["steps"]["total"] == grown)
+        assert page.headers["steps"]["downsampled"]
+        page.until(lambda: page.steps()[-1] > grown - FULL_ROWS / 100)
+        assert len(page.steps()) <= 2 * 2000
+
 
 def test_eight_tabs_see_the_same(address: Address, run: RunDir) -> None:
     with ExitStack() as tabs:
@@ -204,3 +214,7 @@ def test_a_tab_hears_why_something_is_refused(address: Address, run: RunDir) -> 
         assert page.turn()["code"] == "RUN_NOT_FOUND"
         page.ask(type="subscribe", run="run-0000000a", points=1)
         assert page.turn()["code"] == "INVALID_REQUEST"
+        page.ask(type="subscribe", run="run-0000000a")
+        page.ask(type="range", run="run-0000000a", stream="dreams", request=5)
+        page.until(lambda: page.messages[-1].get("code") == "NOT_FOUND")
+        assert (page.messages[-1]["run"], page.messages[-1]["request"]) == ("run-0000000a", 5)

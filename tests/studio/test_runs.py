@@ -214,10 +214,11 @@ def test_a_failed_run_goes_on_with_one_rank(address: Address) -> None:
     asked = body(["cpu", "cpu"], id="run-00000009")
     asked["config"]["task"] |= {"fail_at": 9}  # rank 1 raises, and one rank alone does not
     address.post("/api/runs", asked, 202)
-    failed = address.wait_for("run-00000009", "failed", "completed", "lost")
+    # Rank 0 is the first to say that it failed; the launcher then says which rank was.
+    failed = address.wait_until("run-00000009", "failed for rank 1", lambda run: "rank 1 of 2" in (run["error"] or ""))
     assert failed["status"] == "failed"
     assert "the toy broke" in failed["error"]
-    assert "rank 1 of 2 failed" in failed["start_output"]
+    address.wait_until("run-00000009", "over", lambda run: "rank 1 of 2 failed" in (run["start_output"] or ""))
     address.post("/api/runs/run-00000009/resume", {"devices": ["cpu"]}, 202)
     done = address.wait_for("run-00000009", "completed", "lost")
     assert (done["attempt"], done["devices"], done["error"]) == (2, ["cpu"], None)

@@ -109,23 +109,23 @@ def _planning_routes(router: APIRouter, studio: Studio) -> None:
 
     @router.get("/configs", summary="Saved configurations")
     def configs() -> Response:
-        return ok(studio.configs())
+        return ok(studio.saved.list())
 
     @router.post("/configs/parse", summary="A configuration file's text as settings")
     def parse(body: YamlBody) -> Response:
-        return ok(studio.parse_config(body.yaml))
+        return ok(studio.saved.parse(body.yaml))
 
     @router.get("/configs/{name}", summary="One saved configuration")
     def load(name: str) -> Response:
-        return ok(studio.load_config(name))
+        return ok(studio.saved.load(name))
 
     @router.put("/configs/{name}", summary="Save a configuration")
     def save(name: str, body: PlanBody) -> Response:
-        return ok(studio.save_config(name, body))
+        return ok(studio.saved.save(name, body))
 
     @router.delete("/configs/{name}", summary="Delete a saved configuration")
     def forget(name: str) -> Response:
-        return ok(studio.delete_config(name))
+        return ok(studio.saved.delete(name))
 
 
 def _run_routes(router: APIRouter, studio: Studio) -> None:
@@ -154,7 +154,7 @@ def _run_routes(router: APIRouter, studio: Studio) -> None:
 
     @router.post("/runs/{name}/stop", status_code=202, summary="End a run with a checkpoint")
     async def stop(name: RunName) -> Response:
-        return ok(await studio.stop(name), 202)
+        return ok(await studio.stops.stop(name), 202)
 
     @router.post("/runs/{name}/resume", status_code=202, summary="Go on with a run, on the same devices or others")
     def resume(name: RunName, body: ResumeBody) -> Response:

@@ -62,6 +62,11 @@ def _pages(app: FastAPI) -> None:
     def docs() -> Response:
         return HTMLResponse(describe_api(app.openapi()))
 
+    @app.get("/favicon.ico", include_in_schema=False)
+    def icon() -> Response:
+        # Asked for by pages that name no icon: reports, /docs, the first page of all.
+        return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
+
     app.mount("/static", StaticFiles(directory=STATIC, check_dir=False))
 
 

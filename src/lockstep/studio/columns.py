@@ -47,7 +47,7 @@ class Columns:
         """Add rows ``start`` to ``end`` of ``columns``, which are equally long."""
         end = len(columns[self.x]) if end is None else end
         total = self.rows + end - start
-        for name in columns.keys() - self._data.keys():
+        for name in [name for name in columns if name not in self._data]:
             if len(self._data) < _MAX_COLUMNS:
                 self._data[name] = np.full(max(total, 1024), np.nan, _type_of(name))
             else:

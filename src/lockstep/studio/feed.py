@@ -88,19 +88,17 @@ class Feed:
         return self._frames[key], cursor
 
     def delta(self, stream: str, start: int) -> bytes:
-        """A frame of the rows from ``start`` on."""
+        """A frame of the rows from ``start`` on, which are at most :data:`FULL_ROWS`."""
         columns = self.tails[stream].columns
         key = ("delta", stream, columns.generation, start)
         if key not in self._frames:
-            part, _ = columns.part(max(start, columns.rows - 100_000), columns.rows)
+            part, _ = columns.part(start, columns.rows)
             self._frames[key] = pack(self._header("delta", stream, columns, start, columns.rows), part)
         return self._frames[key]
 
-    def range(self, stream: str, low: float | None, high: float | None, points: int, request: Any) -> bytes | None:
-        """A frame of the rows with ``low`` ≤ x ≤ ``high``; ``None`` when there is no such stream."""
-        tail = self.tails.get(stream)
-        if tail is None:
-            return None
+    def range(self, stream: str, low: float | None, high: float | None, points: int, request: Any) -> bytes:
+        """A frame of the rows with ``low`` ≤ x ≤ ``high``."""
+        tail = self.tails[stream]
         start, end = tail.columns.between(low, high)
         part, thin = tail.columns.part(start, end, points)
         header = self._header("range", stream, tail.columns, start, end)

@@ -39,7 +39,8 @@ _WELCOME = (
     '<meta http-equiv="refresh" content="0; url=/"><p><a href="/">Open the studio</a></p>'
 )
 _LOCKED = (
-    '<!doctype html><html lang="en"><meta charset="utf-8"><title>Lockstep studio</title><main><h1>Lockstep studio</h1>'
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>Lockstep studio</title><link rel="icon" href="data:,">'
+    "<main><h1>Lockstep studio</h1>"
     "<p>This page needs the address that <code>lockstep studio</code> printed when it started: the one with "
     "<code>?token=…</code>. Open it once; this browser remembers it.</p></main></html>"
 )
@@ -129,7 +130,9 @@ def _check_place(headers: Mapping[str, str]) -> None:
     origin = headers.get("origin")
     if origin is not None and origin != f"http://{host}":
         raise ApiError("FOREIGN_ORIGIN", 403, "another site may not use the studio", fix="use the studio's own page")
-    if origin is None and headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
+    # Other ports of this machine are the same site to a browser, and get the cookie.
+    elsewhere = headers.get("sec-fetch-site") in {"cross-site", "same-site"}
+    if origin is None and elsewhere and headers.get("sec-fetch-mode") != "navigate":
         raise ApiError("FOREIGN_ORIGIN", 403, "another site may not use the studio", fix="use the studio's own page")
 
 

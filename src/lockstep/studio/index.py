@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 class Entry:
     """What is known of one run, and from which state of its files."""
 
+    run: RunDir
     signature: Signature = ()
     base: dict[str, Any] = field(default_factory=dict)
     record: RunRecord | None = None
@@ -171,9 +172,9 @@ class RunIndex:
             self._entries.pop(name, None)
             return None
         if entry is None:
-            entry = self._entries[name] = Entry()
+            entry = self._entries[name] = Entry(RunDir(self._home.run(name)))
         try:
-            self._renew(name, entry, start, signature)
+            self._renew(entry, start, signature)
         except Exception as error:  # one run that nobody has foreseen does not hide the others
             if not entry.problem:
                 _log.exception("run %s cannot be shown", name)
@@ -181,74 +182,31 @@ class RunIndex:
             entry.signature, entry.summary, entry.restless = (), {}, True
         return entry
 
-    def _renew(self, name: str, entry: Entry, start: Start | None, signature: Signature) -> None:
+    def _renew(self, entry: Entry, start: Start | None, signature: Signature) -> None:
         """Bring ``entry`` to the state of the files that ``signature`` stands for."""
         if entry.signature != signature:
-            self._read(RunDir(self._home.run(name)), entry, there=signature[0] is not None)
+            _read(entry, there=signature[0] is not None)
             entry.signature = signature
         if entry.problem and start is None:
             return
-        summary = self._complete(name, entry, start)
+        summary = self._complete(entry, start)
         if summary != entry.summary:
             self._version += 1
             entry.summary, entry.version = summary, self._version
 
-    def _read(self, run: RunDir, entry: Entry, *, there: bool) -> None:
-        entry.record, entry.base, entry.beat = None, {}, None
-        if not there:
-            entry.problem = ""
-            return
-        try:
-            entry.record = run.read()
-            devices = _devices(entry.record, run)
-        except RunFolderError as error:
-            entry.problem = f"{error.what}: {error.why}" if error.why else error.what
-            entry.record, entry.summary = None, {}
-            return
-        try:
-            rows = run.epochs()
-        except RunFolderError:
-            rows = []  # a damaged curve does not hide the run
-        try:
-            planned = run.plan().get("epochs")
-        except RunFolderError:
-            planned = None  # it failed before there was a plan
-        placement = entry.record.placement or {}
-        beat = entry.beat = run.progress()
-        if beat is not None:
-            entry.beats = [pair for pair in entry.beats if beat.updated - pair[0] < _WINDOW_S and pair[1] <= beat.step]
-            entry.beats.append((beat.updated, beat.step))
-        last = rows[-1] if rows else None
-        record = entry.record.model_dump(mode="json", exclude={"command", "versions", "placement", "format_version"})
-        entry.base = plain(
-            {
-                **record,
-                "id": run.path.name,
-                "run_id": entry.record.id,
-                "devices": devices,
-                **{key: placement.get(key) for key in ("world_size", "strategy", "precision")},
-                "epoch": last.get("epoch") if last else None,
-                "epochs": planned if isinstance(planned, int) else None,
-                "last_epoch": last,
-                "step": beat.step if beat else None,
-                "total_steps": beat.total if beat else None,
-                "path": str(run.path),
-            }
-        )
-        entry.problem = ""
-
-    def _complete(self, name: str, entry: Entry, start: Start | None) -> dict[str, Any]:
+    def _complete(self, entry: Entry, start: Start | None) -> dict[str, Any]:
         """The summary: what the files say, and what can only be judged now."""
+        run, name = entry.run, entry.run.path.name
         labels = self._starts.labels(name) if start is not None or entry.signature[-1] is not None else None
         alive = start is not None and is_alive(start.process)
-        base = dict(entry.base) if entry.record is not None else _not_yet(name, start, str(self._home.runs_dir / name))
+        base = dict(entry.base) if entry.record is not None else _not_yet(name, start, str(run.path))
         record = entry.record
         attempt = record.attempt if record is not None else 0
         starting = alive and start is not None and attempt <= start.attempt_before
-        if record is None:
-            status = "pending" if alive else "failed"
+        if starting:
+            status = "pending"
         else:
-            status = "pending" if starting else RunDir(self._home.run(name)).judge(record)
+            status = "failed" if record is None else run.judge(record)
         resume_error = None
         if start is not None and not alive and attempt <= start.attempt_before:
             said = self._starts.last_words(name, start) or "the command ended without a word"
@@ -260,7 +218,7 @@ class RunIndex:
         if status not in LIVE:
             self._stopping.discard(name)
             if not entry.restless and record is not None and labels not in (None, Labels()):
-                self._starts.settle(RunDir(self._home.run(name)))
+                self._starts.settle(run)
         if labels is not None and labels.name is not None:
             base["name"] = labels.name or None
         if labels is not None and labels.tags is not None:
@@ -277,6 +235,64 @@ class RunIndex:
             "eta_s": _eta_s(entry.beats, total) if running else None,
             "samples_per_s": (base["last_epoch"] or {}).get("samples_per_s"),
         }
+
+
+def _read(entry: Entry, *, there: bool) -> None:
+    """Take in what the files of a run say; ``there``: it has a record."""
+    entry.record, entry.base, entry.beat = None, {}, None
+    if not there:
+        entry.problem = ""
+        return
+    run = entry.run
+    try:
+        record = run.read()
+        devices = _devices(record, run)
+    except RunFolderError as error:
+        entry.problem = f"{error.what}: {error.why}" if error.why else error.what
+        entry.summary = {}
+        return
+    beat = run.progress()
+    if beat is not None:
+        entry.beats = [pair for pair in entry.beats if beat.updated - pair[0] < _WINDOW_S and pair[1] <= beat.step]
+        entry.beats.append((beat.updated, beat.step))
+    last, placement = _last_epoch(run), record.placement or {}
+    # The record's texts have been checked; its metrics and what comes from elsewhere may hold what JSON cannot.
+    entry.base = record.model_dump(mode="json", exclude={"command", "versions", "placement", "format_version"})
+    entry.base |= plain(
+        {
+            "best_metric": record.best_metric,
+            "final_metrics": record.final_metrics,
+            "restarts": record.restarts,
+            "id": run.path.name,
+            "run_id": record.id,
+            "devices": devices,
+            **{key: placement.get(key) for key in ("world_size", "strategy", "precision")},
+            "epoch": last.get("epoch") if last else None,
+            "epochs": _planned_epochs(run) if record.status in LIVE else None,
+            "last_epoch": last,
+            "step": beat.step if beat else None,
+            "total_steps": beat.total if beat else None,
+            "path": str(run.path),
+        }
+    )
+    entry.record, entry.beat, entry.problem = record, beat, ""
+
+
+def _last_epoch(run: RunDir) -> dict[str, Any] | None:
+    try:
+        rows = run.epochs()
+    except RunFolderError:
+        return None  # a damaged curve does not hide the run
+    return rows[-1] if rows else None
+
+
+def _planned_epochs(run: RunDir) -> int | None:
+    """Of a run that is going: a thousand plans of others need not be read for a list."""
+    try:
+        planned = run.plan().get("epochs")
+    except RunFolderError:
+        return None  # there is no plan yet
+    return planned if isinstance(planned, int) else None
 
 
 def _devices(record: RunRecord, run: RunDir) -> list[str]:

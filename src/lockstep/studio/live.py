@@ -36,7 +36,8 @@ class Subscription:
     feed: Feed
     streams: tuple[str, ...]
     points: int
-    cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
+    #: By stream: generation and rows as the tab has them, and the rows of its last history.
+    cursors: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     summary_version: int = 0
     epochs_version: int = 0
     removed: bool = False
@@ -118,20 +119,21 @@ class Hub:
     # What a tab asks for.
 
     async def _hear(self, tab: Tab, text: str | None) -> None:
-        run = None
+        asked: dict[str, Any] = {}
         try:
             asked = parse(text)
-            run = asked.get("run")
             if asked["type"] == "range":
                 # Thinning out a million rows takes a while, and other tabs should not wait for it.
-                frame = await asyncio.to_thread(self._range, tab, asked)
-                if frame is not None:
-                    tab.say(frame)
+                tab.say(await asyncio.to_thread(self._range, tab, asked))
             else:
                 self._answers[asked["type"]](tab, asked)
         except LockstepError as error:
             tab.bad_messages += error.code == "INVALID_REQUEST"
-            tab.say({"type": "error", **error.as_dict(), "run": run if isinstance(run, str) else None})
+            run, request = asked.get("run"), asked.get("request")
+            about: dict[str, Any] = {"run": run if isinstance(run, str) else None}
+            if isinstance(request, int):
+                about["request"] = request
+            tab.say({"type": "error", **error.as_dict(), **about})
 
     def _on_ping(self, tab: Tab, asked: dict[str, Any]) -> None:
         tab.say({"type": "pong"})
@@ -163,13 +165,15 @@ class Hub:
         tab.subscriptions.pop(_run_of(asked), None)
         self._drop_unwatched()
 
-    def _range(self, tab: Tab, asked: dict[str, Any]) -> bytes | None:
+    def _range(self, tab: Tab, asked: dict[str, Any]) -> bytes:
         subscription = tab.subscriptions.get(_run_of(asked))
         if subscription is None:
             raise ApiError("RUN_NOT_FOUND", 404, "this tab does not follow that run", fix="subscribe first")
         low, high = (_bound(asked.get(name)) for name in ("from", "to"))
         stream, points = _text(asked.get("stream", "steps")), _points(asked)
         with subscription.feed.lock:
+            if stream not in subscription.feed.tails:
+                raise ApiError("NOT_FOUND", 404, f"this run has no stream {stream!r}", fix="use one of its streams")
             return subscription.feed.range(stream, low, high, points, asked.get("request"))
 
     def _drop_unwatched(self) -> None:
@@ -312,15 +316,17 @@ def _news_of_stream(stream: str, told: Subscription) -> list[dict[str, Any] | by
     feed = told.feed
     columns = feed.tails[stream].columns
     cursor = told.cursors.get(stream)
-    if stream in feed.previews or (cursor is None or cursor[0] != columns.generation):
-        if stream in feed.previews and cursor is not None:
-            return []
-        frame, told.cursors[stream] = feed.history(stream, told.points)
+    if stream in feed.previews and cursor is not None:
+        return []
+    # What has grown long since the last history is thinned out as well: a page that is open for days stays quick.
+    if cursor is None or cursor[0] != columns.generation or columns.rows - cursor[2] > FULL_ROWS:
+        frame, (generation, rows) = feed.history(stream, told.points)
+        told.cursors[stream] = (generation, rows, rows)
         return [frame]
     if cursor[1] == columns.rows:
         return []
     frame = feed.delta(stream, cursor[1])
-    told.cursors[stream] = (columns.generation, columns.rows)
+    told.cursors[stream] = (columns.generation, columns.rows, cursor[2])
     return [frame]
 
 

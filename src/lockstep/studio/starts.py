@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lockstep.errors import RunFolderError, StorageError
-from lockstep.launch.failure import LAUNCHER_FILE
+from lockstep.launch.evidence import LAUNCHER_FILE
 from lockstep.studio.home import Home, remove_folder
 from lockstep.studio.problems import in_progress
 from lockstep.studio.processes import Identity, is_alive, send, start_detached

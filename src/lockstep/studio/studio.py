@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import secrets
-import signal
 import socket
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,11 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.config import json_schema, resolve
-from lockstep.config.load import parse_yaml
-from lockstep.errors import ConfigError, LockstepError, RunFolderError
+from lockstep.errors import ConfigError, RunFolderError
 from lockstep.hardware.device import Device
 from lockstep.hardware.selection import choose_default, parse, select
 from lockstep.report.write import write_report
@@ -29,14 +23,15 @@ from lockstep.studio.index import LIVE, RunIndex
 from lockstep.studio.jobs import Jobs
 from lockstep.studio.planner import Planner
 from lockstep.studio.problems import ApiError, in_progress, run_not_found
-from lockstep.studio.processes import is_alive
 from lockstep.studio.reading import last_lines
+from lockstep.studio.saved import SavedConfigs
 from lockstep.studio.schemas import LabelBody, PlanBody, ResumeBody, StartBody
 from lockstep.studio.settings import Wanted
-from lockstep.studio.starts import Labels, Starts, Target
+from lockstep.studio.starts import Labels, Starts
+from lockstep.studio.stopping import Stops
 from lockstep.studio.tasks import BUILT_IN, OfferedTasks
 from lockstep.telemetry.records import versions
-from lockstep.telemetry.rundir import new_run_id, read_json, utc_now, write_json
+from lockstep.telemetry.rundir import new_run_id, utc_now
 
 #: How long a run may take to end with a checkpoint before it is killed.
 KILL_AFTER_S = 60.0
@@ -88,11 +83,12 @@ class Studio:
         self.starts = Starts(self.home)
         self.index = RunIndex(self.home, self.starts)
         self.jobs = Jobs(self.home)
+        self.saved = SavedConfigs(self.home, options.tasks)
+        self.stops = Stops(self.index, self.starts, options.kill_after_s)
         self.planner = Planner()
         self.instance = secrets.token_hex(8)
         self.started_at = utc_now()
         self._detect = detect
-        self._stops: set[asyncio.Task[None]] = set()
         self._drawing = threading.Lock()
         #: Between looking at a run and starting or deleting it, no other request does.
         self._changing = threading.Lock()
@@ -245,41 +241,6 @@ class Studio:
         if summary["status"] in LIVE:
             raise in_progress(name)
 
-    async def stop(self, name: str) -> dict[str, Any]:
-        """SIGTERM now; SIGKILL if the run is still there after the stated time."""
-        summary = await asyncio.to_thread(self.index.summary, name)
-        if summary["status"] not in LIVE:
-            raise ApiError("NOT_RUNNING", 409, f"run {name} is {summary['status']}, not running", fix="reload the page")
-        run = self.index.run_folder(name)
-        target = await asyncio.to_thread(self.starts.target, name, run)
-        if target is None or not await asyncio.to_thread(target.send, signal.SIGTERM):
-            where = summary["host"] or "another machine"
-            raise ApiError(
-                "RUN_NOT_USABLE",
-                409,
-                f"run {name} runs on {where}",
-                why="a signal reaches only processes of this machine and user",
-                fix=f"run `lockstep stop {name}` there",
-            )
-        self.index.stopping(name, True)
-        attempt = summary["attempt"] if summary["status"] == "running" else None
-        task = asyncio.create_task(self._kill_later(name, target, attempt))
-        self._stops.add(task)
-        task.add_done_callback(self._stops.discard)
-        return {"id": name, "stopping": True, "kill_after_s": self.options.kill_after_s}
-
-    async def _kill_later(self, name: str, target: Target, attempt: int | None) -> None:
-        """Kill ``target`` if it stays at the ``attempt`` in which it was told to stop; ``None``: at its first."""
-        for _ in range(max(1, round(self.options.kill_after_s))):
-            await asyncio.sleep(min(1.0, self.options.kill_after_s))
-            if not await asyncio.to_thread(is_alive, target.process):
-                return
-            with contextlib.suppress(LockstepError):
-                summary = await asyncio.to_thread(self.index.summary, name)
-                if summary["status"] not in LIVE or attempt not in (None, summary["attempt"]):
-                    return
-        await asyncio.to_thread(target.send, signal.SIGKILL)
-
     def check_devices(self, names: Sequence[str]) -> None:
         """Raises :class:`DeviceError` for devices that are not here."""
         select(parse(names), self.devices())
@@ -358,55 +319,6 @@ class Studio:
             if self.index.summary(run)["starting"]:
                 raise in_progress(run)
         return self.jobs.begin(kind, words, run=run)
-
-    # Saved configurations.
-
-    def configs(self) -> dict[str, Any]:
-        found = []
-        for file in sorted(self.home.configs.glob("*.json")):
-            with contextlib.suppress(RunFolderError, KeyError, TypeError):
-                kept = read_json(file)
-                found.append({"name": file.stem, "task": kept["task"], "saved_at": kept["saved_at"]})
-        return {"configs": found}
-
-    def save_config(self, name: str, body: PlanBody) -> dict[str, Any]:
-        wanted = self.wanted(body)
-        write_json(self.home.config(name), {"task": body.task, "config": wanted.settings, "saved_at": _iso(utc_now())})
-        return self.load_config(name)
-
-    def load_config(self, name: str) -> dict[str, Any]:
-        try:
-            kept = read_json(self.home.config(name))
-            wanted = Wanted(kept["task"], kept["config"])
-        except (RunFolderError, KeyError, TypeError):
-            raise ApiError("CONFIG_NOT_FOUND", 404, f"there is no configuration {name!r}", fix="reload") from None
-        return {"name": name, "task": wanted.task, "config": wanted.settings, "yaml": settings.as_yaml(wanted)}
-
-    def delete_config(self, name: str) -> dict[str, Any]:
-        self.load_config(name)
-        self.home.config(name).unlink(missing_ok=True)
-        return {"deleted": name}
-
-    def parse_config(self, text: str) -> dict[str, Any]:
-        """A configuration file's text as the form has it. Raises :class:`LockstepError`."""
-        try:
-            content = parse_yaml(text)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise ConfigError("this is not valid YAML", why=str(error)[:500], fix="mend the line it names") from None
-        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-            raise ConfigError("this holds no settings", why="its top level must be a mapping", fix="write `section:`")
-        if "defaults" in content:
-            raise ConfigError(
-                "`defaults` names files, which the page cannot read", fix="paste what these files say, or use --config"
-            )
-        task = content.get("task") or {}
-        if not isinstance(task, dict):
-            raise ConfigError("`task` must be a section", fix="write `task: {name: har}`")
-        name = str(task.get("name", self.options.tasks.names[0]))
-        form = {**content, "task": {key: value for key, value in task.items() if key != "name"}}
-        form = {key: value for key, value in form.items() if value is not None and key not in settings.REFUSED}
-        wanted = self.wanted(PlanBody(task=name, config=form))
-        return {"task": wanted.task, "config": wanted.settings}
 
 
 def _iso(moment: datetime) -> str:

@@ -45,8 +45,15 @@ export function DeviceChoice({ chosen, onChoose }) {
   </fieldset>`;
 }
 
+/** Those of the run that are here; another machine may have had others. */
+function devicesFor(run) {
+  const here = (devices.value?.devices ?? []).map(({ id }) => id);
+  const still = (run.devices ?? []).filter((id) => here.includes(id));
+  return still.length ? still : (devices.value?.default ?? []);
+}
+
 export function ResumeDialog({ run, onClose }) {
-  const [chosen, setChosen] = useState(run.devices?.length ? run.devices : (devices.value?.default ?? []));
+  const [chosen, setChosen] = useState(() => devicesFor(run));
   const [rescale, setRescale] = useState(false);
   const [preview, setPreview] = useState({ command: "", error: null });
   const request = { devices: chosen, rescale_batch: rescale, epochs: null, max_steps: null };

@@ -2,7 +2,7 @@
 
 import { html, signal, useEffect, useRef, useState } from "./html.js";
 import { number } from "./format.js";
-import { Plot } from "./plot.js";
+import { isGap, Plot } from "./plot.js";
 
 /** How all charts are drawn; kept for the tab. */
 export const drawing = signal({ log: false, smoothing: 0 });
@@ -10,7 +10,7 @@ export const drawing = signal({ log: false, smoothing: 0 });
 /** Counts up when every chart should show all of its points again. */
 const resets = signal(0);
 
-export function ChartTools({ note }) {
+export function ChartTools({ notes = [] }) {
   const { log, smoothing } = drawing.value;
   const set = (change) => (drawing.value = { ...drawing.value, ...change });
   return html`<div class="chart-tools" role="group" aria-label="Chart tools">
@@ -32,24 +32,33 @@ export function ChartTools({ note }) {
       <span class="number">${smoothing ? smoothing.toFixed(2) : "off"}</span>
     </label>
     <button type="button" class="button quiet small" onClick=${() => (resets.value += 1)}>Reset zoom</button>
-    ${note && html`<span class="badge warn">${note}</span>`}
+    ${notes.map((note) => html`<span key=${note} class="badge warn wide">${note}</span>`)}
   </div>`;
 }
 
-/** The last value of a series that is a number, with its place. */
+/** Eight colours; what comes after them has them again, dashed. */
+function looks({ index, dash = false }, at) {
+  const number = index ?? at;
+  return { colour: `--series-${(number % 8) + 1}`, dash: dash || number >= 8 };
+}
+
+const Swatch = ({ colour, dash }) => html`<i class=${dash ? "dash" : ""} style=${{ color: `var(${colour})` }}></i>`;
+
+/** The last finite value of a series, with its place. */
 function last({ x, y }, at = y.length - 1) {
   for (let i = Math.min(at, y.length - 1); i >= 0; i -= 1) {
-    if (y[i] !== null && !Number.isNaN(y[i])) return [x[i], y[i]];
+    if (!isGap(y[i])) return [x[i], y[i]];
   }
   return null;
 }
 
 /**
  * `series`: [{label, x, y, dash?, index?}] with x ascending; `against` names the x axis.
+ * `everyRow`: a row without a number means that it was not finite, which the value beside the title then says.
  * `onZoom(from, to)` hears of a zoom, with nulls of its end.
  * Drag zooms, a double click resets; with the keyboard + and − zoom, arrows move, 0 resets.
  */
-export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 150, onZoom }) {
+export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 150, everyRow = false, onZoom }) {
   const host = useRef(null);
   const plot = useRef(null);
   const zoomed = useRef(onZoom);
@@ -60,7 +69,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   const smoothing = drawing.value.smoothing;
   // A series keeps its colour while others are hidden.
   const shown = series
-    .map((one, index) => ({ ...one, colour: `--series-${((one.index ?? index) % 8) + 1}` }))
+    .map((one, index) => ({ ...one, ...looks(one, index) }))
     .filter((one) => !hidden.includes(one.label));
 
   useEffect(() => {
@@ -88,14 +97,11 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
     does();
   };
   const toggle = (label) => setHidden(hidden.includes(label) ? hidden.filter((one) => one !== label) : [...hidden, label]);
-  const newest = series.map((one) => [one.label, last(one)]).filter(([, point]) => point);
-  const summary = newest.length
-    ? newest.map(([label, [x, y]]) => `${label} ${format(y)}${unit} at ${against} ${number(x)}`).join("; ")
-    : "no points yet";
-  const valueOf = (one) => {
-    const point = cursor === null ? last(one) : last(one, lastIndexAtMost(one.x, cursor));
-    return point ? `${format(point[1])}${unit}` : "–";
-  };
+  const pointOf = (one, at = one.y.length - 1) => (everyRow && at >= 0 ? [one.x[at], one.y[at]] : last(one, at));
+  const text = (point) => (point === null ? "–" : isGap(point[1]) ? "not finite" : `${format(point[1])}${unit}`);
+  const newest = series.map((one) => [one.label, pointOf(one)]).filter(([, point]) => point);
+  const summary = newest.map(([label, point]) => `${label} ${text(point)} at ${against} ${number(point[0])}`).join("; ") || "no points yet";
+  const valueOf = (one) => text(pointOf(one, cursor === null ? undefined : lastIndexAtMost(one.x, cursor)));
   return html`<figure class="chart" aria-label=${title}>
     <figcaption>
       <strong>${title}</strong>
@@ -120,7 +126,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
           aria-pressed=${hidden.includes(one.label) ? "false" : "true"}
           onClick=${() => toggle(one.label)}
         >
-          <i style=${{ background: `var(--series-${((one.index ?? index) % 8) + 1})` }}></i>
+          <${Swatch} ...${looks(one, index)} />
           <span class="clip" title=${one.label}>${one.label}</span> <span class="number">${valueOf(one)}</span>
         </button>`,
       )}

@@ -22,6 +22,8 @@ export class Stream {
     this.downsampled = header.downsampled;
     this.preview = header.preview;
     this.total = header.total;
+    /** Whether the file has more columns than the server keeps. */
+    this.cut = header.cut;
     // Of a thinned-out history fewer than the `rows` that the header speaks of.
     this.rows = columns.get(header.x)?.length ?? 0;
     this.store = new Map(columns);
@@ -42,6 +44,7 @@ export class Stream {
     }
     this.rows = rows;
     this.total = header.total;
+    this.cut = header.cut;
     this.views.clear();
     return true;
   }
@@ -64,6 +67,11 @@ export class Stream {
   line(name) {
     const y = this.column(name);
     return y && y.some((value) => !Number.isNaN(value)) ? { x: this.column(this.x), y } : null;
+  }
+
+  /** The same of a column that every row has: where there is no number, it was not finite. */
+  wholeLine(name) {
+    return { x: this.column(this.x), y: this.column(name) ?? new Float32Array(this.rows).fill(NaN) };
   }
 }
 

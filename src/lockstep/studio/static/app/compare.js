@@ -3,38 +3,52 @@
 import { html, useEffect, useState } from "./html.js";
 import { get } from "./api.js";
 import { Chart, ChartTools } from "./charts.js";
-import { epochLines, useRun } from "./curves.js";
+import { epochLines, STEP_CHARTS, useRun } from "./curves.js";
 import { number, words } from "./format.js";
 import { runs } from "./live.js";
 import { go, route } from "./route.js";
-import { label, setCompared } from "./runs.js";
+import { label, matches, setCompared } from "./runs.js";
 import { Badge, Problem } from "./ui.js";
 
 const MOST = 20;
-const STEP_COLUMNS = ["loss", "lr", "samples_per_s", "data_wait_share", "grad_norm"];
+/** Of all runs, so many are offered at a time; the search finds the others. */
+const OFFERED = 100;
 
 function Chooser({ ids }) {
+  const [text, setText] = useState("");
   const toggle = (id, on) => {
     setCompared(id, on);
     go("compare", on ? [...ids, id] : ids.filter((one) => one !== id));
   };
-  return html`<details class="card" open=${ids.length < 2}>
-    <summary><h2 style=${{ display: "inline" }}>Runs to compare</h2> <span class="muted">${ids.length} chosen</span></summary>
-    <ul class="choices" style=${{ marginTop: "10px" }} aria-label="Runs to compare">
-      ${(runs.value ?? []).slice(0, 200).map(
+  const all = runs.value ?? [];
+  const found = all.filter((run) => ids.includes(run.id) || matches(run, text));
+  return html`<details class="card chooser" open=${ids.length < 2}>
+    <summary><h2>Runs to compare</h2> <span class="muted">${ids.length} chosen</span></summary>
+    <input
+      class="input"
+      type="search"
+      aria-label="Search runs to compare"
+      placeholder="Search name, task, tag…"
+      value=${text}
+      onInput=${(event) => setText(event.currentTarget.value)}
+    />
+    <ul class="options" aria-label="Runs to compare">
+      ${found.slice(0, OFFERED).map(
         (run) => html`<li key=${run.id}>
-          <label>
+          <label class="row">
             <input
               type="checkbox"
               checked=${ids.includes(run.id)}
               disabled=${!ids.includes(run.id) && ids.length >= MOST}
               onChange=${(event) => toggle(run.id, event.currentTarget.checked)}
             />
-            ${label(run)} <${Badge} status=${run.status} />
+            <span class="clip" title=${label(run)}>${label(run)}</span> <${Badge} status=${run.status} />
           </label>
         </li>`,
       )}
     </ul>
+    ${found.length > OFFERED && html`<p class="muted">${found.length - OFFERED} more: search for them</p>`}
+    ${ids.length >= MOST && html`<p class="muted">${MOST} runs at most</p>`}
   </details>`;
 }
 
@@ -47,7 +61,7 @@ function Source({ id, onLines }) {
     if (!data) return;
     const lines = new Map();
     const steps = data.stream("steps");
-    for (const name of STEP_COLUMNS) {
+    for (const [, name] of STEP_CHARTS) {
       const line = steps?.line(name);
       if (line) lines.set(`step ${name}`, line);
     }
@@ -58,27 +72,24 @@ function Source({ id, onLines }) {
 }
 
 function Overlay({ ids, lines }) {
-  const names = [...new Set(ids.flatMap((id) => [...(lines[id]?.keys() ?? [])]))].filter((name) => !/^epoch (lr|.*_s|.*_share|samples_seen)$/.test(name));
-  const title = (name) => {
-    const [against, ...rest] = name.split(" ");
-    return [words(rest.join(" ")), against];
-  };
   const text = (id) => label((runs.value ?? []).find((run) => run.id === id) ?? { id });
   const labels = ids.map((id) => (ids.filter((other) => text(other) === text(id)).length > 1 ? `${text(id)} (${id})` : text(id)));
+  const series = (name) => ids.map((id, index) => ({ label: labels[index], index, ...lines[id]?.get(name) })).filter(({ y }) => y);
+  const quantities = new Set(ids.flatMap((id) => [...(lines[id]?.keys() ?? [])]).filter((name) => name.startsWith("epoch ")));
+  const epochs = [...quantities].filter((name) => !/^epoch (lr|.*_s|.*_share|samples_seen)$/.test(name));
+  const charts = [
+    ...STEP_CHARTS.map(([title, column, options]) => ({ title, against: "step", series: series(`step ${column}`), ...options })),
+    ...epochs.map((name) => ({ title: `${words(name.slice(6))} per epoch`, against: "epoch", series: series(name) })),
+  ].filter((chart) => chart.series.length);
+  if (!charts.length) return html`<p class="empty">These runs have no measurements yet.</p>`;
   return html`<${ChartTools} />
-    <div class="charts" role="group" aria-label="Charts">
-      ${names.map((name) => {
-        const [quantity, against] = title(name);
-        const series = ids.map((id, index) => ({ label: labels[index], index, ...lines[id]?.get(name) })).filter(({ y }) => y);
-        return html`<${Chart} key=${name} title=${against === "epoch" ? `${quantity} per epoch` : quantity} series=${series} against=${against} />`;
-      })}
-    </div>`;
+    <div class="charts" role="group" aria-label="Charts">${charts.map((chart) => html`<${Chart} key=${`${chart.against} ${chart.title}`} ...${chart} />`)}</div>`;
 }
 
 const cell = (value) => (value === null || value === undefined ? "–" : typeof value === "number" ? number(value) : typeof value === "object" ? JSON.stringify(value) : String(value));
 
 function Differences({ title, rows, heads, none }) {
-  return html`<section class="card scroll-x" aria-label=${title} tabindex="0">
+  return html`<section class="card scroll-x differences" aria-label=${title} tabindex="0">
     <h2>${title}</h2>
     ${rows.length
       ? html`<table>

@@ -210,7 +210,7 @@ export function Configuration() {
   const reset = () => replaceDraft({ task: draft.value.task, config: {} });
   return html`
     <div class="head">
-      <h1>Configuration</h1>
+      <h1>Configuration <span class="of">of the next run</span></h1>
       <${Button} kind="small" onClick=${() => setDialog("load")}>Load<//>
       <${Button} kind="small" onClick=${() => setDialog("save")}>Save<//>
       <${Menu} label="More for the configuration" items=${[["Back to the defaults", reset]]} />

@@ -3,7 +3,8 @@
 import { html, useEffect, useState } from "./html.js";
 import { Chart, ChartTools } from "./charts.js";
 import { gigabytes, number, percent, words } from "./format.js";
-import { look, range } from "./live.js";
+import { followAgain, look, range } from "./live.js";
+import { Button, Problem } from "./ui.js";
 
 /** Watches a run as long as the component is shown. */
 export function useRun(id) {
@@ -42,14 +43,15 @@ export function epochCharts(lines) {
 function StreamChart({ run, name, stream, columns, ...rest }) {
   const [part, setPart] = useState(null);
   const source = part ?? stream;
-  const series = columns.map(([column, label, index]) => ({ label, index, ...source.line(column) })).filter(({ y }) => y);
+  const line = (column) => (rest.everyRow ? source.wholeLine(column) : source.line(column));
+  const series = columns.map(([column, label, index]) => ({ label, index, ...line(column) })).filter(({ y }) => y?.length);
   if (!series.length && !part) return null;
   const zoomed = async (from, to) => setPart(from === null ? null : await range(run, name, from, to));
   return html`<${Chart} ...${rest} series=${series} onZoom=${stream.downsampled ? zoomed : undefined} />`;
 }
 
-const STEP_CHARTS = [
-  ["Loss", "loss", {}],
+export const STEP_CHARTS = [
+  ["Loss", "loss", { everyRow: true }],
   ["Learning rate", "lr", { canLog: false }],
   ["Throughput", "samples_per_s", { unit: " samples/s", canLog: false }],
   ["Data wait", "data_wait_share", { format: percent, canLog: false }],
@@ -73,22 +75,33 @@ function since(line, start, scale) {
   return { x: shifted.get(line.x), y: scale === 1 ? line.y : line.y.map((value) => value * scale) };
 }
 
+/** `gpu:2.power_w` → [`gpu:2`, `power_w`]; the host's own numbers come after the devices. */
+function splitColumn(column) {
+  const at = column.lastIndexOf(".");
+  return [column.slice(0, at), column.slice(at + 1)];
+}
+
+const byDevice = ([a], [b]) => (a === "host") - (b === "host") || a.localeCompare(b, "en", { numeric: true });
+
 function DeviceCharts({ data }) {
-  const streams = data.named("system");
+  const streams = data.named("system").sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
   if (!streams.length) return null;
   const start = Math.min(...streams.map(([, stream]) => stream.column(stream.x)?.[0] ?? Infinity));
-  const charts = DEVICE_CHARTS.map(([title, endings, options]) => {
-    const series = streams.flatMap(([name, stream]) =>
-      stream
-        .names()
-        .filter((column) => endings.includes(column.split(".").at(-1)))
-        .map((column) => [column, stream.line(column)])
-        .filter(([, line]) => line)
-        .map(([column, line]) => ({
-          label: [streams.length > 1 ? name.replace("system-", "") : null, column.split(".").slice(0, -1).join(".")].filter(Boolean).join(" "),
-          ...since(line, start, asBytes(column)),
-        })),
-    );
+  const lines = streams.flatMap(([name, stream]) =>
+    stream
+      .names()
+      .map((column) => [...splitColumn(column), column])
+      .sort(byDevice)
+      .map(([device, quantity, column]) => ({ label: streams.length > 1 ? `${name.replace("system-", "")} ${device}` : device, quantity, stream, column })),
+  );
+  // A device has one colour in all charts.
+  const devices = [...new Set(lines.map(({ label }) => label))];
+  const charts = DEVICE_CHARTS.map(([title, quantities, options]) => {
+    const series = lines
+      .filter(({ quantity }) => quantities.includes(quantity))
+      .map(({ label, stream, column }) => [label, stream.line(column), asBytes(column)])
+      .filter(([, line]) => line)
+      .map(([label, line, scale]) => ({ label, index: devices.indexOf(label), ...since(line, start, scale) }));
     return series.length ? html`<${Chart} key=${title} title=${title} series=${series} against="second" canLog=${false} ...${options} />` : null;
   }).filter(Boolean);
   return charts.length ? html`<h2>Devices</h2><div class="charts">${charts}</div>` : null;
@@ -116,17 +129,27 @@ const perRank = (stream, quantity) =>
 /** The ranks that the run itself named as the slow one. */
 const stragglers = (stream) => new Set([...(stream.column("slow_rank") ?? [])].filter((rank) => !Number.isNaN(rank)));
 
+/** So many lines a chart can show, and so many charts of a task's own numbers a page. */
+const MOST_RANKS = 32;
+const MOST_SCALARS = 48;
+
 function RankCharts({ data }) {
   const stream = data.stream("ranks");
   if (!stream) return null;
   const slow = stragglers(stream);
+  const all = perRank(stream, "step_s").map(([rank]) => rank);
+  const drawn = new Set([...all.filter((rank) => slow.has(rank)), ...all.filter((rank) => !slow.has(rank))].slice(0, MOST_RANKS));
   const charts = RANK_CHARTS.map(([title, quantity, options]) => {
-    const columns = perRank(stream, quantity).map(([rank, column]) => [column, `rank ${rank}${slow.has(rank) ? " – straggler" : ""}`, rank]);
+    const ranks = perRank(stream, quantity).filter(([rank]) => drawn.has(rank));
+    const columns = ranks.map(([rank, column]) => [column, `rank ${rank}${slow.has(rank) ? " – straggler" : ""}`, rank]);
     return columns.some(([column]) => stream.line(column))
       ? html`<${StreamChart} key=${title} run=${data.id} name="ranks" stream=${stream} columns=${columns} title=${title} against=${stream.x} canLog=${false} ...${options} />`
       : null;
   });
-  return charts.some(Boolean) ? html`<h2>Ranks</h2><div class="charts">${charts}</div>` : null;
+  if (!charts.some(Boolean)) return null;
+  return html`<h2>Ranks</h2>
+    ${all.length > drawn.size && html`<p class="muted">${drawn.size} of ${number(all.length)} ranks: stragglers, and the first ones.</p>`}
+    <div class="charts">${charts}</div>`;
 }
 
 /** All charts of one run, live. */
@@ -137,21 +160,25 @@ export function Curves({ id }) {
   const steps = data.stream("steps");
   const metrics = epochCharts(epochLines(data.epochs.value));
   const scalars = steps?.names().filter((name) => name.startsWith("scalars.")) ?? [];
-  const note = steps?.downsampled
-    ? `down-sampled: ${number(steps.rows)} of ${number(steps.total)} points; zoom shows all`
-    : steps?.preview
-      ? "a first sample; the whole file is being read"
-      : "";
-  if (!steps && !metrics.length) return html`<p class="muted" role="status">No measurements yet.</p>`;
+  const notes = [
+    steps?.preview && "a first sample; the whole file is being read",
+    steps?.downsampled && !steps.preview && `down-sampled: ${number(steps.rows)} of ${number(steps.total)} points; zoom shows all`,
+    ...data.named("").map(([name, { cut }]) => cut && `${name} has more columns than the page can hold: the first ones are here`),
+    scalars.length > MOST_SCALARS && `${MOST_SCALARS} of ${number(scalars.length)} numbers of the task are drawn`,
+  ].filter(Boolean);
+  const trouble = data.error.value;
+  const problem = trouble && html`<${Problem} error=${trouble} /><div class="row"><${Button} onClick=${() => followAgain(id)}>Try again<//></div>`;
+  if (!metrics.length && !data.named("").some(([, { rows }]) => rows)) return problem ?? html`<p class="muted" role="status">No measurements yet.</p>`;
   return html`
-    <${ChartTools} note=${note} />
+    ${problem}
+    <${ChartTools} notes=${notes} />
     <div class="charts" role="group" aria-label="Charts">
       ${steps &&
       STEP_CHARTS.map(
         ([title, column, options]) => html`<${StreamChart} key=${title} run=${id} name="steps" stream=${steps} columns=${[[column, words(column)]]} title=${title} ...${options} />`,
       )}
       ${metrics.map(([quantity, series]) => html`<${Chart} key=${`epoch-${quantity}`} title=${`${words(quantity)} per epoch`} series=${series} against="epoch" />`)}
-      ${scalars.map(
+      ${scalars.slice(0, MOST_SCALARS).map(
         (column) => html`<${StreamChart} key=${column} run=${id} name="steps" stream=${steps} columns=${[[column, column.slice(8)]]} title=${column.slice(8)} />`,
       )}
     </div>

@@ -38,7 +38,7 @@ export function Doctor() {
   const findings = [...(job?.result?.findings ?? [])].sort((a, b) => WORST_FIRST.indexOf(a.status) - WORST_FIRST.indexOf(b.status));
   return html`<div class="view">
     <h1>Doctor</h1>
-    <section class="card stack" aria-label="Examine">
+    <section class="card stack measure" aria-label="Examine">
       <p class="muted">Is this machine fit for training on several devices? Without a tick it looks at every GPU, or at two ranks on the CPU.</p>
       <${DeviceChoice} chosen=${devices} onChoose=${setDevices} />
       <label class="row">

@@ -5,7 +5,7 @@ import { change, isChanged, mistakes, valueOf } from "./draft.js";
 import { parse, show } from "./settings.js";
 
 const title = (name) => {
-  const text = name.replaceAll("_", " ");
+  const text = name.replace(/_s$/, " (s)").replaceAll("_", " ");
   return text[0].toUpperCase() + text.slice(1);
 };
 

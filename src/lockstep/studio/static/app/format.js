@@ -27,7 +27,7 @@ export function duration(seconds) {
   const minutes = Math.floor((whole % 3600) / 60);
   if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
   if (hours) return `${hours} h ${String(minutes).padStart(2, "0")} min`;
-  if (minutes) return `${minutes} min ${String(whole % 60).padStart(2, "0")} s`;
+  if (minutes) return whole % 60 ? `${minutes} min ${String(whole % 60).padStart(2, "0")} s` : `${minutes} min`;
   return `${whole} s`;
 }
 
@@ -55,4 +55,19 @@ export function gigabytes(bytes) {
 export function words(name) {
   const known = { lr: "learning rate", samples_per_s: "samples/s", grad_norm: "gradient norm", duration_s: "duration (s)" };
   return known[name] ?? name.replaceAll("_", " ");
+}
+
+/** `gpu:0, gpu:1, gpu:2` → `gpu:0–2`, `cpu, cpu` → `cpu × 2`. */
+export function deviceWords(ids) {
+  const groups = [];
+  for (const id of ids) {
+    const [kind, index] = id.split(":");
+    const before = groups.at(-1);
+    if (before?.last === id) before.times += 1;
+    else if (index && before?.times === 1 && before.last === `${kind}:${index - 1}`) before.last = id;
+    else groups.push({ first: id, last: id, times: 1 });
+  }
+  return groups
+    .map(({ first, last, times }) => (times > 1 ? `${first} × ${times}` : first === last ? first : `${first}–${last.split(":")[1]}`))
+    .join(", ");
 }

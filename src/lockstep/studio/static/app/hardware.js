@@ -115,7 +115,7 @@ function Notes() {
   ].filter(Boolean);
   return html`<div class="stack" aria-live="polite" role="status" aria-label="Hardware notes">
     ${labels.effective_batch_shown && labels.effective_batch && html`<output class="note info"><strong>${labels.effective_batch}</strong></output>`}
-    ${lines.map((line) => html`<p key=${line} class="muted">${line}</p>`)}
+    ${lines.map((line) => html`<p key=${line} class="muted sentence">${line}</p>`)}
     ${answer?.warnings.map((line) => html`<p key=${line} class="note warn">${line}</p>`)}
   </div>`;
 }

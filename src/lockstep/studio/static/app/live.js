@@ -2,6 +2,7 @@
 
 import { batch, signal } from "./html.js";
 import { decode, Stream } from "./columns.js";
+import { tellError } from "./ui.js";
 
 const POINTS = 20_000;
 const LONGEST_WAIT_MS = 5000;
@@ -23,6 +24,8 @@ class RunData {
     this.id = id;
     this.watchers = 0;
     this.epochs = signal([]);
+    /** Why the server does not tell of it (any longer), if so. */
+    this.error = signal(null);
     this.streams = new Map();
     /** Counts up, at most once a frame, when rows have arrived. */
     this.version = signal(0);
@@ -37,8 +40,10 @@ class RunData {
   }
 
   take({ header, columns }) {
-    if (header.kind === "history") this.streams.set(header.stream, new Stream(header, columns));
-    else if (!this.streams.get(header.stream)?.append(header, columns)) return;
+    if (header.kind === "history") {
+      this.streams.set(header.stream, new Stream(header, columns));
+      this.error.value = null;
+    } else if (!this.streams.get(header.stream)?.append(header, columns)) return;
     this.changed();
   }
 
@@ -61,6 +66,9 @@ let requests = 0;
 const send = (message) => {
   if (socket?.readyState === WebSocket.OPEN) socket.send(JSON.stringify(message));
 };
+
+/** Asks for a run once more, after an error. */
+export const followAgain = (id) => send(subscription(id));
 
 const subscription = (id) => ({ type: "subscribe", run: id, streams: ["steps", "system", "ranks"], points: POINTS });
 
@@ -111,9 +119,13 @@ export function connect() {
 function onFrame(frame) {
   const { header, columns } = frame;
   if (header.kind === "range") {
-    ranges.get(header.request)?.(new Stream(header, columns));
-    ranges.delete(header.request);
+    settle(header.request, new Stream(header, columns));
   } else looked.get(header.run)?.take(frame);
+}
+
+function settle(request, part) {
+  ranges.get(request)?.(part);
+  ranges.delete(request);
 }
 
 const handlers = {
@@ -125,6 +137,11 @@ const handlers = {
   epochs: ({ run, epochs }) => {
     const data = looked.get(run);
     if (data) data.epochs.value = epochs;
+  },
+  error: ({ request, run, ...error }) => {
+    if (request !== undefined) settle(request, null);
+    else if (looked.has(run)) looked.get(run).error.value = error;
+    else if (!run) tellError(error); // of a run that has been left meanwhile nobody wants to know
   },
   job: ({ job }) => (jobs.value = { ...jobs.value, [job.id]: job }),
 };

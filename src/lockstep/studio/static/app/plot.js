@@ -7,8 +7,8 @@ const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Ma
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** The colour of series `index`, from the style sheet, so that dark and light follow the system. */
-export const colour = (index) => css(`--series-${(index % 8) + 1}`);
+/** What a line leaves out: no number, and those that no axis can hold. */
+export const isGap = (value) => !Number.isFinite(value);
 
 /**
  * Exponential smoothing that is corrected for its start and keeps gaps.
@@ -21,7 +21,7 @@ export function smooth(values, weight) {
   let mass = 0;
   for (let i = 0; i < values.length; i += 1) {
     const value = values[i];
-    if (value === null || value === undefined || Number.isNaN(value)) {
+    if (isGap(value)) {
       result[i] = NaN;
       continue;
     }
@@ -32,9 +32,7 @@ export function smooth(values, weight) {
   return result;
 }
 
-const isGap = (value) => value === null || value === undefined || Number.isNaN(value);
-
-/** Several series of their own x as the aligned table that uPlot draws. NaN becomes a gap. */
+/** Several series of their own x as the aligned table that uPlot draws. What is not finite becomes a gap. */
 export function align(series, { log = false, smoothing = 0 } = {}) {
   const tables = series.map(({ x, y }) => {
     const smoothed = smooth(y, smoothing);
@@ -72,7 +70,10 @@ export class Plot {
     this.scheme.addEventListener("change", this.repaint);
   }
 
-  /** `spec`: {series: [{label, x, y, colour?, dash?, points?}], log, smoothing, tick?} */
+  /**
+   * `spec`: {series: [{label, x, y, colour, dash?, points?}], log, smoothing, tick?}; a colour is a name from the style
+   * sheet, so that dark and light follow the system.
+   */
   draw(spec) {
     this.last = spec;
     this.pending = spec;
@@ -110,9 +111,9 @@ export class Plot {
       ],
       series: [
         {},
-        ...spec.series.map((one, index) => ({
+        ...spec.series.map((one) => ({
           label: one.label,
-          stroke: one.colour ? css(one.colour) : colour(index),
+          stroke: css(one.colour),
           width: 1.5,
           dash: one.dash ? [4, 4] : undefined,
           spanGaps: true,

@@ -3,7 +3,7 @@
 import { html, signal, useId, useState } from "./html.js";
 import { patch, post, remove, runPath } from "./api.js";
 import { replaceDraft } from "./draft.js";
-import { ago, number, percent, words } from "./format.js";
+import { ago, deviceWords, number, percent, words } from "./format.js";
 import { isGoing, merge, runs } from "./live.js";
 import { address, go, route } from "./route.js";
 import { Badge, Dialog, Menu, tell, tellError } from "./ui.js";
@@ -25,7 +25,7 @@ export const compared = signal([]);
 export const label = (run) => run.name || run.id;
 
 /** Every word must be somewhere in the name, id, task, tags or devices. */
-function matches(run, text) {
+export function matches(run, text) {
   const place = [run.id, run.name, run.task, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
   return text
     .toLowerCase()
@@ -96,9 +96,9 @@ function Row({ run, onDialog }) {
         ${metric && !going && html`<span class="number">${words(metric[0])} ${number(metric[1])}</span>`}
       </span>
       <span class="facts">
-        <span title=${run.task}>${run.task.split("/").at(-1)}</span><span>${(run.devices ?? []).join(", ")}</span><span>${ago(run.created_at)}</span>
+        <span title=${run.task}>${run.task.split("/").at(-1)}</span><span>${deviceWords(run.devices ?? [])}</span><span>${ago(run.created_at)}</span>
+        ${run.tags.map((tag) => html`<span key=${tag} class="badge tag" title=${tag}><span class="clip">${tag}</span></span>`)}
       </span>
-      ${run.tags.length > 0 && html`<span class="facts">${run.tags.map((tag) => html`<span key=${tag} class="badge tag">${tag}</span>`)}</span>`}
     </a>
     <span class="side">
       <${Menu} label=${`Actions for ${label(run)}`} items=${items} />

@@ -74,14 +74,14 @@ function Report({ report }) {
 
 function Start({ busy, onStart }) {
   const [task, setTask] = useState("har");
-  const [chosen, setChosen] = useState(devices.value?.default ?? []);
+  const [chosen, setChosen] = useState(devices.value.default);
   const why = chosen.length < 2 ? "two devices or ranks are needed to compare" : "";
   const start = () => post("/scaling", { task, devices: chosen, config: {} }).then(onStart, tellError);
   return html`<section class="card stack measure" aria-label="Measure">
     <label class="row">
       Task
       <select class="input" value=${task} onChange=${(event) => setTask(event.currentTarget.value)}>
-        ${(tasks.value ?? []).map(({ name }) => html`<option key=${name} value=${name}>${name}</option>`)}
+        ${tasks.value.map(({ name }) => html`<option key=${name} value=${name}>${name}</option>`)}
       </select>
     </label>
     <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
@@ -106,7 +106,8 @@ export function Scaling() {
     <h1>Scaling</h1>
     <${Problem} error=${error} />
     ${found?.available === false && html`<p class="note">This version of Lockstep has no <code>lockstep bench scaling</code>; reports that are here are shown.</p>`}
-    ${found?.available && html`<${Start} key=${devices.value ? "ready" : "waiting"} busy=${list.some(({ status }) => status === "running")} onStart=${started} />`}
+    ${found?.available && !(devices.value && tasks.value) && html`<p class="empty" role="status">Looking at devices and tasks…</p>`}
+    ${found?.available && devices.value && tasks.value && html`<${Start} busy=${list.some(({ status }) => status === "running")} onStart=${started} />`}
     ${list.filter(({ status }) => status !== "done").map((job) => html`<${Job} key=${job.id} job=${job} />`)}
     ${found?.reports.map((report) => html`<${Report} key=${report.id} report=${report} />`)}
     ${found?.reports.length === 0 && html`<p class="empty">Nothing has been measured yet.</p>`}

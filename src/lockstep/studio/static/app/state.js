@@ -5,7 +5,7 @@ import { get, post, runPath } from "./api.js";
 import { studio } from "./catalogue.js";
 import { Curves } from "./curves.js";
 import { planned } from "./draft.js";
-import { clock, duration, number, percent, words } from "./format.js";
+import { clock, deviceWords, duration, number, percent, words } from "./format.js";
 import { isGoing, jobs, runs } from "./live.js";
 import { EvaluateDialog, ExportDialog, Job, ResumeDialog } from "./afterwards.js";
 import { route } from "./route.js";
@@ -86,8 +86,8 @@ function Finished({ run }) {
       ${Object.entries(run.best_metric ?? {}).map(
         ([name, value]) => html`<${Metric} key=${`best-${name}`} name=${`best ${words(name)}`} value=${number(value)} />`,
       )}
-      <${Metric} name="Best epoch" value=${number(run.best_epoch)} />
-      <${Metric} name="Took" value=${duration(took)} />
+      ${run.best_epoch !== null && html`<${Metric} name="Best epoch" value=${number(run.best_epoch)} />`}
+      ${took >= 0 && html`<${Metric} name="Took" value=${duration(took)} />`}
     </dl>
   </section>`;
 }
@@ -162,7 +162,7 @@ function Details({ run, detail }) {
 function Facts({ run }) {
   return html`<dl class="facts-list">
     <dt>Task</dt><dd>${run.task}</dd>
-    <dt>Devices</dt><dd>${(run.devices ?? []).join(", ") || "–"}${run.strategy ? ` · ${run.strategy}` : ""}${run.precision ? ` · ${run.precision}` : ""}</dd>
+    <dt>Devices</dt><dd>${deviceWords(run.devices ?? []) || "–"}${run.strategy ? ` · ${run.strategy}` : ""}${run.precision ? ` · ${run.precision}` : ""}</dd>
     <dt>Started</dt><dd>${clock(run.started_at ?? run.created_at)}${run.attempt > 1 ? ` · attempt ${run.attempt}` : ""}</dd>
     <dt>Folder</dt><dd class="mono">${run.path}</dd>
   </dl>`;

@@ -45,7 +45,7 @@ export function tell(text, { bad = false } = {}) {
   if (!bad) setTimeout(() => dismiss(id), 5000);
 }
 
-export const tellError = (error) => tell([error.message, error.fix].filter(Boolean).join(" – "), { bad: true });
+export const tellError = ({ message, why, fix }) => tell([message, why, fix && `Fix: ${fix}`].filter(Boolean).join(" – "), { bad: true });
 
 const dismiss = (id) => (toasts.value = toasts.value.filter((toast) => toast.id !== id));
 
@@ -77,6 +77,7 @@ export function Dialog({ title, onClose, onSubmit, submit = "OK", danger = false
   const dialog = useRef(null);
   const heading = useId();
   const [busy, setBusy] = useState(false);
+  const [error, setError] = useState(null);
   useEffect(() => {
     dialog.current.showModal();
   }, []);
@@ -84,11 +85,12 @@ export function Dialog({ title, onClose, onSubmit, submit = "OK", danger = false
     event.preventDefault();
     if (busy || why) return;
     setBusy(true);
+    setError(null);
     try {
       await onSubmit();
       onClose();
     } catch (error) {
-      tellError(error);
+      setError(error);
     } finally {
       setBusy(false);
     }
@@ -97,6 +99,7 @@ export function Dialog({ title, onClose, onSubmit, submit = "OK", danger = false
     <form onSubmit=${send}>
       <h1 id=${heading}>${title}</h1>
       ${children}
+      <${Problem} error=${error} />
       <div class="row" style=${{ justifyContent: "flex-end" }}>
         <button type="button" class="button" onClick=${onClose}>${onSubmit ? "Cancel" : "Close"}</button>
         ${onSubmit &&
@@ -149,7 +152,8 @@ export function Menu({ label, items }) {
   // Before the next key arrives.
   useLayoutEffect(() => {
     if (!open) return undefined;
-    entries()[0]?.focus();
+    entries().at(-1).scrollIntoView({ block: "nearest" });
+    entries()[0].focus({ preventScroll: true });
     const away = (event) => !box.current.contains(event.target) && setOpen(false);
     addEventListener("pointerdown", away);
     return () => removeEventListener("pointerdown", away);

@@ -1,0 +1,85 @@
+"""Configurations that people keep beside the runs, and configuration files that they paste."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import yaml
+
+from lockstep.config.load import parse_yaml
+from lockstep.errors import ConfigError, RunFolderError
+from lockstep.studio import settings
+from lockstep.studio.home import Home
+from lockstep.studio.problems import ApiError
+from lockstep.studio.schemas import PlanBody
+from lockstep.studio.settings import Wanted
+from lockstep.studio.tasks import OfferedTasks
+from lockstep.telemetry.rundir import read_json, utc_now, write_json
+
+
+class SavedConfigs:
+    """One JSON file each: the task's name and sparse settings, as the form has them."""
+
+    def __init__(self, home: Home, tasks: OfferedTasks) -> None:
+        self._home = home
+        self._tasks = tasks
+
+    def list(self) -> dict[str, Any]:
+        """Names, tasks and times; files that hold no configuration are passed over."""
+        found = []
+        for file in sorted(self._home.configs.glob("*.json")):
+            with contextlib.suppress(RunFolderError, KeyError, TypeError):
+                kept = read_json(file)
+                found.append({"name": file.stem, "task": kept["task"], "saved_at": kept["saved_at"]})
+        return {"configs": found}
+
+    def save(self, name: str, body: PlanBody) -> dict[str, Any]:
+        """Keep a configuration; one of this name is replaced. Raises :class:`LockstepError`."""
+        wanted = settings.check(body.task, body.config, self._tasks, self._home)
+        saved_at = utc_now().isoformat().replace("+00:00", "Z")
+        write_json(self._home.config(name), {"task": body.task, "config": wanted.settings, "saved_at": saved_at})
+        return self.load(name)
+
+    def load(self, name: str) -> dict[str, Any]:
+        """One configuration, also as YAML. Raises :class:`ApiError` when there is none of this name."""
+        try:
+            kept = read_json(self._home.config(name))
+            wanted = Wanted(kept["task"], kept["config"])
+        except (RunFolderError, KeyError, TypeError):
+            raise ApiError("CONFIG_NOT_FOUND", 404, f"there is no configuration {name!r}", fix="reload") from None
+        return {"name": name, "task": wanted.task, "config": wanted.settings, "yaml": settings.as_yaml(wanted)}
+
+    def delete(self, name: str) -> dict[str, Any]:
+        """Forget a configuration. Raises :class:`ApiError` when there is none of this name."""
+        self.load(name)
+        self._home.config(name).unlink(missing_ok=True)
+        return {"deleted": name}
+
+    def parse(self, text: str) -> dict[str, Any]:
+        """A configuration file's text as the form has it. Raises :class:`LockstepError`."""
+        try:
+            content = parse_yaml(text)
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            raise ConfigError("this is not valid YAML", why=_place_of(error), fix="mend that line") from None
+        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+            raise ConfigError("this holds no settings", why="its top level must be a mapping", fix="write `section:`")
+        if "defaults" in content:
+            raise ConfigError(
+                "`defaults` names files, which the page cannot read", fix="paste what these files say, or use --config"
+            )
+        task = content.get("task") or {}
+        if not isinstance(task, dict):
+            raise ConfigError("`task` must be a section", fix="write `task: {name: har}`")
+        name = str(task.get("name", self._tasks.names[0]))
+        form = {**content, "task": {key: value for key, value in task.items() if key != "name"}}
+        form = {key: value for key, value in form.items() if value is not None and key not in settings.REFUSED}
+        wanted = settings.check(name, form, self._tasks, self._home)
+        return {"task": wanted.task, "config": wanted.settings}
+
+
+def _place_of(error: Exception) -> str:
+    """What the parser says, and on which line."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    return f"line {mark.line + 1}: {problem}"[:500] if mark is not None else problem[:500]
