@@ -76,3 +76,36 @@ def test_metrics_equal_those_of_one_process_bit_for_bit(ranks: int) -> None:
 def test_rows_that_are_not_one_per_sample_are_refused() -> None:
     with pytest.raises(TaskError, match="one row per sample"):
         run(0, 1, 5, 4, Shuffled())
+
+
+class Rows:
+    """Metrics that know nothing of torchmetrics."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def update(self, scores: Tensor, labels: Tensor) -> None:
+        self.rows += len(labels)
+
+    def compute(self) -> dict[str, Any]:
+        return {"rows": self.rows, "twice": torch.tensor([self.rows, self.rows])}
+
+
+class Counted(Scores):
+    def metrics(self) -> Rows:
+        return Rows()
+
+
+class Nameless(Scores):
+    def metrics(self) -> Any:
+        return BinaryAUROC()
+
+
+def test_metrics_are_whatever_updates_and_computes() -> None:
+    found = run(0, 1, 5, 2, Counted())
+    assert {name: value for name, value in found.items() if name != "loss"} == {"rows": 5, "twice": [5, 5]}
+
+
+def test_a_metric_without_a_name_is_refused() -> None:
+    with pytest.raises(TaskError, match="for each of their names"):
+        run(0, 1, 5, 4, Nameless())

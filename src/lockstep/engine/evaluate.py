@@ -8,18 +8,18 @@ torchmetrics' own synchronisation is not used: some metrics fail on a rank that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
 
 from lockstep.data.loader import InOrder, Request, Source, make_loader
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import check_loss, to_device
-from lockstep.engine.task import Task
+from lockstep.engine.strategy import check_loss
+from lockstep.engine.task import Metrics, Task
+from lockstep.engine.transfer import to_device
 from lockstep.errors import TaskError
 from lockstep.plan import LoaderPlan
 from lockstep.telemetry.pulse import Activity, pulse
@@ -78,17 +78,20 @@ def evaluate(
         if metrics is not None:
             result = {
                 "loss": total / count if count else float("nan"),
-                **{k: _plain(v) for k, v in metrics.compute().items()},
+                **_computed(metrics),
             }
         return collectives.broadcast(result) or {}
 
 
-def _own_metrics(task: Task) -> MetricCollection:
-    """The task's metrics with their own synchronisation off: rank 0 alone has seen rows, and has seen all."""
+def _own_metrics(task: Task) -> Metrics:
+    """The task's metrics; torchmetrics' with their own synchronisation off: rank 0 alone has seen rows, and all."""
     metrics = task.metrics()
-    for module in metrics.modules():
-        if isinstance(module, Metric):
-            module.sync_on_compute = module._to_sync = False
+    if isinstance(metrics, nn.Module):
+        from torchmetrics import Metric  # takes longer than many first steps, and the task has imported it
+
+        for module in metrics.modules():
+            if isinstance(module, Metric):
+                module.sync_on_compute = module._to_sync = False
     return metrics
 
 
@@ -131,5 +134,18 @@ def _chunk(
     return float(loss.total), float(loss.count), tuple(row.cpu() for row in rows)
 
 
-def _plain(value: Tensor) -> Any:
+def _computed(metrics: Metrics) -> dict[str, Any]:
+    values = metrics.compute()
+    if not isinstance(values, Mapping):
+        raise TaskError(
+            "the task's metrics must compute a value for each of their names",
+            why=f"they computed one {type(values).__name__}",
+            fix='give a single metric its name: MetricCollection({"accuracy": metric})',
+        )
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
     return value.item() if value.numel() == 1 else value.tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.optim import Optimizer
-    from torchmetrics import MetricCollection
 
 
 class Loss(NamedTuple):
@@ -54,6 +53,19 @@ class DataSettings:
     seed: int = 42
 
 
+class Metrics(Protocol):
+    """Scores of a data set: torchmetrics' ``MetricCollection``, or another object with these two methods.
+
+    Rank 0 alone has one and feeds it the rows of all ranks in index order, so it must not talk to other ranks.
+    """
+
+    def update(self, *rows: Any) -> None:
+        """Take what :meth:`Task.evaluate` returned, on the CPU."""
+
+    def compute(self) -> Mapping[str, Any]:
+        """A number or a tensor for each name: one number is logged, several are kept as a table."""
+
+
 class Task:
     """Subclass this, or write a class with the same methods.
 
@@ -89,7 +101,8 @@ class Task:
         """Tensors with one row per sample, in the order of the batch: what ``metrics().update`` takes."""
         raise NotImplementedError
 
-    def metrics(self) -> MetricCollection:
+    def metrics(self) -> Metrics:
+        """New scores of one evaluation, that have seen nothing yet."""
         raise NotImplementedError
 
     # Optional from here on.

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.data.arrays import ArrayDataset
-from lockstep.engine.task import Datasets, Loss, Task, TaskConfig
+from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError
 from lockstep.models.autoencoder import Autoencoder
 from lockstep.tasks.autoencoder.digits import load_digits
-
-if TYPE_CHECKING:
-    from torchmetrics import MetricCollection
+from lockstep.tasks.autoencoder.metrics import PixelErrors
 
 
 class AutoencoderConfig(TaskConfig):
@@ -75,9 +73,6 @@ class AutoencoderTask(Task):
         rows = self.evaluate(model, batch)
         return self._loss(*rows), rows
 
-    def metrics(self) -> MetricCollection:
+    def metrics(self) -> Metrics:
         """Mean squared error of a pixel, and the peak signal-to-noise ratio in decibels."""
-        from torchmetrics import MeanSquaredError, MetricCollection
-        from torchmetrics.image import PeakSignalNoiseRatio
-
-        return MetricCollection({"mse": MeanSquaredError(), "psnr": PeakSignalNoiseRatio(data_range=1.0)})
+        return PixelErrors()

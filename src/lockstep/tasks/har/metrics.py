@@ -1,16 +1,49 @@
-"""Scores of windows when each channel of a window was classified on its own (mode ``flatten``)."""
+"""Scores of classified windows, from one confusion matrix: rows are true classes, columns predicted ones."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 
-class WindowConfusion(Metric):
-    """Confusion matrix over windows: rows are true classes, columns predicted ones.
+def count(predicted: Tensor, target: Tensor, classes: int) -> Tensor:
+    """The confusion matrix (classes, classes) of ``predicted`` and ``target``, both (rows,) of classes."""
+    pairs = torch.bincount(target * classes + predicted, minlength=classes**2)
+    return pairs.reshape(classes, classes)
+
+
+def scores(confusion: Tensor) -> dict[str, Tensor]:
+    """Accuracy and macro F1 of a confusion matrix; not a number where it counts nothing.
+
+    F1 is the mean over the classes that occur, in truth or prediction, as torchmetrics' macro average.
+    """
+    right, occurrences = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
+    f1 = (2 * right / occurrences)[occurrences > 0].mean()
+    return {"accuracy": right.sum() / confusion.sum(), "f1": f1}
+
+
+class ClassScores:
+    """Accuracy, macro F1 and confusion matrix of all rows.
+
+    Args:
+        classes: number of classes.
+    """
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self._confusion = torch.zeros(classes, classes, dtype=torch.int64)
+
+    def update(self, predicted: Tensor, target: Tensor) -> None:
+        """Take rows: ``predicted`` (rows,), ``target`` (rows,)."""
+        self._confusion = self._confusion + count(predicted, target, self.classes)
+
+    def compute(self) -> dict[str, Tensor]:
+        """``accuracy``, ``f1``, and ``confusion`` (classes, classes)."""
+        return {**scores(self._confusion), "confusion": self._confusion}
+
+
+class WindowScores:
+    """Scores of windows when each channel of a window was classified on its own (mode ``flatten``), and of channels.
 
     A window's class is the one with the largest mean probability over its channels. Rows may come in any
     order and in any batches; a window is counted when its last channel has come, so only windows that
@@ -18,65 +51,36 @@ class WindowConfusion(Metric):
 
     Args:
         classes: number of classes.
-        channels: rows that make a window; 1 scores every row on its own.
+        channels: rows that make a window.
     """
 
-    full_state_update = False
-    confusion: Tensor
-    scores: Tensor
-    targets: Tensor
-    windows: Tensor
-
-    def __init__(self, classes: int, channels: int, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, classes: int, channels: int) -> None:
         self.classes, self.channels = classes, channels
-        self.add_state("confusion", torch.zeros(classes, classes, dtype=torch.int64), dist_reduce_fx="sum")
-        # One row per channel of the windows that are not complete yet.
-        self.add_state("scores", torch.zeros(0, classes), dist_reduce_fx="cat")
-        self.add_state("targets", torch.zeros(0, dtype=torch.int64), dist_reduce_fx="cat")
-        self.add_state("windows", torch.zeros(0, dtype=torch.int64), dist_reduce_fx="cat")
+        self._windows = self._channels = torch.zeros(classes, classes, dtype=torch.int64)
+        #: Rows of the windows that are not complete yet: probabilities, target and window.
+        self.waiting = torch.zeros(0, classes), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
 
     def update(self, probabilities: Tensor, target: Tensor, window: Tensor) -> None:
         """Take rows: ``probabilities`` (rows, classes), ``target`` (rows,), ``window`` (rows,)."""
-        if self.channels == 1:
-            self.confusion = self.confusion + self._count(probabilities.argmax(1), target)
-            return
-        scores = torch.cat([self.scores, probabilities.float()])
-        targets = torch.cat([self.targets, target])
-        windows = torch.cat([self.windows, window])
-        _, place, rows = windows.unique(return_inverse=True, return_counts=True)
+        self._channels = self._channels + count(probabilities.argmax(1), target, self.classes)
+        came = probabilities.float(), target, window
+        probabilities, target, window = map(torch.cat, zip(self.waiting, came, strict=True))
+        _, place, rows = window.unique(return_inverse=True, return_counts=True)
         complete = (rows == self.channels)[place]
-        self.confusion = self.confusion + self._of_windows(scores[complete], targets[complete], windows[complete])
-        self.scores, self.targets, self.windows = scores[~complete], targets[~complete], windows[~complete]
+        self._windows = self._windows + self._of_windows(probabilities[complete], target[complete], window[complete])
+        self.waiting = probabilities[~complete], target[~complete], window[~complete]
 
-    def compute(self) -> Tensor:
-        """Shape (classes, classes). Windows of which some channels never came count with those that did."""
-        return self.confusion + self._of_windows(self.scores, self.targets, self.windows)
+    def compute(self) -> dict[str, Tensor]:
+        """``accuracy``, ``f1`` and ``confusion`` of windows, ``channel_accuracy`` and ``channel_f1``.
 
-    def _of_windows(self, scores: Tensor, targets: Tensor, windows: Tensor) -> Tensor:
-        ids, place = windows.unique(return_inverse=True)
-        sums = torch.zeros(len(ids), self.classes).index_add_(0, place, scores)
-        truth = torch.zeros(len(ids), dtype=torch.int64).scatter_(0, place, targets)
-        return self._count(sums.argmax(1), truth)
+        Windows of which some channels never came count with those that did.
+        """
+        windows = self._windows + self._of_windows(*self.waiting)
+        of_channels = {f"channel_{name}": value for name, value in scores(self._channels).items()}
+        return {**scores(windows), "confusion": windows, **of_channels}
 
-    def _count(self, predicted: Tensor, truth: Tensor) -> Tensor:
-        pairs = torch.bincount(truth * self.classes + predicted, minlength=self.classes**2)
-        return pairs.reshape(self.classes, self.classes)
-
-
-class WindowAccuracy(WindowConfusion):
-    """The share of windows that are classified rightly."""
-
-    def compute(self) -> Tensor:
-        matrix = super().compute()
-        return matrix.diagonal().sum() / matrix.sum()
-
-
-class WindowF1(WindowConfusion):
-    """Mean F1 over the classes that occur, in truth or prediction (as torchmetrics' macro average)."""
-
-    def compute(self) -> Tensor:
-        matrix = super().compute()
-        both = matrix.sum(0) + matrix.sum(1)
-        scores = 2 * matrix.diagonal() / both
-        return scores[both > 0].mean()
+    def _of_windows(self, probabilities: Tensor, target: Tensor, window: Tensor) -> Tensor:
+        ids, place = window.unique(return_inverse=True)
+        sums = torch.zeros(len(ids), self.classes).index_add_(0, place, probabilities)
+        truth = torch.zeros(len(ids), dtype=torch.int64).scatter_(0, place, target)
+        return count(sums.argmax(1), truth, self.classes)

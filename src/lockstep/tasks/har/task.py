@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.data.arrays import ArrayDataset
-from lockstep.engine.task import Datasets, Loss, Task, TaskConfig
+from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.har import Cnn, Mlp, Transformer
+from lockstep.tasks.har.metrics import ClassScores, WindowScores
 from lockstep.tasks.har.synthetic import Repeated, make_synthetic
 from lockstep.tasks.har.tensors import has_tensors, load_tensors
 from lockstep.tasks.har.uci import fetch_uci, find_uci, load_uci
 from lockstep.tasks.har.watch import load_watch
 from lockstep.tasks.har.windows import AugmentedWindows, HarData, Mode, Standardiser, Windows, as_dataset
-
-if TYPE_CHECKING:
-    from torchmetrics import MetricCollection
 
 Source = Literal["watch", "uci", "pt", "synthetic"]
 Subjects = tuple[int, ...]
@@ -207,6 +205,11 @@ class HarTask(Task):
                 fix="change task.hidden, or choose another task.model",
             ) from None
 
+    def stages(self, model: nn.Module) -> list[nn.Module]:
+        """Blocks or layers of the network, and its head."""
+        assert isinstance(model, Cnn | Mlp | Transformer)
+        return model.stages()
+
     # A batch: samples (n, channels, time) and labels (n,); under `flatten` also the window of each sample.
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -229,32 +232,10 @@ class HarTask(Task):
         logits = model(batch[0])
         return self._loss(logits, batch[1]), self._rows(logits, batch)
 
-    def metrics(self) -> MetricCollection:
+    def metrics(self) -> Metrics:
         """Accuracy, macro F1 and the confusion matrix, of windows; under ``flatten`` also of single channels."""
-        from torchmetrics import MetricCollection
-        from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
-
-        from lockstep.tasks.har.metrics import WindowAccuracy, WindowConfusion, WindowF1
-
         classes = len(self.class_names)
-        if self.config.mode != "flatten":
-            return MetricCollection(
-                {
-                    "accuracy": MulticlassAccuracy(classes, average="micro"),
-                    "f1": MulticlassF1Score(classes, average="macro"),
-                    "confusion": MulticlassConfusionMatrix(classes),
-                }
-            )
-        channels = self.windows.shape[0]
-        return MetricCollection(
-            {
-                "accuracy": WindowAccuracy(classes, channels),
-                "f1": WindowF1(classes, channels),
-                "confusion": WindowConfusion(classes, channels),
-                "channel_accuracy": WindowAccuracy(classes, 1),
-                "channel_f1": WindowF1(classes, 1),
-            }
-        )
+        return WindowScores(classes, self.windows.shape[0]) if self.config.mode == "flatten" else ClassScores(classes)
 
     def state_dict(self) -> dict[str, Any]:
         """What a user of the weights needs: the standardisation of each channel, and the names of the classes."""

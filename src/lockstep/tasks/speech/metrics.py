@@ -6,56 +6,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from lockstep.tasks.speech.decoding import texts
 
 
-class _ErrorRate(Metric):
-    """(substitutions + deletions + insertions) / reference units, summed before dividing (Morris et al. 2004).
+class ErrorRates:
+    """``wer`` of words, which are what stands between spaces; ``cer`` of symbols, spaces between words included.
 
-    The best alignment of each utterance is jiwer's. The rate is above 1 when most of what is heard is not there.
+    Each is (substitutions + deletions + insertions) / reference units, summed before dividing (Morris et al. 2004).
+    The best alignment of each utterance is jiwer's. A rate is above 1 when most of what is heard is not there.
     """
 
-    full_state_update = False
-    higher_is_better = False
-    errors: Tensor
-    units: Tensor
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.add_state("errors", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("units", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+    def __init__(self) -> None:
+        #: Errors and reference units of each rate.
+        self._sums = {name: torch.zeros(2, dtype=torch.int64) for name in ("wer", "cer")}
 
     def update(self, ids: Tensor, lengths: Tensor, reference_ids: Tensor, reference_lengths: Tensor) -> None:
         """Take a row an utterance: symbols heard [n, longest] and said [n, longest'], of which so many count [n]."""
-        found = self._align(texts(reference_ids, reference_lengths), texts(ids, lengths))
+        import jiwer
+
+        said, heard = texts(reference_ids, reference_lengths), texts(ids, lengths)
+        self._add("wer", jiwer.process_words(said, heard))
+        self._add("cer", jiwer.process_characters(said, heard))
+
+    def _add(self, name: str, found: Any) -> None:
         wrong = found.substitutions + found.deletions
-        self.errors = self.errors + wrong + found.insertions
-        self.units = self.units + wrong + found.hits
+        self._sums[name] += torch.tensor([wrong + found.insertions, wrong + found.hits])
 
-    def compute(self) -> Tensor:
-        """A share, not per cent; not a number before any reference has come."""
-        return self.errors / self.units
-
-    def _align(self, said: list[str], heard: list[str]) -> Any:
-        """What jiwer counts."""
-        raise NotImplementedError
-
-
-class WordErrorRate(_ErrorRate):
-    """Of words, which are what stands between spaces."""
-
-    def _align(self, said: list[str], heard: list[str]) -> Any:
-        import jiwer
-
-        return jiwer.process_words(said, heard)
-
-
-class CharacterErrorRate(_ErrorRate):
-    """Of symbols, spaces between words included."""
-
-    def _align(self, said: list[str], heard: list[str]) -> Any:
-        import jiwer
-
-        return jiwer.process_characters(said, heard)
+    def compute(self) -> dict[str, Tensor]:
+        """Shares, not per cent; not a number before any reference has come."""
+        return {name: errors / units for name, (errors, units) in self._sums.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from lockstep.engine.task import Datasets, Loss, Task, TaskConfig
+from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.recogniser import Recogniser, output_lengths
 from lockstep.tasks.speech.checking import open_rows
@@ -22,11 +22,9 @@ from lockstep.tasks.speech.decoding import Hypotheses, decode_beam, decode_greed
 from lockstep.tasks.speech.features import MELS, SpecAugment
 from lockstep.tasks.speech.librispeech import fetch_librispeech, find_librispeech, librispeech_rows
 from lockstep.tasks.speech.manifest import Row, Utterance, read_rows
+from lockstep.tasks.speech.metrics import ErrorRates
 from lockstep.tasks.speech.synthesis import Recipe, synthesise, synthesised, synthesised_folder
 from lockstep.tasks.speech.vocabulary import BLANK, SIZE
-
-if TYPE_CHECKING:
-    from torchmetrics import MetricCollection
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
@@ -240,9 +238,6 @@ class SpeechTask(Task):
         examples, self._examples = self._examples, ()
         return [f"said: {said!r}  heard: {heard!r}" for said, heard in examples]
 
-    def metrics(self) -> MetricCollection:
-        from torchmetrics import MetricCollection
-
-        from lockstep.tasks.speech.metrics import CharacterErrorRate, WordErrorRate
-
-        return MetricCollection({"wer": WordErrorRate(), "cer": CharacterErrorRate()})
+    def metrics(self) -> Metrics:
+        """Error rates of words and of symbols."""
+        return ErrorRates()

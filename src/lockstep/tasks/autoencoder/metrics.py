@@ -1,0 +1,23 @@
+"""How far reconstructions are from their images, as sums over all pixels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class PixelErrors:
+    """Mean squared error of a pixel, and the peak signal-to-noise ratio in decibels, of images from 0 to 1."""
+
+    def __init__(self) -> None:
+        self._squares, self._pixels = torch.zeros((), dtype=torch.float64), 0
+
+    def update(self, reconstructions: Tensor, images: Tensor) -> None:
+        """Take rows: ``reconstructions`` and ``images``, both (rows, …)."""
+        self._squares = self._squares + (reconstructions - images).square().sum(dtype=torch.float64)
+        self._pixels += images.numel()
+
+    def compute(self) -> dict[str, Tensor]:
+        """``mse``, and ``psnr`` = 10·log₁₀(1 / mse); not a number before any row has come."""
+        mse = self._squares / self._pixels
+        return {"mse": mse.float(), "psnr": -10 * mse.log10().float()}
