@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ import pytest
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.samples import audit_samples
 from tests.dist.machines import Machine, two_machines
+from tests.e2e.test_faults import TASK as FAULTY
 from tests.e2e.test_train import SAME, TOY, assert_close, finish, losses, train, wait_for_step
 
 #: Six processes import torch for each start of two nodes: minutes on a busy machine.
@@ -44,9 +47,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def command(*arguments: str, nodes: str = "2", rdzv: str = RDZV) -> tuple[str, ...]:
+def command(*arguments: str, nodes: str = "2", rdzv: str = RDZV, task: str = TOY) -> tuple[str, ...]:
     own = ("--devices", "cpu", "--save-dir", "run")
-    return ("-m", "lockstep", "train", TOY, "--nodes", nodes, "--rdzv", rdzv, *own, *AUDITED, *arguments)
+    return ("-m", "lockstep", "train", task, "--nodes", nodes, "--rdzv", rdzv, *own, *AUDITED, *arguments)
 
 
 def restarting(*arguments: str, nodes: str = "2") -> tuple[str, ...]:
@@ -240,6 +243,41 @@ def test_the_wrong_host(machines: Sequence[Machine], tmp_path: Path) -> None:
         assert f"nobody answers at {address} within 3 s" in output
         assert "fix: start the same command there" in output
         assert "Traceback" not in output
+
+
+@pytest.mark.drill
+def test_a_node_that_waits_for_a_save_is_not_blamed_and_a_hang_is_told_on_both(
+    machines: Sequence[Machine], tmp_path: Path
+) -> None:
+    """Rank 0 saves for longer than ranks may stand still; rank 1, on the other node, hangs two steps later."""
+    hang = ("--set", "launch.hang_timeout_s=4", "--set", "task.save_s=8", "--set", "task.fault=sleep")
+    arguments = command(*hang, task=FAULTY)
+    outputs = [
+        finish(process, code=1, timeout_s=PATIENCE_S)
+        for process in start_all(machines, tmp_path, arguments, shared=True)
+    ]
+    for output in outputs:
+        assert re.search(r"rank 1 on node1 has made no progress for \d+ s, in step 4: .*faulty.py:\d+ in sleep", output)
+        assert "rank 0 on node0: silent for " in output
+        assert "stack of rank 0 on node0, innermost call first" in output
+    assert RunDir.open(tmp_path / "run").progress().step == 3, "it went on after the save of step 2"
+
+
+@pytest.mark.drill
+def test_ctrl_c_on_one_node_stops_both_and_the_same_command_goes_on(
+    machines: Sequence[Machine], reference: Path, tmp_path: Path
+) -> None:
+    first, second = start_all(machines, tmp_path, command("--resume", *SLOWLY))
+    run = tmp_path / "node0" / "run"
+    wait_for_step(run, 3, first)
+    first.send_signal(signal.SIGINT)
+    finish(first, code=130, timeout_s=PATIENCE_S)
+    finish(second, code=143, timeout_s=PATIENCE_S)
+    assert [RunDir.open(tmp_path / machine.name / "run").read().status for machine in machines] == ["stopped"] * 2
+    for process in start_all(machines, tmp_path, command("--resume")):
+        finish(process, timeout_s=PATIENCE_S)
+    assert_every_sample_once(run)
+    assert_close(run, reference)
 
 
 @pytest.mark.drill

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import CheckpointError, CollectiveError, DataError, LockstepError, RankFailed
-from lockstep.launch import causes, failure, spare
+from lockstep.launch import causes, evidence, failure, spare
 from lockstep.launch.causes import find_cause, is_lost_peer
 from lockstep.launch.hang import HangReport, Standstill
 from lockstep.launch.output import MARK, log_file
@@ -35,7 +35,7 @@ def ended(rank: int, code: int, alive_at: float = 0.0, *, by_launcher: bool = Fa
 
 
 def write_launcher(run_dir: RunDir, *exits: dict[str, Any], error: str = "") -> None:
-    write_json(run_dir.logs / failure.LAUNCHER_FILE, {"ranks": len(exits), "exits": list(exits), "error": error})
+    write_json(run_dir.logs / evidence.LAUNCHER_FILE, {"ranks": len(exits), "exits": list(exits), "error": error})
 
 
 def report_of(run_dir: RunDir) -> failure.FailureReport:
@@ -52,7 +52,7 @@ def test_no_failure(run_dir: RunDir) -> None:
 
 def test_the_first_in_time_is_the_cause(run_dir: RunDir) -> None:
     for rank in (2, 0, 1):
-        failure.record(run_dir.logs, rank, caught(ValueError(f"number {rank}")))
+        evidence.record(run_dir.logs, rank, caught(ValueError(f"number {rank}")))
     write_launcher(run_dir, *(ended(rank, 1) for rank in range(4)))
     report = report_of(run_dir)
     assert report.what == "rank 3 of 4 ended with exit code 1 without an error of its own"
@@ -65,25 +65,25 @@ def test_the_first_in_time_is_the_cause(run_dir: RunDir) -> None:
 def test_a_rank_that_missed_another_tells_more_than_a_lost_connection_and_less_than_an_own_error(
     run_dir: RunDir,
 ) -> None:
-    failure.record(run_dir.logs, 0, caught(RuntimeError(LOST_PEER)))
-    failure.record(run_dir.logs, 1, caught(CollectiveError("rank 2 did not come to barrier", why="last in sum")))
+    evidence.record(run_dir.logs, 0, caught(RuntimeError(LOST_PEER)))
+    evidence.record(run_dir.logs, 1, caught(CollectiveError("rank 2 did not come to barrier", why="last in sum")))
     write_launcher(run_dir, ended(0, 1), ended(1, 1), ended(2, 0))
     report = report_of(run_dir)
     assert report.what == "rank 1 of 3 failed: lockstep.errors.CollectiveError: rank 2 did not come to barrier"
     assert report.why == "last in sum"
-    failure.record(run_dir.logs, 2, caught(ValueError("its own")))
+    evidence.record(run_dir.logs, 2, caught(ValueError("its own")))
     write_launcher(run_dir, ended(0, 1), ended(1, 1), ended(2, 1))
     assert report_of(run_dir).what == "rank 2 of 3 failed: ValueError: its own"
 
 
 def test_a_lost_peer_is_never_first_if_there_is_another_cause(run_dir: RunDir) -> None:
-    failure.record(run_dir.logs, 0, caught(RuntimeError(LOST_PEER)))
+    evidence.record(run_dir.logs, 0, caught(RuntimeError(LOST_PEER)))
     write_launcher(run_dir, ended(0, 1))
     report = report_of(run_dir)
     assert report.first is not None
     assert report.first.rank == 0
     assert "no rank left a reason" in report.why
-    failure.record(run_dir.logs, 1, caught(KeyError("x")))
+    evidence.record(run_dir.logs, 1, caught(KeyError("x")))
     report = report_of(run_dir)
     assert report.first is not None
     assert report.first.rank == 1
@@ -97,14 +97,14 @@ def test_a_rank_killed_by_the_launcher_is_never_first(run_dir: RunDir) -> None:
 
 
 def test_an_error_of_lockstep_speaks_for_itself(run_dir: RunDir) -> None:
-    failure.record(run_dir.logs, 0, caught(CheckpointError("it is torn", why="a byte is missing", fix="take another")))
+    evidence.record(run_dir.logs, 0, caught(CheckpointError("it is torn", why="a byte is missing", fix="take another")))
     error = report_of(run_dir).as_error()
     assert type(error) is CheckpointError
     assert str(error) == "it is torn\nwhy: a byte is missing\nfix: take another"
 
 
 def test_the_error_of_a_report_is_its_block(run_dir: RunDir) -> None:
-    failure.record(run_dir.logs, 1, caught(OSError(28, "No space left on device")))
+    evidence.record(run_dir.logs, 1, caught(OSError(28, "No space left on device")))
     error = report_of(run_dir).as_error()
     assert type(error) is RankFailed
     assert str(error) == report_of(run_dir).format()
@@ -119,9 +119,9 @@ def test_a_failed_launcher(run_dir: RunDir) -> None:
 
 
 def test_clearing_forgets_an_earlier_start(run_dir: RunDir) -> None:
-    failure.record(run_dir.logs, 5, caught(ValueError("old")))
+    evidence.record(run_dir.logs, 5, caught(ValueError("old")))
     write_launcher(run_dir, ended(5, 1))
-    failure.clear(run_dir.logs)
+    evidence.clear(run_dir.logs)
     assert failure.collect(run_dir) is None
 
 
@@ -136,7 +136,7 @@ JSON = st.recursive(
 def test_broken_files_are_no_failure_of_ours(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     run = RunDir(tmp_path_factory.mktemp("run"))
     run.logs.mkdir()
-    (run.logs / failure.LAUNCHER_FILE).write_bytes(content)
+    (run.logs / evidence.LAUNCHER_FILE).write_bytes(content)
     (run.logs / "rank-0.error.json").write_bytes(content)
     report = failure.collect(run)
     assert report is None or report.format()
@@ -156,11 +156,11 @@ def test_broken_files_are_no_failure_of_ours(content: bytes, tmp_path_factory: p
 )
 def test_last_lines(tmp_path: Path, content: str, expected: tuple[str, ...]) -> None:
     log_file(tmp_path, 0).write_text(content)
-    assert failure.last_lines(log_file(tmp_path, 0)) == expected
+    assert evidence.last_lines(log_file(tmp_path, 0)) == expected
 
 
 def test_last_lines_of_no_log(tmp_path: Path) -> None:
-    assert failure.last_lines(tmp_path / "none") == ()
+    assert evidence.last_lines(tmp_path / "none") == ()
 
 
 @pytest.mark.parametrize(
@@ -207,17 +207,17 @@ def test_a_hang_is_told_unless_a_rank_failed_by_itself(run_dir: RunDir) -> None:
     hang = HangReport(timeout_s=60, ranks=(Standstill(rank=0, step=3, doing="step 4", silent_s=61), stopped))
     exits = [ended(rank, -9, by_launcher=True) for rank in range(2)]
     content = {"ranks": 2, "exits": exits, "hang": hang.model_dump()}
-    write_json(run_dir.logs / failure.LAUNCHER_FILE, content)
+    write_json(run_dir.logs / evidence.LAUNCHER_FILE, content)
     block = report_of(run_dir).format()
     assert block.startswith("rank 1 has given no sign of life for 61 s, in step 4\n")
     assert block.count("fix: ") == 1
-    failure.record(run_dir.logs, 0, caught(ValueError("its own")))
+    evidence.record(run_dir.logs, 0, caught(ValueError("its own")))
     assert report_of(run_dir).what == "rank 0 of 2 failed: ValueError: its own"
 
 
 def test_a_kill_while_the_kernel_killed_for_memory_is_told_as_that(run_dir: RunDir) -> None:
     content = {"ranks": 1, "exits": [ended(0, -9)], "machine": {"total": 10**9, "kills": 1}}
-    write_json(run_dir.logs / failure.LAUNCHER_FILE, {**content, "memory": {"0": {"resident": 5 * 10**8}}})
+    write_json(run_dir.logs / evidence.LAUNCHER_FILE, {**content, "memory": {"0": {"resident": 5 * 10**8}}})
     report = report_of(run_dir)
     assert report.why == "the kernel's out-of-memory killer ended it"
     assert "rank 0: host: 0.50 GB resident" in report.format()
@@ -228,7 +228,7 @@ def test_a_failure_is_told_where_the_run_folder_is_gone(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shutil.rmtree(run_dir.path)
-    failure.record(run_dir.logs, 1, caught(ValueError("the folder is gone")))
+    evidence.record(run_dir.logs, 1, caught(ValueError("the folder is gone")))
     assert report_of(run_dir).what == "rank 1 of 1 failed: ValueError: the folder is gone"
     spare.clear(run_dir.logs)
     assert failure.collect(run_dir) is None
@@ -249,4 +249,4 @@ def test_a_download_that_breaks_off_is_no_lost_peer() -> None:
 
 def test_exit_codes_of_errors() -> None:
     errors: list[BaseException] = [LockstepError("x"), DataError("x"), SystemExit(7), SystemExit("text"), ValueError()]
-    assert [failure.exit_code_of(error) for error in errors] == [1, 2, 7, 1, 1]
+    assert [evidence.exit_code_of(error) for error in errors] == [1, 2, 7, 1, 1]

@@ -8,15 +8,16 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launch import stacks
-from lockstep.launch.hang import HangReport, HangWatch, Standstill
+from lockstep.launch.hang import HangReport, HangWatch, Standstill, saving_progress
 from lockstep.launch.output import log_file
 from lockstep.telemetry.pulse import Activity, Sign
 from tests.gloo import ROOT
@@ -37,22 +38,22 @@ with open(sys.argv[1], "a") as log, stacks.told_on_request(log):
 class Ranks:
     """Processes that only take stacks, signs that a test sets, and a clock that it moves."""
 
-    def __init__(self, folder: Path, count: int = 2) -> None:
+    def __init__(self, folder: Path, numbers: Sequence[int] = (0, 1)) -> None:
         self.logs = folder
         self.now = 0.0
-        self.signs = [Sign(1, 3, Activity.STEP)] * count
+        self.signs = [Sign(1, 3, Activity.STEP)] * len(numbers)
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", RANK, str(log_file(folder, rank))],
                 stdout=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
             )
-            for rank in range(count)
+            for rank in numbers
         ]
         for process in self.processes:
             assert process.stdout is not None
             process.stdout.readline()
-        pids = {rank: process.pid for rank, process in enumerate(self.processes)}
+        pids = {rank: process.pid for rank, process in zip(numbers, self.processes, strict=True)}
         self.watch = HangWatch(pids, lambda: self.signs, logs=folder, timeout_s=60.0, clock=lambda: self.now)
 
     def after(self, seconds: float) -> HangReport | None:
@@ -64,14 +65,17 @@ class Ranks:
                 return report
         return None
 
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
     made = Ranks(tmp_path)
     yield made
-    for process in made.processes:
-        process.kill()
-        process.communicate()
+    made.kill()
 
 
 def test_silence_of_all_ranks_is_a_hang_with_stacks(ranks: Ranks) -> None:
@@ -110,6 +114,26 @@ def test_a_pause_of_the_launcher_itself_does_not_count(ranks: Ranks) -> None:
     assert ranks.after(3) is not None
 
 
+def test_a_save_that_waits_for_the_disk_is_no_hang(ranks: Ranks, tmp_path: Path) -> None:
+    """It moves no bytes, and the other rank has nothing to do but to wait for it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # posix_spawn(3) returns when the child has opened its input, and is uninterruptible until then, as fsync(2) is.
+    opens = f"(os.POSIX_SPAWN_OPEN, 0, {str(pipe)!r}, os.O_RDONLY, 0)"
+    spawn = f"import os; os.posix_spawn('/bin/true', ['true'], {{}}, file_actions=[{opens}])"
+    saving = subprocess.Popen([sys.executable, "-c", spawn])
+    try:
+        while psutil.Process(saving.pid).status() != psutil.STATUS_DISK_SLEEP:
+            assert saving.poll() is None
+        before = saving_progress(saving.pid)
+        assert saving_progress(saving.pid) != before
+        before = saving_progress(ranks.processes[0].pid)
+        assert saving_progress(ranks.processes[0].pid) == before
+    finally:
+        pipe.open("w").close()
+        saving.wait()
+
+
 def test_a_rank_that_has_ended_is_not_waited_for(ranks: Ranks) -> None:
     ranks.signs[0] = Sign(9, 14, Activity.ENDING)
     for _ in range(65):
@@ -138,6 +162,8 @@ def test_who_is_behind() -> None:
     assert behind(standstill(0, 3, own), standstill(1, 3, own)) == []
     waiting = standstill(1, 3, WAITING).model_copy(update={"waits_for_data": True})
     assert behind(standstill(0, 3, WAITING), waiting) == [1]
+    waiting = standstill(1, 3, WAITING).model_copy(update={"waits_for_save": True})
+    assert behind(standstill(0, 3, WAITING), waiting) == [0]
     assert behind(standstill(0, 3, own)) == [0]
 
 
@@ -150,6 +176,7 @@ def test_who_is_behind() -> None:
             doing=st.just("step 4"),
             ahead=st.booleans(),
             waits_for_data=st.booleans(),
+            waits_for_save=st.booleans(),
             state=st.sampled_from(["running", "stopped", "blocked"]),
             in_framework=st.booleans(),
             stack=st.sampled_from([(), (WAITING,)]),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from lockstep.launch.meet import compared_settings
 from lockstep.launch.nodes import Nodes
 from lockstep.launch.outside import with_own_settings
 from tests.conftest import RunCli
-from tests.e2e.test_train import TOY
+from tests.e2e.test_train import TOY, finish, start
 
 
 def asked(nodes: str | int | None, rdzv: str | None) -> Nodes:
@@ -115,3 +117,31 @@ def test_nobody_comes(run_cli: RunCli, tmp_path: Path, rdzv: str, code: int, say
     assert "fix:" in result.err
     assert "Traceback" not in result.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("stop", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.drill)]
+)
+def test_who_waits_for_the_others_can_be_stopped(tmp_path: Path, stop: signal.Signals, code: int) -> None:
+    with socket.socket() as free:
+        free.bind(("0.0.0.0", 0))
+        port = free.getsockname()[1]
+    process = start("train", TOY, "--devices", "cpu", "--nodes", "2", "--rdzv", f"localhost:{port}", cwd=tmp_path)
+    try:
+        assert process.stdout is not None
+        assert "meeting 2 nodes" in process.stdout.readline()
+        # Its launcher serves the store where the nodes meet.
+        while not listens(port):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(stop)
+        assert finish(process, code) == ""
+    finally:
+        process.kill()
+        process.communicate()
+    assert not list(tmp_path.iterdir())
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0

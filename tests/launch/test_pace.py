@@ -11,6 +11,7 @@ import pytest
 import lockstep
 from lockstep.cli.main import main
 from lockstep.telemetry.rundir import RunDir
+from tests.dist.staged import Staged
 from tests.toys import Toy
 
 
@@ -53,8 +54,13 @@ def test_the_plan_says_what_was_measured_and_the_run_is_the_same(tmp_path: Path)
         (Toy, {"training": {"reproducibility": "exact"}}, "exact mode measures nothing"),
         (Toy, {"debug": {"fast_dev_run": True}}, "a run for debugging measures nothing"),
         (Unsendable, {}, "not measured: the task Unsendable cannot be sent to other processes"),
+        (
+            Staged,
+            {"hardware": {"selected_devices": "cpu,cpu", "strategy": "pipeline"}, "pipeline": {"in_process": True}},
+            "the step of strategy pipeline is not that of one device",
+        ),
     ],
-    ids=["exact", "debug", "unsendable"],
+    ids=["exact", "debug", "unsendable", "pipeline"],
 )
 def test_what_cannot_be_measured_follows_the_rule(
     task: type[Toy], settings: dict[str, Any], why: str, tmp_path: Path

@@ -18,8 +18,8 @@ TIMEOUT_S = 1.0
 PATIENCE_S = 60.0
 
 
-def stand_still(rank: int, size: int, together: bool) -> dict[str, Any]:
-    """Rank 1 is at something untimed for long, while rank 0 waits; then neither moves."""
+def stand_still(rank: int, size: int) -> dict[str, Any]:
+    """Rank 1 is at something untimed for long, while rank 0 waits; then neither moves. At last each watches alone."""
     port = [0]
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     if store is not None:
@@ -28,10 +28,7 @@ def stand_still(rank: int, size: int, together: bool) -> dict[str, Any]:
     store = store or dist.TCPStore("localhost", port[0], is_master=False)
     reports: list[tuple[HangReport, bool]] = []
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="torchrun")
-    watchdog = Watchdog(
-        world if together else World(), store if together else None, timeout_s=TIMEOUT_S,
-        hung=lambda report, tells: reports.append((report, tells)),
-    )  # fmt: skip
+    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told))
     pulse.at(Activity.FIRST_STEP, 0)
     pulse.at(Activity.COMPUTING_METRICS if rank == 1 else Activity.HOOKS, 3)
     watchdog.start()
@@ -39,17 +36,26 @@ def stand_still(rank: int, size: int, together: bool) -> dict[str, Any]:
     early = len(reports)
     dist.barrier()
     pulse.at(Activity.HOOKS, 3)
-    deadline = time.monotonic() + PATIENCE_S
-    while not reports and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(reports)
     dist.barrier()
     watchdog.end()
-    (report, tells) = reports[0]
-    return {"early": early, "tells": tells, "ranks": [at.model_dump() for at in report.ranks]}
+    alone = Watchdog(World(), None, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told))
+    alone.start()
+    wait_for(reports, 2)
+    alone.end()
+    (report, tells), by_itself = reports
+    ranks = [at.model_dump() for at in report.ranks]
+    return {"early": early, "tells": tells, "ranks": ranks, "alone": (by_itself[1], len(by_itself[0].ranks))}
+
+
+def wait_for(reports: list[tuple[HangReport, bool]], count: int = 1) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while len(reports) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def test_nobody_hangs_while_one_is_at_something_long_and_all_hang_when_none_moves() -> None:
-    outcomes = run_ranks(stand_still, 2, True)
+    outcomes = run_ranks(stand_still, 2)
     assert [outcome["early"] for outcome in outcomes] == [0, 0]
     assert [outcome["tells"] for outcome in outcomes] == [True, False]
     for outcome in outcomes:
@@ -57,13 +63,8 @@ def test_nobody_hangs_while_one_is_at_something_long_and_all_hang_when_none_move
         for at in outcome["ranks"]:
             assert (at["step"], at["doing"], at["state"]) == (3, "hooks and logging after step 3", "running")
             assert at["silent_s"] >= TIMEOUT_S
-            assert " in stand_still" in at["place"]
-
-
-def test_one_rank_watches_itself() -> None:
-    (outcome,) = run_ranks(stand_still, 1, False)
-    assert outcome["tells"]
-    assert [at["rank"] for at in outcome["ranks"]] == [0]
+            assert " in wait_for" in at["place"]
+        assert outcome["alone"] == (True, 1)
 
 
 def test_the_stack_of_the_main_thread_begins_innermost() -> None:

@@ -58,9 +58,8 @@ def test_a_fit_leaves_a_run_folder_and_other_subcommands_use_its_checkpoint(conf
     # The configuration that was saved is the configuration that was given: it may be used again.
     saved = str(tmp_path / "out" / "logs" / "cli_config.yaml")
     assert run(["validate", "-c", saved, "--ckpt_path", str(last), "--weights_only", "false"]) == 0
-    assert (
-        run(["fit", "-c", saved, "--trainer.max_epochs", "3", "--ckpt_path", str(last), "--weights_only", "false"]) == 0
-    )
+    more = ["--trainer.max_epochs", "3", "--model", "tests.lightning.trainings.Held"]
+    assert run(["fit", "-c", saved, *more, "--ckpt_path", str(last), "--weights_only", "false"]) == 0
     assert [(row["epoch"], row["attempt"]) for row in folder.epochs()] == [(1, 1), (2, 1), (3, 2)]
     assert folder.read().best_metric == {"val_loss": 1.0}
 
@@ -137,7 +136,9 @@ def test_several_nodes_are_refused_before_anything_starts(config: Path) -> None:
 
 def test_ddp_from_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
     ddp = {**CONFIG["trainer"], "accelerator": "cpu", "devices": 2, "strategy": "ddp"}
-    config = write_config(tmp_path, hardware={}, trainer=ddp)
+    config = write_config(
+        tmp_path, hardware={}, trainer=ddp, model={"class_path": "tests.lightning.trainings.Held", "init_args": {}}
+    )
     env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     result = run_cli("lightning", "fit", "-c", config, "--run_dir", "out", env=env)
     assert result.code == 0, result.err

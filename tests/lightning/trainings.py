@@ -8,10 +8,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from lockstep.errors import RunFolderError
+from lockstep.launch.folder import claimed
+from lockstep.telemetry.rundir import RunDir
 
 
 class Probe(LightningModule):
@@ -49,6 +54,14 @@ class Probe(LightningModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.ones(2 * self.trainer.world_size, 2)), batch_size=2)
+
+
+class Held(Probe):
+    """Tries, before its training begins, to train into the run folder ``out`` a second time."""
+
+    def setup(self, stage: str) -> None:
+        with pytest.raises(RunFolderError, match="by another process"), claimed(RunDir(Path("out")), wait_s=0.0):
+            pass
 
 
 class Numbers(LightningModule):

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RunFolderError
-from lockstep.telemetry.rundir import (
-    find_run,
-    list_runs,
-)
+from lockstep.telemetry.finding import find_run, list_runs
 from tests.telemetry.runs import make_run
 
 # Finding runs.

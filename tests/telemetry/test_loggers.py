@@ -28,7 +28,7 @@ from lockstep.events import (
     RunStarted,
     StepLogged,
 )
-from lockstep.telemetry import sinks
+from lockstep.telemetry import background, sinks
 from lockstep.telemetry.background import BackgroundSink
 from lockstep.telemetry.csv import CsvSink
 from lockstep.telemetry.mlflow import MlflowSink
@@ -259,6 +259,16 @@ def test_a_logger_that_hangs_does_not_hold_up_the_run(tmp_path: Path) -> None:
     finally:
         stuck.released.set()
     assert "Stuck failed and is switched off: it had not finished 0.1 s after the run's end" in warning
+
+
+def test_a_logger_that_hangs_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MAX_WAITING", 3)
+    stuck = Stuck()
+    try:
+        (warning,) = warnings_of(BackgroundSink(stuck), folder=tmp_path)
+    finally:
+        stuck.released.set()
+    assert warning == "Stuck failed and is switched off: 3 events wait for it"
 
 
 def test_the_background_keeps_the_order_and_ends(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from lockstep.config import resolve
 from lockstep.errors import RunFolderError
+from lockstep.telemetry.finding import list_runs
 from lockstep.telemetry.rundir import (
     FORMAT_VERSION,
     RunDir,
-    list_runs,
     new_run_id,
     read_json,
     write_json,

@@ -191,7 +191,7 @@ class Monitor:
         except Exception as error:
             self._failures += 1
             if self._failures >= _MAX_FAILURES:
-                self._write({"time": time.time(), "note": f"the monitor has ended: {error}"})
+                self._write({"time": time.time(), "host": {}, "devices": [], "note": f"the monitor has ended: {error}"})
                 raise
             return
         self._failures = 0

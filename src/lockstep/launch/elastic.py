@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.errors import RunFolderError, StorageError
 from lockstep.hardware import lifetime
-from lockstep.launch import failure
+from lockstep.launch import evidence
 from lockstep.launch.environment import LAUNCH_ID, for_launcher
 from lockstep.launch.output import Relay
 from lockstep.launch.signals import StopRequest, exit_code, held_back
@@ -64,7 +64,7 @@ def launch(
         checkpoint (also 130 without one, after a second SIGINT).
     """
     try:
-        failure.clear(run_dir.logs)
+        evidence.clear(run_dir.logs)
     except OSError as error:
         raise RunFolderError(
             f"cannot write in {run_dir.logs}",
@@ -123,7 +123,7 @@ def _ended_by_signal(run_dir: RunDir, number: int) -> int:
     """The launcher could not write down its own end."""
     if number in (signal.SIGINT, signal.SIGTERM):
         return exit_code(number)
-    path = run_dir.logs / failure.LAUNCHER_FILE
+    path = run_dir.logs / evidence.LAUNCHER_FILE
     try:
         content = read_json(path)
     except RunFolderError:

@@ -1,178 +1,48 @@
 """One failure, one block: which rank failed first, why, and what mends it.
 
-Three sources, all in the run's ``logs/``: what a rank wrote about its own error
-(``rank-<r>.error.json``), how its process ended (``launcher.json``: a killed rank writes nothing),
-and the last lines of its log.
+What is known of a start comes from :mod:`lockstep.launch.evidence`; what usual causes look like, from
+:mod:`lockstep.launch.causes`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import socket
 import textwrap
-import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from lockstep.errors import (
     CollectiveError,
     LockstepError,
     NonFiniteError,
     RankFailed,
-    RunFolderError,
     StorageError,
     UsageError,
 )
 from lockstep.events import Restarted
-from lockstep.launch import spare
 from lockstep.launch.causes import MEMORY_CAUSES, OOM_KILLED, SMALLER, Cause, find_cause, is_lost_peer
-from lockstep.launch.hang import HangReport
-from lockstep.launch.memory import (
-    MachineMemory,
-    RankMemory,
-    advice,
-    evaluation_advice,
-    from_rows,
-    machine_now,
-    own_memory,
-    table,
+from lockstep.launch.evidence import (
+    LauncherLog,
+    RankEnd,
+    RankError,
+    Restart,
+    last_lines,
+    read_errors,
+    read_launcher,
+    told_of,
 )
-from lockstep.launch.output import MARK, log_file
+from lockstep.launch.hang import HangReport
+from lockstep.launch.memory import RankMemory, advice, evaluation_advice, from_rows, machine_now, table
+from lockstep.launch.output import log_file
 from lockstep.plan.batch import BatchPlan
-from lockstep.telemetry.pulse import Activity, pulse
-from lockstep.telemetry.rundir import RunDir, read_json
-
-LAUNCHER_FILE = "launcher.json"
-#: How many of a rank's last lines a report shows.
-LAST_LINES = 10
+from lockstep.telemetry.pulse import Activity
+from lockstep.telemetry.rundir import RunDir
 
 _WRONG_USAGE = 2
 _NO_FAILURE = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-_MAX_BYTES = 4 << 20
-_TAIL_BYTES = 64 << 10
-
-_File = TypeVar("_File", bound=BaseModel)
-
-
-class _RankError(BaseModel):
-    """``rank-<r>.error.json``. ``time``: seconds since the epoch; ``error``: a Lockstep error's own words."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-    rank: int
-    host: str = ""
-    pid: int | None = None
-    time: float = 0.0
-    type: str = ""
-    message: str = ""
-    traceback: str = ""
-    error: dict[str, str] | None = None
-    exit_code: int = 1
-    memory: RankMemory | None = None
-    evaluating: bool = False
-
-
-class _RankEnd(BaseModel):
-    """How the launcher saw a rank end; see :class:`lockstep.launch.supervise.RankExit`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-    rank: int
-    pid: int | None = None
-    code: int
-    alive_at: float = 0.0
-    ended_by_launcher: bool = False
-
-
-class Restart(BaseModel):
-    """Why all ranks were started again: ``step`` was the last one that a rank had finished; ``of``: how many may be."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-    step: int = 0
-    reason: str = ""
-    of: int = 0
-
-
-class _Launcher(BaseModel):
-    """What of ``launcher.json`` matters here. ``doing``: the last activity of each rank."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-    ranks: int | None = None
-    exits: list[_RankEnd] = []
-    error: str = ""
-    restarts: list[Restart] = []
-    hang: HangReport | None = None
-    doing: dict[int, Activity] = {}
-    memory: dict[int, RankMemory] = {}
-    machine: MachineMemory = MachineMemory()
-
-
-# --- what a failing rank leaves ------------------------------------------------------------------
-
-
-def error_file(logs: Path, rank: int) -> Path:
-    return logs / f"rank-{rank}.error.json"
-
-
-def record(logs: Path, rank: int, error: BaseException) -> None:
-    """Write ``rank-<r>.error.json``, elsewhere if need be. Raises :class:`~lockstep.errors.StorageError`."""
-    spare.write(error_file(logs, rank), _told(rank, error).model_dump())
-
-
-def _told(rank: int, error: BaseException) -> _RankError:
-    """What this process can say of its own failure."""
-    return _RankError(
-        rank=rank,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        time=time.time(),
-        type=_type_name(error),
-        message=_message(error),
-        traceback="".join(traceback.format_exception(error)),
-        error=error.as_dict() if isinstance(error, LockstepError) else None,
-        exit_code=exit_code_of(error),
-        memory=own_memory(),
-        evaluating=pulse.activity.is_evaluation,
-    )
-
-
-def exit_code_of(error: BaseException) -> int:
-    """The exit code of a rank that ``error`` ended."""
-    if isinstance(error, LockstepError):
-        return error.exit_code
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
-    return 1
-
-
-def _type_name(error: BaseException) -> str:
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _message(error: BaseException) -> str:
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return f"the process was ended by sys.exit({error.code})"
-    return str(error)
-
-
-def clear(logs: Path) -> None:
-    """Remove what an earlier start left. Raises :class:`OSError`."""
-    spare.clear(logs)
-    for path in [logs / LAUNCHER_FILE, *logs.glob("rank-*.error.json")]:
-        path.unlink(missing_ok=True)
-
-
-# --- what the reader makes of it -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -315,10 +185,9 @@ def _usage_error_class(code: str) -> type[LockstepError]:
 
 def collect(run_dir: RunDir) -> FailureReport | None:
     """What the newest start in ``run_dir`` left about a failure; ``None`` when there was none."""
-    launcher = _read_launcher(run_dir)
+    launcher = read_launcher(run_dir)
     ends = {end.rank: end for end in launcher.exits}
-    written = (_read(path, _RankError) for path in spare.find(run_dir.logs, "rank-*.error.json"))
-    errors = {error.rank: error for error in written if error is not None}
+    errors = read_errors(run_dir.logs)
     failures = [
         _rank_failure(run_dir.logs, rank, errors.get(rank), ends.get(rank), launcher.doing.get(rank))
         for rank in {*errors, *ends}
@@ -347,12 +216,12 @@ def collect(run_dir: RunDir) -> FailureReport | None:
 
 def of_this_process(run_dir: RunDir, error: Exception) -> FailureReport | None:
     """The report of a run whose only rank this process is; ``None`` where ``error`` itself says all that is known."""
-    told = _told(0, error)
+    told = told_of(0, error)
     cause = find_cause(f"{told.type}: {told.message}")
     if isinstance(error, LockstepError) or cause is None or cause.name not in MEMORY_CAUSES:
         return None
     first = _rank_failure(run_dir.logs, 0, told, None)
-    launcher = _Launcher(machine=machine_now())
+    launcher = LauncherLog(machine=machine_now())
     return FailureReport(
         ranks=1,
         first=replace(first, last_lines=()),
@@ -368,17 +237,7 @@ def restarted(done: Sequence[Restart], attempt: int, step: int) -> Restarted:
     return Restarted(len(done), last.of, attempt, step, max(0, last.step - step), last.reason)
 
 
-def restarts(run_dir: RunDir) -> list[Restart]:
-    """The restarts of the newest launch, in their order."""
-    return _read_launcher(run_dir).restarts
-
-
-def _read_launcher(run_dir: RunDir) -> _Launcher:
-    found = (_read(path, _Launcher) for path in spare.find(run_dir.logs, LAUNCHER_FILE))
-    return next(filter(None, found), _Launcher())
-
-
-def _memory_table(run_dir: RunDir, launcher: _Launcher, errors: Mapping[int, _RankError]) -> str:
+def _memory_table(run_dir: RunDir, launcher: LauncherLog, errors: Mapping[int, RankError]) -> str:
     """What is known of each rank's memory: by itself, by the launcher, by the run's rows, in this order."""
     try:
         on_gpu = run_dir.plan()["placement"]["accelerator"] == "gpu"
@@ -411,7 +270,7 @@ def _collateral(others: Sequence[RankFailure]) -> str:
     return f"{len(others)} other ranks ended because of it or after it (ranks {names})."
 
 
-def _cause(first: RankFailure | None, launcher: _Launcher) -> Cause | None:
+def _cause(first: RankFailure | None, launcher: LauncherLog) -> Cause | None:
     if first is None:
         return find_cause(launcher.error)
     if first.signal == "SIGKILL" and launcher.machine.kills:
@@ -422,7 +281,7 @@ def _cause(first: RankFailure | None, launcher: _Launcher) -> Cause | None:
 
 
 def _rank_failure(
-    logs: Path, rank: int, error: _RankError | None, end: _RankEnd | None, doing: Activity | None = None
+    logs: Path, rank: int, error: RankError | None, end: RankEnd | None, doing: Activity | None = None
 ) -> RankFailure:
     lines = last_lines(log_file(logs, rank))
     if error is not None:
@@ -439,29 +298,6 @@ def _rank_failure(
         ended_by_launcher=end.ended_by_launcher,
         evaluating=doing is not None and doing.is_evaluation,
     )
-
-
-def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
-    """The last lines that a rank wrote since it began; Lockstep's own, its traceback included, left out."""
-    text = ""
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        text = file.read().decode("utf-8", "replace")
-    before, mark, after = text.rpartition(f"{MARK}rank ")
-    if mark and f"{MARK}process " not in after:
-        text = before
-    _, mark, own = text.rpartition(f"{MARK}process ")
-    lines = own.split("\n")[1:] if mark else text.split("\n")
-    drawn = (line.rstrip().rsplit("\r", 1)[-1] for line in lines)  # a progress bar redraws its line
-    return tuple(line for line in drawn if line)[-count:]
-
-
-def _read(path: Path, model: type[_File]) -> _File | None:
-    """The file's content, or ``None``: a file that cannot be read tells nothing about a failure."""
-    try:
-        return model.model_validate(read_json(path, max_bytes=_MAX_BYTES))
-    except (RunFolderError, ValidationError):
-        return None
 
 
 def _signal_name(number: int) -> str:

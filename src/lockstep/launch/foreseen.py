@@ -21,6 +21,17 @@ def read_forecast(path: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"telemetry.forecast: {file} cannot be read", why=str(error), fix=fix) from error
-    if not isinstance(found, dict) or found.get("kind") != "forecast" or not isinstance(found.get("rows"), list):
+    if not _is_forecast(found):
         raise ConfigError(f"telemetry.forecast: {file} is no forecast", fix=fix)
-    return found
+    return dict(found)
+
+
+def _is_forecast(found: Any) -> bool:
+    if not isinstance(found, dict) or found.get("kind") != "forecast" or not isinstance(found.get("rows"), list):
+        return False
+    rates = {"gpus", "samples_per_s", "samples_per_s_low", "samples_per_s_high"}
+    settings = found.get("settings")
+    complete = all(isinstance(row, dict) and rates <= row.keys() for row in found["rows"])
+    return (
+        complete and "task" in found and isinstance(settings, dict) and {"batch_size", "accumulate"} <= settings.keys()
+    )

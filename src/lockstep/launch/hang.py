@@ -6,6 +6,7 @@ rank has moved for some time, and the question is which of them the others wait 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ class Standstill(BaseModel):
 
     ``state``: ``running``, ``stopped`` (by a signal or a debugger) or ``blocked`` (in the kernel).
     ``in_framework``: its innermost call is torch's or Lockstep's, as that of a rank which waits for others.
+    ``node``: its host, where there are several.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -42,11 +44,13 @@ class Standstill(BaseModel):
     doing: str = ""
     ahead: bool = False
     waits_for_data: bool = False
+    waits_for_save: bool = False
     silent_s: float = 0.0
     state: str = "running"
     place: str = ""
     in_framework: bool = False
     stack: tuple[str, ...] = ()
+    node: str = ""
 
     @classmethod
     def of(
@@ -59,6 +63,7 @@ class Standstill(BaseModel):
             doing=sign.activity.phrase(sign.step),
             ahead=sign.activity in (Activity.STEP, Activity.WAITING_FOR_DATA),
             waits_for_data=sign.activity is Activity.WAITING_FOR_DATA,
+            waits_for_save=sign.activity is Activity.AWAITING_SAVE,
             silent_s=silent_s,
             state=state,
             place=stacks.place(stack),
@@ -66,9 +71,13 @@ class Standstill(BaseModel):
             stack=tuple(map(str, stacks.own_part(stack))),
         )
 
+    @property
+    def name(self) -> str:
+        return f"{self.rank} on {self.node}" if self.node else f"{self.rank}"
+
 
 class HangReport(BaseModel):
-    """A hang of all ranks of a node. ``behind`` are those that the others wait for; none when it cannot be told."""
+    """A hang of all ranks of a run. ``behind`` are those that the others wait for; none when it cannot be told."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -80,6 +89,7 @@ class HangReport(BaseModel):
         for apart in (
             [rank for rank in self.ranks if rank.state == "stopped"],
             [rank for rank in self.ranks if rank.stack and (rank.waits_for_data or not rank.in_framework)],
+            [rank for rank in self.ranks if not rank.waits_for_save],
             [rank for rank in self.ranks if (rank.step, rank.ahead) == min((r.step, r.ahead) for r in self.ranks)],
         ):
             if apart and (len(apart) < len(self.ranks) or apart[0].state == "stopped" or len(self.ranks) == 1):
@@ -94,7 +104,7 @@ class HangReport(BaseModel):
         if not behind:
             return f"the ranks have made no progress for {silent}: each waits for the others"
         first = behind[0]
-        names = f"rank {first.rank}" if len(behind) == 1 else f"ranks {', '.join(str(rank.rank) for rank in behind)}"
+        names = f"rank {first.name}" if len(behind) == 1 else f"ranks {', '.join(rank.name for rank in behind)}"
         verb = "has" if len(behind) == 1 else "have"
         if first.state == "stopped":
             return f"{names} {verb} given no sign of life for {silent}, in {first.doing}"
@@ -135,12 +145,12 @@ class HangReport(BaseModel):
         for rank in self.ranks:
             state = "" if rank.state == "running" else f" ({rank.state})"
             where = rank.place or ("no stack: the process does not answer" if not rank.stack else rank.stack[0])
-            lines.append(f"  rank {rank.rank}{state}: silent for {rank.silent_s:.0f} s in {rank.doing}; {where}")
+            lines.append(f"  rank {rank.name}{state}: silent for {rank.silent_s:.0f} s in {rank.doing}; {where}")
         behind = self.behind
         for rank in (*behind, *(other for other in self.ranks if other not in behind)):
             if rank.stack:
                 lines.append(
-                    f"stack of rank {rank.rank}, innermost call first (all threads: logs/rank-{rank.rank}.log):"
+                    f"stack of rank {rank.name}, innermost call first (all threads: logs/rank-{rank.rank}.log):"
                 )
                 lines += [f"  {frame}" for frame in rank.stack]
         return "\n".join(lines)
@@ -174,36 +184,54 @@ class HangWatch:
         now = clock()
         self._looked_at = now
         self._seen: dict[int, tuple[object, float]] = dict.fromkeys(self._pids, (None, now))
+        self._stands = False
 
     def look(self, alive: Collection[int]) -> HangReport | None:
-        """Look, if it is time to. A report, with stacks, when no rank of ``alive`` has moved for ``timeout_s``."""
+        """A report, with stacks, when no rank of ``alive`` has moved for ``timeout_s``."""
+        return HangReport(timeout_s=self._timeout_s, ranks=self.stands_at(alive)) if self.stands(alive) else None
+
+    def stands(self, alive: Collection[int]) -> bool:
+        """Whether no rank of ``alive`` has moved for ``timeout_s``, as of the newest look; looks if it is time to."""
         now = self._clock()
         pause = now - self._looked_at
-        if pause < INTERVAL_S:
-            return None
-        self._looked_at = now
+        if pause >= INTERVAL_S:
+            self._looked_at = now
+            self._stands = self._observe(alive, now, pause)
+        return self._stands
+
+    def _observe(self, alive: Collection[int], now: float, pause: float) -> bool:
         if pause > OWN_PAUSE_S:
             self._seen = {rank: (progress, at + pause) for rank, (progress, at) in self._seen.items()}
-        signs = {rank: sign for rank, sign in zip(self._pids, self._signs(), strict=True) if rank in alive}
+        signs = self._read(alive)
         for rank, sign in signs.items():
-            progress = (sign.beats, bytes_moved(self._pids[rank]) if sign.activity is Activity.SAVING else 0)
+            progress = self._progress(rank, sign)
             if progress != self._seen[rank][0]:
                 self._seen[rank] = (progress, now)
         if any(now - self._seen[rank][1] < self._timeout_s for rank in signs):
-            return None
-        states = {rank: _state(self._pids[rank]) for rank in signs}
-        if any(sign.activity.is_untimed and states[rank] != "stopped" for rank, sign in signs.items()):
-            return None
-        return self._report(signs, states, now)
+            return False
+        return not any(sign.activity.is_untimed and not self._is_stopped(rank) for rank, sign in signs.items())
 
-    def _report(self, signs: Mapping[int, Sign], states: Mapping[int, str], now: float) -> HangReport:
+    def stands_at(self, alive: Collection[int]) -> tuple[Standstill, ...]:
+        """Where each rank of ``alive`` is; asks them for their stacks, and waits a little for the answers."""
+        signs, now = self._read(alive), self._clock()
+        states = {rank: _state(self._pids[rank]) for rank in signs}
         answering = {rank: self._pids[rank] for rank in signs if states[rank] != "stopped"}
         found = stacks.ask(answering, self._logs, f"has made no progress for {self._timeout_s:g} s; its threads are at")
-        ranks = [
+        # What they have written to answer is no progress.
+        self._seen |= {rank: (self._progress(rank, sign), self._seen[rank][1]) for rank, sign in signs.items()}
+        return tuple(
             Standstill.of(rank, sign, silent_s=now - self._seen[rank][1], state=states[rank], stack=found.get(rank, ()))
             for rank, sign in signs.items()
-        ]
-        return HangReport(timeout_s=self._timeout_s, ranks=tuple(ranks))
+        )
+
+    def _read(self, alive: Collection[int]) -> dict[int, Sign]:
+        return {rank: sign for rank, sign in zip(self._pids, self._signs(), strict=True) if rank in alive}
+
+    def _progress(self, rank: int, sign: Sign) -> object:
+        return sign.beats, saving_progress(self._pids[rank]) if sign.activity is Activity.SAVING else None
+
+    def _is_stopped(self, rank: int) -> bool:
+        return _state(self._pids[rank]) == "stopped"
 
 
 def _state(pid: int) -> str:
@@ -213,10 +241,23 @@ def _state(pid: int) -> str:
         return "running"
 
 
-def bytes_moved(pid: int) -> int:
-    """Bytes that a process has read and written, caches included: what a save does where nobody counts its steps."""
+def saving_progress(pid: int) -> tuple[int, float]:
+    """What differs from look to look while a save goes on, where nobody counts its steps.
+
+    Bytes that the process has read and written, caches included; and the time, while one of its threads waits for
+    the disk: all bytes may be in the cache by then.
+    """
     try:
         counters = psutil.Process(pid).io_counters()
     except (psutil.Error, AttributeError):
-        return 0
-    return int(counters.read_chars + counters.write_chars)
+        return 0, 0.0
+    return int(counters.read_chars + counters.write_chars), time.monotonic() if _waits_for_disk(pid) else 0.0
+
+
+def _waits_for_disk(pid: int) -> bool:
+    """Whether a thread is in an uninterruptible call (``D``). Linux; see proc_pid_stat(5)."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            if stat.read_text().rpartition(")")[2].split()[0] == "D":
+                return True
+    return False

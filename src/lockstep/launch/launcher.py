@@ -29,8 +29,9 @@ import psutil
 
 from lockstep.errors import LockstepError, StorageError
 from lockstep.hardware import lifetime
-from lockstep.launch import environment, failure, signals, spare
+from lockstep.launch import environment, evidence, failure, signals, spare
 from lockstep.launch.hang import HangReport, HangWatch
+from lockstep.launch.joint import Exchange, JointWatch
 from lockstep.launch.memory import MemoryWatch
 from lockstep.launch.supervise import Supervisor
 from lockstep.telemetry.heartbeat import announce
@@ -46,7 +47,10 @@ _KILL_S = 5.0
 
 @dataclass
 class Launch:
-    """One launch: what was asked for, and what is written to ``logs/launcher.json``."""
+    """One launch: what was asked for, and what is written to ``logs/launcher.json``.
+
+    ``others``: the launchers of the other nodes, where there are several.
+    """
 
     run_dir: RunDir
     ranks: int
@@ -63,6 +67,8 @@ class Launch:
     started_at: float = field(default_factory=time.time)
     board: PulseBoard | None = None
     memory: MemoryWatch | None = None
+    others: Exchange | None = None
+    watch: HangWatch | JointWatch | None = None
     restarts: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> Supervisor:
@@ -71,15 +77,17 @@ class Launch:
             self._record_restart()
         self.starts += 1
         pids = {rank: process.pid for rank, process in processes.items()}
-        self.memory, hang = MemoryWatch(pids), None
+        self.memory = MemoryWatch(pids)
         if self.board is not None:
             self.board.clear()
-            hang = HangWatch(pids, self.board.read, logs=self.run_dir.logs, timeout_s=self.hang_timeout_s)
+            self.watch = HangWatch(pids, self.board.read, logs=self.run_dir.logs, timeout_s=self.hang_timeout_s)
+            if self.others is not None:
+                self.watch = JointWatch(self.watch, self.others, timeout_s=self.hang_timeout_s)
         self.supervisor = Supervisor(
             processes,
             stop_requested=self.stop_requested,
             stop_grace_s=self.stop_grace_s,
-            look=lambda alive: self._look(alive, hang),
+            look=self._look,
         )
         self.write()
         self.announce()
@@ -106,10 +114,18 @@ class Launch:
             return {}
         return dict(zip(self.supervisor.pids, (int(sign.activity) for sign in self.board.read()), strict=True))
 
-    def _look(self, alive: Collection[int], hang: HangWatch | None) -> HangReport | None:
+    def _look(self, alive: Collection[int]) -> HangReport | None:
         if self.memory is not None:
             self.memory.look(alive)
-        return hang.look(alive) if hang is not None else None
+        return self.watch.look(alive) if self.watch is not None else None
+
+    @property
+    def hang(self) -> HangReport | None:
+        """Why the ranks of the newest start ended, if they hung."""
+        if self.supervisor is not None and self.supervisor.hang is not None:
+            return self.supervisor.hang
+        # Another node that knew it, too, was the first to end its ranks, and these failed of that.
+        return self.watch.verdict if isinstance(self.watch, JointWatch) else None
 
     def stop_requested(self) -> int | None:
         # Whoever started the run is gone, without having asked for anything: its run ends in good order.
@@ -129,7 +145,7 @@ class Launch:
             "starts": self.starts,
             "pids": supervisor.pids if supervisor else {},
             "exits": [end.as_dict() for _, end in sorted(supervisor.exits.items())] if supervisor else [],
-            "hang": supervisor.hang.model_dump() if supervisor and supervisor.hang else None,
+            "hang": self.hang.model_dump() if self.hang else None,
             "memory": {rank: held.model_dump() for rank, held in self.memory.ranks.items()} if self.memory else {},
             "machine": self.memory.machine().model_dump() if self.memory else {},
             "doing": self._doing(),
@@ -139,7 +155,7 @@ class Launch:
             "exit_code": exit_code,
         }
         try:
-            spare.write(self.run_dir.logs / failure.LAUNCHER_FILE, content)
+            spare.write(self.run_dir.logs / evidence.LAUNCHER_FILE, content)
         except StorageError as error:
             logging.getLogger(__name__).error("%s", error)
 
@@ -152,7 +168,7 @@ class Launch:
         )
         self.error = ""  # of that start
         with contextlib.suppress(OSError):
-            failure.clear(self.run_dir.logs)
+            evidence.clear(self.run_dir.logs)
 
 
 def main(argv: list[str]) -> int:
@@ -169,7 +185,7 @@ def main(argv: list[str]) -> int:
     try:
         code = _run(launch)
     except KeyboardInterrupt:
-        code = signals.exit_code(signal.SIGINT)
+        code = signals.exit_code(stop.requested or signal.SIGINT)
     except LockstepError as error:
         launch.error = str(error)
     except Exception:

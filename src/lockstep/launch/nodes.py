@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lockstep.engine.attempt import RunResult
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.world import World
-from lockstep.launch import elastic, failure
+from lockstep.launch import elastic, evidence, failure
 from lockstep.launch.carry import load_task, pack_task
 from lockstep.launch.folder import overrides_of
 from lockstep.launch.outside import train_as_rank
@@ -97,6 +97,7 @@ def train_on_nodes(
 
     Raises:
         UsageError: before anything starts, or when the nodes do not want the same. RunError: when the run fails.
+        SystemExit: with code 130 or 143, when it was stopped before it could begin, or not waited for.
     """
     nodes = Nodes.of(config)
     ranks = len(place(config, World()).devices)
@@ -116,11 +117,11 @@ def train_on_nodes(
         )
         result = _result(folder)
         if result is not None and (code == 0 or code > 128):
-            return result
+            return replace(result, exit_code=code)  # the ranks know only that they were told to stop, not by what
         raise _failure(folder, code)
 
 
-def _failure(folder: RunDir, code: int) -> LockstepError:
+def _failure(folder: RunDir, code: int) -> LockstepError | SystemExit:
     """What went wrong, written down in the run's folder, if there is one that this node keeps."""
     path = folder.path / _REFUSAL
     if path.exists():
@@ -130,10 +131,10 @@ def _failure(folder: RunDir, code: int) -> LockstepError:
     report = failure.collect(folder)
     error = report.as_error() if report else RunError(f"the launcher of this node ended with exit code {code}")
     run, keeps = _begun(folder)
-    if run is not None and keeps:
-        with contextlib.suppress(LockstepError):  # the folder may be what failed
+    with contextlib.suppress(LockstepError):  # the folder may be what failed
+        if run is not None and keeps and run.read().status not in {"stopped", "completed"}:
             run.update(status="failed", error=str(error))
-    return error
+    return SystemExit(code) if report is None and code > 128 else error
 
 
 def train_as_node_rank(folder: RunDir, world: World) -> int:
@@ -156,7 +157,7 @@ def train_as_node_rank(folder: RunDir, world: World) -> int:
         given=request["given"],
         as_given=request["as_given"],
         begun=begun,
-        restarts=failure.restarts(folder),
+        restarts=evidence.restarts(folder),
     )
     if world.local_rank == 0:
         write_json(folder.path / _RESULT, {**asdict(result), "run_dir": str(result.run_dir)})
@@ -183,7 +184,7 @@ def bring_last_lines(folder: RunDir) -> None:
     if run is None:
         return
     for log in folder.logs.glob("rank-*.log"):
-        lines = failure.last_lines(run.logs / log.name)
+        lines = evidence.last_lines(run.logs / log.name)
         with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
 

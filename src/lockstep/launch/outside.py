@@ -26,7 +26,8 @@ from lockstep.hardware import lifetime
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.launch.environment import JOB
-from lockstep.launch.failure import Restart, restarted
+from lockstep.launch.evidence import Restart
+from lockstep.launch.failure import restarted
 from lockstep.launch.folder import (
     changed_config,
     claimed,

@@ -28,8 +28,9 @@ from lockstep.engine.facts import inspect_task
 from lockstep.engine.loop import training_steps
 from lockstep.engine.runtime import rank_device, runtime
 from lockstep.engine.source import training_source
-from lockstep.engine.strategy import Flags, to_device
+from lockstep.engine.strategy import Flags
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.transfer import to_device
 from lockstep.errors import LockstepError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.host import usable_cores
@@ -38,6 +39,7 @@ from lockstep.hardware.world import World
 from lockstep.launch import elastic, failure
 from lockstep.launch.carry import load_task, pack_task
 from lockstep.launch.folder import create_folder
+from lockstep.launch.signals import StopRequest
 from lockstep.launch.worker import main
 from lockstep.plan import LoaderPlan, Plan, make_plan
 from lockstep.plan.workers import HEADROOM, Recommendation, recommend, worker_counts
@@ -70,6 +72,8 @@ def measured_workers(task: Task, config: RunConfig, placement: Placement, plan: 
         return "exact mode measures nothing"
     if config.debug.trace != "off" or config.debug.fast_dev_run:
         return "a run for debugging measures nothing"
+    if plan.sharded or plan.pipelined:
+        return f"the step of strategy {placement.strategy} is not that of one device"
     local_ranks = -(-placement.world_size // placement.nodes)
     counts = worker_counts(max(1, usable_cores() // local_ranks))
     with tempfile.TemporaryDirectory(prefix="lockstep-pace-", ignore_cleanup_errors=True) as name:
@@ -79,21 +83,31 @@ def measured_workers(task: Task, config: RunConfig, placement: Placement, plan: 
         except LockstepError as error:
             return f"not measured: {error.what}"
         write_json(run.path / _ASKED, {"counts": counts})
-        with contextlib.redirect_stdout(sys.stderr):
-            code = elastic.launch(
-                run,
-                1,
-                environ={"LOCKSTEP_THREADS": str(plan.threads)},
-                stop_grace_s=5.0,
-                worker_module="lockstep.launch.pace",
-            )
-        if code >= 128:
-            signal.raise_signal(code - 128)
-        if code:
-            report = failure.collect(run)
-            return f"not measured: {report.what.splitlines()[0] if report else f'exit code {code}'}"
-        found = read_json(run.path / _FOUND)
-    return recommend({int(workers): rate for workers, rate in found["rates"].items()}, found["demand"])
+        stopped_by, found = _measured(run, plan)
+    if stopped_by is not None:
+        signal.raise_signal(stopped_by)  # to whoever would have had it without us
+    return found
+
+
+def _measured(run: RunDir, plan: Plan) -> tuple[int | None, Recommendation | str]:
+    """The signal that stopped the measurement, if any, and what was found, or why nothing was."""
+    with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr):
+        code = elastic.launch(
+            run,
+            1,
+            environ={"LOCKSTEP_THREADS": str(plan.threads)},
+            stop_grace_s=5.0,
+            worker_module="lockstep.launch.pace",
+        )
+    # A process that was still starting is killed after the grace, and the code says that it failed.
+    if stop.requested is not None or code >= 128:
+        return stop.requested or code - 128, "stopped"
+    if code:
+        report = failure.collect(run)
+        return None, f"not measured: {report.what.splitlines()[0] if report else f'exit code {code}'}"
+    found = read_json(run.path / _FOUND)
+    rates = {int(workers): rate for workers, rate in found["rates"].items()}
+    return None, recommend(rates, found["demand"])
 
 
 def _alone(config: RunConfig, placement: Placement, plan: Plan, folder: Path) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Nodes that watch each other: signs of life over the store where they have met."""
+"""Nodes that watch each other: signs of life over the store where they have met, and words on their ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import threading
 import time
 from datetime import timedelta
 
+from pydantic import ValidationError
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+from lockstep.launch.joint import Word
 from lockstep.launch.nodes import Nodes
 
 #: A node that has been silent for so long is lost.
@@ -21,6 +23,15 @@ SILENCE_S = 10.0
 PULSE_S = 1.0
 #: How long one attempt to connect may take: a stop request is looked at in between.
 _CONNECT_S = 5.0
+
+
+class _Sign(Word):
+    """A sign of life with a node's word. ``count`` grows with each."""
+
+    host: str
+    pid: int
+    count: int
+
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +81,7 @@ class Peers(threading.Thread):
         self._round: tuple[str, int, int] | None = None
         self._contact = time.monotonic()
         self._heard: dict[int, tuple[bytes, float]] = {}
-        self._names: dict[int, str] = {}
+        self._word = Word()
 
     def begin(self, key: str, rank: int, size: int) -> None:
         """From now on listen to the nodes of this start; ``key`` is its own, ``rank`` this node's number."""
@@ -80,12 +91,23 @@ class Peers(threading.Thread):
             self._contact = now
             self._handler.waiting = 0
             self._heard = {other: (b"", now) for other in range(size) if other != rank}
-            self._names = {}
+            self._word = Word()
 
     def pause(self) -> None:
         """There are no ranks; nobody is missed."""
         with self._lock:
             self._round = None
+
+    def tell(self, word: Word) -> None:
+        """Let the other nodes hear ``word`` with the next signs of life."""
+        with self._lock:
+            self._word = word
+
+    def others(self) -> list[Word]:
+        """The newest word of each other node of this start; an empty one of those not heard yet."""
+        with self._lock:
+            values = [value for value, _ in self._heard.values()]
+        return [_read(value) or Word() for value in values]
 
     def end(self) -> None:
         self._ended.set()
@@ -106,11 +128,12 @@ class Peers(threading.Thread):
 
     def _pulse(self, store: TCPStore, count: int) -> None:
         with self._lock:
-            current = self._round
+            current, word = self._round, self._word
         if current is None:
             return
         key, rank, size = current
-        store.set(f"{key}/{rank}", f"{socket.gethostname()} {os.getpid()} {count}")
+        sign = _Sign(host=socket.gethostname(), pid=os.getpid(), count=count, **dict(word))
+        store.set(f"{key}/{rank}", sign.model_dump_json())
         found = {
             other: store.get(f"{key}/{other}")
             for other in range(size)
@@ -123,7 +146,6 @@ class Peers(threading.Thread):
             self._handler.waiting = waiting
             self._contact = now = time.monotonic()
             for other, value in found.items():
-                self._names[other] = value.decode().split()[0]
                 if value != self._heard[other][0]:
                     self._heard[other] = (value, now)
 
@@ -141,8 +163,17 @@ class Peers(threading.Thread):
             if self._round is None:
                 return ""
             now = time.monotonic()
-            for other, (_, at) in self._heard.items():
+            for other, (value, at) in self._heard.items():
                 if now - at >= SILENCE_S and now - self._contact < SILENCE_S:
-                    name = self._names.get(other, f"number {other}")
+                    sign = _read(value)
+                    name = sign.host if sign else f"number {other}"
                     return f"node {name} is lost: it has been silent for {now - at:.0f} s"
         return ""
+
+
+def _read(value: bytes) -> _Sign | None:
+    """``None`` before the first sign of life, and where another version of Lockstep gives it."""
+    try:
+        return _Sign.model_validate_json(value)
+    except ValidationError:
+        return None

@@ -11,7 +11,8 @@ from typing import Any
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
-from lockstep.engine.facts import inspect_task
+from lockstep.engine.facts import blueprint, inspect_task
+from lockstep.engine.placed import stages_of
 from lockstep.engine.resume import restoring
 from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import ConfigError, UnsupportedError
@@ -22,6 +23,7 @@ from lockstep.hardware.room import divide_if_needed
 from lockstep.hardware.world import World, read_world
 from lockstep.plan import OrderPlan, Plan, ResumePoint, TaskFacts
 from lockstep.plan import make_plan as compute_plan
+from lockstep.plan.checkpoint import moments_of
 from lockstep.plan.workers import Recommendation
 from lockstep.tasks.known import class_paths, remember
 from lockstep.tasks.registry import find_task, make_task
@@ -137,6 +139,8 @@ def plan_for(
     if config.data.num_workers == "auto" and facts.loader is None and measure is not None:
         workers = measure(task, config, placement, plan)
         plan = compute_plan(config, placement, facts, cores=cores, resume=resume, workers=workers)
+    if plan.pipelined:
+        stages_of(task, blueprint(task), max(placement.world_size, len(placement.devices)))
     return Prepared(task, config, datasets, facts, placement, plan)
 
 
@@ -150,9 +154,7 @@ def _may_divide(config: RunConfig, placement: Placement, facts: TaskFacts) -> bo
 
 def _state_bytes(config: RunConfig) -> int:
     """Bytes for each parameter: itself, its gradient and the optimizer's moments, all in 32 bits."""
-    optimizer = config.optimizer
-    moments = 2 if optimizer.name != "sgd" else 1 if optimizer.momentum else 0
-    return 4 * (2 + moments)
+    return 4 * (2 + moments_of(config.optimizer))
 
 
 def make_plan(task: Task | type[Task] | str | None = None, config: RunConfig | Mapping[str, Any] | None = None) -> Plan:

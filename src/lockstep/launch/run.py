@@ -240,7 +240,8 @@ def run_rank(run: RunDir, world: World) -> int:
 
 def _begin_again(run: RunDir, plan: Plan, sink: Sink) -> None:
     """The ranks were started again after a failure: the same plan, from the newest checkpoint."""
-    from lockstep.launch.failure import restarted, restarts
+    from lockstep.launch.evidence import restarts
+    from lockstep.launch.failure import restarted
 
     point = resume_point(run, hold=True, report=warn)
     step = point.step if point else 0

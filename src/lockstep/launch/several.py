@@ -234,7 +234,7 @@ def _make_agent(
         keep_alive_interval=1,
         keep_alive_max_attempt=KEEP_ALIVE_S,
     )
-    peers = Peers(nodes, handler)
+    launch.others = peers = Peers(nodes, handler)
     peers.start()
     spec = WorkerSpec(
         role="rank",

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Store
 from lockstep.errors import LockstepError, RankFailed
 from lockstep.hardware.world import World
 from lockstep.launch import stacks
-from lockstep.launch.hang import OWN_PAUSE_S, HangReport, Standstill, bytes_moved
+from lockstep.launch.hang import OWN_PAUSE_S, HangReport, Standstill, saving_progress
 from lockstep.launch.output import MARK, log_file
 from lockstep.launch.worker import leave
 from lockstep.telemetry.pulse import Activity, pulse
@@ -108,7 +108,7 @@ class Watchdog(threading.Thread):
     def _own_word(self, now: float) -> _Word:
         sign = pulse.sign
         saving = sign.activity is Activity.SAVING
-        progress = (sign, bytes_moved(os.getpid()) if saving else 0)
+        progress = (sign, saving_progress(os.getpid()) if saving else None)
         if progress != self._seen:
             self._seen, self._moved_at = progress, now
         silent_s = now - self._moved_at

@@ -20,7 +20,7 @@ from typing import NoReturn
 from lockstep.errors import LockstepError, StorageError
 from lockstep.hardware import lifetime
 from lockstep.hardware.world import World, read_world
-from lockstep.launch import environment, failure, signals, stacks
+from lockstep.launch import environment, evidence, signals, stacks
 from lockstep.launch.output import MARK, log_file, rank_output
 from lockstep.telemetry.pulse import pulse
 from lockstep.telemetry.rundir import RunDir
@@ -68,7 +68,7 @@ def run_rank(run_dir: RunDir, world: World, rank_main: RankMain) -> int:
     about it, since the one who started the ranks tells of all of them in one block.
     """
     try:
-        failure.error_file(run_dir.logs, world.rank).unlink(missing_ok=True)
+        evidence.error_file(run_dir.logs, world.rank).unlink(missing_ok=True)
         with rank_output(run_dir.logs, world.rank), _native_crashes_to(log_file(run_dir.logs, world.rank)):
             for stream in (sys.stdout, sys.stderr):
                 if hasattr(stream, "reconfigure"):
@@ -90,7 +90,7 @@ def record_failure(run_dir: RunDir, world: World, error: BaseException) -> int:
     Where it cannot be written anywhere, the terminal is told instead.
     """
     try:
-        failure.record(run_dir.logs, world.rank, error)
+        evidence.record(run_dir.logs, world.rank, error)
     except StorageError as storage:
         print(f"rank {world.rank} cannot record its failure: {storage}", file=sys.stderr)
         traceback.print_exception(error, file=sys.stderr)
@@ -99,7 +99,7 @@ def record_failure(run_dir: RunDir, world: World, error: BaseException) -> int:
         log_file(run_dir.logs, world.rank).open("a", encoding="utf-8", errors="backslashreplace") as log,
     ):
         log.write(f"{MARK}rank {world.rank} failed\n{''.join(traceback.format_exception(error))}")
-    return failure.exit_code_of(error)
+    return evidence.exit_code_of(error)
 
 
 @contextlib.contextmanager

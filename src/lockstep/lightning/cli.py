@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -23,7 +23,7 @@ from lockstep.config import resolve as resolve_config
 from lockstep.engine.lightning_data import evaluation_loader, replaced_loaders
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.world import World, read_world
-from lockstep.launch.folder import create_folder, refuse_running, warn
+from lockstep.launch.folder import claimed, create_folder, refuse_running, warn
 from lockstep.launch.signals import exit_code
 from lockstep.lightning.callbacks import (
     ConfigurationCheck,
@@ -44,11 +44,14 @@ CONFIG_FILE = "cli_config.yaml"
 
 
 class RanksNeeded(Exception):
-    """The configuration is for several processes, and this one is alone. ``run_dir``: of a fit, its folder."""
+    """The configuration is for several processes, and this one is alone.
 
-    def __init__(self, ranks: int, run_dir: RunDir | None) -> None:
+    ``run_dir``: of a fit, its folder; ``claim``: on it, until the ranks have ended.
+    """
+
+    def __init__(self, ranks: int, run_dir: RunDir | None, claim: ExitStack) -> None:
         super().__init__(ranks, run_dir)
-        self.ranks, self.run_dir = ranks, run_dir
+        self.ranks, self.run_dir, self.claim = ranks, run_dir, claim
 
 
 class LockstepCLI(LightningCLI):
@@ -70,7 +73,8 @@ class LockstepCLI(LightningCLI):
         self.stop = StopOnSignal()
         self._resolved = Resolved({}, 1)
         kwargs = {"save_config_kwargs": {"config_filename": CONFIG_FILE, "overwrite": True}} | kwargs
-        super().__init__(*args, **kwargs)
+        with ExitStack() as self._claim:
+            super().__init__(*args, **kwargs)
 
     @property
     def exit_code(self) -> int:
@@ -112,11 +116,13 @@ class LockstepCLI(LightningCLI):
         self._resolved = resolve(hardware, trainer, defaults, world, detect_devices())
         if self.subcommand == "fit" and self.run_dir is None:
             self.run_dir = _run_folder(settings, self._model_name(settings), world)
+            if self.run_dir is not None and world.is_main:
+                self._claim.enter_context(claimed(self.run_dir))
         if world.launcher == "none":
             for note in self._resolved.notes:
                 warn(note)
             if self._resolved.ranks > 1:
-                raise RanksNeeded(self._resolved.ranks, self.run_dir)
+                raise RanksNeeded(self._resolved.ranks, self.run_dir, self._claim.pop_all())
 
     def _model_name(self, settings: Any) -> str:
         """Where the model's class is: ``package.module:Class``."""
@@ -218,7 +224,8 @@ def run(
     try:
         return cli_class(args=tokens, **options).exit_code
     except RanksNeeded as needed:
-        return run_in_ranks(needed.run_dir, needed.ranks, cli_class, {"args": tokens, **options})
+        with needed.claim:
+            return run_in_ranks(needed.run_dir, needed.ranks, cli_class, {"args": tokens, **options})
     except KeyboardInterrupt:
         return exit_code(signal.SIGINT)
 

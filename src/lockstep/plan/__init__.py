@@ -2,7 +2,8 @@
 
 from lockstep.plan.batch import BatchPlan
 from lockstep.plan.order import OrderPlan
-from lockstep.plan.plan import Choice, LoaderPlan, Plan, ResumePoint, TaskFacts, make_plan
+from lockstep.plan.plan import Choice, LoaderPlan, Plan, ResumePoint, TaskFacts
+from lockstep.plan.resolve import make_plan
 from lockstep.plan.schedule import Schedule
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -122,34 +122,15 @@ def resolve_batch(
         DataError: fewer samples than one step needs.
     """
     devices = ranks * devices_per_rank
-    reasons: dict[str, str] = {}
     if global_batch_size is None:
-        global_batch = batch_size * devices * accumulate
-        reasons["global_batch"] = f"{batch_size} per device × {devices} device(s) × {accumulate} micro-batch(es)"
-        reasons["batch_size"] = "as configured"
-        reasons["accumulate"] = "as configured"
+        sizes, reasons = _as_configured(batch_size, accumulate, devices)
     else:
-        global_batch = global_batch_size
-        if global_batch < devices:
-            raise ConfigError(
-                f"global batch {global_batch} cannot be shared by {devices} devices",
-                why="each device needs at least one sample of every full step",
-                fix=f"use at most {global_batch} devices or set training.global_batch_size to at least {devices}",
-            )
-        share = -(-global_batch // devices)
-        accumulate = -(-share // batch_size)
-        batch_size = -(-share // accumulate)
-        uneven = "" if global_batch % devices == 0 else f", unevenly ({global_batch // devices} or {share} each)"
-        reasons["global_batch"] = f"held at {global_batch} and shared by {devices} device(s){uneven}"
-        reasons["batch_size"] = (
-            f"a device's share of {share} in {accumulate} micro-batch(es) of at most the configured size"
-        )
-        reasons["accumulate"] = f"a device's share of {share} does not fit in fewer micro-batches"
+        sizes, reasons = _shared(global_batch_size, batch_size, devices)
     plan = BatchPlan(
         samples=samples,
-        global_batch=global_batch,
-        batch_size=batch_size,
-        accumulate=accumulate,
+        global_batch=sizes.global_batch,
+        batch_size=sizes.batch_size,
+        accumulate=sizes.accumulate,
         ranks=ranks,
         devices_per_rank=devices_per_rank,
         lanes=lanes,
@@ -159,6 +140,38 @@ def resolve_batch(
     )
     reasons["tail"] = _check_tail(plan)
     return (_even(plan, reasons) if even else plan), reasons
+
+
+class _Sizes(NamedTuple):
+    global_batch: int
+    batch_size: int
+    accumulate: int
+
+
+def _as_configured(batch_size: int, accumulate: int, devices: int) -> tuple[_Sizes, dict[str, str]]:
+    return _Sizes(batch_size * devices * accumulate, batch_size, accumulate), {
+        "global_batch": f"{batch_size} per device × {devices} device(s) × {accumulate} micro-batch(es)",
+        "batch_size": "as configured",
+        "accumulate": "as configured",
+    }
+
+
+def _shared(global_batch: int, limit: int, devices: int) -> tuple[_Sizes, dict[str, str]]:
+    """``global_batch`` in micro-batches of at most ``limit`` samples, as few and as even as can be."""
+    if global_batch < devices:
+        raise ConfigError(
+            f"global batch {global_batch} cannot be shared by {devices} devices",
+            why="each device needs at least one sample of every full step",
+            fix=f"use at most {global_batch} devices or set training.global_batch_size to at least {devices}",
+        )
+    share = -(-global_batch // devices)
+    accumulate = -(-share // limit)
+    uneven = "" if global_batch % devices == 0 else f", unevenly ({global_batch // devices} or {share} each)"
+    return _Sizes(global_batch, -(-share // accumulate), accumulate), {
+        "global_batch": f"held at {global_batch} and shared by {devices} device(s){uneven}",
+        "batch_size": f"a device's share of {share} in {accumulate} micro-batch(es) of at most the configured size",
+        "accumulate": f"a device's share of {share} does not fit in fewer micro-batches",
+    }
 
 
 def _even(plan: BatchPlan, reasons: dict[str, str]) -> BatchPlan:

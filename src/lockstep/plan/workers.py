@@ -59,12 +59,19 @@ def automatic_workers(cores: int, local_ranks: int) -> int:
 
 
 def choose_workers(
-    data: DataConfig, *, whole_batches: bool, cores: int, local_ranks: int, measured: Recommendation | str | None
+    data: DataConfig,
+    *,
+    whole_batches: bool,
+    quick_on_cpu: bool,
+    cores: int,
+    local_ranks: int,
+    measured: Recommendation | str | None,
 ) -> tuple[int, str]:
     """Loader processes of each rank, and why.
 
     Args:
         whole_batches: the data set gives whole batches from memory.
+        quick_on_cpu: samples are quickly made, and the step computes on the CPU.
         cores: CPU cores that this node may use.
         measured: what was found by measuring for ``data.num_workers: auto``, or why nothing was.
     """
@@ -74,6 +81,8 @@ def choose_workers(
         return measured.num_workers, f"measured: {measured.reason}"
     if whole_batches:
         workers, reason = 0, "the data set gives whole batches from memory; a thread gathers ahead of the step"
+    elif quick_on_cpu:
+        workers, reason = 0, "samples are quickly made: a thread does it, and leaves the cores to the step"
     else:
         workers = automatic_workers(cores, local_ranks)
         reason = f"{cores} cores shared by {local_ranks} rank(s), at most 4 each, one core left for the step"

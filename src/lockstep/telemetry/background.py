@@ -11,6 +11,8 @@ from lockstep.events import Event, Sink
 
 #: How long the end of a run waits for a logger.
 CLOSE_TIMEOUT_S = 20.0
+#: Events that may wait for it: a server that does not answer must not fill the memory of a long run.
+MAX_WAITING = 10_000
 
 
 class NamedSink(Sink, Protocol):
@@ -22,7 +24,8 @@ class NamedSink(Sink, Protocol):
 class BackgroundSink:
     """Passes events on to ``sink`` in a daemon thread, in order.
 
-    What ``sink`` raises ends the thread and is raised here, by the next :meth:`emit` or by :meth:`close`.
+    What ``sink`` raises ends the thread and is raised here, by the next :meth:`emit` or by :meth:`close`; so is a
+    :class:`TimeoutError` where :data:`MAX_WAITING` events wait.
 
     Args:
         close_timeout_s: how long :meth:`close` waits for the events that are still to be passed on.
@@ -39,6 +42,8 @@ class BackgroundSink:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        if self._events.qsize() >= MAX_WAITING:
+            raise TimeoutError(f"{MAX_WAITING:,} events wait for it")
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"lockstep-{self.name}", daemon=True)
             self._thread.start()

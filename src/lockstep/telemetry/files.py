@@ -51,11 +51,16 @@ def write_json(path: Path, obj: Any, *, durable: bool = True) -> None:
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace ``path`` by ``text`` (UTF-8), atomically. Raises :class:`StorageError`."""
+    write_bytes(path, text.encode("utf-8"), durable=durable)
+
+
+def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Replace ``path`` by ``content``, atomically. Raises :class:`StorageError`."""
     temporary = path.with_name(temporary_name(path.name))
     try:
         try:
             with temporary.open("xb") as file:
-                file.write(text.encode("utf-8"))
+                file.write(content)
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
@@ -256,6 +261,30 @@ def last_row(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda row: 
                 tail_bytes *= 4
     except OSError:
         return None
+
+
+def sparse_rows(path: Path, most: int) -> list[dict[str, Any]]:
+    """Rows of a JSON lines file that may be larger than memory, evenly spaced: from ``most`` to twice as many.
+
+    A file that has fewer gives all. Only the lines that are kept are looked at; bad ones are left out.
+
+    Raises:
+        RunFolderError: not a regular file, or it cannot be read.
+    """
+    kept: list[bytes] = []
+    stride = 1
+    try:
+        if not path.is_file():
+            raise RunFolderError(f"{path} is not a regular file", fix="restore the file, or use another run folder")
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b"")):
+                if number % stride == 0:
+                    kept.append(line)
+                if len(kept) == 2 * most:
+                    kept, stride = kept[::2], 2 * stride
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}", why=str(error), fix="check the path and its permissions") from None
+    return [row for row in map(_row, kept) if row is not None]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -61,7 +61,6 @@ _UNTIMED = frozenset(
         Activity.COMPUTING_METRICS,
         Activity.COMPILING,
         Activity.ENDING,
-        Activity.AWAITING_SAVE,
         Activity.WRITING_PROFILE,
     }
 )

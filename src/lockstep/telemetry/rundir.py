@@ -7,13 +7,12 @@ Nothing here runs code from a folder: ``task.pkl`` is the launcher's business.
 
 from __future__ import annotations
 
-import difflib
 import os
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,6 @@ __all__ = [
     "Heartbeat",
     "RunDir",
     "RunRecord",
-    "find_run",
-    "list_runs",
     "new_run_id",
     "read_json",
     "utc_now",
@@ -304,7 +301,8 @@ class RunDir(Layout):
     def resumed_from(self) -> dict[int, int]:
         """From which step each attempt went on; attempts that cannot be read are left out."""
         found = {}
-        for name in names_in(self.attempts):
+        names = names_in(self.attempts)
+        for name in names if len(names) > 1 else ():  # a single one took nothing back
             if _is_number(name):
                 file = self.attempts / name / "placement.json"
                 try:
@@ -314,64 +312,6 @@ class RunDir(Layout):
                 if isinstance(step, int):
                     found[int(name)] = step
         return found
-
-
-def list_runs(root: Path, report: Callable[[str], None] | None = None) -> list[RunDir]:
-    """Runs in the folders right under ``root``, newest first.
-
-    Folders that hold no run are passed over; of a run that cannot be read, ``report`` hears why.
-    """
-    return [run for run, _ in _runs_and_records(Path(root), report)]
-
-
-def _runs_and_records(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[RunDir, RunRecord]]:
-    found = []
-    root = absolute(root)
-    for name in names_in(root):
-        run = RunDir(root / name)
-        if name.startswith(".") or not os.path.lexists(run.run_file):
-            continue
-        try:
-            found.append((run, run.read()))
-        except RunFolderError as error:
-            if report is not None:
-                report(f"{error.what}: {error.why}")
-    return sorted(found, key=lambda pair: (pair[1].created_at, pair[1].id), reverse=True)
-
-
-def find_run(ref: str, runs_dir: Path) -> RunDir:
-    """The run that ``ref`` means: a folder, an id, the beginning of one id, or ``last``.
-
-    The beginning may leave out ``run-``. Raises :class:`RunFolderError` when there is no such run,
-    or several.
-    """
-    if not ref or "\0" in ref:
-        raise RunFolderError("no run was named", fix="give a folder, an id, the beginning of an id, or `last`")
-    here = Path(ref)
-    if os.sep in ref or os.path.lexists(here / "run.json"):
-        return RunDir.open(here)
-    runs = _runs_and_records(runs_dir)
-    if ref == "last" and runs:
-        return runs[0][0]
-    exact = [run for run, record in runs if ref in {record.id, run.path.name}]
-    near = exact or [run for run, record in runs if record.id.startswith((ref, f"run-{ref}"))]
-    if len(near) == 1:
-        return near[0]
-    if near:
-        raise RunFolderError(
-            f"{ref!r} means several runs: {', '.join(run.path.name for run in near[:5])}",
-            fix="give more of the id, or the folder",
-        )
-    if is_folder(here):
-        return RunDir.open(here)
-    ids = [record.id for _, record in runs]
-    close = difflib.get_close_matches(ref, ids, n=1)
-    why = f"{runs_dir} holds {len(runs)} runs" if runs else f"{runs_dir} holds no runs"
-    raise RunFolderError(
-        f"there is no run {ref!r}",
-        why=why,
-        fix=f"did you mean {close[0]}?" if close else "`lockstep runs` lists the runs",
-    )
 
 
 def _refuse_occupied(path: Path) -> None:

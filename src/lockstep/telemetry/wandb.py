@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lockstep.config import RunConfig
 from lockstep.events import Event, RunEnded, RunStarted
+from lockstep.telemetry.background import CLOSE_TIMEOUT_S
 from lockstep.telemetry.files import plain
 from lockstep.telemetry.scalars import named_scalars, plan_values
 
@@ -54,8 +55,8 @@ class WandbSink:
     def _start(self, event: RunStarted) -> None:
         import wandb
 
-        # Silent: else a terminal would be asked for an API key in mid-run.
-        quiet = wandb.Settings(silent=True, console="off")
+        # Silent: else a terminal would be asked for an API key in mid-run. Its own patience outlasts a short run.
+        quiet = wandb.Settings(silent=True, console="off", init_timeout=CLOSE_TIMEOUT_S)
         wandb.setup(quiet)
         self._run = wandb.init(
             project=self._project,

@@ -1,0 +1,61 @@
+"""How long a run goes on, and at which learning rate."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lockstep.config import RunConfig
+from lockstep.plan.batch import BatchPlan
+from lockstep.plan.lr import scale_lr
+from lockstep.plan.plan import Choice, ResumePoint
+from lockstep.plan.schedule import Schedule, resolve_schedule
+
+
+class Course(NamedTuple):
+    """``note``: what the user should think about, if anything."""
+
+    epochs: int
+    total_steps: int
+    schedule: Schedule
+    choices: tuple[Choice, ...]
+    note: str | None
+
+
+def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None) -> Course:
+    """Epochs, optimizer steps and schedule of a run, from what an earlier attempt has left of it."""
+    lr, lr_reason, note = scale_lr(
+        config.optimizer.lr,
+        config.optimizer.lr_scaling,
+        global_batch=batch.global_batch,
+        base_batch=config.optimizer.base_batch_size or config.training.batch_size,
+    )
+    epochs, total, offset, length_reason = _length(config, batch, resume)
+    schedule, schedule_reason = resolve_schedule(
+        config.scheduler, lr=lr, total_steps=total + offset, steps_per_epoch=batch.steps_per_epoch, offset=offset
+    )
+    choices = (
+        Choice(name="steps", value=str(total), reason=length_reason),
+        Choice(name="learning rate", value=f"{lr:g}", reason=lr_reason),
+        Choice(name="schedule", value=config.scheduler.name, reason=schedule_reason),
+    )
+    return Course(epochs, total, schedule, choices, note)
+
+
+def _length(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None) -> tuple[int, int, int, str]:
+    """Epochs, total optimizer steps, the schedule's offset, and the reason."""
+    t = config.training
+    if config.debug.fast_dev_run:
+        return 1, 1, 0, "fast_dev_run: one step"
+    per_epoch, offset = batch.steps_per_epoch, 0
+    total = t.epochs * per_epoch
+    start = config.debug.start_position
+    if resume is None and start:
+        resume = ResumePoint(step=0, epoch=0, position=start, samples_seen=0, global_batch=batch.global_batch)
+    if resume:  # an earlier resume may have changed the global batch, so what is left is counted from here
+        total = resume.step + batch.steps_left(resume.position) + (t.epochs - resume.epoch - 1) * per_epoch
+        offset = t.epochs * per_epoch - total
+    reason = f"{t.epochs} epochs × {per_epoch} steps"
+    if t.max_steps is not None and t.max_steps < total:
+        epochs = t.epochs if resume else -(-t.max_steps // per_epoch)
+        return epochs, t.max_steps, offset, f"max_steps, before {reason} are over"
+    return t.epochs, total, offset, reason

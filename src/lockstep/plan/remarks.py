@@ -1,0 +1,42 @@
+"""What people should know about settings of one strategy: which do nothing, and what a pipeline waits for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from lockstep.config import RunConfig
+from lockstep.hardware.resolve import Placement
+from lockstep.plan.batch import BatchPlan
+
+
+def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) -> Iterator[str]:
+    """Notes for the plan."""
+    strategy, exact = placement.strategy, config.training.reproducibility == "exact"
+    own = {
+        "fsdp": _changed("fsdp", config.fsdp),
+        "pipeline": _changed("pipeline", config.pipeline),
+        "ddp": _changed("distributed", config.distributed, "bucket_cap_mb", "find_unused_parameters"),
+    }
+    for owner, names in own.items():
+        if names and strategy != owner:
+            yield f"{', '.join(names)} has no effect: the strategy is {strategy}, not {owner}."
+    if own["ddp"] and strategy == "ddp" and exact:
+        yield f"{', '.join(own['ddp'])} has no effect: exact mode sums gradients along a tree of its own."
+    devices, parts = len(placement.devices) if placement.nodes == 1 else placement.world_size, batch.accumulate
+    if strategy == "pipeline" and config.pipeline.in_process:
+        yield f"One process: the {devices} devices take turns, so it is no faster than one."
+    elif strategy == "pipeline" and parts < 4 * devices:
+        # Huang et al. 2019, https://arxiv.org/abs/1811.06965, section 2.3.
+        share = (devices - 1) / (parts + devices - 1)
+        yield (
+            f"With {parts} micro-batch{'es' * (parts > 1)} a step, the {devices} devices of a pipeline wait "
+            f"{share:.0%} of the time: more, smaller ones (--grad-accum-steps, --batch-size) fill it better."
+        )
+
+
+def _changed(section: str, settings: BaseModel, *names: str) -> list[str]:
+    """Those of ``names`` (default: all) that are not at their default."""
+    fields = type(settings).model_fields
+    return [f"{section}.{name}" for name in names or fields if getattr(settings, name) != fields[name].default]
