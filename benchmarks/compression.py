@@ -1,4 +1,6 @@
-"""Do gradients in 16 bits make DDP faster over gloo? Steps with and without such a hook, in turns, on two CPU ranks.
+"""Do gradients in 16 bits, or other buckets, make DDP faster over gloo? Steps with and without, on two CPU ranks.
+
+In each round every form takes its steps in turn, within seconds of the others.
 
 .venv/bin/python benchmarks/compression.py --rounds 10 --out benchmarks/results/compression.json
 """
@@ -22,32 +24,34 @@ from lockstep.engine.runtime import join
 
 STEPS = 5
 WIDTHS = (128, 512, 1024, 2048)
+#: Forms of the same model: whether gradients travel in 16 bits, and the bucket size in MiB (None: torch's 25).
+FORMS = {"full": (False, None), "half": (True, None), "buckets of 5": (False, 5), "buckets of 100": (False, 100)}
 
 
 def in_turns(rank: Rank, rounds: int) -> None:
-    """On a rank: seconds of a step with gradients in 32 and in 16 bits, for models of several widths."""
+    """On a rank: seconds of a step in each form, for models of several widths."""
     torch.set_num_threads(1)
     join("gloo", torch.device("cpu"), rank.world, TIMEOUT_S)
     for width in WIDTHS:
-        models = [_model(width, half) for half in (False, True)]
+        models = {name: _model(width, *form) for name, form in FORMS.items()}
         samples = torch.randn(64, width)
-        times: list[list[float]] = [[], []]
+        times: dict[str, list[float]] = {name: [] for name in FORMS}
         for _ in range(rounds + 1):
-            for model, found in zip(models, times, strict=True):
+            for name, model in models.items():
                 dist.barrier()
                 started = time.perf_counter()
                 for _ in range(STEPS):
                     model(samples).square().sum().backward()
-                found.append((time.perf_counter() - started) / STEPS)
-        megabytes = sum(p.numel() for p in models[0].parameters()) * 4 / 1e6
-        rank.report({"gradients_mb": megabytes, "full_s": times[0][1:], "half_s": times[1][1:]})
+                times[name].append((time.perf_counter() - started) / STEPS)
+        megabytes = sum(p.numel() for p in models["full"].parameters()) * 4 / 1e6
+        rank.report({"gradients_mb": megabytes, "seconds": {name: found[1:] for name, found in times.items()}})
     dist.destroy_process_group()
 
 
-def _model(width: int, half: bool) -> DistributedDataParallel:
+def _model(width: int, half: bool, bucket_mb: float | None) -> DistributedDataParallel:
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())]
-    model = DistributedDataParallel(nn.Sequential(*layers), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(nn.Sequential(*layers), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     if half:
         model.register_comm_hook(None, _in_16_bits)
     return model
@@ -71,10 +75,13 @@ def main() -> None:
         raise SystemExit(outcome.error)
     rows = []
     for row in outcome.rows:
-        found = {"gradients_mb": round(row["gradients_mb"], 2), **report.ratios(row["half_s"], row["full_s"])}
-        low, high = found["ratio_quartiles"]
-        print(f"{found['gradients_mb']} MB of gradients: 16 bits take {found['ratio']} times as long ({low} to {high})")
-        rows.append(found)
+        plain = row["seconds"].pop("full")
+        for form, seconds in row["seconds"].items():
+            found = {"gradients_mb": round(row["gradients_mb"], 2), "form": form, **report.ratios(seconds, plain)}
+            low, high = found["ratio_quartiles"]
+            size = found["gradients_mb"]
+            print(f"{size} MB of gradients, {form}: {found['ratio']} times as long as plain ({low} to {high})")
+            rows.append(found)
     report.write_json(given.out, {**report.header(), "rows": rows})
 
 

@@ -27,7 +27,7 @@ from lockstep.bench.summary import summarise
 from lockstep.bench.trials import new_trials
 from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
 from lockstep.forecast.measure import gradients_of, take_turns, timed_steps
-from lockstep.forecast.project import blocking_messages, cases, contention, step_of
+from lockstep.forecast.project import blocking_messages, cases, contention, joint_message, step_of
 from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
 
 SIZES = (4096, 65_536, 1 << 20, 4 << 20)
@@ -54,7 +54,9 @@ def round_of_measurements(rank: Rank, together: Case, alone: Case, rounds: int) 
             rank.report({"round": number, "alone": rows, "messages": messages, "real": real})
 
 
-def predict_ranks(rows: list[dict[str, Any]], ranks: int, batch_size: int, blocking: int) -> list[dict[str, Any]]:
+def predict_ranks(
+    rows: list[dict[str, Any]], ranks: int, batch_size: int, blocking: int, joint: bool
+) -> list[dict[str, Any]]:
     """Predicted against measured milliseconds, by round."""
     found = []
     for row in (row for row in rows if "round" in row):
@@ -65,6 +67,7 @@ def predict_ranks(rows: list[dict[str, Any]], ranks: int, batch_size: int, block
             overlap=0.0,
             contention={ranks: contention(row["alone"], ranks, blocking)},
             blocking=blocking,
+            joint=joint,
         )
         bars = with_error_bars(step, ranks, setting)
         predicted, real = bars.middle, row["real"]
@@ -99,7 +102,8 @@ def ranks_of_this_machine(counts: list[int], rounds: int, steps: int) -> list[di
             if outcome.ended != "done":
                 raise SystemExit(f"{name}, {ranks} ranks: {outcome.ended} ({outcome.error})")
             blocking = blocking_messages(subject.base.task, subject.base.config)
-            found = predict_ranks(outcome.rows, ranks, subject.base.plan.batch.batch_size, blocking)
+            joint = joint_message(subject.base.task, subject.base.config, "cpu")
+            found = predict_ranks(outcome.rows, ranks, subject.base.plan.batch.batch_size, blocking, joint)
             ratio = statistics.median(row["ratio"] for row in found)
             results.append({"subject": name, "ranks": ranks, "ratio": ratio, "rounds": found})
             print(f"{name}, {ranks} ranks: predicted / measured {ratio:.2f} (of {len(found)} rounds)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from lockstep.bench.lr import bench_lr
 from lockstep.bench.scaling import bench_scaling
 from lockstep.bench.step import bench_step
 from lockstep.bench.subject import Subject
+from lockstep.bench.tables import table_of
 from lockstep.errors import UsageError
 from tests.bench.greedy import Greedy
 from tests.conftest import RunCli
@@ -72,7 +74,7 @@ def test_comm_measures_every_operation_and_every_link() -> None:
 def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> None:
     report = bench_scaling(
         Subject(Toy, TWO),
-        strategies=("ddp", "dp"),
+        strategies=("ddp", "dp", "fsdp"),
         steps=4,
         warm_up=2,
         repeats=1,
@@ -90,6 +92,10 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
         assert len(two["memory_mb_per_device"]) == 2
         assert two["claimed_speed_up"] == 2.0
         assert rows[2, "dp", mode]["status"] == "refused"
+        assert rows[2, "fsdp", mode]["samples_per_s"] > 0
+        assert rows[2, "fsdp", mode]["shares"]["communication"] is None, "it hides in forward and backward"
+    assert any(note.startswith("fsdp: communication is inside") for note in report.notes)
+    assert {row[1] for row in table_of("scaling", report.rows)[1]} == {"single", "ddp", "dp", "fsdp"}
     assert any("1 thread" in note for note in report.notes)
     assert any("dp needs GPUs" in note for note in report.notes)
     write_report(report, tmp_path / "bench-scaling-1")
@@ -107,6 +113,37 @@ def test_running_out_of_memory_on_one_rank_is_a_result() -> None:
     assert proposed["global_batch_size"] == 16
     assert 2 * proposed["batch_size"] * proposed["accumulate"] >= 16
     assert proposed["batch_size"] <= report.extra["largest"]
+
+
+def test_batches_that_leave_an_epoch_one_step_are_measured() -> None:
+    large = {**ONE, "training": {"threads": 1, "batch_size": 100}}
+    report = bench_batch_size(Subject(Toy, large))
+    assert [row["batch_size"] for row in report.rows] == [100, 200], "the data set has 200 samples"
+    assert {row["status"] for row in report.rows} == {"ok"}
+    assert report.extra["largest"] == 200
+
+
+@pytest.mark.parametrize(("signum", "delay_s", "code"), [(signal.SIGTERM, 0.0, 143), (signal.SIGINT, 0.5, 130)])
+def test_a_stop_between_trials_and_while_ranks_start(signum: int, delay_s: float, code: int) -> None:
+    timers: list[threading.Timer] = []
+
+    def stop(_: str) -> None:
+        timers.append(threading.Timer(delay_s, os.kill, (os.getpid(), signum)))
+        timers[0].start()
+        if not delay_s:
+            timers[0].join()
+
+    report = bench_comm(TWO, most=4096, say=stop)
+    timers[0].join()
+    assert report.partial
+    assert report.exit_code == code
+    assert not report.rows
+
+
+def test_a_benchmark_that_measured_nothing_has_failed() -> None:
+    report = bench_lr(Subject(Toy, {**ONE, "task": {"fail_at": 2, "fail_rank": 0}}), steps=10)
+    assert "it was told to" in report.notes[0]
+    assert report.exit_code == 1
 
 
 def test_loader_finds_that_slow_data_need_workers() -> None:

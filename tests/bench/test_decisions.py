@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,15 +74,34 @@ def curve(best: float, steps: int = 101) -> tuple[list[float], list[float]]:
 @given(st.floats(1e-3, 1.0))
 def test_the_proposal_lies_where_the_loss_falls(best: float) -> None:
     rates, losses = curve(best)
-    found = propose(rates, losses)
+    found = propose(rates, losses, losses)
     assert found is not None
     assert best / 1000 < found.steepest < best / 10
     assert found.lr == min(found.steepest, found.tenth)
 
 
+@given(st.floats(1e-2, 1.0), st.integers(0, 1000))
+def test_noise_in_the_first_losses_decides_nothing(best: float, seed: int) -> None:
+    rates, losses = curve(best)
+    noisy = (np.array(losses) + np.random.default_rng(seed).normal(0, 0.2, len(losses))).tolist()
+    smooth = Smoothed()
+    found = propose(rates, noisy, [smooth.add(loss) for loss in noisy])
+    assert found is not None
+    assert best / 1000 < found.lr < best
+
+
+@given(st.integers(0, 1000), st.integers(20, 200))
+def test_noise_alone_gives_no_proposal(seed: int, steps: int) -> None:
+    losses = (2 + np.random.default_rng(seed).normal(0, 0.3, steps)).tolist()
+    smooth = Smoothed()
+    rates = [1e-6 * 1.05**step for step in range(steps)]
+    assert propose(rates, losses, [smooth.add(loss) for loss in losses]) is None
+
+
 def test_a_loss_that_never_falls_gives_no_proposal() -> None:
-    assert propose([1e-3, 1e-2, 1e-1, 1.0], [1.0, 2.0, 3.0, 4.0]) is None
-    assert propose([1e-3, 1e-2], [1.0, 0.5]) is None
+    growing = [1.0, 2.0, 3.0, 4.0]
+    assert propose([1e-3, 1e-2, 1e-1, 1.0], growing, growing) is None
+    assert propose([1e-3, 1e-2], [1.0, 0.5], [1.0, 0.5]) is None
 
 
 @given(st.floats(0.1, 100), st.integers(1, 50))

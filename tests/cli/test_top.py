@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.events import RankState
+from lockstep.hardware.monitor import FakeSource, Monitor, Sample
 from lockstep.telemetry.files import JsonLines
 from lockstep.telemetry.live import live_state
 from lockstep.telemetry.rundir import RunDir
@@ -65,6 +66,20 @@ def test_a_run_once(run_cli: RunCli, tmp_path: Path) -> None:
     assert "rank 1 50.0 ms 40.0 ms 1.0 ms 11.5 GB 12.5 GB slow: the others wait for it" in lines
     assert "gpu:0 NVIDIA Test 97% 71.2/80.0 GB 640/700 W 61 °C 1980 MHz power cap" in lines
     assert "n1 42% 11.9/64.0 GB" in lines
+
+
+def test_a_monitor_that_has_ended_says_so(run_cli: RunCli, tmp_path: Path) -> None:
+    class Broken(FakeSource):
+        def sample(self) -> Sample:
+            raise RuntimeError("the driver is gone")
+
+    run = running(tmp_path / "runs" / "a")
+    with Monitor(Broken([]), JsonLines(run.path / "system-0.jsonl").append, interval_s=0.001) as monitor:
+        while monitor.error is None:
+            time.sleep(0.001)
+    result = run_cli("top", "last")
+    assert result.code == 0, result.err
+    assert "the monitor has ended: the driver is gone" in result.out
 
 
 def test_a_run_as_json(run_cli: RunCli, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from lockstep.bench.subject import Subject
 from lockstep.errors import ConfigError, UsageError
 from lockstep.forecast.project import Wish, contention, forecast
-from lockstep.forecast.score import in_words, score
 from lockstep.hardware.host import usable_cores
 from lockstep.launch.foreseen import read_forecast
+from lockstep.report.score import in_words, score
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -59,6 +59,15 @@ def test_a_gpu_that_is_not_here() -> None:
     assert report.extra["advice"]
 
 
+def test_a_batch_has_no_more_samples_than_there_are() -> None:
+    huge = subject(training={"batch_size": 1_000_000})
+    report = forecast(huge, Wish((8,), gpu=H100))
+    samples = huge.base.plan.task.train_samples
+    assert report.settings["batch_size"] == samples
+    assert report.rows[0]["samples_per_s"] * report.rows[0]["step_ms"] / 1e3 == pytest.approx(8 * samples)
+    assert any(f"only {samples} samples" in note for note in report.notes)
+
+
 def test_a_model_that_does_not_fit_is_sharded() -> None:
     whole = forecast(subject(), Wish((64,), gpu=H100, memory=80e9)).settings["strategy"]
     # Without a model's state a GPU's own allowance is 0.8 GB: just above it ddp's state is what does not fit.
@@ -72,7 +81,11 @@ def test_a_model_that_does_not_fit_is_sharded() -> None:
     [
         (Wish(()), "numbers of GPUs"),
         (Wish((0,)), "numbers of GPUs"),
+        (Wish((10**17,)), "numbers of GPUs"),
+        (Wish((8,), gpu=H100, strategy="single"), "not of single"),
         (Wish((2,), interconnect="measured"), "nothing can be measured"),
+        (Wish((2,), interconnect="measured", gpu=H100), "nothing can be measured"),
+        (Wish((2,), interconnect="string"), "--interconnect"),
         (Wish((2,), gpu="Riva TNT2"), "data sheet"),
         (Wish((2,), gpu=H100, interconnect="string"), "--interconnect"),
         (Wish((2,), gpu=H100, per_node=0), "GPUs a node"),
@@ -95,7 +108,10 @@ def test_a_run_is_scored_against_its_own_row() -> None:
     row = {"gpus": 2, "samples_per_s": 100.0, "samples_per_s_low": 80.0, "samples_per_s_high": 120.0}
     foreseen = {"task": "har", "settings": {"batch_size": 32, "accumulate": 1}, "rows": [row]}
     plan = {
-        "placement": {"devices": ["cpu", "cpu"], "nodes": 1, "world_size": 2},
+        "placement": {
+            **{"devices": ["cpu", "cpu"], "nodes": 1, "world_size": 2, "accelerator": "cpu"},
+            **{"strategy": "ddp", "precision": "32"},
+        },
         "batch": {"batch_size": 32, "accumulate": 1},
     }
     assert score(foreseen, plan, "har", []) is None
@@ -106,6 +122,11 @@ def test_a_run_is_scored_against_its_own_row() -> None:
     other = score(foreseen, {**plan, "batch": {"batch_size": 8, "accumulate": 1}}, "har", [{"samples_per_s": 90.0}])
     assert other is not None
     assert "batch size 8" in in_words(other)
+    elsewhere = {"devices": ["NVIDIA H100 80GB HBM3"], "strategy": "fsdp", "precision": "bf16-mixed"}
+    foreseen["settings"] |= elsewhere
+    found = score(foreseen, plan, "har", [{"samples_per_s": 90.0}])
+    assert found is not None
+    assert [line.split()[0] for line in found["differs"]] == ["precision", "strategy", "accelerator"]
     plan["placement"]["devices"] = ["cpu"] * 3
     unknown = score(foreseen, plan, "har", [{"samples_per_s": 90.0}])
     assert unknown is not None

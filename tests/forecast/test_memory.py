@@ -14,9 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep import Datasets, Loss, Task
 from lockstep.bench.subject import Subject
+from lockstep.cli.main import main
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.loader import fetch
 from lockstep.engine.update import build_optimizer
+from lockstep.errors import TaskError, UnsupportedError
 from lockstep.forecast.estimate import estimate_memory, print_memory
 from lockstep.forecast.footprint import count_step
 from lockstep.launch.prepare import Prepared, prepare
@@ -91,10 +93,58 @@ def test_a_model_larger_than_memory_is_counted_without_it() -> None:
     assert counted.peak > 4 * 4 * 2**35
 
 
-def test_the_verb_tells_each_strategy_and_the_largest_batch(run_cli: Any) -> None:
-    result = run_cli("memory", "autoencoder", "--gpus", "8", "--memory", "2GB", "--json")
-    assert result.code == 0, result.err
-    found = json.loads(result.out)
+class Deep(Task):
+    """Blocks with large activations."""
+
+    def datasets(self) -> Datasets:
+        return Datasets(ArrayDataset(torch.zeros(512, 16)))
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)) for _ in range(8)))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+def test_settings_of_fsdp_are_in_its_estimate() -> None:
+    def found(**fsdp: Any) -> dict[str, float]:
+        settings = {"hardware": {"selected_devices": ["cpu"]}, "training": {"batch_size": 256}, "fsdp": fsdp}
+        estimate = estimate_memory(Subject(Deep, settings), gpus=64, limit=80e9, strategy="fsdp")
+        kinds: dict[str, float] = estimate["strategies"]["fsdp"]
+        return kinds
+
+    plain = found()
+    assert found(activation_checkpointing=True)["activations"] < plain["activations"] / 2
+    assert found(sharding="hybrid")["optimizer"] == pytest.approx(8 * plain["optimizer"])
+    assert found(cpu_offload=True)["optimizer"] == 0
+
+
+class Mistaken(Deep):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch).sum(), len(batch))
+
+
+def test_a_task_that_cannot_make_a_step_is_one_clear_error() -> None:
+    with pytest.raises(TaskError, match="cannot make a step on 32 sample"):
+        estimate_memory(Subject(Mistaken, {"hardware": {"selected_devices": ["cpu"]}}))
+
+
+class Reading(Large):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return loss if loss.total.item() > 0 else super().loss(model, batch)
+
+
+def test_a_large_model_that_reads_values_is_refused_and_not_tried() -> None:
+    config = prepare("autoencoder", {"hardware": {"selected_devices": ["cpu"]}}).config
+    batch = (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
+    with pytest.raises(UnsupportedError, match="cannot be counted without memory"):
+        count_step(Reading(), config, batch, 4, keep_gradients=True)
+
+
+def test_the_verb_tells_each_strategy_and_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "autoencoder", "--gpus", "8", "--memory", "2GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     ddp, fsdp = (found["strategies"][name] for name in ("ddp", "fsdp"))
     assert ddp["total"] == pytest.approx(sum(value for kind, value in ddp.items() if kind != "total"))
     assert fsdp["optimizer"] == pytest.approx(ddp["optimizer"] / 8)
@@ -102,11 +152,10 @@ def test_the_verb_tells_each_strategy_and_the_largest_batch(run_cli: Any) -> Non
     assert found["largest_batch"]["ddp"] == found["most"]
 
 
-def test_a_wrong_wish_is_refused(run_cli: Any) -> None:
-    result = run_cli("memory", "autoencoder", "--gpus", "0")
-    assert result.code == 2
-    assert "--gpus" in result.err
-    assert "Traceback" not in result.err
+@pytest.mark.parametrize("gpus", ["0", "1000000001"])
+def test_a_wrong_wish_is_refused(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "autoencoder", "--gpus", gpus]) == 2
+    assert f"--gpus {gpus}" in capsys.readouterr().err
 
 
 def test_the_table_names_kinds_and_what_to_take() -> None:

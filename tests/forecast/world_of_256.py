@@ -26,17 +26,34 @@ from lockstep.forecast.memory import device_memory
 from lockstep.forecast.scaling import Setting, Step, bytes_sent
 
 WORLD, WIDTH, BLOCKS, BATCH = 256, 1024, 6, 64
+#: Width of the layers around the blocks: 101 MB of parameters, more than all blocks together.
+AROUND = 8192
+
+
+class Row(nn.Module):
+    """Equal blocks of 12.6 MB of parameters each, between layers of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.head = nn.Linear(WIDTH, AROUND), nn.Linear(AROUND, WIDTH), nn.Linear(WIDTH, AROUND)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 1536), nn.ReLU(), nn.Linear(1536, WIDTH)) for _ in range(BLOCKS)
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.narrow(self.wide(inputs))
+        for block in self.blocks:
+            hidden = block(hidden)
+        output: Tensor = self.head(hidden)
+        return output
 
 
 class Blocks(Task):
-    """A row of equal blocks: 12.6 MB of parameters each."""
-
     def datasets(self) -> Datasets:
         return Datasets(ArrayDataset(torch.zeros(BATCH, WIDTH)))
 
-    def model(self) -> nn.Module:
-        blocks = [nn.Sequential(nn.Linear(WIDTH, 1536), nn.ReLU(), nn.Linear(1536, WIDTH)) for _ in range(BLOCKS)]
-        return nn.Sequential(*blocks)
+    def model(self) -> Row:
+        return Row()
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         return Loss(model(batch[0]).square().sum(), len(batch[0]))
@@ -78,9 +95,8 @@ def ddp(task: Blocks, batch: tuple[Tensor]) -> list[int]:
 def fsdp(task: Blocks, batch: tuple[Tensor]) -> dict[str, Any]:
     """FSDP2's collectives of a step, the bytes of each whole message, and the most that is held."""
     model = task.model()
-    for block in model.children():
-        fully_shard(block)
-    fully_shard(model)
+    for module in (*model.blocks, model):
+        fully_shard(module, reshard_after_forward=True)  # as lockstep.engine.fsdp does
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:

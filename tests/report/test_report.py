@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -16,7 +18,9 @@ from hypothesis import strategies as st
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.report.source import differences, flat, read_run, thinned
+from lockstep.report.figures import pictures
+from lockstep.report.page import summary_rows
+from lockstep.report.source import MAX_POINTS, differences, flat, read_run, thinned
 from lockstep.telemetry.rundir import RunDir
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -131,8 +135,6 @@ def test_a_run_against_itself_and_alone(runs: Path, cli: Cli) -> None:
 
 
 def test_a_damaged_file_is_a_gap_that_the_page_tells_of(runs: Path, cli: Cli, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(runs / "a", tmp_path / "a", symlinks=True)
     (tmp_path / "a" / "metrics.json").write_text('{"epochs": 5}')
     (tmp_path / "a" / "tables.json").write_text('{"test_confusion": [[1, "x"], [2]]}')
@@ -143,6 +145,39 @@ def test_a_damaged_file_is_a_gap_that_the_page_tells_of(runs: Path, cli: Cli, tm
     assert "loss" not in names
     assert not any("confusion" in name for name in names)
     assert "metrics.json is damaged" in read_page(tmp_path / "a" / "report" / "report.html").text
+
+
+def test_many_ranks_and_a_long_run_stay_readable(runs: Path, tmp_path: Path) -> None:
+    run = RunDir.open(shutil.copytree(runs / "a", tmp_path / "a", symlinks=True))
+    ranks = [{"rank": rank, "step_s": 0.1 + rank, "own_s": None, "memory_gb": 1.0} for rank in range(40)]
+    rows = [{"attempt": 1, "step": step, "ranks": [*ranks, {"step_s": 9.0}]} for step in (1, 2)]
+    run.ranks_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    samples = [f'{{"time": {time}, "host": {{"cpu": 0.5}}, "devices": []}}\n' for time in range(20_000)]
+    (run.path / "system-0.jsonl").write_text("".join(samples) + '{"time": 1')
+    data = read_run(run)
+    assert MAX_POINTS / 2 < len(data.system["0"]) <= MAX_POINTS
+    times = [row["time"] for row in data.system["0"]]
+    assert times[0] == 0
+    assert len({later - earlier for earlier, later in itertools.pairwise(times[:-1])}) == 1, "evenly spaced"
+    (picture,) = [picture for picture in pictures([data]) if picture.name == "step_time"]
+    lines = {text.get_text(): text for text in picture.figure.axes[0].get_legend().get_texts()}
+    assert list(lines) == ["least of 40 ranks", "median of 40 ranks", "most of 40 ranks"]
+    assert [line.get_ydata()[0] for line in picture.figure.axes[0].lines] == pytest.approx([100.0, 19600.0, 39100.0])
+
+
+def test_a_run_is_held_against_its_forecast(runs: Path, cli: Cli, tmp_path: Path) -> None:
+    run = RunDir.open(shutil.copytree(runs / "a", tmp_path / "a", symlinks=True))
+    row = {"gpus": 1, "samples_per_s": 1e9, "samples_per_s_low": 9e8, "samples_per_s_high": 2e9}
+    settings = {"batch_size": run.plan()["batch"]["batch_size"], "accumulate": 1}
+    foreseen = {"kind": "forecast", "task": "har", "settings": settings, "rows": [row]}
+    run.forecast_file.write_text(json.dumps(foreseen))
+    words = "predicted 1,000,000,000 samples/s (900,000,000 to 2,000,000,000), measured"
+    assert words in dict(summary_rows([read_run(run)]))["forecast"][0]
+    assert words in " ".join(cli("show", run.path)[1].split())
+    run.forecast_file.write_text('{"kind": "forecast", "rows": [{}]}')
+    damaged = read_run(run)
+    assert damaged.forecast is None
+    assert "forecast.json is no forecast" in damaged.problems[0]
 
 
 def test_a_benchmark_is_taken_in(runs: Path, cli: Cli, tmp_path: Path) -> None:

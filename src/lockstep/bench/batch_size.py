@@ -80,15 +80,14 @@ def bench_batch_size(
             "global_batch": base.plan.batch.global_batch,
         },
     )
-    largest = 0
     with report.kept():
-        largest = _search(report, subject, min(base.plan.batch.batch_size, most), most, limit, say)
-    _conclude(report, subject, largest, most)
+        _search(report, subject, min(base.plan.batch.batch_size, most), most, limit, say)
+    _conclude(report, subject, most)
     return report
 
 
-def _search(report: BenchReport, subject: Subject, first: int, most: int, limit: int | None, say: Any) -> int:
-    """Trials until the search is over; each begins where the one before was ended. The largest batch that fits."""
+def _search(report: BenchReport, subject: Subject, first: int, most: int, limit: int | None, say: Any) -> None:
+    """Trials until the search is over; each begins where the one before was ended."""
     fits, fails = 0, None
     with new_trials() as trials:
         candidate: int | None = first
@@ -117,7 +116,6 @@ def _search(report: BenchReport, subject: Subject, first: int, most: int, limit:
                 break
             fails = tried
             candidate = next_batch(fits, fails, most)
-    return fits
 
 
 def _sized(batch: int) -> dict[str, Any]:
@@ -138,22 +136,31 @@ def search(rank: Rank, case: Case, candidate: int, fits: int, fails: int | None,
 
 
 def _with_batch(plan: Plan, size: int) -> Plan:
-    """``plan`` with another batch size per device and no accumulation."""
+    """``plan`` with another batch size per device and no accumulation; an epoch may have a single step then."""
     batch = plan.batch.model_copy(
         update={"batch_size": size, "global_batch": size * plan.batch.ranks * plan.batch.devices_per_rank}
     )
-    return plan.model_copy(update={"batch": batch, "pre_scale": 2.0 ** -(batch.global_batch.bit_length() - 1)})
+    return plan.model_copy(
+        update={"batch": batch, "epochs": plan.total_steps, "pre_scale": 2.0 ** -(batch.global_batch.bit_length() - 1)}
+    )
 
 
-def _conclude(report: BenchReport, subject: Subject, largest: int, most: int) -> None:
+def _conclude(report: BenchReport, subject: Subject, most: int) -> None:
     report.rows.sort(key=lambda row: row["batch_size"])
+    largest = max((row["batch_size"] for row in report.rows if row["status"] == "ok"), default=0)
     failed = [row for row in report.rows if row["status"] == "failed"]
     report.notes += [f"batch {row['batch_size']} failed for another reason: {row['reason']}" for row in failed]
     if not largest:
-        report.verdict = "no batch fits: use a smaller model, or devices with more memory"
+        tried = not failed and not report.partial
+        report.verdict = (
+            "no batch fits: use a smaller model, or devices with more memory" if tried else "nothing could be measured"
+        )
         return
     out = [row["batch_size"] for row in report.rows if row["status"] == "out of memory"]
-    limit = f"; {min(out)} is too large" if out else f"; larger ones were not tried ({most} is the limit)"
+    if out:
+        limit = f"; {min(out)} is too large"
+    else:
+        limit = "; the search ended early" if failed or report.partial else f"; {most} was the limit of the search"
     wanted = subject.base.plan.batch.global_batch
     proposed = max(1, int(largest * SAFETY)) if out else largest
     batch = propose(subject, proposed, wanted)
@@ -168,7 +175,7 @@ def _conclude(report: BenchReport, subject: Subject, largest: int, most: int) ->
     report.verdict = (
         f"the largest batch per device is {largest}{limit}. For a global batch of {wanted}: batch size "
         f"{batch.batch_size} × {batch.accumulate} micro-batch(es) on {len(report.settings['devices'])} device(s): "
-        f"--global-batch-size {wanted} --batch-size {proposed}"
+        f"--global-batch-size {wanted} --batch-size {batch.batch_size}"
     )
 
 

@@ -63,16 +63,18 @@ def bench_comm(
         "sizes": sizes,
     }
     report = BenchReport("comm", ", ".join(placement.devices), settings)
+    links: list[dict[str, Any]] = []
     with report.kept(), new_trials() as trials:
         say(f"{placement.world_size} ranks over {placement.backend}: {', '.join(OPERATIONS)}")
         arguments = (placement.as_dict(), sizes)
         outcome = trials.run(measure_comm, *arguments, ranks=placement.world_size, config=config)
         report.rows += [row for row in outcome.rows if "operation" in row]
-        _conclude(report, [row for row in outcome.rows if "link" in row])
+        links = [row for row in outcome.rows if "link" in row]
         if outcome.error:
             report.notes.append(f"the ranks failed: {outcome.error}")
         if outcome.ended == "stopped":
             raise KeyboardInterrupt
+    _conclude(report, links)
     return report
 
 
@@ -98,7 +100,7 @@ def _conclude(report: BenchReport, links: Sequence[Mapping[str, Any]]) -> None:
         report.notes.append(f"rank {rank} ({devices[rank]}) is slow: all its links are slower than the others")
     for one, other in slow:
         report.notes.append(f"the link between ranks {one} and {other} is slow: {bandwidths[one, other]:.3g} GB/s")
-    if bandwidths and not culprits and not slow:
+    if bandwidths and not culprits and not slow and not report.partial:
         least, most = min(bandwidths.values()), max(bandwidths.values())
         report.notes.append(f"no slow link: {least:.3g} to {most:.3g} GB/s between any two ranks")
     unknown = {row["operation"] for row in report.rows if row["status"] != "ok"}

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lockstep.bench.measure import Case, on_site, training
 from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
@@ -24,6 +26,13 @@ SMOOTHING = 0.9
 #: The test ends when the smoothed loss is this many times its best, after :data:`LEAST_STEPS`.
 DIVERGED = 4.0
 LEAST_STEPS = 10
+#: Losses that the smoothed one remembers; while it has heard of fewer, it is noise.
+MEMORY = round(1 / (1 - SMOOTHING))
+#: A fall of the smoothed loss counts when it is so many times what single losses differ by: of 400 curves of noise
+#: alone, with 20 to 1,000 steps, none falls so far.
+FALL = 2.0
+#: A slope is that of a line through this share of the points, on both sides.
+WINDOW = 1 / 20
 
 
 class Ramp(Schedule):
@@ -62,26 +71,28 @@ def has_diverged(smoothed: float, best: float, step: int) -> bool:
     return not math.isfinite(smoothed) or (step >= LEAST_STEPS and smoothed - best > (DIVERGED - 1) * abs(best))
 
 
-def propose(rates: Sequence[float], smoothed: Sequence[float]) -> Proposal | None:
+def propose(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> Proposal | None:
     """The rate to train with: where the smoothed loss falls fastest per factor of the rate, before its least.
 
     Not more than a tenth of the rate with the least loss, from which on the loss grows. ``None`` where the loss
-    never falls.
+    falls no further than noise does.
 
     Args:
         rates: growing.
-        smoothed: the smoothed loss after each; finite.
+        losses, smoothed: after each of them; finite.
     """
-    if len(rates) < 3:
+    first = min(MEMORY, len(rates) // 4)
+    half = max(1, int(len(rates) * WINDOW))
+    places = range(first + half, len(rates) - half)
+    if not places:
         return None
-    least = min(range(len(rates)), key=smoothed.__getitem__)
-    slopes = {
-        place: (smoothed[place + 1] - smoothed[place - 1]) / math.log(rates[place + 1] / rates[place - 1])
-        for place in range(1, len(rates) - 1)
-        if place <= least
-    }
-    if not slopes or min(slopes.values()) >= 0:
+    least = min(range(first, len(rates)), key=smoothed.__getitem__)
+    scatter = float(np.std(np.diff(losses[: least + 1]))) / math.sqrt(2)
+    if max(smoothed[first : least + 1]) - smoothed[least] <= FALL * scatter:
         return None
+    logs = np.log(rates)
+    windows = {place: slice(place - half, place + half + 1) for place in places if place <= max(least, places[0])}
+    slopes = {place: np.polyfit(logs[span], smoothed[span], 1)[0] for place, span in windows.items()}
     steepest = rates[min(slopes, key=slopes.__getitem__)]
     tenth = rates[least] / 10
     if steepest <= tenth:
@@ -129,11 +140,11 @@ def bench_lr(
             threads=case.plan.threads,
         )
         report.rows += outcome.rows
-        _conclude(report)
         if outcome.error:
             report.notes.append(f"the ranks failed: {outcome.error}")
         if outcome.ended == "stopped":
             raise KeyboardInterrupt
+    _conclude(report)
     return report
 
 
@@ -159,10 +170,14 @@ def sweep(rank: Rank, case: Case, first: float, last: float) -> None:
 
 def _conclude(report: BenchReport) -> None:
     rows: list[dict[str, Any]] = report.rows
-    found = propose([row["lr"] for row in rows], [row["smoothed"] for row in rows])
+    if len(rows) < LEAST_STEPS or report.partial:
+        report.verdict = "no proposal: too little was measured"
+        return
+    rates, losses, smoothed = ([row[name] for row in rows] for name in ("lr", "loss", "smoothed"))
+    found = propose(rates, losses, smoothed)
     if found is None:
-        report.verdict = "no proposal: the loss does not fall at any rate that was tried"
-        report.notes.append("take more --steps, or another range of rates")
+        report.verdict = "no proposal: the loss falls no further than its noise at any rate that was tried"
+        report.notes.append("take more --steps, a larger batch, or another range of rates")
         return
     report.extra = {"proposal": found._asdict()}
     report.verdict = f"use --lr {found.lr:.2g}: {found.reason}"

@@ -23,8 +23,9 @@ from lockstep.engine.fit import Fit
 from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.runtime import rank_device, runtime
 from lockstep.engine.source import training_source
-from lockstep.engine.strategy import Flags, to_device
+from lockstep.engine.strategy import Flags
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.transfer import to_device
 from lockstep.hardware.world import World
 from lockstep.launch.carry import load_task
 from lockstep.plan import Plan

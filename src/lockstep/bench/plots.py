@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.bench.tables import size
+from lockstep.telemetry.files import write_bytes
 
 if TYPE_CHECKING:
     from lockstep.bench.report import BenchReport
@@ -28,7 +30,9 @@ def draw(report: BenchReport, folder: Path) -> list[Path]:
     painter(axes, rows, report)
     figure.suptitle(f"{report.title} ({', '.join(report.settings.get('devices', []))})".replace(" ()", ""))
     file = folder / f"{report.kind}.png"
-    figure.savefig(file, dpi=120)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    write_bytes(file, png.getvalue())
     return [file]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import platform
+import signal
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any, TextIO
 from lockstep.bench.tables import chart_of, table_of
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.host import cpu_name, usable_cores
+from lockstep.launch.signals import StopRequest, exit_code
 from lockstep.telemetry.files import write_json, write_text
 from lockstep.telemetry.records import versions
 from lockstep.telemetry.rundir import utc_now
@@ -40,7 +42,8 @@ def machine_facts() -> dict[str, Any]:
 class BenchReport:
     """One benchmark: what was asked, what was measured (a row each), and what follows from it.
 
-    ``partial``: it was stopped; the rows are those measured until then. ``extra``: what this kind alone has.
+    ``partial``: it was stopped, by the signal ``stopped_by``; the rows are those measured until then. ``extra``: what
+    this kind alone has.
     """
 
     kind: str
@@ -51,6 +54,7 @@ class BenchReport:
     notes: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     partial: bool = False
+    stopped_by: int = 0
     date: str = field(default_factory=lambda: utc_now().isoformat())
     machine: dict[str, Any] = field(default_factory=machine_facts)
     command: list[str] = field(default_factory=lambda: list(sys.argv))
@@ -61,16 +65,20 @@ class BenchReport:
 
     @property
     def exit_code(self) -> int:
-        return 130 if self.partial else 0
+        """130 or 143: stopped by a signal; 1: nothing could be measured."""
+        if self.partial:
+            return exit_code(self.stopped_by)
+        return 0 if any(row.get("status", "ok") == "ok" for row in self.rows) else 1
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Ctrl-C inside ends the measuring, not the report."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            self.partial = True
-            self.notes.append("stopped before everything was measured")
+        """Ctrl-C or SIGTERM inside ends the measuring, not the report."""
+        with StopRequest() as stop:
+            try:
+                yield
+            except KeyboardInterrupt:
+                self.partial, self.stopped_by = True, stop.requested or signal.SIGINT
+                self.notes.append("stopped before everything was measured")
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -134,7 +142,7 @@ def write_report(report: BenchReport, folder: Path) -> list[Path]:
 
 
 def _findings(report: BenchReport) -> list[str]:
-    lines = ["PARTIAL: stopped by Ctrl-C"] if report.partial else []
+    lines = ["PARTIAL: stopped before the end"] if report.partial else []
     return [*lines, *filter(None, [report.verdict]), *(f"note: {note}" for note in report.notes)]
 
 

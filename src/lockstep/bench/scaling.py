@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Literal, cast
 from lockstep.bench.claims import claim_of
 from lockstep.bench.measure import Case
 from lockstep.bench.report import BenchReport
-from lockstep.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
+from lockstep.bench.step import EXCHANGE_INSIDE, MUCH_COMMUNICATION, check_steps, measure_all
 from lockstep.bench.subject import Subject
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
 from lockstep.bench.trials import Trials, new_trials
@@ -67,39 +68,41 @@ def bench_scaling(
     check_steps(steps, warm_up)
     if repeats < 1:
         raise UsageError(f"{repeats} repeats measure nothing", fix="take --repeats 3, or any number from 1 on")
-    on_cpu = base.placement.accelerator == "cpu"
-    threads = base.config.training.threads or (1 if on_cpu else None)
-    report = BenchReport(
-        "scaling",
-        subject.name,
-        {
-            "devices": devices,
-            "strategies": list(strategies),
-            "modes": list(modes),
-            "batch_size": base.plan.batch.batch_size,
-            "strong_global_batch": base.plan.batch.global_batch,
-            "threads_per_rank": threads,
-            "steps": steps,
-            "warm_up": warm_up,
-            "repeats": repeats,
-        },
-    )
-    if on_cpu:
-        report.notes.append(f"each rank computes with {threads} thread(s); the ranks share one machine's memory")
+    report = _empty_report(subject, strategies, modes, {"steps": steps, "warm_up": warm_up, "repeats": repeats})
     points = [
-        _point(subject, devices[:count], strategy, modes, steps, warm_up, threads)
+        _point(subject, devices[:count], strategy, modes, report.settings)
         for count in device_counts(len(devices))
         for strategy in (strategies if count > 1 else ("single",))
     ]
     measured = [point for point in points if isinstance(point, _Point)]
     refused = [row for point in points if not isinstance(point, _Point) for row in point]
     with report.kept(), new_trials() as trials:
-        for repeat in range(repeats):
-            for point in measured:
-                say(f"repeat {repeat + 1} of {repeats}: {point.ranks} device(s), {point.strategy}")
-                _measure(point, subject, trials)
+        for repeat, point in itertools.product(range(repeats), measured):
+            say(f"repeat {repeat + 1} of {repeats}: {point.ranks} device(s), {point.strategy}")
+            _measure(point, subject, trials)
     report.rows += _rows(measured, claims) + refused
     _conclude(report)
+    return report
+
+
+def _empty_report(
+    subject: Subject, strategies: Sequence[str], modes: Sequence[Mode], lengths: Mapping[str, int]
+) -> BenchReport:
+    base = subject.base
+    on_cpu = base.placement.accelerator == "cpu"
+    threads = base.config.training.threads or (1 if on_cpu else None)
+    settings = {
+        "devices": list(base.placement.devices),
+        "strategies": list(strategies),
+        "modes": list(modes),
+        "batch_size": base.plan.batch.batch_size,
+        "strong_global_batch": base.plan.batch.global_batch,
+        "threads_per_rank": threads,
+        **lengths,
+    }
+    report = BenchReport("scaling", subject.name, settings)
+    if on_cpu:
+        report.notes.append(f"each rank computes with {threads} thread(s); the ranks share one machine's memory")
     return report
 
 
@@ -108,9 +111,7 @@ def _point(
     devices: Sequence[str],
     strategy: str,
     modes: Sequence[Mode],
-    steps: int,
-    warm_up: int,
-    threads: int | None,
+    settings: Mapping[str, Any],
 ) -> _Point | list[dict[str, Any]]:
     """What to measure; or rows that say why these devices refuse the strategy."""
     count, base = len(devices), subject.base.plan.batch
@@ -125,9 +126,9 @@ def _point(
         cases = [
             subject.case(
                 {**label, "mode": mode},
-                {"hardware": place, "training": {**sizes[mode], "threads": threads}},
-                steps=steps,
-                warm_up=warm_up,
+                {"hardware": place, "training": {**sizes[mode], "threads": settings["threads_per_rank"]}},
+                steps=settings["steps"],
+                warm_up=settings["warm_up"],
             )
             for mode in modes
         ]
@@ -181,15 +182,18 @@ def _merged(point: _Point) -> Iterator[dict[str, Any]]:
             "memory_mb_per_device": [
                 max(peaks) for peaks in zip(*(r["memory_mb_per_device"] for r in good), strict=True)
             ],
-            "shares": {
-                "data": shares["data"],
-                "compute": sum(shares[name] for name in _COMPUTE),
-                "communication": shares["communication"],
-                "wait": shares["wait"],
-            },
+            "shares": _shares(point.strategy, shares),
             "parts": shares,
             "busy_ms": [statistics.median(own) for own in zip(*(row["busy_ms"] for row in good), strict=True)],
         }
+
+
+def _shares(strategy: str, parts: Mapping[str, float]) -> dict[str, float | None]:
+    """Input, computing, communication and waiting for slower ranks as shares of a step; ``None``: not known."""
+    if strategy in EXCHANGE_INSIDE:
+        return {"data": parts["data"], "compute": None, "communication": None, "wait": None}
+    compute = sum(parts[name] for name in _COMPUTE)
+    return {"data": parts["data"], "compute": compute, "communication": parts["communication"], "wait": parts["wait"]}
 
 
 def _conclude(report: BenchReport) -> None:
@@ -207,7 +211,7 @@ def _conclude(report: BenchReport) -> None:
         report.verdict = f"{most} devices, {'; '.join(parts)}"
     for row in several:
         share = row["shares"]["communication"]
-        if share > MUCH_COMMUNICATION:
+        if share is not None and share > MUCH_COMMUNICATION:
             report.notes.append(
                 f"communication takes {share:.0%} of a step on {row['ranks']} devices ({row['strategy']}, "
                 f"{row['mode']}), above {MUCH_COMMUNICATION:.0%}: larger batches or --grad-accum-steps make it rarer"
@@ -215,7 +219,14 @@ def _conclude(report: BenchReport) -> None:
         report.notes += [
             f"rank {rank} is slow on {row['ranks']} devices ({row['strategy']}, {row['mode']})"
             for rank in slow_ranks(row["busy_ms"])
+            if share is not None
         ]
+    inside = sorted({row["strategy"] for row in several} & EXCHANGE_INSIDE)
+    if inside:
+        report.notes.append(
+            f"{' and '.join(inside)}: communication is inside forward and backward, so its share is not known; "
+            "compare the samples/s"
+        )
     report.notes += _both_strategies(several)
     if any(row["efficiency"] > DOUBTFUL for row in several):
         report.notes.append(

@@ -20,6 +20,9 @@ from lockstep.hardware.peaks import peak_flops
 PRECISIONS = ("32", "tf32", "bf16-mixed", "16-mixed")
 #: Share of a step from which communication is worth a word.
 MUCH_COMMUNICATION = 0.1
+#: Strategies that exchange weights, gradients or activations in the middle of forward and backward: how long one
+#: waits for that is not known there.
+EXCHANGE_INSIDE = frozenset({"dp", "fsdp", "pipeline"})
 
 Say = Callable[[str], None]
 
@@ -192,10 +195,11 @@ def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:
     name = _gpu_name(subject)
     half = row["precision"] if row["precision"].endswith("mixed") else "32"
     peak, source = peak_flops(name, half, tf32=row["precision"] == "tf32")
+    devices = len(set(subject.base.placement.devices))  # one that carries two ranks is no faster for it
     if row["precision"] == "32" and convolves and peak is not None:
         # torch.backends.cudnn.allow_tf32 is on by default, for convolutions alone.
         peak, source = None, "convolutions use TF32 where the GPU has it, matrix products do not: no one peak holds"
-    share = None if peak is None else rate / (peak * _devices(subject))
+    share = None if peak is None else rate / (peak * devices)
     return {**row, "tflops": rate / 1e12, "peak_share": share, "peak_source": source}
 
 
@@ -220,8 +224,10 @@ def _conclude(report: BenchReport, max_batch: int | None) -> None:
             f"most samples/s: {best['samples_per_s']:,.0f} with batch {best['batch_size']} in precision "
             f"{best['precision']}{compiled}; {part} takes {share:.0%} of that step"
         )
-        shares = best["shares"]
-        if shares["communication"] + shares["wait"] > MUCH_COMMUNICATION:
+        shares, strategy = best["shares"], report.settings["strategy"]
+        if strategy in EXCHANGE_INSIDE:
+            report.notes.append(f"{strategy}: most of its communication is inside forward and backward")
+        elif shares["communication"] + shares["wait"] > MUCH_COMMUNICATION:
             report.notes.append(
                 f"communication and waiting take {shares['communication'] + shares['wait']:.0%} of the step: larger "
                 "batches or --grad-accum-steps make them rarer"
@@ -229,11 +235,17 @@ def _conclude(report: BenchReport, max_batch: int | None) -> None:
         report.notes += [
             f"rank {rank} is slow: its own work takes {best['busy_ms'][rank]:.3g} ms a step"
             for rank in slow_ranks(best["busy_ms"])
+            if strategy not in EXCHANGE_INSIDE
         ]
         if best.get("tflops") is None:
             report.notes.append(f"FLOP/s are unknown: {best['flops_note']}")
     for row in report.rows:
         if row["status"] not in {"ok", "skipped"}:
             report.notes.append(f"batch {row['batch_size']} in {row['precision']}: {row['status']} ({row['reason']})")
-    if max_batch is not None and measured and all(row["status"] in {"ok", "skipped"} for row in report.rows):
+    if (
+        max_batch is not None
+        and measured
+        and not report.partial
+        and all(row["status"] in {"ok", "skipped"} for row in report.rows)
+    ):
         report.notes.append("memory did not run out: larger batches were not asked for, or the data set has no more")

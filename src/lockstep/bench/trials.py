@@ -26,6 +26,7 @@ from lockstep.launch import elastic, failure
 from lockstep.launch.carry import pack_task
 from lockstep.launch.causes import MEMORY_CAUSES
 from lockstep.launch.folder import create_folder
+from lockstep.launch.signals import StopRequest
 from lockstep.telemetry.files import read_jsonl
 
 #: How long a rank may take to end after a stop.
@@ -77,19 +78,22 @@ class Trials:
         if task is not None:
             pack_task(run, task, config)
         (path / CALL_FILE).write_bytes(cloudpickle.dumps((function, arguments)))
-        with contextlib.redirect_stdout(sys.stderr):
-            code = elastic.launch(
-                run,
-                ranks,
-                environ={"LOCKSTEP_THREADS": str(threads)},
-                stop_grace_s=STOP_GRACE_S,
-                worker_module="lockstep.bench.worker",
-            )
+        code = 0
+        with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr):
+            if stop.requested is None:  # between two trials, that is
+                code = elastic.launch(
+                    run,
+                    ranks,
+                    environ={"LOCKSTEP_THREADS": str(threads)},
+                    stop_grace_s=STOP_GRACE_S,
+                    worker_module="lockstep.bench.worker",
+                )
         rows = read_jsonl(path / ROWS_FILE)
+        # Ranks that were still starting are killed after the grace, and the code says that they failed.
+        if stop.requested is not None or code >= 128:
+            return Outcome(rows, "stopped")
         if code == 0:
             return Outcome(rows)
-        if code >= 128:
-            return Outcome(rows, "stopped")
         report = failure.collect(run)
         if report is None:
             return Outcome(rows, "failed", f"the ranks ended with exit code {code}")

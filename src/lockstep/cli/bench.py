@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, print_json
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, deliver
 from lockstep.cli.settings import NO_SETTINGS, Settings, to_mapping
 from lockstep.cli.train import TaskName
 from lockstep.errors import UsageError
+from lockstep.launch.signals import held_back
 
 if TYPE_CHECKING:
     from lockstep.bench.report import BenchReport
@@ -123,7 +124,8 @@ def comm(
     """Measure collectives and links between the chosen devices."""
     _, mapping = to_mapping(settings, "har")  # no task takes part
     save_dir, runs_dir = _places(mapping)
-    from lockstep.bench.comm import bench_comm
+    with held_back():
+        from lockstep.bench.comm import bench_comm
 
     return finish(bench_comm(mapping, most=max_mb << 20, say=progress), save_dir, runs_dir, as_json)
 
@@ -225,7 +227,8 @@ def lr(
 def _subject(settings: Settings, task: str | None) -> tuple[Subject, Path | None, Path]:
     name, mapping = to_mapping(settings, task)
     save_dir, runs_dir = _places(mapping)
-    from lockstep.bench.subject import Subject
+    with held_back():  # a signal in the middle of importing torch would abort the interpreter
+        from lockstep.bench.subject import Subject
 
     return Subject(name, mapping), save_dir, runs_dir
 
@@ -249,12 +252,4 @@ def finish(report: BenchReport, save_dir: Path | None, runs_dir: Path, as_json: 
     from lockstep.bench.report import new_folder, print_report, write_report
 
     folder = new_folder(report.kind, save_dir, runs_dir)
-    files = write_report(report, folder)
-    if as_json:
-        print_json({**report.as_dict(), "files": [str(file) for file in files]}, sys.stdout)
-    else:
-        from lockstep.telemetry.tables import say
-
-        print_report(report, sys.stdout)
-        say(f"report: {folder}", sys.stdout)
-    return report.exit_code
+    return deliver(report, folder, write=write_report, show=print_report, as_json=as_json)

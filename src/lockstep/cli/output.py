@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO, TypeVar
 
 from cyclopts import Parameter
 
@@ -38,6 +39,38 @@ def print_json(document: Mapping[str, Any], stream: TextIO) -> None:
     stream.write(json.dumps(plain(document), indent=2) + "\n")
 
 
+class Report(Protocol):
+    """What a measuring verb found."""
+
+    @property
+    def exit_code(self) -> int: ...
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+AnyReport = TypeVar("AnyReport", bound=Report)
+
+
+def deliver(
+    report: AnyReport,
+    folder: Path,
+    *,
+    write: Callable[[AnyReport, Path], list[Path]],
+    show: Callable[[AnyReport, TextIO], None],
+    as_json: bool,
+) -> int:
+    """``write`` the report to ``folder``, then print it as JSON or ``show`` it; the exit code."""
+    files = write(report, folder)
+    if as_json:
+        print_json({**report.as_dict(), "files": [str(file) for file in files]}, sys.stdout)
+    else:
+        from lockstep.telemetry.tables import say
+
+        show(report, sys.stdout)
+        say(f"report: {folder}", sys.stdout)
+    return report.exit_code
+
+
 def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> None:
     """What, why and fix. Under torchrun or srun every rank fails alike: all but the first say it in a line."""
     from lockstep.telemetry.tables import is_terminal, say
@@ -52,7 +85,7 @@ def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> Non
 
 def find(ref: str, runs_dir: Path) -> RunDir:
     """The run that ``ref`` means. Raises :class:`~lockstep.errors.RunFolderError`."""
-    from lockstep.telemetry.rundir import find_run
+    from lockstep.telemetry.finding import find_run
 
     return find_run(ref, runs_dir)
 

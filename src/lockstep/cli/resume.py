@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, Sets, find
+from lockstep.launch.signals import held_back
 
 EPILOGUE = """\
 The run goes on from its newest whole checkpoint, in the middle of an epoch if that is where it stands, and sees
@@ -42,6 +43,7 @@ def resume(
     for pair in set or ():
         overrides = merge(overrides, parse_set(pair))
     found = find(run, runs_dir)
-    from lockstep.launch import run as launcher
+    with held_back():  # a signal in the middle of importing torch would abort the interpreter
+        from lockstep.launch import run as launcher
 
     return launcher.resume(found, devices=devices, rescale_batch=rescale_batch, overrides=overrides).exit_code

@@ -18,7 +18,7 @@ app = App(name="runs", usage="Usage: lockstep runs [OPTIONS]")
 @app.default
 def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> None:
     """Print the runs in a folder."""
-    from lockstep.telemetry.rundir import list_runs
+    from lockstep.telemetry.finding import list_runs
     from lockstep.telemetry.tables import print_table, say
 
     found = [summary(run) for run in list_runs(runs_dir, report=lambda why: say(f"warning: {why}", sys.stderr))]

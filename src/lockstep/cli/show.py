@@ -43,18 +43,15 @@ def describe(run: RunDir) -> dict[str, Any]:
         "logs": sorted(str(file) for file in run.logs.glob("*.log")),
         "config": str(run.config_file),
         "slurm": _slurm(run),
-        "forecast": _forecast(run, plan),
+        "forecast": _forecast(run) if plan else None,
     }
 
 
-def _forecast(run: RunDir, plan: dict[str, Any]) -> dict[str, Any] | None:
+def _forecast(run: RunDir) -> dict[str, Any] | None:
     """How the run compares with the forecast that its folder holds."""
-    if not plan or not run.forecast_file.exists():
-        return None
-    from lockstep.forecast.score import score
-    from lockstep.telemetry.files import read_json
+    from lockstep.report.score import score_of
 
-    return score(read_json(run.forecast_file), plan, run.read().task, run.epochs())
+    return score_of(run)
 
 
 def _slurm(run: RunDir) -> str | None:
@@ -124,7 +121,7 @@ def _print(details: dict[str, Any]) -> None:
 def _in_words(found: dict[str, Any] | None) -> str | None:
     if found is None:
         return None
-    from lockstep.forecast.score import in_words
+    from lockstep.report.score import in_words
 
     return in_words(found)
 

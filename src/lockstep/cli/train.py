@@ -8,6 +8,7 @@ from cyclopts import App, Parameter
 
 from lockstep.cli.settings import FILES, NO_SETTINGS, Settings, to_mapping
 from lockstep.cli.submit import NO_SUBMIT, SubmitFlags, refuse_without_slurm, submit
+from lockstep.launch.signals import held_back
 
 EPILOGUE = """\
 Examples:
@@ -51,6 +52,7 @@ def train(
     name, mapping = to_mapping(settings, task)
     if cluster.on is not None:
         return submit(name, mapping, cluster)
-    from lockstep.launch.run import train_from_mapping
+    with held_back():  # a signal in the middle of importing torch would abort the interpreter
+        from lockstep.launch.run import train_from_mapping
 
     return train_from_mapping(name, mapping, resume=resume).exit_code

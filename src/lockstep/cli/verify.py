@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, print_json
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, deliver
 from lockstep.cli.settings import FILES, NO_SETTINGS, Settings, to_mapping
 from lockstep.cli.train import TaskName
 
@@ -48,10 +48,4 @@ def verify(
     report = run(
         name, mapping, steps=steps, eval_batches=eval_batches, say=lambda line: say(f"running: {line}", sys.stderr)
     )
-    files = write_report(report, folder)
-    if as_json:
-        print_json({**report.as_dict(), "files": [str(file) for file in files]}, sys.stdout)
-    else:
-        print_report(report, sys.stdout)
-        say(f"report: {folder}", sys.stdout)
-    return report.exit_code
+    return deliver(report, folder, write=write_report, show=print_report, as_json=as_json)

@@ -23,7 +23,7 @@ def advise(step: Step, devices: int, setting: Setting, *, ddp_fits: bool | None 
     now = predict(step, devices, setting)
     lines = sorted(_options(step, devices, setting, now.samples_per_s), reverse=True)
     found = [f"{text}: {gain:+.0%} samples/s on {devices} GPUs" for gain, text in lines if gain >= WORTH]
-    if ddp_fits is False:
+    if ddp_fits is False and setting.strategy == "ddp":
         found.insert(0, "--strategy fsdp: the model with its gradients and optimizer does not fit one GPU")
     share = {name: seconds / now.step_s for name, seconds in now.parts.items()}
     if share["data"] > WORTH:
@@ -48,6 +48,11 @@ def _options(step: Step, devices: int, setting: Setting, rate: float) -> Iterato
         more = replace(setting, accumulate=setting.accumulate * factor)
         yield predict(step, devices, more).samples_per_s / rate - 1, f"--grad-accum-steps {more.accumulate}"
     if setting.strategy != "ddp":
+        hybrid = replace(setting, hybrid=True)
+        gain = predict(step, devices, hybrid).samples_per_s / rate - 1
+        yield gain, "--set fsdp.sharding=hybrid (if the GPUs of one node have room for the model)"
+        return
+    if setting.joint:
         return
     caps = {cap: predict(step, devices, replace(setting, bucket_bytes=cap << 20)).samples_per_s for cap in BUCKETS_MB}
     best = max(caps, key=lambda cap: caps[cap])

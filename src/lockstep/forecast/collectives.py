@@ -48,7 +48,8 @@ class Cluster:
         node = self.node.bandwidth[place]
         if self.nodes(devices) == 1:
             return node
-        lines = self.per_node if self.network.per_device else 1
+        # The last node may have fewer devices.
+        lines = (devices - 1) % self.per_node + 1 if self.network.per_device else 1
         return min(node, self.network.bandwidth[place] * lines)
 
     def latency(self, hops: int, network_hops: int) -> float:
@@ -85,6 +86,19 @@ def all_gather(size: float, devices: int, cluster: Cluster) -> float:
         return 0.0
     nodes, bandwidth = cluster.nodes(devices), cluster.bandwidth(devices)
     return (devices - 1) / devices * size / bandwidth + cluster.latency(devices - nodes, nodes - 1)
+
+
+def all_reduce_between_nodes(size: float, devices: int, cluster: Cluster) -> float:
+    """A ring between nodes for each device of a node, at the same time.
+
+    Each device has its part of a ``size``-byte message that was scattered inside its node (fsdp.sharding hybrid).
+    """
+    nodes = cluster.nodes(devices)
+    if nodes == 1:
+        return 0.0
+    lines = cluster.per_node if cluster.network.per_device else 1
+    bandwidth = cluster.network.bandwidth[2 - cluster.beta_place] * lines
+    return 2 * (nodes - 1) / nodes * size / bandwidth + cluster.latency(0, 2 * (nodes - 1))
 
 
 #: Latencies: of the order of the constants in NCCL's own model (src/graph/tuning.cc). Bandwidths: what rings reach

@@ -23,10 +23,14 @@ _KINDS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activatio
 
 @dataclass
 class Counting:
-    """Counts steps of a task as they would be on a device of ``subject``'s placement, or on ``gpus`` GPUs elsewhere."""
+    """Counts steps of a task as they would be on a device of ``subject``'s placement, or on ``gpus`` GPUs elsewhere.
+
+    ``per_node``: how many of those make a node.
+    """
 
     subject: Subject
     gpus: int | None = None
+    per_node: int = 8
 
     def __post_init__(self) -> None:
         self.footprint = lru_cache(maxsize=64)(self._footprint)
@@ -56,13 +60,33 @@ class Counting:
         samples = self.subject.base.plan.task.train_samples
         return np.arange(samples) if lengths is None else np.argsort(np.asarray(lengths))[::-1]
 
-    def _footprint(self, size: int, keep_gradients: bool) -> Footprint:
+    @property
+    def size(self) -> int:
+        """The batch of a device as planned, as far as there are samples."""
+        plan = self.subject.base.plan
+        return min(plan.batch.batch_size, plan.task.train_samples)
+
+    def _footprint(self, size: int, keep_gradients: bool, recompute: bool = False) -> Footprint:
         base, block = self.subject.base, GPU_BLOCK if self.on_gpu else 1
-        return count_step(base.task, base.config, self.batch(size), size, keep_gradients=keep_gradients, block=block)
+        return count_step(
+            *(base.task, base.config, self.batch(size), size),
+            keep_gradients=keep_gradients,
+            block=block,
+            recompute=recompute,
+        )
 
     def memory(self, strategy: str, ranks: int, size: int) -> Estimate:
         """What one of ``ranks`` devices holds. A rank with several micro-batches keeps its gradients between them."""
-        keeps = strategy != "single" or self.subject.base.plan.batch.accumulate > 1
+        base = self.subject.base
+        if strategy == "fsdp":
+            settings = base.config.fsdp
+            footprint = self.footprint(size, True, settings.activation_checkpointing)
+            hybrid = settings.sharding == "hybrid" and self.gpus is not None
+            holders = min(ranks, self.per_node) if hybrid else ranks
+            return device_memory(
+                footprint, strategy, holders, on_gpu=self.on_gpu, offloaded=settings.cpu_offload and self.on_gpu
+            )
+        keeps = strategy != "single" or base.plan.batch.accumulate > 1
         return device_memory(self.footprint(size, keeps), strategy, ranks, on_gpu=self.on_gpu)
 
 
@@ -80,8 +104,8 @@ def estimate_memory(
         UsageError: settings that cannot be.
     """
     base, counting = subject.base, Counting(subject, gpus)
-    ranks, size = counting.ranks, base.plan.batch.batch_size
-    devices = list(base.placement.devices) if gpus is None else [f"gpu:{index}" for index in range(gpus)]
+    ranks, size = counting.ranks, counting.size
+    devices = list(base.placement.devices) if gpus is None else [f"{gpus} GPU{'s' * (gpus > 1)}"]
     limit = _free(devices) if limit is None and gpus is None else limit
     wanted = (strategy,) if strategy else ("single",) if ranks == 1 else ("ddp", "fsdp")
     estimates = {name: counting.memory(name, ranks, size) for name in wanted}
@@ -128,12 +152,20 @@ def _notes(counting: Counting, size: int, estimates: Mapping[str, Estimate]) -> 
         "tensors without memory" if footprint.on == "fake" else "real tensors on the CPU, since the model reads values"
     )
     notes = [f"two steps of the task's own model, loss and optimizer were counted on {how}"]
+    planned = counting.subject.base.plan.batch.batch_size
+    if size < planned:
+        notes.append(f"there are only {size} samples for a batch of {planned}")
     if counting.subject.base.task.lengths() is not None:
         notes.append("the batch is the one of the longest samples")
     if counting.on_gpu:
         notes.append("device: an allowance for context, libraries and lost blocks; kernels' own scratch is not counted")
     if "fsdp" in estimates:
+        fsdp = counting.subject.base.config.fsdp
         notes.append("fsdp: parameters, gradients and optimizer are shared out; gathered: the blocks at work")
+        if fsdp.sharding == "hybrid" and counting.gpus is not None:
+            notes.append(f"fsdp.sharding hybrid: nodes of {counting.per_node} GPUs are assumed")
+        if fsdp.cpu_offload and counting.on_gpu:
+            notes.append("fsdp.cpu_offload: parameters, gradients and optimizer are in host memory")
     if "ddp" in estimates:
         notes.append("ddp: its buckets are where the gradients live, so they take no more room")
     return notes

@@ -17,13 +17,15 @@ from torch.utils._pytree import tree_map
 
 from lockstep.config import RunConfig
 from lockstep.engine.facts import blueprint
-from lockstep.engine.fsdp import blocks_of
+from lockstep.engine.fsdp import blocks_of, checkpoint_activations
 from lockstep.engine.precision import Precision
 from lockstep.engine.runtime import seeded
 from lockstep.engine.task import Task
 from lockstep.engine.update import build_optimizer
+from lockstep.errors import LockstepError, TaskError, UnsupportedError
 from lockstep.forecast.ledger import Ledger
 from lockstep.forecast.roofline import Work
+from lockstep.hardware.host import usable_memory
 
 _CPU = torch.device("cpu")
 
@@ -58,7 +60,14 @@ class Footprint:
 
 
 def count_step(
-    task: Task, config: RunConfig, batch: Any, batch_size: int, *, keep_gradients: bool, block: int = 1
+    task: Task,
+    config: RunConfig,
+    batch: Any,
+    batch_size: int,
+    *,
+    keep_gradients: bool,
+    block: int = 1,
+    recompute: bool = False,
 ) -> Footprint:
     """Count a training step of ``task`` on ``batch``.
 
@@ -66,14 +75,43 @@ def count_step(
         keep_gradients: gradients have a place of their own during the whole step, as in DDP's buckets and between
             micro-batches; without it they come into being as activations go.
         block: as for :class:`~lockstep.forecast.ledger.Ledger`.
+        recompute: what is inside of fsdp's blocks is computed again in the backward pass.
+
+    Raises:
+        TaskError: the task cannot make a step. UnsupportedError: the step reads values, and is too large for real ones.
     """
+    how = (batch_size, keep_gradients, block, recompute)
     try:
         with seeded(config.training.seed), FakeTensorMode() as fake:
             shapes = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-            return _count(task, config, shapes, batch_size, keep_gradients, block, fake)
-    except Exception:  # a shape rule that torch lacks, a value that the model reads: whatever the task runs into
+            return _count(task, config, shapes, *how, fake)
+    except LockstepError:
+        raise
+    except Exception as error:  # a shape rule that torch lacks, a value that the model reads: whatever the task met
+        _check_room(task, error)
+    try:
         with seeded(config.training.seed):
-            return _count(task, config, batch, batch_size, keep_gradients, block, None)
+            return _count(task, config, batch, *how, None)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"the task {type(task).__name__} cannot make a step on {batch_size} sample(s)",
+            why=f"{type(error).__name__}: {error}",
+            fix="see that it trains: `lockstep train … --fast-dev-run`",
+        ) from error
+
+
+def _check_room(task: Task, met: Exception) -> None:
+    """Refuse a model whose parameters, gradients and two moments this machine has no memory for."""
+    state = 4 * sum(p.numel() * p.element_size() for p in blueprint(task).parameters())
+    _, free = usable_memory()
+    if state > free:
+        raise UnsupportedError(
+            f"the step cannot be counted without memory, and needs {state / 1e9:.1f} GB for the model's state alone",
+            why=f"{free / 1e9:.1f} GB are free here; on tensors without memory: {type(met).__name__}: {met}",
+            fix="keep what reads values (.item(), .tolist(), branches on them) out of the loss and the model",
+        )
 
 
 def _count(
@@ -83,6 +121,7 @@ def _count(
     batch_size: int,
     keep_gradients: bool,
     block: int,
+    recompute: bool,
     fake: FakeTensorMode | None,
 ) -> Footprint:
     ledger = Ledger(block)
@@ -92,6 +131,8 @@ def _count(
         ledger.add(list(model.buffers()), "buffers")
         ledger.add(batch, "batch")
         ledger.watch_gradients(model)
+        if recompute:
+            checkpoint_activations(model, blocks_of(task, model))
         with ledger.counting("optimizer"):
             optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, config.optimizer.lr)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

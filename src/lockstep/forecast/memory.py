@@ -10,6 +10,8 @@ from lockstep.errors import UnsupportedError, UsageError
 from lockstep.forecast.footprint import Footprint
 
 STRATEGIES = ("single", "ddp", "fsdp")
+#: More devices than any cluster has.
+MOST = 1_000_000
 #: What a GPU needs before the first tensor (context, libraries' workspaces), and the share that its allocator loses to
 #: blocks that do not fit: allowances, not measurements of the device at hand.
 GPU_CONTEXT, GPU_LOSS = 0.8e9, 0.05
@@ -31,20 +33,28 @@ class Estimate(NamedTuple):
         return sum(self.kinds.values())
 
 
-def device_memory(footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bool) -> Estimate:
+def device_memory(
+    footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bool, offloaded: bool = False
+) -> Estimate:
     """The memory of one device.
 
     ``single`` and ``ddp`` hold everything; ddp's gradients live in its buckets during the whole step, so its footprint
     must be counted with gradients kept. ``fsdp`` (FSDP2, by block) holds 1/ranks of parameters, gradients and
     optimizer; beside them the root's parameters, two gathered blocks (the one at work and the next), and one block's
-    gradients twice (as computed, and as handed to the reduce-scatter).
+    gradients twice (as computed, and as handed to the reduce-scatter); or, where that is more, the root's parameters
+    twice (as they come, and as they are used) and a block's.
+
+    Args:
+        ranks: that hold the model together (of ``fsdp.sharding: hybrid``: those of a node).
+        offloaded: parameters, gradients and optimizer are in host memory (``fsdp.cpu_offload``).
     """
     kinds: dict[str, float] = dict(footprint.kinds)
     if strategy == "fsdp":
         for kind in ("parameters", "gradients", "optimizer"):
-            kinds[kind] = kinds[kind] / ranks
+            kinds[kind] = 0.0 if offloaded else kinds[kind] / ranks
         *blocks, root = footprint.blocks
-        kinds["gathered"] = root + 4 * max(blocks, default=0)
+        largest = max(blocks, default=0)
+        kinds["gathered"] = max(root + 4 * largest, 2 * root + largest)
     if on_gpu:
         kinds["device"] = GPU_CONTEXT + GPU_LOSS * sum(kinds.values())
     return Estimate(strategy, ranks, footprint.batch_size, kinds)
@@ -107,14 +117,17 @@ def check_strategy(name: str | None) -> str | None:
     """``None`` for ``auto``.
 
     Raises:
-        UnsupportedError: a strategy whose memory is not estimated.
+        UnsupportedError: a strategy of which nothing is predicted.
     """
     if name in (None, "auto"):
         return None
     if name not in STRATEGIES:
         raise UnsupportedError(
-            f"the memory of strategy {name} is not estimated",
-            why="dp copies a model to its GPUs in every step, and a pipeline's stages differ",
+            f"memory and speed of strategy {name} are not predicted",
+            why={
+                "dp": "it copies the model to its GPUs in every step, from one process",
+                "pipeline": "its devices hold different stages, cut by times that are measured on them",
+            }.get(name, "it is not known"),
             fix=f"name one of {', '.join(STRATEGIES)}, or leave --strategy out",
         )
     return name

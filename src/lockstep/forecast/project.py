@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.bench.comm import bench_comm
@@ -19,6 +20,7 @@ from lockstep.bench.trials import Trials, new_trials
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.facts import blueprint
+from lockstep.engine.flat import fits
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.forecast.advice import advise
@@ -26,7 +28,7 @@ from lockstep.forecast.collectives import Cluster, cluster_of, measured_cluster
 from lockstep.forecast.estimate import Counting
 from lockstep.forecast.footprint import Footprint
 from lockstep.forecast.measure import measure_alone
-from lockstep.forecast.memory import choose_strategy, gigabytes
+from lockstep.forecast.memory import MOST, choose_strategy, gigabytes
 from lockstep.forecast.roofline import gpu_machine, seconds
 from lockstep.forecast.scaling import Setting, Step, as_row, step_buckets, with_error_bars
 from lockstep.hardware.host import usable_cores
@@ -70,29 +72,26 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
     Raises:
         UsageError: what was asked for cannot be. RunError: the step could not be measured.
     """
-    if not wish.gpus or min(wish.gpus) < 1 or wish.steps < 2 or wish.repeats < 1:
-        raise UsageError("a forecast needs numbers of GPUs, steps and repeats", fix="write for example --gpus 8,64,512")
     base = subject.base
-    devices = list(base.placement.devices)
-    report = BenchReport("forecast", subject.name, {"devices": [wish.gpu or devices[0]], "batch_size": _batch(subject)})
-    if wish.interconnect == "measured" and len(devices) < 2:
-        raise UsageError(
-            f"nothing can be measured between {devices[0]} and itself",
-            fix="name the devices with --devices, two or more, or choose --interconnect nvlink,ib400",
-        )
-    if wish.gpu is not None:
-        counting = Counting(subject, gpus=max(wish.gpus))
-        step, notes = modelled_step(counting.footprint(_batch(subject), True), wish.gpu)
-        setting = Setting(_cluster(wish))
+    devices, size = list(base.placement.devices), _batch(subject)
+    cluster = _checked(wish, devices)
+    report = BenchReport("forecast", subject.name, {"devices": [wish.gpu or devices[0]], "batch_size": size})
+    if size < base.plan.batch.batch_size:
+        report.notes.append(f"there are only {size} samples for a batch of {base.plan.batch.batch_size}")
+    if wish.gpu is not None and cluster is not None:
+        counting = Counting(subject, max(wish.gpus), wish.per_node)
+        step, notes = modelled_step(counting.footprint(size, True), wish.gpu)
+        setting = Setting(cluster)
     else:
         counting = Counting(subject)
-        step, setting, notes = _measured(subject, wish, say)
-    step, setting, how = _strategy(step, setting, counting, wish)
+        step, setting, notes = _measured(subject, wish, cluster, say)
+    step, setting, ddp_fits, how = _strategy(step, setting, counting, wish)
     setting = replace(
         setting,
         accumulate=base.plan.batch.accumulate,
         bucket_bytes=_cap(subject),
         blocking=blocking_messages(base.task, base.config),
+        joint=setting.strategy == "ddp" and wish.gpu is None and joint_message(base.task, base.config, devices[0]),
     )
     report.rows = [
         {**as_row(with_error_bars(step, count, setting)), "strategy": setting.strategy, "status": "ok"}
@@ -100,9 +99,34 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
     ]
     report.settings |= {"interconnect": wish.interconnect, "per_node": setting.cluster.per_node}
     report.settings |= {"accumulate": setting.accumulate, "strategy": setting.strategy}
-    report.notes = [*how, *notes, *assumptions(step, setting)]
-    _conclude(report, step, setting)
+    report.settings |= {"precision": base.placement.precision}
+    report.notes = [*how, *report.notes, *notes, *assumptions(step, setting)]
+    _conclude(report, step, setting, ddp_fits)
     return report
+
+
+def _checked(wish: Wish, devices: Sequence[str]) -> Cluster | None:
+    """The links of a wish that can be fulfilled; ``None``: they are to be measured."""
+    if not wish.gpus or min(wish.gpus) < 1 or max(wish.gpus) > MOST or wish.steps < 2 or wish.repeats < 1:
+        raise UsageError(
+            "a forecast needs numbers of GPUs, steps and repeats",
+            why=f"1 to {MOST:,} GPUs, 2 steps or more, 1 repetition or more",
+            fix="write for example --gpus 8,64,512",
+        )
+    if wish.strategy == "single":
+        raise UsageError(
+            "a forecast of several devices is one of ddp or fsdp, not of single",
+            fix="leave --strategy out; one device is a row of it: --gpus 1,8",
+        )
+    if wish.interconnect != "measured":
+        return cluster_of(wish.interconnect, wish.per_node)
+    if wish.gpu is not None or len(devices) < 2:
+        between = f"{devices[0]} and itself" if wish.gpu is None else f"GPUs that are not here ({wish.gpu})"
+        raise UsageError(
+            f"nothing can be measured between {between}",
+            fix="name the devices with --devices, two or more, or choose --interconnect nvlink,ib400",
+        )
+    return None
 
 
 def blocking_messages(task: Task, config: RunConfig) -> int:
@@ -112,17 +136,20 @@ def blocking_messages(task: Task, config: RunConfig) -> int:
     return 2 * sum(isinstance(module, _BatchNorm) for module in blueprint(task).modules())
 
 
+def joint_message(task: Task, config: RunConfig, device: str) -> bool:
+    """Whether ddp sends a step's gradients in one message, as it does for small models on CPUs."""
+    distributed = config.distributed
+    plain = distributed.bucket_cap_mb is None and not distributed.find_unused_parameters
+    return plain and device == "cpu" and fits(blueprint(task), torch.device("cpu"))
+
+
 def _batch(subject: Subject) -> int:
-    return subject.base.plan.batch.batch_size
+    return Counting(subject).size
 
 
 def _cap(subject: Subject) -> int | None:
     cap = subject.base.config.distributed.bucket_cap_mb
     return None if cap is None else int(cap * 2**20)
-
-
-def _cluster(wish: Wish) -> Cluster:
-    return cluster_of(wish.interconnect, wish.per_node)
 
 
 def modelled_step(footprint: Footprint, gpu: str) -> tuple[Step, list[str]]:
@@ -153,12 +180,11 @@ def modelled_step(footprint: Footprint, gpu: str) -> tuple[Step, list[str]]:
     return step, [note, "input is taken to keep up, and every GPU to be equally fast"]
 
 
-def _measured(subject: Subject, wish: Wish, say: Say) -> tuple[Step, Setting, list[str]]:
-    """One device's step, and what ranks on one machine do to each other where that can be measured."""
+def _measured(subject: Subject, wish: Wish, cluster: Cluster | None, say: Say) -> tuple[Step, Setting, list[str]]:
+    """One device's step, and what ranks on one machine do to each other where ``cluster`` is to be measured."""
     base = subject.base
     devices, on_cpu = list(base.placement.devices), base.placement.accelerator == "cpu"
-    shared = wish.interconnect == "measured"
-    counts = [count for count in sorted(set(wish.gpus)) if 1 < count <= len(devices)] if shared else []
+    counts = [count for count in sorted(set(wish.gpus)) if 1 < count <= len(devices)] if cluster is None else []
     found: list[list[dict[str, Any]]] = []
     with new_trials() as trials:
         for count in counts or [1]:
@@ -169,8 +195,8 @@ def _measured(subject: Subject, wish: Wish, say: Say) -> tuple[Step, Setting, li
         f"the step was measured on {devices[0]}: {step.seconds * 1e3:.3g} ms (within {step.spread:.0%}), jitter "
         f"{step.jitter_s * 1e3:.2g} ms"
     ]
-    if not shared:
-        return step, Setting(_cluster(wish)), notes
+    if cluster is not None:
+        return step, Setting(cluster), notes
     say(f"messages between {len(devices)} devices")
     comm = bench_comm(subject.given, most=_largest(step), say=say)
     fit = comm.extra.get("fits", {}).get("all_reduce")
@@ -274,22 +300,33 @@ def step_of(batch_size: int, measured: Sequence[dict[str, Any]], loader_rate: fl
     )
 
 
-def _strategy(step: Step, setting: Setting, counting: Counting, wish: Wish) -> tuple[Step, Setting, list[str]]:
-    """ddp, unless it is known not to fit, or something else is wished for."""
-    ranks, notes, chosen = max(wish.gpus), [], wish.strategy
+def _strategy(
+    step: Step, setting: Setting, counting: Counting, wish: Wish
+) -> tuple[Step, Setting, bool | None, list[str]]:
+    """ddp, unless it is known not to fit, or something else is wished for; and whether it fits, if that is known."""
+    ranks, notes, chosen, ddp_fits = max(wish.gpus), list[str](), wish.strategy, None
+    config = counting.subject.base.config.fsdp
     if wish.memory is not None:
         totals = {name: counting.memory(name, ranks, step.batch_size).total for name in ("single", "ddp", "fsdp")}
         fitting, why = choose_strategy(totals, ranks, wish.memory)
+        ddp_fits = totals["ddp"] <= wish.memory
         chosen = chosen or fitting
         notes.append(
             f"strategy {chosen}: " + (why if chosen == fitting else f"as set (ddp: {gigabytes(totals['ddp'])})")
         )
-    chosen = "fsdp" if chosen == "fsdp" else "ddp"
-    if chosen == "fsdp" and not step.blocks:
+    if chosen != "fsdp":
+        return step, replace(setting, strategy="ddp"), ddp_fits, notes
+    if not step.blocks:
         step = replace(step, blocks=counting.footprint(step.batch_size, True).blocks)
+    if config.activation_checkpointing:
+        step = replace(step, backward_s=step.backward_s + step.forward_s)
+        notes.append("fsdp.activation_checkpointing: a forward more in every backward")
+    if config.cpu_offload:
+        notes.append("fsdp.cpu_offload: the way to host memory and back is not foreseen, and takes time")
     # As lockstep.engine.fsdp gathers them; gradients are summed in single precision.
-    half = chosen == "fsdp" and counting.subject.base.placement.precision != "32"
-    return step, replace(setting, strategy=chosen, half=half), notes
+    half = counting.subject.base.placement.precision != "32"
+    setting = replace(setting, strategy="fsdp", half=half, hybrid=config.sharding == "hybrid")
+    return step, setting, ddp_fits, notes
 
 
 def assumptions(step: Step, setting: Setting) -> list[str]:
@@ -304,7 +341,9 @@ def assumptions(step: Step, setting: Setting) -> list[str]:
         f"{level.alpha_s[1] * 1e6:.3g} µs a hop; {level.source}"
         for where, level in levels
     ]
-    if setting.strategy == "ddp":
+    if setting.joint:
+        lines.append(f"ddp sends {sum(step.gradients) / 1e6:.3g} MB of gradients in one message, after the backward")
+    elif setting.strategy == "ddp":
         sizes = [bucket.size for bucket in step_buckets(step, setting)]
         lines.append(
             f"ddp sends {sum(sizes) / 1e6:.3g} MB of gradients in {len(sizes)} bucket(s), as they become ready"
@@ -318,12 +357,12 @@ def assumptions(step: Step, setting: Setting) -> list[str]:
     return lines
 
 
-def _conclude(report: BenchReport, step: Step, setting: Setting) -> None:
+def _conclude(report: BenchReport, step: Step, setting: Setting, ddp_fits: bool | None) -> None:
     most = report.rows[-1]
     report.verdict = (
         f"{most['gpus']} GPUs: {most['samples_per_s']:,.0f} samples/s "
         f"({most['samples_per_s_low']:,.0f} to {most['samples_per_s_high']:,.0f}), efficiency "
         f"{most['efficiency']:.0%} ({most['efficiency_low']:.0%} to {most['efficiency_high']:.0%})"
     )
-    report.extra = {"advice": advise(step, most["gpus"], setting)}
+    report.extra = {"advice": advise(step, most["gpus"], setting, ddp_fits=ddp_fits)}
     report.notes = [*(f"advice: {line}" for line in report.extra["advice"]), *report.notes]

@@ -9,7 +9,7 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from lockstep.forecast.buckets import Bucket, buckets, exposed
-from lockstep.forecast.collectives import Cluster, all_gather, all_reduce
+from lockstep.forecast.collectives import Cluster, all_gather, all_reduce, all_reduce_between_nodes
 
 #: Lockstep sums loss, count and requests beside the gradients: so many bytes.
 COUNT_BYTES = 40
@@ -64,6 +64,8 @@ class Setting:
             numbers between take the nearest below.
         blocking: short messages of each micro-batch that computation waits for: two for every synchronised BatchNorm.
         half: ddp's gradients, fsdp's parameters travel in 16 bits.
+        joint: ddp's gradients and count travel in one message after the backward (`lockstep.engine.flat`).
+        hybrid: fsdp divides the model within each node only.
     """
 
     cluster: Cluster
@@ -74,6 +76,14 @@ class Setting:
     overlap: float = 1.0
     contention: Mapping[int, float] = field(default_factory=dict)
     blocking: int = 0
+    joint: bool = False
+    hybrid: bool = False
+
+    def holders(self, devices: int) -> int:
+        """Devices that hold a model together."""
+        if self.strategy != "fsdp":
+            return 1
+        return min(devices, self.cluster.per_node) if self.hybrid else devices
 
     def slowed(self, devices: int) -> float:
         known = [count for count in self.contention if count <= devices]
@@ -103,7 +113,7 @@ def predict(step: Step, devices: int, setting: Setting) -> Prediction:
 
 def _parts(step: Step, devices: int, setting: Setting) -> dict[str, float]:
     here, k = step.scaled(setting.slowed(devices)), setting.accumulate
-    compute = k * (here.forward_s + here.backward_s + here.other_s) + here.optimizer_s
+    compute = k * (here.forward_s + here.backward_s + here.other_s) + here.optimizer_s / setting.holders(devices)
     waiting = _fsdp(here, devices, setting) if setting.strategy == "fsdp" else _ddp(here, devices, setting)
     waiting += k * setting.blocking * all_reduce(BLOCKING_BYTES, devices, setting.cluster)
     straggler = here.jitter_s * math.sqrt(k) * expected_max(devices)
@@ -117,6 +127,8 @@ def _ddp(step: Step, devices: int, setting: Setting) -> float:
     """Communication that no computation hides: buckets as they fill, one message at a time."""
     if devices == 1:
         return 0.0
+    if setting.joint:
+        return all_reduce(sum(step.gradients) + COUNT_BYTES, devices, setting.cluster)
     count = all_reduce(COUNT_BYTES, devices, setting.cluster)
     shrink = 0.5 if setting.half else 1.0
     messages = [(step.backward_s * (1 - setting.overlap), count)]
@@ -133,19 +145,27 @@ def step_buckets(step: Step, setting: Setting) -> list[Bucket]:
 def _fsdp(step: Step, devices: int, setting: Setting) -> float:
     """Blocks are gathered before their forward and backward, and their gradients scattered after it.
 
-    The next block's messages travel beside the work on this one; only the first gather of each pass and the last
-    scatter have nothing beside them.
+    The next block's messages travel beside the work on this one. Nothing is beside the gathers of the root, around
+    all blocks, and of the first block of each pass, nor beside the scatters of the block and the root that end it.
     """
     if devices == 1:
         return 0.0
-    sizes = [size for size in step.blocks if size]
-    gathers = [all_gather(size * _gathered(setting), devices, setting.cluster) for size in sizes]
-    scatters = [all_gather(size, devices, setting.cluster) for size in sizes]
-    first, last = gathers[0], gathers[-1]
-    forward = first + max(0.0, sum(gathers[1:]) - step.forward_s * setting.overlap)
-    beside = sum(gathers[:-1]) + sum(scatters[1:])
-    backward = last + scatters[0] + max(0.0, beside - step.backward_s * setting.overlap)
-    return setting.accumulate * (forward + backward)
+    *inner, around = step.blocks
+    blocks, holders = [size for size in inner if size], setting.holders(devices)
+
+    def gather(size: float) -> float:
+        return all_gather(size * _gathered(setting), holders, setting.cluster) if size else 0.0
+
+    def scatter(size: float) -> float:
+        between = all_reduce_between_nodes(size, devices, setting.cluster) if setting.hybrid else 0.0
+        return all_gather(size, holders, setting.cluster) + between if size else 0.0
+
+    ends = gather(blocks[0]) if blocks else 0.0, gather(blocks[-1]) if blocks else 0.0
+    last = scatter(blocks[0]) if blocks else 0.0
+    hidden = sum(map(gather, blocks[1:])), sum(map(gather, blocks[:-1])) + sum(map(scatter, blocks[1:]))
+    forward = gather(around) + ends[0] + max(0.0, hidden[0] - step.forward_s * setting.overlap)
+    backward = gather(around) + ends[1] + max(0.0, hidden[1] - step.backward_s * setting.overlap)
+    return setting.accumulate * (forward + backward + last + scatter(around))
 
 
 def _gathered(setting: Setting) -> float:
@@ -153,10 +173,16 @@ def _gathered(setting: Setting) -> float:
 
 
 def bytes_sent(step: Step, devices: int, setting: Setting) -> float:
-    """Bytes of a step: 2(n-1)/n of ddp's gradients; with fsdp (n-1)/n of the parameters twice, of gradients once."""
+    """Bytes of a step: 2(n-1)/n of ddp's gradients; with fsdp (n-1)/n of the parameters twice, of gradients once.
+
+    Hybrid: so inside a node of n devices, and then 2(m-1)/m of a device's part among m nodes.
+    """
     ring = (devices - 1) / devices
     if setting.strategy == "fsdp":
-        return ring * (2 * _gathered(setting) + 1) * sum(step.blocks) * setting.accumulate
+        holders = setting.holders(devices)
+        nodes = setting.cluster.nodes(devices) if setting.hybrid else 1
+        share = (holders - 1) / holders * (2 * _gathered(setting) + 1) + 2 * (nodes - 1) / nodes / holders
+        return share * sum(step.blocks) * setting.accumulate
     return 2 * ring * ((0.5 if setting.half else 1.0) * sum(step.gradients) + COUNT_BYTES * (devices > 1))
 
 
@@ -182,7 +208,8 @@ def with_error_bars(step: Step, devices: int, setting: Setting) -> Bars:
     pairs = [_pair(step, devices, setting, name) for name in ("step", "bandwidth", "latency", "jitter", "overlap")]
     rates = _propagate(middle.samples_per_s, [(bad.samples_per_s, good.samples_per_s) for bad, good in pairs])
     shares = _propagate(middle.efficiency, [(bad.efficiency, good.efficiency) for bad, good in pairs])
-    return Bars(middle, rates, (shares[0], min(1.0, shares[1])))
+    # What fsdp divides of the optimizer's work may bring it above 1.
+    return Bars(middle, rates, (shares[0], max(middle.efficiency, min(1.0, shares[1]))))
 
 
 def _pair(step: Step, devices: int, setting: Setting, name: str) -> tuple[Prediction, Prediction]:

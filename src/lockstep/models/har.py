@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,18 @@ class Cnn(nn.Module):
         logits: Tensor = self.head(torch.cat([features.mean(dim=2), features.amax(dim=2)], dim=1))
         return logits
 
+    def stages(self) -> list[nn.Module]:
+        """The model in order, to be cut anywhere: its blocks, and the head."""
+        blocks = [self.features[start : start + 4] for start in range(0, len(self.features), 4)]
+        return [*blocks, nn.Sequential(_MeanAndMaximum(), self.head)]
+
+
+class _MeanAndMaximum(nn.Module):
+    """(batch, channels, time) → mean and maximum over time, (batch, 2·channels)."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return torch.cat([features.mean(dim=2), features.amax(dim=2)], dim=1)
+
 
 class Mlp(nn.Module):
     """Fully connected layers over the flattened window: ``channels·length`` → hidden layers → classes.
@@ -76,6 +89,11 @@ class Mlp(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         logits: Tensor = self.layers(samples)
         return logits
+
+    def stages(self) -> list[nn.Module]:
+        """One for each linear layer, with what stands behind it."""
+        cuts = [place for place, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
+        return [self.layers[start:stop] for start, stop in pairwise([0, *cuts[1:], len(self.layers)])]
 
 
 class Transformer(nn.Module):
@@ -119,6 +137,38 @@ class Transformer(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         patches = self.embed(samples).transpose(1, 2) + self.positions
         logits: Tensor = self.head(self.encoder(patches).mean(dim=1))
+        return logits
+
+    def stages(self) -> list[nn.Module]:
+        """One for each layer, and both ends."""
+        first, last = _Patches(self.embed, self.positions), _Scores(self.encoder.norm, self.head)
+        return [first, *self.encoder.layers, last]
+
+
+class _Patches(nn.Module):
+    """The transformer up to its layers."""
+
+    positions: Tensor
+
+    def __init__(self, embed: nn.Module, positions: Tensor) -> None:
+        super().__init__()
+        self.embed = embed
+        self.register_buffer("positions", positions, persistent=False)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        patches: Tensor = self.embed(samples).transpose(1, 2) + self.positions
+        return patches
+
+
+class _Scores(nn.Module):
+    """The transformer behind its layers."""
+
+    def __init__(self, norm: nn.Module | None, head: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.head = norm or nn.Identity(), head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(hidden).mean(dim=1))
         return logits
 
 

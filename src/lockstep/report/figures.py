@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lockstep.errors import UnsupportedError
 from lockstep.report.source import Row, RunData
+from lockstep.telemetry.files import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 #: Okabe and Ito's palette, which people with colour-blindness can tell apart (jfly.uni-koeln.de/color).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+
+#: So many ranks of a run have a line each.
+MAX_RANKS = 16
 
 
 @dataclass(frozen=True)
@@ -30,13 +36,13 @@ class Picture:
     def save(self, folder: Path) -> Path:
         """Write ``NAME.png`` to ``folder``."""
         path = folder / f"{self.name}.png"
-        self.figure.savefig(path, dpi=150)
+        png = io.BytesIO()
+        self.figure.savefig(png, format="png", dpi=150)
+        write_bytes(path, png.getvalue())
         return path
 
     def svg(self) -> str:
         """The picture as SVG text, to stand in a page; the same for the same data."""
-        import io
-
         import matplotlib
 
         out = io.StringIO()
@@ -176,16 +182,29 @@ def _metrics(runs: Sequence[RunData]) -> list[str]:
 def _rank_lines(runs: Sequence[RunData], name: str, factor: float = 1.0) -> list[Line]:
     lines = []
     for index, run in enumerate(runs):
-        known = sorted({state["rank"] for row in run.ranks for state in row.get("ranks", ())})
-        for rank in known:
-            rows = [
-                {"step": row["step"], **state}
-                for row in run.ranks
-                for state in row.get("ranks", ())
-                if state["rank"] == rank
-            ]
-            lines.append(Line(_named(runs, run, f"rank {rank}"), index, *_points(rows, "step", name, factor)))
+        lines += [
+            Line(_named(runs, run, label), index, *_points(rows, "step", name, factor))
+            for label, rows in _by_rank(run.ranks, name).items()
+        ]
     return lines
+
+
+def _by_rank(rows: Sequence[Row], name: str) -> dict[str, list[Row]]:
+    """The value ``name`` of each rank over the steps; of many ranks the least, the median and the most."""
+    found: dict[int, list[Row]] = {}
+    extremes: list[Row] = []
+    for row in rows:
+        states = [state for state in row.get("ranks") or () if isinstance(state.get("rank"), int)]
+        for state in states:
+            found.setdefault(state["rank"], []).append({"step": row.get("step"), name: state.get(name)})
+        values = [state[name] for state in states if _is_number(state.get(name))]
+        if values:
+            middle = statistics.median(values)
+            extremes.append({"step": row.get("step"), "least": min(values), "median": middle, "most": max(values)})
+    if len(found) <= MAX_RANKS:
+        return {f"rank {rank}": found[rank] for rank in sorted(found)}
+    names = ("least", "median", "most")
+    return {f"{end} of {len(found)} ranks": [{"step": r["step"], name: r[end]} for r in extremes] for end in names}
 
 
 def _memory(runs: Sequence[RunData]) -> list[Line]:

@@ -80,6 +80,7 @@ def summary_rows(runs: Sequence[RunData]) -> list[tuple[str, list[Any]]]:
         ("global batch", [run.plan.get("batch.global_batch") for run in runs]),
         ("steps", [run.epochs[-1].get("step") if run.epochs else None for run in runs]),
         ("samples/s", [_median([row.get("samples_per_s") for row in run.epochs]) for run in runs]),
+        ("forecast", [run.forecast for run in runs]),
         ("best epoch", [run.record.best_epoch for run in runs]),
     ]
     for prefix, of in (("best", "best_metric"), ("final", "final_metrics")):

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError, RunFolderError
-from lockstep.telemetry.files import read_json, read_jsonl
+from lockstep.report.score import in_words, score_of
+from lockstep.telemetry.files import read_json, sparse_rows
 from lockstep.telemetry.records import RunRecord
 from lockstep.telemetry.rundir import RunDir
 
@@ -24,7 +25,8 @@ class RunData:
     """One run. ``label`` names it in pictures; rows are as in the run folder, superseded ones left out.
 
     ``config`` and ``plan`` are flat: ``optimizer.lr`` → 0.001; where the run lies is left out. ``tables`` are matrices
-    of the test, such as a confusion matrix. ``problems``: files that could not be read, and why.
+    of the test, such as a confusion matrix. ``problems``: files that could not be read, and why. ``forecast``: how
+    right the one in the folder was, in words.
     """
 
     path: Path
@@ -39,6 +41,7 @@ class RunData:
     system: Mapping[str, Sequence[Row]]
     tables: Mapping[str, Sequence[Sequence[float]]]
     problems: tuple[str, ...] = field(default=())
+    forecast: str | None = None
 
 
 def read_run(run: RunDir) -> RunData:
@@ -58,6 +61,7 @@ def read_run(run: RunDir) -> RunData:
 
     config: Any = safely(lambda: run.config().model_dump(mode="json"), {})
     plan: Any = safely(run.plan, {}) if run.plan_file.exists() else {}
+    scored: Any = safely(lambda: score_of(run), None) if plan else None
     tables: Any = safely(lambda: read_json(run.path / "tables.json"), {}) if (run.path / "tables.json").exists() else {}
     return RunData(
         path=run.path,
@@ -70,10 +74,11 @@ def read_run(run: RunDir) -> RunData:
         steps=thinned(safely(run.steps, [])),
         ranks=thinned(safely(run.ranks, [])),
         system={
-            file.stem.removeprefix("system-"): thinned(safely(lambda file=file: read_jsonl(file), []))
+            file.stem.removeprefix("system-"): thinned(safely(lambda file=file: sparse_rows(file, MAX_POINTS), []))
             for file in sorted(run.path.glob("system-*.jsonl"))
         },
         tables={name: table for name, table in tables.items() if is_matrix(table)} if isinstance(tables, dict) else {},
+        forecast=in_words(scored) if scored is not None else None,
         problems=tuple(problems),
     )
 

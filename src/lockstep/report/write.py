@@ -11,13 +11,13 @@ from lockstep.report.figures import pictures, require_matplotlib
 from lockstep.report.page import page
 from lockstep.report.source import Row, RunData, is_bench, read_bench, read_run
 from lockstep.telemetry.files import storage_error, write_text
-from lockstep.telemetry.rundir import find_run
+from lockstep.telemetry.finding import find_run
 
 
 def write_report(refs: Sequence[str], runs_dir: Path, out: Path | None) -> list[Path]:
     """Write the report on the runs and benchmarks that ``refs`` name to ``out``; returns its files, the page first.
 
-    An earlier report in the same folder is replaced.
+    Files of an earlier report in the same folder are replaced.
 
     Raises:
         RunFolderError: no such run. UnsupportedError: no matplotlib. StorageError: ``out`` cannot be written.

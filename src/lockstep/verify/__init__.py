@@ -64,8 +64,7 @@ def verify(
             why="its losses are means of its own, so several devices do not promise what one gives",
             fix="write a lockstep.Task (docs/from-lightning.md)",
         )
-    devices = plan.batch.ranks * plan.batch.devices_per_rank
-    if devices < 2:
+    if len(plan.placement["devices"]) < 2:
         raise UsageError(
             f"verify compares several devices with one, and {', '.join(plan.placement['devices'])} is one",
             fix="name two or more: --devices gpu:0,gpu:1, or --devices cpu,cpu for a rehearsal",

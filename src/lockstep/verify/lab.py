@@ -65,7 +65,7 @@ class Lab:
 
     @property
     def devices(self) -> int:
-        return self.plan.batch.ranks * self.plan.batch.devices_per_rank
+        return len(self.plan.placement["devices"])
 
     def run(self, variant: Variant) -> Trajectory:
         """The trajectory of ``variant``; each is run once.
@@ -106,7 +106,8 @@ class Lab:
                 "sanity_steps": 0,
                 "batch_size": plan.eval_batch_size,
             },
-            "checkpoint": {"every_steps": None, "every_s": None, "keep_last": 1},
+            # Whole: the hashes of two files of weights are compared.
+            "checkpoint": {"every_steps": None, "every_s": None, "keep_last": 1, "sharded": "off"},
             "telemetry": {
                 "log_interval": 1,
                 "tensorboard": "off",

@@ -1,10 +1,24 @@
-"""A run's own samples a second against what was forecast for it. Pure."""
+"""A run's own samples a second against what was forecast for it."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from lockstep.launch.foreseen import read_forecast
+from lockstep.telemetry.rundir import RunDir
+
+
+def score_of(run: RunDir) -> dict[str, Any] | None:
+    """How ``run`` compares with the forecast that its folder holds; ``None`` without one, or before the first epoch.
+
+    Raises:
+        RunFolderError, ConfigError: a file that cannot be read.
+    """
+    if not run.forecast_file.exists():
+        return None
+    return score(read_forecast(run.forecast_file), run.plan(), run.read().task, run.epochs())
 
 
 def score(
@@ -31,8 +45,11 @@ def score(
             ("task", task, forecast["task"]),
             ("batch size", plan["batch"]["batch_size"], settings["batch_size"]),
             ("accumulation", plan["batch"]["accumulate"], settings["accumulate"]),
+            ("precision", plan["placement"]["precision"], settings.get("precision")),
+            ("strategy", plan["placement"]["strategy"], settings.get("strategy") if devices > 1 else None),
+            ("accelerator", plan["placement"]["accelerator"], _accelerator(settings.get("devices"))),
         )
-        if here != foreseen
+        if foreseen is not None and here != foreseen
     ]
     if row is None:
         return {"measured": measured, "differs": [*differs, f"nothing was forecast for {devices} device(s)"]}
@@ -45,6 +62,11 @@ def score(
         "within": row["samples_per_s_low"] <= measured <= row["samples_per_s_high"],
         "differs": differs,
     }
+
+
+def _accelerator(devices: Sequence[str] | None) -> str | None:
+    """What the forecast's step was taken on: a device that was here, or a GPU by its name."""
+    return None if not devices else "cpu" if devices[0] == "cpu" else "gpu"
 
 
 def in_words(found: Mapping[str, Any]) -> str:
