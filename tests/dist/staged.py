@@ -14,29 +14,35 @@ from tests.toys import CLASSES, FEATURES, Toy
 class First(nn.Module):
     """Passes on what it makes, and what it got: a tuple, of which one tensor needs no gradient."""
 
-    def __init__(self, batchnorm: bool) -> None:
+    def __init__(self, batchnorm: bool, dropout: float) -> None:
         super().__init__()
         self.linear = nn.Linear(FEATURES, 16, bias=not batchnorm)
         self.norm = nn.BatchNorm1d(16) if batchnorm else nn.Identity()
+        self.dropout = dropout
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm(self.linear(inputs)).relu(), inputs > 0
+        hidden = self.norm(self.linear(inputs)).relu()
+        return nn.functional.dropout(hidden, self.dropout, self.training), inputs > 0
 
 
 class Middle(nn.Module):
-    def __init__(self) -> None:
+    """Its two layers share a weight."""
+
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.linear = nn.Linear(16, 16)
+        self.linear, self.again, self.dropout = nn.Linear(16, 16), nn.Linear(16, 16), nn.Dropout(dropout)
+        self.again.weight = self.linear.weight
 
     def forward(self, hidden: Tensor, signs: Tensor) -> Tensor:
-        output: Tensor = self.linear(hidden).tanh() * signs.any(1, keepdim=True)
-        return output
+        output: Tensor = self.again(self.linear(hidden).tanh()) * signs.any(1, keepdim=True)
+        return self.dropout(output)
 
 
 class ThreeStages(nn.Module):
-    def __init__(self, batchnorm: bool) -> None:
+    def __init__(self, batchnorm: bool, dropout: float) -> None:
         super().__init__()
-        self.first, self.middle, self.last = First(batchnorm), Middle(), nn.Linear(16, CLASSES)
+        self.first, self.middle = First(batchnorm, dropout), Middle(dropout)
+        self.last = nn.Linear(16, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
         output: Tensor = self.last(self.middle(*self.first(inputs)))
@@ -45,7 +51,7 @@ class ThreeStages(nn.Module):
 
 class Staged(Toy):
     def model(self) -> nn.Module:
-        return ThreeStages(self.config.batchnorm)
+        return ThreeStages(self.config.batchnorm, self.config.dropout)
 
     def stages(self, model: Any) -> Sequence[nn.Module]:
         return [model.first, model.middle, model.last]
@@ -56,10 +62,22 @@ class Incomplete(Staged):
         return [model.first, model.middle]
 
 
+class Enlarged(Staged):
+    """Adds a layer that the model does not have."""
+
+    def stages(self, model: Any) -> Sequence[nn.Module]:
+        return [model.first, model.middle, nn.Sequential(model.last, nn.Linear(CLASSES, CLASSES))]
+
+
 class CallsTwice(Staged):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         model(batch[0])
         return super().loss(model, batch)
+
+
+class CallsByName(Staged):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(inputs=batch[0]).sum(), len(batch[0]))
 
 
 class CallsMethod(Staged):

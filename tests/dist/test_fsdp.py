@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,22 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import make_plan
-from lockstep.config import FsdpConfig, OptimizerConfig, SchedulerConfig
+from lockstep.checkpoint.sharded import ShardedStore
+from lockstep.checkpoint.store import CheckpointStore, Snapshot
+from lockstep.config import FsdpConfig, OptimizerConfig, RunConfig, SchedulerConfig
 from lockstep.config.load import merge
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.loader import InOrder, Source, windows
 from lockstep.engine.batchnorm import convert
-from lockstep.engine.fsdp import FsdpStrategy, ShardedModel, gathered
+from lockstep.engine.collectives import Collectives
+from lockstep.engine.fsdp import FsdpStrategy, ShardedModel
+from lockstep.engine.parts import gathered, own_part
 from lockstep.engine.precision import Precision
+from lockstep.engine.resume import load_shared, load_weights
+from lockstep.engine.saving import writing
 from lockstep.engine.strategy import Flags, SingleStrategy
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.errors import UnsupportedError
+from lockstep.events import Note, RecordingSink
 from lockstep.hardware.world import World
-from lockstep.plan import BatchPlan
+from lockstep.plan import BatchPlan, Plan
 from lockstep.plan.schedule import resolve_schedule
 from lockstep.telemetry.rundir import RunDir
 from tests.dist.runs import assert_equal_runs, go_on, train, used
+from tests.e2e.test_drill import FAST, drill, kill_in_training
 from tests.e2e.test_train import TOY, finish, start
 from tests.gloo import run_ranks
 
@@ -47,12 +56,15 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
+    """``loaded``: weights and moments after a checkpoint in shards, of other ranks if there is one, has been read."""
+
     losses: list[float]
     norms: list[float]
     skipped: int
     flags: list[Flags | None]
     weights: dict[str, Tensor]
     moments: dict[str, Any]
+    loaded: tuple[dict[str, Tensor], dict[str, Any]] | None = None
 
 
 class Deep(nn.Module):
@@ -100,7 +112,7 @@ def data_of(case: Case) -> ArrayDataset:
     return ArrayDataset(inputs, torch.randint(1, 9, (case.samples,), generator=generator).double())
 
 
-def two_epochs(rank: int, ranks: int, case: Case, per_step: int) -> Outcome:
+def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | None = None) -> Outcome:
     torch.manual_seed(0)
     model: nn.Module = Deep(case.batchnorm).double()
     alone = ranks == 1
@@ -150,11 +162,42 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int) -> Outcome:
     state = gathered({"model": model.state_dict(), "update": update.state_dict()}, keep=True)
     update.load_state_dict(state["update"])
     again = gathered(update.state_dict()["optimizer"]["state"], keep=True)
-    return Outcome(found, norms, update.skipped, flags, state["model"], again)
+    loaded = None if folder is None else through_shards(rank, ranks, model, update, folder)
+    return Outcome(found, norms, update.skipped, flags, state["model"], again, loaded)
+
+
+def through_shards(
+    rank: int, ranks: int, model: nn.Module, update: Update, folder: Path
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Save in shards, as a checkpoint of step ``ranks``; read the one of the most ranks; weights and moments then."""
+    collectives = Collectives(World(rank, ranks, rank, ranks))
+    state = {"model": model.state_dict(), "trainer": {"update": update.state_dict(), "task": {"seen": rank}}}
+    store = ShardedStore(folder, collectives, ranks)
+    store.save(Snapshot(ranks, **own_part(state, is_main=rank == 0), manifest={}))
+    snapshot = load_shared(store, store.steps()[-1], collectives, in_pieces=True)
+    assert snapshot.trainer["task"] == {"seen": 0}
+    load_weights(model, snapshot.model, folder)
+    update.load_state_dict(snapshot.trainer["update"])
+    return gathered(model.state_dict(), keep=True), gathered(update.state_dict()["optimizer"]["state"], keep=True)
 
 
 def all_cases(rank: int, ranks: int, cases: list[Case], per_step: int) -> list[Outcome]:
     return [two_epochs(rank, ranks, case, per_step) for case in cases]
+
+
+def assert_bits(ours: Any, theirs: Any) -> None:
+    """The same tensors under the same names, in nested dicts, lists and tuples."""
+    if isinstance(theirs, Tensor):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert_bits(ours[key], value)
+    elif isinstance(theirs, list | tuple):
+        for mine, value in zip(ours, theirs, strict=True):
+            assert_bits(mine, value)
+    else:
+        assert ours == theirs
 
 
 CASES = [
@@ -179,28 +222,108 @@ def assert_same(ours: Outcome, theirs: Outcome) -> None:
             torch.testing.assert_close(ours.moments[number][name], value, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_divide_the_model_compute_what_one_device_computes(ranks: int) -> None:
+POISONED = [Case(13, poison=True), Case(13, poison=True, max_norm=None), Case(1, poison=True)]
+
+
+class Divided(NamedTuple):
+    """What two and three ranks did, by rank; the checkpoint of each case, by its number, is in ``folder``."""
+
+    three: list[list[Outcome]]
+    two: list[list[Outcome]]
+    poisoned: list[list[Outcome]]
+    refusals: list[str]
+    writers: list[Writers]
+    folder: Path
+
+
+class Writers(NamedTuple):
+    """Whether a rank writes a part, or a whole checkpoint, or nothing, with one run folder for all, and one each."""
+
+    one_folder: bool | None
+    two_folders: bool | None
+    notes: list[str]
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Divided:
+    folder = tmp_path_factory.mktemp("shards")
+    three = run_ranks(everything, 3, [], folder, timeout_s=240.0)
+    two = run_ranks(everything, 2, POISONED, folder, timeout_s=240.0)
+    writers = [r[3] for r in two]
+    return Divided([r[0] for r in three], [r[0] for r in two], [r[1] for r in two], two[0][2], writers, folder)
+
+
+def everything(
+    rank: int, ranks: int, poisoned: list[Case], folder: Path
+) -> tuple[list[Outcome], list[Outcome], list[str], Writers]:
+    world = World(rank, ranks, rank, ranks)
+    refused, writers = refusals(world), writers_of(world, folder)
+    healthy = [two_epochs(rank, ranks, case, 12, folder / str(number)) for number, case in enumerate(CASES)]
+    return healthy, all_cases(rank, ranks, poisoned, 12), refused, writers
+
+
+def test_ranks_that_divide_the_model_compute_what_one_device_computes(divided: Divided) -> None:
     """Losses, norms of the whole gradient, clipped weights and moments, short last steps and empty ranks included."""
-    by_rank = run_ranks(all_cases, ranks, CASES, 12, timeout_s=240.0)
     for index, case in enumerate(CASES):
         alone = two_epochs(0, 1, case, 12)
-        for rank in range(ranks):
-            assert_same(by_rank[rank][index], alone)
-            assert [flags.stop for flags in by_rank[rank][index].flags][:3] == [0.0, 1.0, 0.0]
+        for outcomes in (*divided.two, *divided.three):
+            assert_same(outcomes[index], alone)
+            assert [flags.stop for flags in outcomes[index].flags][:3] == [0.0, 1.0, 0.0]
 
 
-def test_a_sample_that_is_not_finite_is_skipped_by_all_ranks_and_spares_the_empty_ones() -> None:
+def test_what_three_ranks_save_in_shards_is_read_by_any_bit_for_bit(divided: Divided) -> None:
+    """By three, by two, and by one process; uneven rows, tied weights and BatchNorm's whole buffers included."""
+    for index in range(len(CASES)):
+        saved = divided.three[0][index]
+        for outcomes in (*divided.two, *divided.three):
+            assert_bits(outcomes[index].loaded, (saved.weights, saved.moments))
+        store = CheckpointStore(divided.folder / str(index))
+        assert [store.verify(step).shards for step in store.steps()] == [2, 3]
+        whole = store.load(3)
+        assert_bits((whole.model, whole.trainer["update"]["optimizer"]["state"]), (saved.weights, saved.moments))
+
+
+def test_a_sample_that_is_not_finite_is_skipped_by_all_ranks_and_spares_the_empty_ones(divided: Divided) -> None:
     """Whether a norm is wanted or not, and where its replay on ranks without samples would spread it."""
-    cases = [Case(13, poison=True), Case(13, poison=True, max_norm=None), Case(1, poison=True)]
-    by_rank = run_ranks(all_cases, 2, cases, 12, timeout_s=120.0)
+    by_rank = divided.poisoned
     for rank in range(2):
         assert [outcome.skipped for outcome in by_rank[rank]] == [2, 2, 2]
         for outcome in by_rank[rank]:
             assert all(value.isfinite().all() for value in outcome.weights.values())
-    for index, case in enumerate(cases[:2]):
+    for index, case in enumerate(POISONED[:2]):
         for name, value in two_epochs(0, 1, case, 12).weights.items():
             torch.testing.assert_close(by_rank[0][index].weights[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_models_that_cannot_be_divided_are_refused_by_name(divided: Divided) -> None:
+    with_batchnorm, with_scalar = divided.refusals
+    assert "BatchNorm1d '1'" in with_batchnorm and "scalar parameter scale" in with_scalar
+
+
+def test_ranks_write_their_parts_where_all_of_them_see_one_folder(divided: Divided) -> None:
+    first, second = divided.writers
+    assert (first.one_folder, second.one_folder) == (True, True) and first.two_folders is second.two_folders is False
+    assert len(first.notes) == 1 and "Checkpoints are whole" in first.notes[0]
+
+
+def writers_of(world: World, folder: Path) -> Writers:
+    plan, sink = Plan.model_construct(sharded_checkpoints=True), RecordingSink()
+    found = []
+    for keeper in (world.is_main, True):
+        with writing(RunDir(folder), world, RunConfig(), plan, Collectives(world), keeper, sink) as writer:
+            found.append(None if writer is None else writer.store.takes_parts)
+    return Writers(*found, [event.message for event in sink.events if isinstance(event, Note)])
+
+
+def refusals(world: World) -> list[str]:
+    scalar = nn.Linear(2, 2)
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    told = []
+    for model in (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), scalar):
+        with pytest.raises(UnsupportedError) as caught:
+            ShardedModel(Weighted(), model, FsdpConfig(activation_checkpointing=True), "32", CPU, world)
+        told.append(caught.value.what)
+    return told
 
 
 @pytest.mark.drill
@@ -216,6 +339,7 @@ def test_hybrid_sharding_over_two_nodes_computes_the_same() -> None:
 #: The same global batch for any number of ranks; one rank takes it in one micro-batch, so BatchNorm sees the same.
 SAME = {"training": {"global_batch_size": 32, "batch_size": 32}, "task": {"batchnorm": True}}
 FSDP = {"hardware": {"strategy": "fsdp"}}
+SHARDED = {**FSDP, "checkpoint": {"sharded": "on"}}
 
 
 def up_to(steps: int | None) -> dict[str, Any]:
@@ -228,25 +352,53 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def test_a_run_goes_on_as_ddp_and_on_one_device_and_sees_each_sample_once(alone: RunDir, tmp_path: Path) -> None:
-    """Stopped in mid-epoch on three ranks that divide the model, on with two that copy it, then with one."""
-    run = train(TOY, tmp_path / "run", "cpu,cpu,cpu", merge(SAME, merge(FSDP, up_to(3))))
+    """Stopped in mid-epoch on three ranks that divide the model, on with two that copy it, then with one.
+
+    The three write their parts of checkpoints themselves; what they leave is one checkpoint like any other.
+    """
+    run = train(TOY, tmp_path / "run", "cpu,cpu,cpu", merge(SAME, merge(SHARDED, up_to(3))))
     assert run.plan()["placement"]["strategy"] == "fsdp"
+    assert shards_of(run) == 3
     go_on(run, "cpu,cpu", {"hardware": {"strategy": "ddp"}, **up_to(9)})
+    assert shards_of(run) == 0
     go_on(run, "cpu", {"hardware": {"strategy": "auto"}, **up_to(None)})
     assert used(run) == {1: list(range(200)), 2: list(range(200))}
     assert_equal_runs(run, alone)
 
 
+def shards_of(run: RunDir) -> int:
+    store = CheckpointStore(run.checkpoints)
+    step = store.step_of("last")
+    assert step is not None
+    return store.verify(step).shards
+
+
 @pytest.mark.drill
-def test_a_run_of_one_device_goes_on_as_ddp_and_ends_divided_among_three(alone: RunDir, tmp_path: Path) -> None:
-    """Weights, moments and metrics go over to fsdp too, and come back as one file."""
+def test_a_run_of_one_device_goes_on_as_ddp_and_ends_divided_among_two(alone: RunDir, tmp_path: Path) -> None:
+    """Weights, moments and metrics go over to fsdp too, whole and in shards, and come back as one file."""
     run = train(TOY, tmp_path / "run", "cpu", merge(SAME, up_to(3)))
-    go_on(run, "cpu,cpu", up_to(9))
-    go_on(run, "cpu,cpu,cpu", {**FSDP, **up_to(None)})
+    go_on(run, "cpu,cpu", up_to(5))
+    go_on(run, "cpu,cpu,cpu", {**FSDP, **up_to(7)})
+    assert shards_of(run) == 0
+    go_on(run, "cpu,cpu,cpu", {**SHARDED, **up_to(9)})
+    go_on(run, "cpu,cpu", {**SHARDED, **up_to(None)})
+    assert shards_of(run) == 2
     assert used(run) == {1: list(range(200)), 2: list(range(200))}
     assert_equal_runs(run, alone)
+    told = json.loads(finish(start("evaluate", "run", "--json", cwd=tmp_path), timeout_s=300))
+    assert told["metrics"]["test_accuracy"] == pytest.approx(run.read().final_metrics["test_accuracy"])
     finish(start("export", "run", "--out", "exported", cwd=tmp_path), timeout_s=300)
     assert "output: (2, 3)" in finish(start("load_example.py", module=(), cwd=tmp_path / "exported"), timeout_s=300)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_kills_at_random_moments_while_shards_are_written_lose_no_sample(tmp_path: Path, seed: int) -> None:
+    """A save after each step, so that one is nearly always under way."""
+    settings = merge(FAST, merge(SHARDED, {"checkpoint": {"every_steps": 1, "keep_last": 1}}))
+    run = drill(tmp_path, settings, (3, 2, 3, 2), kill_in_training, seed)
+    assert shards_of(run) == 2
+    assert CheckpointStore(run.checkpoints).newest_verified(pytest.fail) is not None
 
 
 @pytest.mark.parametrize(
@@ -262,20 +414,6 @@ def test_what_cannot_be_divided_is_refused_by_name(settings: dict[str, Any], wor
     whole = merge({"hardware": {"strategy": "fsdp", "selected_devices": "cpu,cpu"}}, settings)
     with pytest.raises(UnsupportedError, match=words):
         make_plan(TOY, whole)
-
-
-def test_models_that_cannot_be_divided_are_refused_by_name() -> None:
-    run_ranks(refusals, 1)
-
-
-def refusals(rank: int, ranks: int) -> None:
-    world, config = World(), FsdpConfig(activation_checkpointing=True)
-    with pytest.raises(UnsupportedError, match=r"BatchNorm1d '1'.*"):
-        ShardedModel(Weighted(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), config, "32", CPU, world)
-    scalar = nn.Linear(2, 2)
-    scalar.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(UnsupportedError, match="scalar parameter scale"):
-        ShardedModel(Weighted(), scalar, FsdpConfig(), "32", CPU, world)
 
 
 @pytest.mark.drill

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.config.load import merge
+from lockstep.engine.line import Line
 from lockstep.engine.pipeline import schedule
-from lockstep.engine.placed import as_inputs, shares, stages_of
-from lockstep.errors import LockstepError
+from lockstep.engine.placed import as_inputs, inputs_of, shares, stages_of
+from lockstep.errors import LockstepError, TaskError
 from lockstep.tasks.autoencoder import AutoencoderTask
+from lockstep.tasks.har.task import HarTask
 from lockstep.tasks.speech.task import SpeechTask
 from lockstep.telemetry.rundir import RunDir
+from lockstep.verify import verify
 from tests.dist.runs import assert_equal_runs, go_on, train, used
 from tests.e2e.test_train import finish, start
 from tests.gloo import ROOT
 
 TASK = f"{ROOT / 'tests' / 'dist' / 'staged.py'}:Staged"
 #: Three micro-batches a step, of which the last one of an epoch has fewer samples.
-SAME = {"training": {"global_batch_size": 30, "batch_size": 10}, "task": {"batchnorm": True}}
+SAME = {
+    "training": {"global_batch_size": 30, "batch_size": 10},
+    "task": {"batchnorm": True, "dropout": 0.3},
+    "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+}
 PIPELINE = {"hardware": {"strategy": "pipeline"}}
 pytestmark = pytest.mark.timeout(600)
 
@@ -52,6 +62,30 @@ def test_one_process_with_its_layers_on_two_devices_computes_the_same(alone: Run
     assert_equal_runs(run, alone)
 
 
+@pytest.mark.parametrize(
+    ("precision", "in_process"),
+    [
+        ("bf16-mixed", False),
+        pytest.param("32", True, marks=pytest.mark.drill),
+        pytest.param("32", False, marks=pytest.mark.drill),
+        pytest.param("16-mixed", False, marks=pytest.mark.drill),
+    ],
+)
+def test_verify_finds_har_with_dropout_equal_in_any_precision(tmp_path: Path, precision: str, in_process: bool) -> None:
+    settings = {
+        "runs_dir": str(tmp_path),
+        "hardware": {"selected_devices": "cpu,cpu", "strategy": "pipeline", "precision": precision},
+        "pipeline": {"in_process": in_process},
+        "task": {"source": "synthetic", "synthetic_samples": 200, "synthetic_shape": (3, 32)},
+        "training": {"batch_size": 16, "accumulate": 3},
+    }
+    report = verify("har", settings, steps=4, eval_batches=2)
+    assert "dropout" in report.comparison.one.draws
+    assert (report.outcome, report.causes) in {("identical", ()), ("equal", ())}
+    # Rounding is that of the sums over micro-batches and, for clipping, over stages.
+    assert report.as_configured.loss.max() < 1e-6
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 def test_a_stage_on_each_of_three_ranks_computes_the_same(alone: RunDir, tmp_path: Path, kind: str) -> None:
@@ -63,8 +97,11 @@ def test_a_stage_on_each_of_three_ranks_computes_the_same(alone: RunDir, tmp_pat
     ("task", "devices", "words"),
     [
         ("Incomplete", "cpu,cpu", "no stage holds last.weight"),
+        ("Enlarged", "cpu,cpu", "stage 2 holds 1.weight, which is not the model's"),
         ("Unstaged", "cpu,cpu", "cannot be trained in stages"),
         ("CallsMethod", "cpu,cpu", "calls a method of its model"),
+        ("CallsMethod", "cpu,cpu,cpu", "calls a method of its model"),
+        ("CallsByName", "cpu,cpu,cpu", "calls its model with inputs by name"),
         ("Staged", "cpu,cpu,cpu,cpu", "4 devices, but the model has 3 stage"),
     ],
 )
@@ -82,16 +119,46 @@ def test_a_task_that_calls_its_model_twice_is_told_so(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
+def test_a_mistake_of_the_task_is_not_taken_for_a_call_of_its_model() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        output: Tensor = model(batch.images)
+        return output
+
+    with pytest.raises(AttributeError, match="images"):
+        inputs_of(loss, torch.zeros(3))
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield Line(torch.device("cpu"), 60.0)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2, dtype=torch.uint16), torch.zeros((1,) * 10)])
+def test_a_tensor_that_cannot_be_described_to_the_next_rank_is_one_clear_error(line: Line, tensor: Tensor) -> None:
+    with pytest.raises(TaskError, match="a stage returned a tensor of"):
+        line.send((tensor,), 1)
+
+
 def test_the_stages_of_built_in_tasks_are_their_models() -> None:
     lengths = torch.tensor([40, 33])
+    small = {"source": "synthetic", "synthetic_samples": 8}
+    windows = (torch.randn(3, 9, 128),)
     cases: list[tuple[Any, tuple[Tensor, ...]]] = [
         (AutoencoderTask(), (torch.rand(3, 1, 8, 8),)),
         (SpeechTask(), (torch.randn(2, 40, 80), lengths)),
+        (HarTask(HarTask.Config(model="cnn", **small)), windows),
+        (HarTask(HarTask.Config(model="mlp", hidden=(32, 16), dropout=0.1, **small)), windows),
+        (HarTask(HarTask.Config(model="transformer", **small)), windows),
     ]
     for task, inputs in cases:
         model = task.model().eval()
         output: Any = inputs
-        for stage in stages_of(task, model, 2):
+        stages = stages_of(task, model, 3 if isinstance(task, HarTask) else 2)
+        for stage in stages:
             output = stage(*as_inputs(output))
         torch.testing.assert_close(output, model(*inputs), rtol=0, atol=0)
 

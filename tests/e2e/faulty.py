@@ -22,6 +22,7 @@ class Faulty(Toy):
         at: int = 4
         slow: bool = False
         evaluating: bool = False
+        save_s: float = 0.0
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         result = super().loss(model, batch)
@@ -31,6 +32,15 @@ class Faulty(Toy):
         if self.config.fault != "none" and strikes and is_first_start():
             globals()[self.config.fault]()
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of a task whose state is large, and the disk slow."""
+        end = time.monotonic() + self.config.save_s
+        with open(os.devnull, "wb", buffering=0) as disk:
+            while time.monotonic() < end:
+                disk.write(bytes(1 << 20))
+                time.sleep(0.1)
+        return {}
 
     def hooks(self) -> Any:
         def lonely(result: Any, model: nn.Module) -> None:

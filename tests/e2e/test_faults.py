@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.launch.failure import LAUNCHER_FILE
+from lockstep.launch.evidence import LAUNCHER_FILE
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.samples import audit_samples
 from tests.disks import make_read_only, small_disk

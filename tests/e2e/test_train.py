@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT, clean_environment
 
 #: The same global batch for any number of ranks; one rank takes it in one micro-batch, so BatchNorm sees the same.
 SAME = ("--global-batch-size", "32", "--batch-size", "32", "--set", "task.batchnorm=true")
+#: The toy is small enough for one all-reduce a step (lockstep.engine.flat); this trains it by DDP's reducer.
+REDUCER = ("--set", "distributed.bucket_cap_mb=1")
 TOY = f"{ROOT / 'tests' / 'toys.py'}:Toy"
 
 
@@ -62,7 +65,8 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
 
 
 def weights(folder: Path) -> dict[str, Any]:
-    return load_file(folder / "checkpoints" / "last" / "model.safetensors")
+    store = CheckpointStore(folder / "checkpoints")
+    return store.load(store.step_of("last") or 0).model
 
 
 def assert_close(left: Path, right: Path, tolerance: float = 1e-5) -> None:
@@ -121,7 +125,7 @@ def test_ranks_that_somebody_else_started(reference: Path, tmp_path: Path, modul
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     module = tuple(part.replace("FREE", port) for part in module)
-    finish(start("train", TOY, "--save-dir", "run", *SAME, module=module, cwd=tmp_path))
+    finish(start("train", TOY, "--save-dir", "run", *SAME, *REDUCER, module=module, cwd=tmp_path))
     assert RunDir.open(tmp_path / "run").read().status == "completed"
     assert_close(tmp_path / "run", reference)
 
@@ -160,9 +164,8 @@ def test_stop_and_go_on_with_another_number_of_ranks(reference: Path, tmp_path: 
 
 
 def test_a_killed_rank_is_reported_once_and_the_run_goes_on(reference: Path, tmp_path: Path) -> None:
-    output = train(
-        tmp_path, "--devices", "cpu,cpu", *SAME, "--set", "task.fail_at=10", "--set", "task.kill=true", code=1
-    )
+    kill = ("--set", "task.fail_at=10", "--set", "task.kill=true")
+    output = train(tmp_path, "--devices", "cpu,cpu", *SAME, *REDUCER, *kill, code=1)
     assert "rank 1" in output
     assert "SIGKILL" in output
     assert "Traceback" not in output

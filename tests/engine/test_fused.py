@@ -133,15 +133,3 @@ def test_inside_a_process_that_compiles_nothing_is_touched() -> None:
     before = dict(vars(method))
     with compiler_not_imported():
         assert vars(method) == before
-
-
-def test_a_run_on_one_device_imports_neither_compiler_nor_symbolic_mathematics(tmp_path: Path) -> None:
-    script = """
-import sys, lockstep
-lockstep.train("har", {
-    "save_dir": "run", "hardware": {"selected_devices": ["cpu"]}, "training": {"max_steps": 2, "threads": 1},
-    "telemetry": {"progress": "silent", "tensorboard": "off"},
-})
-print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
-"""
-    assert run(script, tmp_path).strip() == "[]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def test_each_chosen_rank_records_these_steps_and_no_others(tmp_path: Path) -> N
     )
     folder = tmp_path / "run" / "profile"
     assert f"The profile of steps 3 to 5 is in {folder}" in output
+    assert "profiler_st" not in output, "the library's own lines stay away"
     for rank in (0, 1):
         assert steps_in(folder / f"rank-{rank}.trace.json.gz") == {"step 3", "step 4", "step 5"}
         document = json.loads((folder / f"rank-{rank}.json").read_text())
@@ -55,6 +57,7 @@ def test_a_rank_that_is_not_there_is_said(tmp_path: Path, capfd: pytest.CaptureF
     assert {file.name for file in folder.iterdir()} == {"rank-0.trace.json.gz", "rank-0.json", "rank-0.txt"}
     assert steps_in(folder / "rank-0.trace.json.gz") == {"step 1"}
     assert "profile_ranks names 7, but the run has 1 rank(s)" in capfd.readouterr().out
+    assert "KINETO_LOG_LEVEL" not in os.environ
 
 
 @pytest.mark.parametrize(

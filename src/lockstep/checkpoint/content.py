@@ -21,7 +21,7 @@ from lockstep.checkpoint.manifest import Digest
 from lockstep.errors import CheckpointError
 
 #: https://github.com/huggingface/safetensors#format
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -92,7 +92,7 @@ def write_model(file: HashingFile, tensors: dict[str, Tensor]) -> dict[str, str]
     first: dict[tuple[Any, ...], str] = {}
     written: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type != "cpu":
             raise CheckpointError(
                 f"cannot save the model's {name}",
                 why=f"safetensors has no form for a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}",
@@ -112,7 +112,7 @@ def write_model(file: HashingFile, tensors: dict[str, Tensor]) -> dict[str, str]
     for name in order:
         tensor = written[name]
         end = offset + tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)

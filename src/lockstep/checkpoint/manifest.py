@@ -13,7 +13,8 @@ from typing import Any
 from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError
 from lockstep.telemetry.files import plain, read_json
 
-FORMAT_VERSION = 1
+#: 1: two files; 2: the same in shards. A checkpoint is of the first that has a form for it.
+FORMAT_VERSION = 2
 MODEL = "model.safetensors"
 TRAINER = "trainer.pt"
 MANIFEST = "manifest.json"
@@ -40,12 +41,17 @@ class Manifest:
     aliases: Mapping[str, str]
     extra: Mapping[str, Any]
 
+    @property
+    def shards(self) -> int:
+        """In how many parts model and trainer lie; 0 for a whole checkpoint."""
+        return _shards(self.files)
+
     def as_json(self) -> dict[str, Any]:
         """The content of the file. ``checksum`` is the hash of all the rest."""
         taken = _OWN_KEYS & self.extra.keys()
         assert not taken, f"the manifest's own keys cannot be given: {taken}"
         content = {
-            "format_version": FORMAT_VERSION,
+            "format_version": 2 if self.shards else 1,
             "step": self.step,
             "files": {name: asdict(digest) for name, digest in self.files.items()},
             "aliases": dict(self.aliases),
@@ -76,12 +82,12 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
         raise CheckpointError(f"{path} is damaged", why="its content does not match its checksum", fix=_FIX)
     try:
+        files = {name: Digest(int(it["size"]), str(it["sha256"])) for name, it in content["files"].items()}
+        if files.keys() != file_names(_shards(files)):
+            raise ValueError(f"a checkpoint does not consist of {', '.join(files)}")
         return Manifest(
             step=int(content["step"]),
-            files={
-                name: Digest(int(content["files"][name]["size"]), str(content["files"][name]["sha256"]))
-                for name in (MODEL, TRAINER)
-            },
+            files=files,
             aliases={str(name): str(other) for name, other in content["aliases"].items()},
             extra={key: value for key, value in content.items() if key not in _OWN_KEYS},
         )
@@ -112,6 +118,27 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         else:
             continue
         raise CheckpointError(f"{path} is damaged", why=why, fix=_FIX)
+
+
+def model_shard(number: int, shards: int) -> str:
+    """The file with part ``number`` (from 0) of the model."""
+    return f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+
+
+def trainer_shard(number: int, shards: int) -> str:
+    """The file with part ``number`` (from 0) of the divided tensors of the training state."""
+    return f"trainer-{number + 1:05d}-of-{shards:05d}.safetensors"
+
+
+def file_names(shards: int) -> set[str]:
+    """The files of a checkpoint in so many shards (0: whole), besides its manifest."""
+    if not shards:
+        return {MODEL, TRAINER}
+    return {TRAINER, *(name(number, shards) for name in (model_shard, trainer_shard) for number in range(shards))}
+
+
+def _shards(files: Mapping[str, Digest]) -> int:
+    return 0 if MODEL in files else (len(files) - 1) // 2
 
 
 def folder_name(step: int) -> str:

@@ -7,16 +7,18 @@ Whatever ends the process at whatever moment, the checkpoints before are untouch
     step-00000123.replaced/   its predecessor, for the moment between two renames
     last, best                relative links (text files where links cannot be made)
     .*.tmp-*                  being made, or being removed; never read
+
+In a checkpoint lie ``manifest.json``, ``trainer.pt`` and ``model.safetensors``; or, where each rank has written its
+part (:mod:`.sharded`), ``model-00001-of-00004.safetensors``, ``trainer-00001-of-00004.safetensors`` and so on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.checkpoint.manifest import (
     MANIFEST,
@@ -29,12 +31,13 @@ from lockstep.checkpoint.manifest import (
     step_in,
     verify_files,
 )
-from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError
+from lockstep.checkpoint.reader import REPLACED, CheckpointReader
+from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.errors import CheckpointError
 from lockstep.telemetry.files import (
     fsync_folder,
     is_folder,
     names_in,
-    read_bytes,
     remove_leftovers,
     storage_error,
     temporary_name,
@@ -47,36 +50,16 @@ if TYPE_CHECKING:
 
     from lockstep.checkpoint.content import HashingFile
 
+__all__ = ["CheckpointStore", "Pointer", "Snapshot"]
+
 Pointer = Literal["last", "best"]
-Result = TypeVar("Result")
-
-_REPLACED = ".replaced"
-#: A reader begins again when the checkpoint is replaced under it, but not for ever.
-_READ_TRIES = 10
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The state of a run after ``step`` optimizer steps.
-
-    ``model`` holds CPU tensors by name; tensors that are the same memory stay so. ``trainer`` holds
-    what ``torch.load(weights_only=True)`` allows: tensors, numbers, text, lists, dicts. ``manifest``
-    is JSON, for readers without torch.
-    """
-
-    step: int
-    model: dict[str, Tensor]
-    trainer: dict[str, Any]
-    manifest: dict[str, Any]
-
-
-class CheckpointStore:
+class CheckpointStore(CheckpointReader):
     """The checkpoints of one run, in ``folder``. One process writes; any number may read meanwhile."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    # Writing.
+    #: Whether :meth:`save` is for all ranks, each with its part of the state.
+    takes_parts = False
 
     def save(self, snapshot: Snapshot, best: bool = False) -> Path:
         """Write a checkpoint and let ``last`` (and ``best``) point to it; returns its folder.
@@ -93,12 +76,10 @@ class CheckpointStore:
         try:
             self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone stays gone
             temporary.mkdir()
-            manifest = self._write_content(temporary, snapshot)
-            if not self._holds(target, manifest):
-                self._put(temporary, target)
-            self._point("last", snapshot.step)
-            if best:
-                self._point("best", snapshot.step)
+            self._stage("begun")
+            aliases, digest = self._write_tensors(temporary / MODEL, snapshot.model)
+            self._stage("model written")
+            self._publish(temporary, snapshot, {MODEL: digest}, aliases, best)
         except OSError as error:
             raise storage_error(error, target) from error
         finally:
@@ -124,24 +105,33 @@ class CheckpointStore:
             raise storage_error(error, target) from error
         return target
 
-    def _write_content(self, folder: Path, snapshot: Snapshot) -> Manifest:
-        from lockstep.checkpoint.content import check_trainer, write_model, write_trainer
+    def _write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, str], Digest]:
+        from lockstep.checkpoint.content import write_model
 
-        self._stage("begun")
-        with contextlib.closing(self._open(folder / MODEL)) as file:
-            aliases = write_model(file, snapshot.model)
-            files: dict[str, Digest] = {MODEL: file.sync()}
-        self._stage("model written")
+        with contextlib.closing(self._open(path)) as file:
+            return write_model(file, tensors), file.sync()
+
+    def _publish(
+        self, folder: Path, snapshot: Snapshot, files: dict[str, Digest], aliases: dict[str, str], best: bool
+    ) -> None:
+        """Complete the checkpoint in ``folder``, where ``files`` are, and put it in its place."""
+        from lockstep.checkpoint.content import check_trainer, write_trainer
+
         with contextlib.closing(self._open(folder / TRAINER)) as file:
             write_trainer(file, snapshot.trainer)
-            files[TRAINER] = file.sync()
+            trainer = file.sync()
         self._stage("trainer written")
         check_trainer(folder / TRAINER)
-        manifest = Manifest(snapshot.step, files, aliases, snapshot.manifest)
+        manifest = Manifest(snapshot.step, {**files, TRAINER: trainer}, aliases, snapshot.manifest)
         write_json(folder / MANIFEST, manifest.as_json())
         self._stage("manifest written")
         fsync_folder(folder)
-        return manifest
+        target = self.path_of(snapshot.step)
+        if not self._holds(target, manifest):
+            self._put(folder, target)
+        self._point("last", snapshot.step)
+        if best:
+            self._point("best", snapshot.step)
 
     def _holds(self, target: Path, manifest: Manifest) -> bool:
         try:
@@ -154,7 +144,7 @@ class CheckpointStore:
 
     def _put(self, temporary: Path, target: Path) -> None:
         """Rename ``temporary`` to ``target``; a predecessor stays readable until that is done."""
-        replaced = target.with_name(target.name + _REPLACED)
+        replaced = target.with_name(target.name + REPLACED)
         if is_folder(target):
             self._remove(replaced)
             target.rename(replaced)
@@ -214,8 +204,8 @@ class CheckpointStore:
         try:
             remove_leftovers(self.folder)
             for name in names_in(self.folder):
-                step = step_in(name.removesuffix(_REPLACED))
-                if name.endswith(_REPLACED) and step is not None:
+                step = step_in(name.removesuffix(REPLACED))
+                if name.endswith(REPLACED) and step is not None:
                     if is_folder(self.path_of(step)):
                         self._remove(self.folder / name)
                     else:
@@ -227,7 +217,7 @@ class CheckpointStore:
         for step in sorted(steps):
             target = self.path_of(step)
             try:
-                self._remove(target.with_name(target.name + _REPLACED))
+                self._remove(target.with_name(target.name + REPLACED))
                 self._remove(target)
             except OSError as error:
                 raise storage_error(error, target) from error
@@ -255,142 +245,3 @@ class CheckpointStore:
 
     def _link(self, link: Path, target: str) -> None:
         link.symlink_to(target, target_is_directory=True)
-
-    # Reading.
-
-    def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, whole or broken, ascending.
-
-        Raises:
-            RunFolderError: the folder cannot be read.
-        """
-        found = {step_in(name.removesuffix(_REPLACED)) for name in names_in(self.folder)}
-        return sorted(step for step in found if step is not None)
-
-    def path_of(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` lies, or would lie."""
-        return self.folder / folder_name(step)
-
-    def _find(self, step: int) -> Path:
-        target = self.path_of(step)
-        for _ in range(_READ_TRIES):
-            for candidate in (target, target.with_name(target.name + _REPLACED)):
-                if is_folder(candidate):
-                    return candidate
-            if step not in self.steps():  # else it was renamed between the looks
-                break
-        there = ", ".join(str(other) for other in self.steps()[-5:])
-        raise CheckpointError(
-            f"there is no checkpoint of step {step} in {self.folder}",
-            why=f"the newest are of the steps {there}" if there else "the folder holds none",
-            fix="choose one of those, or start a new run" if there else "start a new run",
-        )
-
-    def step_of(self, pointer: str) -> int | None:
-        """The step that ``last`` or ``best`` means; ``None`` for other words, and when there is no such checkpoint."""
-        if pointer not in ("last", "best"):
-            return None
-        link = self.folder / pointer
-        try:
-            name = (
-                str(link.readlink()) if link.is_symlink() else read_bytes(link, max_bytes=4096).decode("ascii").strip()
-            )
-        except (OSError, RunFolderError, UnicodeDecodeError):
-            return None
-        step = step_in(name)
-        return step if step in self.steps() else None
-
-    def manifest(self, step: int) -> dict[str, Any]:
-        """What the run wrote into the manifest of a checkpoint (:attr:`Snapshot.manifest`). Needs no torch.
-
-        Raises:
-            CheckpointError: there is no such checkpoint, or its manifest is damaged. The rest is not looked at.
-        """
-        return dict(self._read(step, read_manifest).extra)
-
-    def verify(self, step: int) -> Manifest:
-        """Compare a checkpoint with its hashes; returns its manifest. Needs no torch.
-
-        Raises:
-            CheckpointError: it is missing or broken; says which file, and how.
-        """
-        return self._read(step, self._verified)
-
-    def load(self, step: int) -> Snapshot:
-        """The checkpoint of ``step``, compared with its hashes first. Runs no code of the files'.
-
-        Raises:
-            CheckpointError: it is missing or broken; says which file, and how.
-        """
-        from lockstep.checkpoint.content import read_model, read_trainer
-
-        def load_from(folder: Path) -> Snapshot:
-            manifest = self._verified(folder)
-            model = read_model(folder / MODEL, dict(manifest.aliases))
-            return Snapshot(manifest.step, model, read_trainer(folder / TRAINER), dict(manifest.extra))
-
-        return self._read(step, load_from)
-
-    def newest_verified(self, report: Callable[[str], None]) -> int | None:
-        """The newest step whose checkpoint is whole; ``report`` hears of each broken one on the way.
-
-        ``None`` when there is none.
-
-        Raises:
-            NewerFormatError: the newest is not for this version of Lockstep; falling back would throw work away.
-        """
-        told: set[int] = set()
-        while True:
-            for step in reversed(self.steps()):
-                try:
-                    self.verify(step)
-                    return step
-                except NewerFormatError:
-                    raise
-                except CheckpointError as error:
-                    if step not in self.steps():
-                        break  # retired meanwhile, as old ones are: so there are newer ones
-                    if step not in told:
-                        report(f"the checkpoint of step {step} is broken and passed over: {error.what} ({error.why})")
-                    told.add(step)
-            else:
-                return None
-
-    def _verified(self, folder: Path) -> Manifest:
-        manifest = read_manifest(folder)
-        if step_in(folder.name.removesuffix(_REPLACED)) != manifest.step:
-            raise CheckpointError(
-                f"{folder} is damaged",
-                why=f"its manifest is that of step {manifest.step}",
-                fix="rename the folder back",
-            )
-        verify_files(folder, manifest)
-        return manifest
-
-    def _read(self, step: int, use: Callable[[Path], Result]) -> Result:
-        """``use`` of a checkpoint's folder, again from the start if the folder is replaced meanwhile."""
-        for _ in range(_READ_TRIES):
-            folder = self._find(step)
-            before = _identity(folder)
-            try:
-                result = use(folder)
-            except CheckpointError:
-                if before is not None and _identity(folder) == before:
-                    raise
-            else:
-                if _identity(folder) == before:
-                    return result
-        raise CheckpointError(
-            f"the checkpoint of step {step} keeps changing",
-            why="its run is saving it again and again",
-            fix="try again later",
-        )
-
-
-def _identity(folder: Path) -> tuple[int, int, int] | None:
-    """Tells one folder from the next of its name; the number alone may be used again."""
-    try:
-        status = folder.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_mtime_ns

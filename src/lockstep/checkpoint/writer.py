@@ -65,7 +65,7 @@ class BackgroundWriter:
         if save.path is not None and self._on_saved is not None:
             self._on_saved(save.snapshot.step, save.path, save.best)
         if save.error is not None:
-            raise _surfaced(save.error, save.snapshot.step) from save.error
+            raise surfaced(save.error, save.snapshot.step) from save.error
 
     def close(self) -> None:
         """Wait for the save in flight and let go of the host memory. Raises :class:`StorageError`."""
@@ -94,7 +94,8 @@ class _Save(threading.Thread):
             self.error = error
 
 
-def _surfaced(error: BaseException, step: int) -> LockstepError:
+def surfaced(error: BaseException, step: int) -> LockstepError:
+    """What people are told of an error of the save of ``step``."""
     if isinstance(error, LockstepError):
         return error
     return StorageError(

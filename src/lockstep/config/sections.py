@@ -207,7 +207,11 @@ class DistributedConfig(Section):
         False, description="let parameters take no part in a step (costs a graph walk)"
     )
     sync_batchnorm: Switch = Field("auto", description="batch statistics over all ranks; auto: on with several ranks")
-    bucket_cap_mb: float | None = Field(None, gt=0, description="size of a gradient bucket; unset: torch's default")
+    bucket_cap_mb: float | None = Field(
+        None,
+        gt=0,
+        description="size of a gradient bucket; unset: torch's default, and one for all of a small model on CPUs",
+    )
     timeout_s: float = Field(600.0, gt=0, description="how long a collective may wait for a rank")
 
 
@@ -244,6 +248,11 @@ class CheckpointConfig(Section):
     keep_last: int = Field(2, ge=1, description="how many of the newest checkpoints stay; the best always stays")
     monitor: str | None = Field(None, description="what 'best' means, e.g. val_loss; unset: the task's choice")
     mode: Literal["min", "max"] | None = Field(None, description="unset: min for losses and error rates, else max")
+    sharded: Switch = Field(
+        "auto",
+        description="strategy fsdp: each rank writes its part of the state; auto: from 0.5 GB of weights and "
+        "optimizer state on",
+    )
 
 
 class TelemetryConfig(Section):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
@@ -28,6 +27,7 @@ from lockstep.engine.precision import Precision
 from lockstep.engine.profile import memory_snapshot, profiled
 from lockstep.engine.resume import check_fits, check_moments, load_shared, load_weights, restoring, weights_from
 from lockstep.engine.runtime import check_pins, pins, rank_device, runtime
+from lockstep.engine.saving import writing
 from lockstep.engine.source import training_source
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies import build_strategy
@@ -36,7 +36,7 @@ from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.engine.trace import Trace, trace_file
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.errors import LockstepError
-from lockstep.events import CheckpointSaved, Fanout, Note, RunEnded, Sink
+from lockstep.events import Fanout, Note, RunEnded, Sink
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
 from lockstep.telemetry.files import JsonLines, write_json
@@ -99,16 +99,14 @@ def run_attempt(
             runtime(plan, device, world, timeout_s, detect_anomaly=config.debug.detect_anomaly),
             shared(world, timeout_s),
             _monitored(run_dir, world, config, plan),
+            contextlib.ExitStack() as ending,
         ):
             collectives = Collectives(world, timeout_s=timeout_s)
             # After a restart rank 0 has begun a new one, maybe after the others had looked.
             attempt = collectives.broadcast(attempt)
             if keeper:
                 heartbeat.start(run_dir, total=plan.total_steps)
-                writer = BackgroundWriter(
-                    CheckpointStore(run_dir.checkpoints),
-                    lambda step, path, best: sink.emit(CheckpointSaved(step, path, best)),
-                )
+            writer = ending.enter_context(writing(run_dir, world, config, plan, collectives, keeper, sink))
             if isinstance(task, ModuleTask):
                 from lockstep.engine.lightning_fit import ModuleFit
 
@@ -122,8 +120,11 @@ def run_attempt(
                 )
                 return module_fit.run()
             datasets = datasets or open_data(task, config, collectives)
-            snapshot = _newest(run_dir, collectives, sink)
-            fit = task_fit = assemble(run_dir, world, task, config, plan, datasets, device, collectives, snapshot)
+            # No name for the snapshot here: it would keep its memory, or its files, until the end.
+            fit = task_fit = assemble(
+                *(run_dir, world, task, config, plan, datasets, device, collectives),
+                _newest(run_dir, collectives, sink, in_pieces=_reads_pieces(writer)),
+            )
             task_fit.attempt, task_fit.sink, task_fit.writer = attempt, sink, writer
             task_fit.stop_requested = lambda: stop_signal() is not None
             task_fit.heartbeat = heartbeat.beat
@@ -157,7 +158,12 @@ def open_data(task: Task, config: RunConfig, collectives: Collectives) -> Datase
     return task.datasets()
 
 
-def _newest(run_dir: RunDir, collectives: Collectives, sink: Sink) -> Snapshot | None:
+def _reads_pieces(writer: BackgroundWriter | None) -> bool:
+    """Who writes its own part of a checkpoint can read it, too."""
+    return writer is not None and writer.store.takes_parts
+
+
+def _newest(run_dir: RunDir, collectives: Collectives, sink: Sink, *, in_pieces: bool = False) -> Snapshot | None:
     store = CheckpointStore(run_dir.checkpoints)
     step: int | None = None
     if collectives.is_main:
@@ -166,7 +172,7 @@ def _newest(run_dir: RunDir, collectives: Collectives, sink: Sink) -> Snapshot |
         if step is not None:
             store.discard_after(step)
     step = collectives.broadcast(step)
-    return None if step is None else load_shared(store, step, collectives)
+    return None if step is None else load_shared(store, step, collectives, in_pieces=in_pieces)
 
 
 def assemble(
@@ -194,19 +200,13 @@ def assemble(
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
     with compiler_not_imported():
         optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, plan.schedule.lr)
+    if divided is not None:
+        divided.adopt(optimizer)
     update = Update(model, optimizer, plan.schedule, precision, config.training.max_grad_norm, divided)
     here = pins(device, plan)
     state = TrainState(position=config.debug.start_position)
     if snapshot is not None:
-        check_fits(snapshot.manifest, plan)
-        if plan.reproducibility == "exact":
-            check_pins(snapshot.manifest["pins"], here)
-        load_weights(model, snapshot.model, run_dir.path)
-        with restoring(run_dir.path):
-            update.load_state_dict(snapshot.trainer["update"])
-            check_moments(optimizer)
-            task.load_state_dict(snapshot.trainer["task"])
-            state = TrainState.from_state_dict(snapshot.trainer["state"])
+        state = _restored(snapshot, plan, here, task, model, update, run_dir)
     debug, watched = config.debug, task
     draws: set[str] = set()
     if debug.trace != "off" or debug.switch_off:
@@ -230,9 +230,30 @@ def assemble(
         stop_requested=lambda: False,
         heartbeat=lambda step, total: None,
         pins=here,
-        trace=Trace(debug, trace_file(run_dir.path, world.rank), world.is_main, update, model, draws, plan.sharded),
+        trace=Trace(debug, trace_file(run_dir.path, world.rank), world.is_main, update, model, draws, divided),
         remarks=() if divided is None else divided.remarks,
     )
+
+
+def _restored(
+    snapshot: Snapshot,
+    plan: Plan,
+    here: dict[str, Any],
+    task: Task,
+    model: torch.nn.Module,
+    update: Update,
+    run_dir: RunDir,
+) -> TrainState:
+    """Where training stood; task, model and update become what they were. ``here``: this machine's pins."""
+    check_fits(snapshot.manifest, plan)
+    if plan.reproducibility == "exact":
+        check_pins(snapshot.manifest["pins"], here)
+    load_weights(model, snapshot.model, run_dir.path)
+    with restoring(run_dir.path):
+        update.load_state_dict(snapshot.trainer["update"])
+        check_moments(update.optimizer)
+        task.load_state_dict(snapshot.trainer["task"])
+        return TrainState.from_state_dict(snapshot.trainer["state"])
 
 
 def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Callable[[], int | None]) -> RunResult:
@@ -335,7 +356,8 @@ def _test_the_best(fit: Fit, run_dir: RunDir) -> dict[str, float]:
     store = CheckpointStore(run_dir.checkpoints)
     best = fit.collectives.broadcast(store.step_of("best") if fit.collectives.is_main else None)
     if best is not None and best != fit.state.step and fit.datasets.test is not None:
-        load_weights(fit.strategy.module, load_shared(store, best, fit.collectives).model, run_dir.path)
+        snapshot = load_shared(store, best, fit.collectives, in_pieces=_reads_pieces(fit.writer))
+        load_weights(fit.strategy.module, snapshot.model, run_dir.path)
     numbers, tables = fit.test()
     if tables and fit.collectives.is_main:
         write_json(run_dir.path / "tables.json", tables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,10 @@ class Divided(Protocol):
 
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> Strategy: ...
 
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Learn which optimizer trains the model."""
+        ...
+
     def parameters(self) -> list[nn.Parameter]:
         """Those that this process trains."""
         ...
@@ -46,6 +51,10 @@ class Divided(Protocol):
 
     def agree(self, flag: Tensor) -> None:
         """Make a flag, shape (), the highest of all ranks'. Collective."""
+        ...
+
+    def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+        """As :func:`lockstep.engine.trace.pick`, of whole parameters, on every rank. Collective."""
         ...
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -82,11 +91,13 @@ def divide(
         size = min(plan.batch.batch_size, plan.batch.samples)
         request = Request(0, 0, 0, size, window=(0, size))
         batch = training_source(task, datasets.train, plan).batch(request)
-        seconds = measure(stages, task.loss, batch, device)
+        precision = Precision(plan.placement["precision"], device, plan.pre_scale)
+        seconds = measure(stages, task.loss, batch, device, precision)
     seconds = collectives.broadcast(seconds)
     bounds, remark = cut(stages, parts, seconds)
     if world.size == 1:
         return PlacedModel(model, stages, bounds, [rank_device([name], World()) for name in names], remark)
     from lockstep.engine.pipeline import PipelineModel
 
-    return PipelineModel(model, stages, bounds, device, world, config.pipeline.schedule, remark)
+    schedule, timeout_s = config.pipeline.schedule, config.distributed.timeout_s
+    return PipelineModel(model, stages, bounds, device, world, schedule, timeout_s, remark)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,8 @@ from lockstep.errors import DataError, TaskError, UnsupportedError
 from lockstep.plan import TaskFacts
 
 PROBES = 16
+#: Handing a batch over from another process costs more than making one of such samples, seconds.
+QUICK_S = 1e-4
 
 
 def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
@@ -40,7 +46,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         test_samples=0 if datasets.test is None else len(datasets.test),
         parameters=sum(p.numel() for p in model.parameters()),
         has_batchnorm=has_batchnorm(model),
-        whole_batches=hasattr(datasets.train, "__getitems__") and not hasattr(datasets.train, "sample"),
+        whole_batches=gives_whole_batches(datasets.train),
+        quick_samples=has_quick_samples(datasets.train),
         lengths=lengths,
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
         fingerprint=fingerprint(datasets.train) + (f":{lengths}" if lengths else ""),
@@ -87,6 +94,37 @@ def blueprint(task: Task) -> nn.Module:
     return model
 
 
+def gives_whole_batches(dataset: Any) -> bool:
+    """Whether a batch is one gather: ``__getitems__`` gives it finished, not as a list of samples (``Subset``)."""
+    if hasattr(dataset, "sample") or not hasattr(dataset, "__getitems__"):
+        return False
+    with _randomness_kept():
+        return not isinstance(dataset.__getitems__(np.arange(1)), list)
+
+
+def has_quick_samples(dataset: Any) -> bool:
+    """Whether a sample is there within :data:`QUICK_S`: the median of five all over the data set."""
+
+    def seconds(index: int) -> float:
+        started = time.perf_counter()
+        _probe(dataset, index)
+        return time.perf_counter() - started
+
+    with _randomness_kept():
+        return statistics.median(seconds(int(i)) for i in np.linspace(0, len(dataset) - 1, 5)) < QUICK_S
+
+
+@contextmanager
+def _randomness_kept() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
 def fingerprint(dataset: Any) -> str:
     """Length and a hash of up to 16 samples spread over the data set: tells a resume that the data changed.
 
@@ -95,14 +133,9 @@ def fingerprint(dataset: Any) -> str:
     if hasattr(dataset, "fingerprint"):
         return f"{len(dataset)}:{dataset.fingerprint()}"
     digest = hashlib.sha256()
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            for index in sorted({int(i) for i in np.linspace(0, len(dataset) - 1, PROBES)}):
-                feed(digest, _probe(dataset, index))
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+    with _randomness_kept():
+        for index in sorted({int(i) for i in np.linspace(0, len(dataset) - 1, PROBES)}):
+            feed(digest, _probe(dataset, index))
     return f"{len(dataset)}:{digest.hexdigest()[:16]}"
 
 

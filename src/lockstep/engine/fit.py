@@ -57,7 +57,7 @@ class TimedBatches:
 
 @dataclass
 class Fit:
-    """What one attempt trains with. Rank 0 alone has real ``sink`` and ``writer``."""
+    """What one attempt trains with. Rank 0 alone has a real ``sink``, and a ``writer`` unless all ranks write."""
 
     task: Task
     config: RunConfig
@@ -303,7 +303,7 @@ class Fit:
     # Checkpoints.
 
     def save(self, *, best: bool = False) -> None:
-        """Collective: buffers are merged on all ranks, then rank 0 writes in the background."""
+        """Collective: buffers are merged on all ranks, then rank 0 writes in the background, or each its part."""
         if self._saved_at == self.state.step and not best:
             return
         self._saved_at = self.state.step
@@ -313,7 +313,12 @@ class Fit:
             return
         with pulse.during(Activity.SAVING):
             state = {"model": self.strategy.module.state_dict(), "trainer": self.trainer_state()}
-            state = self.strategy.whole(state, self.collectives, keep=self.writer is not None)
+            if self.writer is not None and self.writer.store.takes_parts:
+                from lockstep.engine.parts import own_part
+
+                state = own_part(state, is_main=self.collectives.is_main)
+            else:
+                state = self.strategy.whole(state, self.collectives, keep=self.writer is not None)
             if self.writer is not None:
                 self._write(self.writer, state, best)
 
@@ -322,7 +327,7 @@ class Fit:
         keep = retained(
             [*writer.store.steps(), self.state.step], self.config.checkpoint.keep_last, self.state.best_step
         )
-        snapshot = Snapshot(self.state.step, copy["model"], copy["trainer"], self.manifest())
+        snapshot = Snapshot(self.state.step, **copy, manifest=self.manifest())
         writer.submit(snapshot, best=best, keep=keep)
 
     def trainer_state(self) -> dict[str, Any]:

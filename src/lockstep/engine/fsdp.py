@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, cast
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -33,9 +33,11 @@ from lockstep.data.loader import Window
 from lockstep.engine.batchnorm import SyncedBatchNorm, ghost
 from lockstep.engine.buffers import Buffers
 from lockstep.engine.collectives import Collectives
+from lockstep.engine.parts import gathered, restored
 from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SingleStrategy
 from lockstep.engine.task import Loss, Task
+from lockstep.engine.trace import pick
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -90,7 +92,7 @@ class ShardedModel:
         blocks = blocks_of(task, model)
         self.remarks: tuple[str, ...] = (f"fsdp: {len(blocks)} block(s) of the model are gathered one at a time",)
         if config.activation_checkpointing:
-            _checkpoint_activations(model, blocks)
+            checkpoint_activations(model, blocks)
         root = _Root(model)
         self.reduce_scatter = _ReduceScatter()
         offload = CPUOffloadPolicy(pin_memory=True) if config.cpu_offload else OffloadPolicy()
@@ -134,12 +136,19 @@ class ShardedModel:
             sync_batchnorm=plan.sync_batchnorm,
         )
 
+    def adopt(self, optimizer: Optimizer) -> None:
+        pass
+
     def parameters(self) -> list[nn.Parameter]:
         return list(self.module.parameters())
 
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
         """This rank's parts of ``tensors``, sharing their memory."""
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+    def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+        """As :func:`lockstep.engine.trace.pick`, of whole parameters. Collective."""
+        return pick((gathered(parameter, keep=True) for parameter in parameters), places)
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's whole state dict, as that of ``optimizer``, whose parameters are divided."""
@@ -148,40 +157,8 @@ class ShardedModel:
         divided = dict(state["state"])
         for number, parameter in zip(numbers, parameters, strict=False):  # the optimizer itself tells of a mismatch
             if number in divided:
-                divided[number] = {
-                    name: divided_like(value, parameter)
-                    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
-                    else value
-                    for name, value in divided[number].items()
-                }
+                divided[number] = {name: restored(value, parameter) for name, value in divided[number].items()}
         return {**state, "state": divided}
-
-
-def gathered(state: Any, *, keep: bool) -> Any:
-    """``state`` with whole tensors in place of divided ones. Collective; the same on one device.
-
-    One tensor at a time is whole on the device; on a rank that does not ``keep`` them, none stays.
-    """
-    if isinstance(state, DTensor):
-        whole = cast(DTensor, state.detach()).full_tensor()
-        return whole.cpu() if keep else None
-    if isinstance(state, Mapping):
-        return {key: gathered(value, keep=keep) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(gathered(value, keep=keep) for value in state)
-    return state
-
-
-def divided_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of ``whole``, which every rank has, divided as ``like`` is. Not collective."""
-    if not isinstance(like, DTensor) or isinstance(whole, DTensor):
-        return whole
-    return distribute_tensor(
-        whole.to(device=like.device_mesh.device_type, dtype=like.dtype),
-        like.device_mesh,
-        like.placements,
-        src_data_rank=None,
-    )
 
 
 class FsdpStrategy(SingleStrategy):
@@ -367,7 +344,7 @@ def _refuse_scalars(model: nn.Module) -> None:
         )
 
 
-def _checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Keep only the inputs of each block, and compute what is inside again in the backward pass."""
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats:

@@ -1,9 +1,10 @@
 """``strategy: pipeline``: the model's stages in order over the ranks, micro-batches following one another through them.
 
-All ranks see the same micro-batches, so a step is that of one device which accumulates them. Each rank trains the
-stages that it holds. What travels between ranks is of any shape and may differ from one micro-batch to the next
-(padded sequences, short last batches), which fixed receive buffers, as of ``torch.distributed.pipelining``, do not
-allow: so the two schedules are written out here.
+All ranks see the same micro-batches, so a step is that of one device which accumulates them; the state of the random
+number generators goes from stage to stage with the activations, so dropout draws what it draws there. Each rank
+trains the stages that it holds. What travels between ranks is of any shape and may differ from one micro-batch to the
+next (padded sequences, short last batches), which fixed receive buffers, as of ``torch.distributed.pipelining``, do
+not allow: so the two schedules are written out here.
 
 GPipe: Huang et al. 2019, https://arxiv.org/abs/1811.06965. 1F1B: Narayanan et al. 2019, "PipeDream" (SOSP), and
 section 2.2.1 of Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
@@ -12,26 +13,28 @@ section 2.2.1 of Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.data.loader import Window
 from lockstep.engine.collectives import Collectives
-from lockstep.engine.placed import Inputs, as_inputs, inputs_of
+from lockstep.engine.line import Line
+from lockstep.engine.placed import Inputs, as_inputs, ask, generators_of, inputs_of, set_states, states_of
 from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SingleStrategy, to_device
+from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SingleStrategy
+from lockstep.engine.switches import Watched
 from lockstep.engine.task import Loss, Task
-from lockstep.engine.wire import all_reduce, wire_device
+from lockstep.engine.trace import pick
+from lockstep.engine.transfer import to_device
+from lockstep.engine.wire import all_reduce
 from lockstep.errors import TaskError
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
-
-_KINDS = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool)
-#: Room for the description of one tensor: kind, whether a gradient is wanted, dimensions, and up to so many sizes.
-_HEADER = 12
 
 
 class Action(NamedTuple):
@@ -54,53 +57,6 @@ def schedule(kind: str, rank: int, ranks: int, micro_batches: int) -> list[Actio
     return actions + [Action(False, index) for index in range(micro_batches - ahead, micro_batches)]
 
 
-class _Line:
-    """Tensors to and from a neighbour, in one direction of the pipeline; sizes travel ahead of them.
-
-    Sends do not wait: the two directions are two groups, so that none waits for the other either.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._group = dist.new_group()
-        self._device, self._wire = device, wire_device(device, self._group)
-        self._sent: list[tuple[dist.Work | None, Tensor]] = []
-
-    def send(self, tensors: Inputs, to: int) -> None:
-        header = torch.zeros(1 + len(tensors) * _HEADER, dtype=torch.int64)
-        header[0] = len(tensors)
-        for place, tensor in enumerate(tensors):
-            row = [_KINDS.index(tensor.dtype), int(tensor.requires_grad), tensor.dim(), *tensor.shape]
-            start = 1 + place * _HEADER
-            header[start : start + len(row)] = torch.tensor(row)
-        for message in (header[:1], header[1:], *(tensor.detach() for tensor in tensors)):
-            packed = message.to(self._wire).contiguous()
-            if packed.numel():
-                self._sent.append((dist.isend(packed, group_dst=to, group=self._group), packed))
-
-    def receive(self, source: int) -> Inputs:
-        """The tensors of the next message, as leaves that gather gradients where those are wanted."""
-        number = int(self._one(torch.int64, (1,), source))
-        rows = self._one(torch.int64, (number, _HEADER), source).tolist()
-        tensors = []
-        for kind, wanted, dims, *sizes in rows:
-            tensor = self._one(_KINDS[kind], tuple(sizes[:dims]), source).to(self._device)
-            tensors.append(tensor.requires_grad_(bool(wanted)))
-        return tuple(tensors)
-
-    def _one(self, kind: torch.dtype, shape: tuple[int, ...], source: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=kind, device=self._wire)
-        if tensor.numel():
-            dist.recv(tensor, group_src=source, group=self._group)
-        return tensor
-
-    def flush(self) -> None:
-        """Wait until all that was sent has gone."""
-        for work, _ in self._sent:
-            if work is not None:
-                work.wait()
-        self._sent = []
-
-
 class PipelineModel:
     """The stages that this rank holds of a model, on its device; the others stay as they are, on the host.
 
@@ -116,15 +72,21 @@ class PipelineModel:
         device: torch.device,
         world: World,
         schedule: str,
+        timeout_s: float,
         remark: str,
     ) -> None:
         self.module = module
         self.remarks: tuple[str, ...] = (remark,)
-        self._device, self._schedule = device, schedule
+        self._device, self._schedule, self._timeout_s = device, schedule, timeout_s
+        self._optimizer: Optimizer | None = None
         self.mine = nn.ModuleList(stages[bounds[world.rank] : bounds[world.rank + 1]]).to(device)
-        names = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
+        names: dict[int, list[str]] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), []).append(name)
         held = (*self.mine.parameters(), *self.mine.buffers())
-        self._names = [names[id(tensor)] for tensor in held if id(tensor) in names]
+        self._names = [names[id(tensor)][0] for tensor in held if id(tensor) in names]
+        #: Further names of tied weights, with their first.
+        self._aliases = {other: first for first, *others in names.values() for other in others}
         self.is_first, self.is_last = world.rank == 0, world.rank == world.size - 1
 
     def run(self, inputs: Inputs) -> Any:
@@ -135,7 +97,13 @@ class PipelineModel:
         return output
 
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> PipelineStrategy:
-        return PipelineStrategy(task, self, precision, self._device, seed=plan.seed, world=world, kind=self._schedule)
+        lines = Line(self._device, self._timeout_s), Line(self._device, self._timeout_s)
+        return PipelineStrategy(
+            task, self, precision, self._device, seed=plan.seed, world=world, kind=self._schedule, lines=lines
+        )
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.mine.parameters())
@@ -144,34 +112,49 @@ class PipelineModel:
         return tensors
 
     def total_norm(self, norm: Tensor) -> Tensor:
-        return all_reduce(norm.detach().double().square(), None).sqrt().to(norm)
+        # A rank without gradients has a norm on the host.
+        return all_reduce(norm.detach().double().square().to(self._device), None).sqrt().to(norm)
 
     def agree(self, flag: Tensor) -> None:
         flag.copy_(all_reduce(flag, None, dist.ReduceOp.MAX))
 
-    def divided_state(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+        """As :func:`lockstep.engine.trace.pick`; of what other ranks hold, theirs. Collective."""
+        own, nothing = {id(parameter) for parameter in self.mine.parameters()}, torch.zeros(())
+        mine = [p if id(p) in own else nothing.expand(p.numel()) for p in parameters]
+        return all_reduce(pick(mine, places).to(self._device), None).cpu()
+
+    def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's whole state dict without that of other ranks' parameters."""
         mine = self._numbers(optimizer)
         return {**state, "state": {number: values for number, values in state["state"].items() if number in mine}}
 
-    def _numbers(self, optimizer: torch.optim.Optimizer) -> set[int]:
+    def _numbers(self, optimizer: Optimizer) -> set[int]:
+        """Which of the optimizer's parameters are this rank's, as its state dict numbers them."""
         own = {id(parameter) for parameter in self.mine.parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return {number for number, parameter in enumerate(parameters) if id(parameter) in own}
 
-    def whole(self, state: dict[str, Any], collectives: Collectives) -> dict[str, Any]:
-        """A checkpoint's content from the parts that ranks hold. Collective."""
-        model = {name: state["model"][name].cpu() for name in self._names}
-        moments = _on_host(state["trainer"]["update"]["optimizer"]["state"])
-        parts = collectives.all_gather((model, moments))
-        gathered = dict(state["model"])
-        for names, _ in parts:
-            gathered |= names
+    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
+        """A checkpoint's content from the parts that ranks hold, on ranks that ``keep`` it. Collective.
+
+        One rank's part at a time is on the way.
+        """
+        assert self._optimizer is not None, "an optimizer is adopted before anything is saved"
         update = state["trainer"]["update"]
-        merged = {number: values for _, own in parts for number, values in own.items()}
+        numbers = self._numbers(self._optimizer)
+        moments = {number: values for number, values in update["optimizer"]["state"].items() if number in numbers}
+        mine = {name: state["model"][name].cpu() for name in self._names}, _on_host(moments)
+        model, merged = dict(state["model"]), dict[int, Any]()
+        for source in range(collectives.size):
+            names, values = collectives.broadcast(mine, source)
+            if keep:
+                model |= names
+                merged |= values
+        model |= {name: model[first] for name, first in self._aliases.items()}
         optimizer = {**update["optimizer"], "state": dict(sorted(merged.items()))}
         trainer = {**state["trainer"], "update": {**update, "optimizer": optimizer}}
-        return {"model": gathered, "trainer": trainer}
+        return {"model": model, "trainer": trainer}
 
 
 def _on_host(state: Any) -> Any:
@@ -198,22 +181,24 @@ class PipelineStrategy(SingleStrategy):
         seed: int,
         world: World,
         kind: str,
+        lines: tuple[Line, Line],
     ) -> None:
         super().__init__(task, model.module, precision, device, seed=seed)
         self._pipeline, self._world, self._kind = model, world, kind
-        self._down, self._up = _Line(device), _Line(device)
+        self._down, self._up = lines
+        self._generators = generators_of(device)
+        self._watching = task.watching if isinstance(task, Watched) else nullcontext
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._clear()
         self._sums.zero_()
         self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
-        waiting = [to_device(next(batches), self._device) for _ in window.requests]
         running: dict[int, tuple[Inputs, Any]] = {}
-        for action in schedule(self._kind, self._world.rank, self._world.size, len(waiting)):
+        for action in schedule(self._kind, self._world.rank, self._world.size, len(window.requests)):
             place = action.micro_batch
             if action.forward:
-                running[place] = self._forward(waiting[place], step, place)
+                running[place] = self._forward(next(batches), step, place)
             else:
                 self._backward_of(*running.pop(place))
         self._down.flush()
@@ -223,7 +208,7 @@ class PipelineStrategy(SingleStrategy):
         return Reduced(sums[0].clone(), sums[1].clone(), 1.0, Flags(*sums[2:].tolist()) if read else None)
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
-        return self._pipeline.whole(state, collectives)
+        return self._pipeline.whole(state, collectives, keep=keep)
 
     def evaluating(self, task: Task) -> Task:
         return _ThroughStages(task, self)
@@ -232,12 +217,23 @@ class PipelineStrategy(SingleStrategy):
         """This rank's part of ``function(model, batch)``: what it got, and what came of it."""
         model, rank = self._pipeline, self._world.rank
         model.mine.train(self.module.training)
-        inputs = inputs_of(function, batch) if model.is_first else self._down.receive(rank - 1)
-        if not model.is_last:
-            output = as_inputs(model.run(inputs))
-            self._down.send(output, rank + 1)
-            return inputs, output
-        return inputs, function(_Answer(lambda: model.run(inputs), self.module.training), batch)
+        if model.is_first:
+            inputs = inputs_of(function, batch)
+        else:
+            received = self._down.receive(rank - 1)
+            states, inputs = received[: len(self._generators)], received[len(self._generators) :]
+
+        def run() -> Any:
+            if not model.is_first:
+                set_states(self._generators, states)
+            return model.run(inputs)
+
+        if model.is_last:
+            return inputs, ask(function, _Answer(run, self.module.training), batch)
+        with self._watching():
+            output = as_inputs(run())
+        self._down.send((*states_of(self._generators), *output), rank + 1)
+        return inputs, output
 
     @property
     def is_last(self) -> bool:
@@ -248,6 +244,8 @@ class PipelineStrategy(SingleStrategy):
         self._down.flush()
 
     def _forward(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
+        if self._pipeline.is_first or self._pipeline.is_last:  # others do not look at it
+            batch = to_device(batch, self._device)
         self._draw(step, place << 16)
         with self._precision.autocast():
             inputs, output = self.through(self._task.loss, batch)

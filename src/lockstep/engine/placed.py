@@ -7,7 +7,7 @@ with, every other one what the stage before it returned, and the task what the l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import SeededDraws, SingleStrategy
 from lockstep.engine.task import Loss, Task
+from lockstep.engine.trace import pick
 from lockstep.errors import ConfigError, TaskError
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -31,19 +32,29 @@ def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]
     """The stages that ``task`` names, checked.
 
     Raises:
-        TaskError: the task has none, or they are not the whole model, or two of them share parameters.
+        TaskError: the task has none, or they are not the whole model and nothing else, or two share parameters.
         ConfigError: there are fewer than ``devices``.
     """
-    stages = task.stages(model)
-    if stages is None:
+    named = task.stages(model)
+    if named is None:
         raise TaskError(
             f"the task {type(task).__name__} cannot be trained in stages",
             why="it does not say where its model can be cut",
             fix=_FIX,
         )
+    stages = list(named)
     owners: dict[int, int] = {}
+    whole = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for number, stage in enumerate(stages):
+        if not isinstance(stage, nn.Module):
+            raise TaskError(f"stage {number} is a {type(stage).__name__} and no module", fix=_FIX)
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            if id(tensor) not in whole:
+                raise TaskError(
+                    f"stage {number} holds {name}, which is not the model's",
+                    why="it would neither be trained nor saved",
+                    fix="make stages of what the model that was passed holds",
+                )
             if owners.setdefault(id(tensor), number) != number:
                 raise TaskError(
                     f"the stages {owners[id(tensor)]} and {number} share {name}",
@@ -86,13 +97,33 @@ class _Called(Exception):
 
 class _Catch(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if named:
-            raise TaskError(
-                f"the task calls its model with {', '.join(named)} by name",
-                why="the first stage is called with the same tensors, in order",
-                fix="call model(…) with positional tensors only",
-            )
+        _refuse_names(named)
         raise _Called(inputs)
+
+
+def _refuse_names(named: Mapping[str, Any]) -> None:
+    if named:
+        raise TaskError(
+            f"the task calls its model with {', '.join(named)} by name",
+            why="the first stage is called with the same tensors, in order",
+            fix="call model(…) with positional tensors only",
+        )
+
+
+def ask(function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
+    """``function(model, batch)``, where ``model`` stands for the task's own and has nothing of it but its call.
+
+    Raises:
+        TaskError: the function wants something else of it.
+    """
+    try:
+        return function(model, batch)
+    except AttributeError as error:
+        if error.obj is not model:
+            raise
+        raise TaskError(
+            "the task calls a method of its model", why=str(error), fix=f"call model(…) only; {_FIX}"
+        ) from None
 
 
 def inputs_of(function: Callable[..., Any], batch: Any) -> Inputs:
@@ -102,13 +133,9 @@ def inputs_of(function: Callable[..., Any], batch: Any) -> Inputs:
         TaskError: it does not call it, or with something else than tensors.
     """
     try:
-        function(_Catch(), batch)
+        ask(function, _Catch(), batch)
     except _Called as call:
         return as_inputs(call.args[0])
-    except AttributeError as error:
-        raise TaskError(
-            "the task calls a method of its model", why=str(error), fix=f"call model(…) only; {_FIX}"
-        ) from None
     raise TaskError("the task's loss does not call its model", fix="call model(…) in loss and evaluate")
 
 
@@ -141,7 +168,9 @@ def cut(stages: Sequence[nn.Module], devices: int, seconds: Sequence[float] | No
     return bounds, f"pipeline: stages {', '.join(told)} on {devices} devices, {how}"
 
 
-def measure(stages: Sequence[nn.Module], function: Callable[..., Any], batch: Any, device: torch.device) -> list[float]:
+def measure(
+    stages: Sequence[nn.Module], function: Callable[..., Any], batch: Any, device: torch.device, precision: Precision
+) -> list[float]:
     """Seconds of a forward and a backward of each stage on ``device``, where one stage at a time is.
 
     Weights, buffers and random numbers are as before afterwards, and there are no gradients.
@@ -151,11 +180,12 @@ def measure(stages: Sequence[nn.Module], function: Callable[..., Any], batch: An
         kept = {name: value.clone() for name, value in stage.state_dict().items()}
         stage.to(device)
         fastest = float("inf")
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for _ in range(3):
                 started = _clock(device)
                 leaves = [t.detach().to(device).requires_grad_(t.requires_grad) for t in inputs]
-                outputs = as_inputs(stage(*leaves))
+                with precision.autocast():
+                    outputs = as_inputs(stage(*leaves))
                 wanted = [output for output in outputs if output.requires_grad]
                 if wanted:
                     torch.autograd.backward(wanted, [torch.ones_like(output) for output in wanted])
@@ -173,17 +203,42 @@ def _clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Those that a forward pass on ``device`` may draw from."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
+
+
+def states_of(generators: Sequence[torch.Generator]) -> Inputs:
+    """Where ``generators`` stand, as bytes on the host."""
+    return tuple(generator.get_state() for generator in generators)
+
+
+def set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state.cpu())
+
+
 class _Chain(nn.Module):
-    """Stages on their devices, as the one module that a task calls; the answer is on the first device."""
+    """Stages on their devices, as the one module that a task calls; the answer is on the first device.
+
+    Each device goes on with the random numbers of the one before.
+    """
 
     def __init__(self, stages: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
         self._places = places
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor, **named: Any) -> Any:
+        _refuse_names(named)
         output: Any = inputs
+        before = self._places[0]
         for stage, device in zip(self.stages, self._places, strict=True):
+            if device != before:
+                set_states(generators_of(device), states_of(generators_of(before)))
+                before = device
             output = stage(*(tensor.to(device) for tensor in as_inputs(output)))
         home = tuple(tensor.to(self._places[0]) for tensor in as_inputs(output))
         return home[0] if isinstance(output, Tensor) else home
@@ -210,6 +265,9 @@ class PlacedModel:
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> SingleStrategy:
         return PlacedStrategy(task, self.module, self._chain, precision, self._devices, seed=plan.seed)
 
+    def adopt(self, optimizer: Optimizer) -> None:
+        pass
+
     def parameters(self) -> list[nn.Parameter]:
         return list(self.module.parameters())
 
@@ -221,6 +279,9 @@ class PlacedModel:
 
     def agree(self, flag: Tensor) -> None:
         pass
+
+    def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+        return pick(parameters, places)
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         return state
@@ -245,6 +306,10 @@ class PlacedStrategy(SingleStrategy):
     def evaluating(self, task: Task) -> Task:
         return _ThroughPlaces(task, self._model)
 
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        loss: tuple[Tensor, Tensor | int] = ask(self._task.loss, self._model, batch)
+        return loss
+
 
 class _ThroughPlaces(Task):
     """What evaluation asks of a task, where its model is called through its places."""
@@ -261,4 +326,5 @@ class _ThroughPlaces(Task):
 
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Tensor, ...]]:
         self._placed.train(model.training)
-        return self._task.validate(self._placed, batch)
+        found: tuple[Loss, tuple[Tensor, ...]] = ask(self._task.validate, self._placed, batch)
+        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,8 +104,9 @@ class Recording:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         if self._on_gpu:
             torch.cuda.synchronize()  # work of earlier steps is not to be in the trace
-        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
-        self._profiler.start()
+        with _quiet_library():
+            self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
+            self._profiler.start()
 
     def stop(self) -> str:
         """Write the files; says where they are, or why they are not. A profile is no reason to end a run."""
@@ -129,6 +131,20 @@ class Recording:
         write_text(self._folder / f"{name}.txt", averages.table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
         write_json(self._folder / f"{name}.json", {"rank": self._rank, "operators": operators(averages, order)})
         return self._folder
+
+
+@contextmanager
+def _quiet_library() -> Iterator[None]:
+    """Kineto reads its level when it is first started, and prints a line at each start and stop at any level below."""
+    variable, silent = "KINETO_LOG_LEVEL", "6"
+    if variable in os.environ:
+        yield
+        return
+    os.environ[variable] = silent
+    try:
+        yield
+    finally:
+        del os.environ[variable]
 
 
 def operators(averages: EventList, order: str) -> list[dict[str, Any]]:
@@ -168,8 +184,11 @@ def memory_snapshot(
     try:
         yield
     except torch.cuda.OutOfMemoryError:
-        folder.mkdir(exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(folder / f"rank-{rank}-memory.pickle"))
+        try:
+            folder.mkdir(exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(folder / f"rank-{rank}-memory.pickle"))
+        except OSError as error:  # what ended the run is told all the same
+            remark(f"The memory snapshot could not be written: {error}")
         raise
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

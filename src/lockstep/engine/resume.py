@@ -21,8 +21,11 @@ from lockstep.errors import CheckpointError, LockstepError
 from lockstep.plan import OrderPlan, Plan
 
 
-def load_shared(store: CheckpointStore, step: int, collectives: Collectives) -> Snapshot:
+def load_shared(store: CheckpointStore, step: int, collectives: Collectives, *, in_pieces: bool = False) -> Snapshot:
     """The checkpoint of ``step``, read and verified by rank 0 and handed to all ranks. Collective.
+
+    ``in_pieces``: the model is divided and every rank sees ``store``'s folder, so that of a checkpoint in shards
+    each reads for itself what it needs.
 
     Raises:
         CheckpointError: on every rank, when it cannot be read.
@@ -30,14 +33,14 @@ def load_shared(store: CheckpointStore, step: int, collectives: Collectives) -> 
     found: Snapshot | CheckpointError | None = None
     if collectives.is_main:
         try:
-            found = store.load(step)
+            each_reads = in_pieces and store.verify(step).shards > 0
+            found = None if each_reads else store.load(step)
         except CheckpointError as error:
             found = error
     found = collectives.broadcast(found)
     if isinstance(found, CheckpointError):
         raise found
-    assert found is not None
-    return found
+    return store.open(step) if found is None else found
 
 
 def manifest_of(
@@ -152,7 +155,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
             fix="use the task settings with which they were trained",
         )
     if any(hasattr(value, "device_mesh") for value in own.values()):  # divided among ranks
-        from lockstep.engine.fsdp import divided_like
+        from lockstep.engine.parts import divided_like
 
         weights = {name: divided_like(value, own[name]) for name, value in weights.items()}
     model.load_state_dict(weights)

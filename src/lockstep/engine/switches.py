@@ -109,8 +109,12 @@ class Watched(Task):
             _quieten([m for m in model.modules() if isinstance(m, _NormBase)])
         self._off = off
 
+    def watching(self) -> TorchFunctionMode:
+        """Watches what of a forward pass is run inside, beside :meth:`loss`."""
+        return _Watch(self.draws, self._off)
+
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        with _Watch(self.draws, self._off):
+        with self.watching():
             return self._task.loss(model, batch)
 
 

@@ -8,10 +8,10 @@ which is the same however the samples of a step are divided and arranged.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from lockstep.data.randomness import derive_key
 from lockstep.engine.facts import feed
 from lockstep.engine.loop import StepResult
 from lockstep.engine.update import Update
+
+if TYPE_CHECKING:
+    from lockstep.engine.divide import Divided
 
 #: Weights kept of each parameter, spread over it: enough to see any update, little enough for any model.
 WEIGHTS_PER_PARAMETER = 1024
@@ -86,7 +89,7 @@ class Trace:
 
     Args:
         draws: the random functions of the forward pass, a set that may still grow.
-        is_sharded: whether reading weights is collective.
+        divided: the model, where this rank has a part of it; reading its weights is collective.
     """
 
     settings: DebugConfig
@@ -95,7 +98,7 @@ class Trace:
     update: Update
     model: nn.Module
     draws: Set[str]
-    is_sharded: bool = False
+    divided: Divided | None = None
     _digest: int = 0
     _samples: int = 0
     _rows: list[dict[str, Any]] = field(default_factory=list)
@@ -134,7 +137,7 @@ class Trace:
         samples = sum(request.size for request in result.window.requests if not request.ghost)
         row: dict[str, Any] = {"digest": self._digest, "samples": samples}
         self._digest = 0
-        weights = self._read_weights() if self.is_main or self.is_sharded else None
+        weights = self._read_weights() if self.is_main or self.divided is not None else None
         if self.is_main and weights is not None:
             norm = self.update.grad_norm
             row |= {
@@ -148,13 +151,8 @@ class Trace:
 
     def _read_weights(self) -> NDArray[np.float32]:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        wholes: Iterator[Tensor] = (p.detach() for p in parameters)
-        if self.is_sharded:
-            from lockstep.engine.fsdp import gathered
-
-            wholes = (gathered(p, keep=True) for p in parameters)
-        picked = [whole.reshape(-1)[pick].float() for whole, pick in zip(wholes, self._picks, strict=True)]
-        return torch.cat(picked).cpu().numpy()
+        read = pick if self.divided is None else self.divided.pick
+        return read(parameters, self._picks).numpy()
 
     def write(self) -> None:
         """Leave the file behind."""
@@ -170,9 +168,15 @@ class Trace:
         np.savez(self.file, **columns)  # type: ignore[arg-type]
 
 
+def pick(parameters: Iterable[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """The elements ``places`` of each flattened parameter, one after the other; float32 on the host."""
+    chosen = (p.detach().reshape(-1)[at.to(p.device)] for p, at in zip(parameters, places, strict=True))
+    return torch.cat([values.float().cpu() for values in chosen])
+
+
 def _picked(parameter: Tensor) -> Tensor:
     number = min(parameter.numel(), WEIGHTS_PER_PARAMETER)
-    return torch.linspace(0, parameter.numel() - 1, number, dtype=torch.float64).long().to(parameter.device)
+    return torch.linspace(0, parameter.numel() - 1, number, dtype=torch.float64).long()
 
 
 def _digest(sample: Any) -> int:

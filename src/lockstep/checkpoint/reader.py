@@ -1,0 +1,166 @@
+"""Finding, proving and reading checkpoints, while their writer may replace or remove them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.checkpoint.manifest import Manifest, folder_name, read_manifest, step_in, verify_files
+from lockstep.checkpoint.snapshot import Snapshot, read_snapshot
+from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError
+from lockstep.telemetry.files import is_folder, names_in, read_bytes
+
+Result = TypeVar("Result")
+
+#: Behind the name of a checkpoint that gives way to another one of its step.
+REPLACED = ".replaced"
+#: A reader begins again when the checkpoint is replaced under it, but not for ever.
+_READ_TRIES = 10
+
+
+class CheckpointReader:
+    """The checkpoints of one run, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a checkpoint, whole or broken, ascending.
+
+        Raises:
+            RunFolderError: the folder cannot be read.
+        """
+        found = {step_in(name.removesuffix(REPLACED)) for name in names_in(self.folder)}
+        return sorted(step for step in found if step is not None)
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` lies, or would lie."""
+        return self.folder / folder_name(step)
+
+    def _find(self, step: int) -> Path:
+        target = self.path_of(step)
+        for _ in range(_READ_TRIES):
+            for candidate in (target, target.with_name(target.name + REPLACED)):
+                if is_folder(candidate):
+                    return candidate
+            if step not in self.steps():  # else it was renamed between the looks
+                break
+        there = ", ".join(str(other) for other in self.steps()[-5:])
+        raise CheckpointError(
+            f"there is no checkpoint of step {step} in {self.folder}",
+            why=f"the newest are of the steps {there}" if there else "the folder holds none",
+            fix="choose one of those, or start a new run" if there else "start a new run",
+        )
+
+    def step_of(self, pointer: str) -> int | None:
+        """The step that ``last`` or ``best`` means; ``None`` for other words, and when there is no such checkpoint."""
+        if pointer not in ("last", "best"):
+            return None
+        link = self.folder / pointer
+        try:
+            name = (
+                str(link.readlink()) if link.is_symlink() else read_bytes(link, max_bytes=4096).decode("ascii").strip()
+            )
+        except (OSError, RunFolderError, UnicodeDecodeError):
+            return None
+        step = step_in(name)
+        return step if step in self.steps() else None
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """What the run wrote into the manifest of a checkpoint (:attr:`Snapshot.manifest`). Needs no torch.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or its manifest is damaged. The rest is not looked at.
+        """
+        return dict(self._read(step, read_manifest).extra)
+
+    def verify(self, step: int) -> Manifest:
+        """Compare a checkpoint with its hashes; returns its manifest. Needs no torch.
+
+        Raises:
+            CheckpointError: it is missing or broken; says which file, and how.
+        """
+        return self._read(step, self._verified)
+
+    def load(self, step: int) -> Snapshot:
+        """The checkpoint of ``step``, whole, compared with its hashes first. Runs no code of the files'.
+
+        Raises:
+            CheckpointError: it is missing or broken; says which file, and how.
+        """
+        return self._read(step, lambda folder: read_snapshot(folder, self._verified(folder)))
+
+    def open(self, step: int) -> Snapshot:
+        """As :meth:`load`, but the tensors of shards are :class:`.pieces.Pieces`, and hashes are not compared.
+
+        For ranks of which one has verified the checkpoint, while nobody writes.
+
+        Raises:
+            CheckpointError: it is missing or broken.
+        """
+        return self._read(step, lambda folder: read_snapshot(folder, read_manifest(folder), in_pieces=True))
+
+    def newest_verified(self, report: Callable[[str], None]) -> int | None:
+        """The newest step whose checkpoint is whole; ``report`` hears of each broken one on the way.
+
+        ``None`` when there is none.
+
+        Raises:
+            NewerFormatError: the newest is not for this version of Lockstep; falling back would throw work away.
+        """
+        told: set[int] = set()
+        while True:
+            for step in reversed(self.steps()):
+                try:
+                    self.verify(step)
+                    return step
+                except NewerFormatError:
+                    raise
+                except CheckpointError as error:
+                    if step not in self.steps():
+                        break  # retired meanwhile, as old ones are: so there are newer ones
+                    if step not in told:
+                        report(f"the checkpoint of step {step} is broken and passed over: {error.what} ({error.why})")
+                    told.add(step)
+            else:
+                return None
+
+    def _verified(self, folder: Path) -> Manifest:
+        manifest = read_manifest(folder)
+        if step_in(folder.name.removesuffix(REPLACED)) != manifest.step:
+            raise CheckpointError(
+                f"{folder} is damaged",
+                why=f"its manifest is that of step {manifest.step}",
+                fix="rename the folder back",
+            )
+        verify_files(folder, manifest)
+        return manifest
+
+    def _read(self, step: int, use: Callable[[Path], Result]) -> Result:
+        """``use`` of a checkpoint's folder, again from the start if the folder is replaced meanwhile."""
+        for _ in range(_READ_TRIES):
+            folder = self._find(step)
+            before = _identity(folder)
+            try:
+                result = use(folder)
+            except CheckpointError:
+                if before is not None and _identity(folder) == before:
+                    raise
+            else:
+                if _identity(folder) == before:
+                    return result
+        raise CheckpointError(
+            f"the checkpoint of step {step} keeps changing",
+            why="its run is saving it again and again",
+            fix="try again later",
+        )
+
+
+def _identity(folder: Path) -> tuple[int, int, int] | None:
+    """Tells one folder from the next of its name; the number alone may be used again."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns

@@ -1,0 +1,147 @@
+"""Checkpoints of a state that is divided among ranks: each writes its part, and the first one puts them together.
+
+A save runs in a thread of every rank while training goes on, so the ranks talk through a process group that nothing
+else uses: messages of two threads in one group would meet each other. Nothing is taken for a checkpoint before all
+parts are durable: only then the first rank writes the manifest, with the hashes that all ranks have told, and renames
+the folder (:mod:`.store`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+from lockstep.checkpoint.manifest import Digest, folder_name, model_shard, trainer_shard
+from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.checkpoint.writer import surfaced
+from lockstep.errors import CollectiveError, LockstepError
+from lockstep.telemetry.files import fsync_folder, storage_error, temporary_name
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks of a run, over a process group of these calls' own. Every rank makes the same calls."""
+
+    rank: int
+
+    def broadcast(self, value: T) -> T:
+        """The first rank's value, on every rank."""
+        ...
+
+    def gather(self, value: T) -> list[T] | None:
+        """Every rank's value, by rank, on the first one."""
+        ...
+
+
+class _Part(NamedTuple):
+    """What a rank has written."""
+
+    files: dict[str, Digest]
+    aliases: dict[str, str]
+
+
+class ShardedStore(CheckpointStore):
+    """A store that the ranks of a run write together; all of them see ``folder``.
+
+    Args:
+        shards: in how many parts the state is divided. The first so many ranks write; any others, which hold the
+            same parts again, only take part in the calls.
+    """
+
+    takes_parts = True
+
+    def __init__(self, folder: Path, ranks: Ranks, shards: int) -> None:
+        super().__init__(folder)
+        self._ranks = ranks
+        self._shards = shards
+        self._is_main = ranks.rank == 0
+
+    def save(self, snapshot: Snapshot, best: bool = False) -> Path:
+        """Write a checkpoint of the snapshots that the ranks have of one step. Collective; otherwise as the base's.
+
+        Raises:
+            StorageError, CheckpointError: on every rank, when one could not write its part.
+            CollectiveError: a rank is gone, or does not come.
+        """
+        step = snapshot.step
+        name: str | LockstepError = ""
+        try:
+            with _together(step):
+                name = self._ranks.broadcast(self._tried(step, lambda: self._begin(step)) if self._is_main else name)
+            building = self.folder / _ok(name)
+            part = self._tried(step, lambda: self._write_part(building, snapshot))
+            with _together(step):
+                parts = self._ranks.gather(part)
+            done = None if parts is None else self._tried(step, lambda: self._finish(building, snapshot, parts, best))
+            with _together(step):
+                done = self._ranks.broadcast(done)
+            assert done is not None, "the first rank has the parts"
+            _ok(done)
+        finally:
+            if self._is_main and isinstance(name, str) and name:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+        return self.path_of(step)
+
+    def retain(self, keep: Collection[int]) -> None:
+        """As the base's, by the first rank."""
+        if self._is_main:
+            super().retain(keep)
+
+    def _begin(self, step: int) -> str:
+        """Make the folder to write to. Its name is a new one, so that no network file system knows it as missing."""
+        name = temporary_name(folder_name(step))
+        self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone stays gone
+        (self.folder / name).mkdir()
+        self._stage("begun")
+        return name
+
+    def _write_part(self, folder: Path, snapshot: Snapshot) -> _Part:
+        number, shards = self._ranks.rank, self._shards
+        if number >= shards:
+            return _Part({}, {})
+        model, trainer = model_shard(number, shards), trainer_shard(number, shards)
+        aliases, model_digest = self._write_tensors(folder / model, snapshot.model)
+        self._stage("model written")
+        _, trainer_digest = self._write_tensors(folder / trainer, snapshot.rows)
+        fsync_folder(folder)
+        self._stage("part written")
+        return _Part({model: model_digest, trainer: trainer_digest}, aliases)
+
+    def _finish(self, folder: Path, snapshot: Snapshot, parts: list[_Part | LockstepError], best: bool) -> str:
+        written = [_ok(part) for part in parts]
+        files = {name: digest for part in written for name, digest in part.files.items()}
+        # A rank without rows of two tied weights does not see that they are one; the first rank has some of each.
+        self._publish(folder, snapshot, files, written[0].aliases, best)
+        return folder.name
+
+    def _tried(self, step: int, work: Callable[[], T]) -> T | LockstepError:
+        """The result of ``work``, or why there is none: for all ranks to hear."""
+        try:
+            return work()
+        except OSError as error:
+            return storage_error(error, self.path_of(step))
+        except Exception as error:
+            return surfaced(error, step)
+
+
+def _ok(found: T | LockstepError) -> T:
+    if isinstance(found, LockstepError):
+        raise found
+    return found
+
+
+@contextlib.contextmanager
+def _together(step: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gloo's: a lost connection, or a time-out
+        raise CollectiveError(
+            f"the ranks could not agree that the checkpoint of step {step} is written",
+            why=str(error).splitlines()[0],
+            fix="the older checkpoints are as before; `lockstep resume` goes on from the newest",
+        ) from error
