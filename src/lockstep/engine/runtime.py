@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from lockstep.engine.heap import kept_memory
 from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -64,7 +65,8 @@ def runtime(
     failed = False
     try:
         seed_everything(plan.seed)
-        with torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True):
+        memory = kept_memory() if device.type == "cpu" else nullcontext()
+        with memory, torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True):
             yield
     except BaseException as error:
         failed = True
