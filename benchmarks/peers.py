@@ -165,6 +165,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         colors = ["tab:orange" if side == "lockstep" else "tab:gray" for side in sides]
         bars = axis.barh(sides, values, xerr=spread, color=colors)
         axis.bar_label(bars, [f"{value:.2f}" for value in values], padding=4)
+        axis.margins(x=0.1)  # room for the labels
         axis.set_title(title(row), fontsize=10, loc="left")
         axis.axvline(1, color="tab:orange", linewidth=0.8)
     axes[-1, 0].set_xlabel("time a step, in steps of Lockstep's (median, quartiles)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.config import OptimizerConfig
 
-#: To gather 0.4 GB of weights and optimizer state stops all ranks for 0.6 s, 0.9 GB for 4.7 s (two gloo ranks,
+#: To gather 0.4 GB of weights and optimizer state stops all ranks for 0.3 s, 0.9 GB for 1.8 s (two gloo ranks,
 #: ``benchmarks/sharded_checkpoint.py``). Below, files that any tool reads are worth more than the pause.
 SHARDED_FROM_BYTES = 500_000_000
 
