@@ -14,7 +14,12 @@ from lockstep.cli.main import VERBS, app
 from lockstep.launch import causes
 from tests.gloo import ROOT
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md")
+GENERATED = {"cli.md", "configuration.md"}
+PAGES = (
+    ROOT / "README.md",
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED),
+    ROOT / "benchmarks" / "README.md",
+)
 VERB = "|".join(verb for verb, *_ in VERBS)
 COMMAND = re.compile(rf"(?:^|\s)(?:python -m |-m )?lockstep +((?:{VERB})\b[^#`|;\n]*)")
 PLACEHOLDERS = {"…", "TASK", "..."}
@@ -28,14 +33,15 @@ def commands(page: Path) -> Iterator[list[str]]:
     )
     for piece in code:
         for found in COMMAND.findall(piece):
-            words = [word for word in shlex.split(found) if word not in PLACEHOLDERS]
+            words = [re.sub(r"^[A-Z]$", "1", word) for word in shlex.split(found) if word not in PLACEHOLDERS]
             yield words[:-1] if words[-1].startswith("--") and found.rstrip().endswith("…") else words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_is_one(page: Path) -> None:
     for words in commands(page):
-        app.parse_args(words, exit_on_error=False, print_error=False)  # raises where a verb or a flag is none
+        if len(words) > 1:  # else the text speaks of a verb
+            app.parse_args(words, exit_on_error=False, print_error=False)  # raises where a verb or a flag is none
 
 
 def test_commands_are_found() -> None:
