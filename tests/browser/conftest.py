@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +17,11 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Response, ViewportSize, sync_playwright
 
+from lockstep.telemetry.files import write_json
+from tests.browser.runs import make_run, runs_of
 from tests.browser.where import BROWSER_FLAGS, Network, Studio, closed_network, find_browser
 from tests.gloo import ROOT
+from tests.studio.serving import Address
 
 WIDE: ViewportSize = {"width": 1280, "height": 800}
 NARROW: ViewportSize = {"width": 390, "height": 844}
@@ -106,8 +114,69 @@ def studio(network: Network, tmp_path: Path) -> Iterator[Studio]:
         studio.end_runs()
 
 
+@contextmanager
+def used_browser(address: Address, folder: Path) -> Iterator[Browser]:
+    """One in the usual network that has shown the studio at ``address``.
+
+    Its helper processes start with their first use: they are not the test's that comes first.
+    """
+    with running_browser(Network(None), folder) as browser:
+        page = browser.new_page()
+        page.goto(address.url)
+        page.get_by_role("button", name="Run", exact=True).wait_for(timeout=PATIENCE_MS)
+        page.screenshot()
+        page.close()
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def machine_with_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
+    """A studio on a machine with three GPUs, which all tests share; its helper process runs already."""
+    folder = tmp_path_factory.mktemp("page")
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.browser.gpus", str(folder)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        address = Address(process.stdout.readline().strip())
+        try:
+            address.get("/api/tasks")
+            yield address
+        finally:
+            process.stdin.close()
+            process.wait()
+
+
+@pytest.fixture
+def server(machine_with_gpus: Address) -> Address:
+    """That studio, with a run of each fate and no other."""
+    runs = runs_of(machine_with_gpus)
+    for folder in [*runs.glob("*"), *runs.glob(".studio/starts/*")]:
+        if folder.name != ".studio":
+            shutil.rmtree(folder)
+    make_run(runs, "first", "completed", final_metrics={"test_accuracy": 0.91}, tags=["baseline"])
+    broken = make_run(runs, "second", "failed", error="rank 1 ran out of memory\nfix: a smaller batch")
+    broken.append_step({"attempt": 1, "step": 41, "epoch": 4, "loss": float("nan"), "grad_norm": float("inf")})
+    lost = make_run(runs, "third", "running")
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    beat = {"step": 30, "total": 40, "counter": 3, "pid": gone.pid, "created": 1.0, "host": socket.gethostname()}
+    write_json(lost.heartbeat_file, {**beat, "updated": time.time() - 60})
+    return machine_with_gpus
+
+
+def show(page: Page, tab: str) -> None:
+    """On a narrow screen the columns are tabs."""
+    if page.get_by_role("tab").count():
+        page.get_by_role("tab", name=tab).click()
+
+
 def picture(page: Page, name: str) -> None:
     """Write ``docs/images/studio-<name>.png``, when the variable SCREENSHOTS asks for it."""
     if os.environ.get("SCREENSHOTS"):
         page.wait_for_timeout(500)
-        page.screenshot(path=ROOT / "docs" / "images" / f"studio-{name}.png")
+        # Written here: Playwright would start a thread for it, which outlives the test.
+        (ROOT / "docs" / "images" / f"studio-{name}.png").write_bytes(page.screenshot())

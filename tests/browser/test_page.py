@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, WebSocketRoute, expect
 
-from lockstep.config import resolve
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
-from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, picture, running_browser
-from tests.browser.gpus import DEVICES
-from tests.browser.where import Network
-from tests.gloo import ROOT
+from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, show, used_browser
+from tests.browser.runs import add_sample, make_run, runs_of
 from tests.hardware.machines import machine
 from tests.studio.serving import TOY, Address, studio
 
@@ -29,136 +22,10 @@ expect.set_options(timeout=PATIENCE_MS)
 
 
 @pytest.fixture(scope="module")
-def machine_with_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
-    """A studio on a machine with three GPUs, which all tests share; its helper process runs already."""
-    folder = tmp_path_factory.mktemp("page")
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.browser.gpus", str(folder)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        address = Address(process.stdout.readline().strip())
-        try:
-            address.get("/api/tasks")
-            yield address
-        finally:
-            process.stdin.close()
-            process.wait()
-
-
-@pytest.fixture(scope="module")
 def browser(machine_with_gpus: Address, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One for all tests, in the usual network: the studio with a fake machine is a process beside this one."""
-    with running_browser(Network(None), tmp_path_factory.mktemp("browser")) as browser:
-        # Its helper processes start with their first use: they are not the test's that comes first.
-        page = browser.new_page()
-        page.goto(machine_with_gpus.url)
-        page.get_by_role("button", name="Run", exact=True).wait_for(timeout=PATIENCE_MS)
-        page.screenshot()
-        page.close()
+    with used_browser(machine_with_gpus, tmp_path_factory.mktemp("browser")) as browser:
         yield browser
-
-
-@pytest.fixture
-def server(machine_with_gpus: Address) -> Address:
-    """That studio, with a run of each fate and no other."""
-    runs = runs_of(machine_with_gpus)
-    for folder in [*runs.glob("*"), *runs.glob(".studio/starts/*")]:
-        if folder.name != ".studio":
-            shutil.rmtree(folder)
-    make_run(runs, "first", "completed", final_metrics={"test_accuracy": 0.91}, tags=["baseline"])
-    broken = make_run(runs, "second", "failed", error="rank 1 ran out of memory\nfix: a smaller batch")
-    broken.append_step({"attempt": 1, "step": 41, "epoch": 4, "loss": float("nan"), "grad_norm": float("inf")})
-    lost = make_run(runs, "third", "running")
-    gone = subprocess.Popen([sys.executable, "-c", "pass"])
-    gone.wait()
-    beat = {"step": 30, "total": 40, "counter": 3, "pid": gone.pid, "created": 1.0, "host": socket.gethostname()}
-    write_json(lost.heartbeat_file, {**beat, "updated": time.time() - 60})
-    return machine_with_gpus
-
-
-def runs_of(address: Address) -> Path:
-    return Path(address.get("/api/studio")["runs_dir"])
-
-
-def make_run(folder: Path, name: str, status: str, steps: int = 40, **record: object) -> RunDir:
-    config = resolve({"name": name, "task": {"name": "har"}, "training": {"epochs": 4}})
-    run_id = f"run-{len(name):04x}{len(status):04x}"
-    run = RunDir.create(folder / run_id, config, run_id=run_id, command=["lockstep", "train", "har"])
-    with run.steps_file.open("w") as file:
-        for step in range(1, steps + 1):
-            row = {"attempt": 1, "step": step, "epoch": 1 + step // 11, "loss": 2 / step, "lr": 1e-3}
-            file.write(json.dumps({**row, "samples_per_s": 9.5, "data_wait_share": 0.1, "grad_norm": 1.0}) + "\n")
-    run.write_epochs(
-        [{"attempt": 1, "epoch": n, "step": 10 * n, "train_loss": 2 / n, "val_loss": 3 / n} for n in (1, 2)]
-    )
-    run.update(status=status, **record)
-    return run
-
-
-def add_sample(run: RunDir, second: int, power_w: float) -> None:
-    """What the monitor of a node with eleven GPUs writes."""
-    devices = [
-        {"id": f"gpu:{index}", "utilisation": 0.9, "memory_gb": 60.0 + index, "power_w": power_w + index}
-        for index in range(11)
-    ]
-    with (run.path / "system-node7.jsonl").open("a") as file:
-        host = {"name": "node7", "cpu": 0.5, "memory_gb": 20.0}
-        file.write(json.dumps({"time": 1.7e9 + second, "host": host, "devices": devices}) + "\n")
-
-
-def show(page: Page, tab: str) -> None:
-    """On a narrow screen the columns are tabs."""
-    if page.get_by_role("tab").count():
-        page.get_by_role("tab", name=tab).click()
-
-
-@pytest.mark.parametrize("viewport", [WIDE, pytest.param(NARROW, marks=pytest.mark.drill)], ids=["wide", "narrow"])
-def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport: ViewportSize) -> None:
-    page = open_page(server.url, viewport)
-    run = page.get_by_role("button", name="Run", exact=True)
-    boxes = [page.get_by_role("checkbox", name=name) for name in ("CPU", "GPU 0", "GPU 1", "GPU 2")]
-    cpu, first, second, third = boxes
-    for box, ticked in zip(boxes, (False, True, False, False), strict=True):
-        expect(box).to_be_checked(checked=ticked)
-    expect(page.get_by_text("80.0 GB · 79.0 GB free").first).to_be_visible()
-    expect(run).to_be_enabled()
-    batch, multi = (
-        page.get_by_text("Effective batch size"),
-        page.get_by_text("Multi-GPU (DDP) will be used automatically."),
-    )
-    expect(batch).to_be_hidden()
-
-    second.check()
-    expect(batch).to_have_text("Effective batch size: 64 (32 × 2 GPUs)")
-    expect(multi).to_be_visible()
-    picture(page, "devices" if viewport == WIDE else "devices-narrow")
-    page.get_by_label("Accumulate").fill("4")
-    expect(batch).to_have_text(re.compile("256"))
-    cpu.check()
-    expect(page.get_by_text("CPU is ignored").first).to_be_visible()
-    cpu.uncheck()
-    third.check()
-    expect(batch).to_have_text(re.compile("384"))
-    precision = page.get_by_label("Precision", exact=True)
-    expect(precision.get_by_role("option", name=re.compile("bf16-mixed"))).to_be_disabled()
-    expect(page.get_by_text(re.compile("bf16-mixed is not supported on gpu:2"))).to_be_visible()
-
-    for box in (first, second, third):
-        box.uncheck()
-    expect(run).to_be_disabled()
-    expect(run).to_have_accessible_description(re.compile("no device is selected"))
-    expect(multi).to_be_hidden()
-    expect(page.get_by_label("Number of ranks")).to_be_hidden()
-    cpu.check()
-    page.get_by_label("Number of ranks").fill("4")
-    expect(batch).to_have_text(re.compile("4 CPU ranks"))
-    page.get_by_role("textbox", name="Batch size", exact=True).fill("many")
-    expect(run).to_be_disabled()
-    expect(page.get_by_text("a number is needed", exact=True)).to_be_visible()
 
 
 def test_every_fate_and_the_list_of_runs(server: Address, open_page: OpenPage) -> None:
@@ -211,6 +78,62 @@ def test_every_fate_and_the_list_of_runs(server: Address, open_page: OpenPage) -
     assert {run["name"] for run in server.get("/api/runs")["runs"]} == {"renamed", "third"}
 
 
+def test_runs_that_are_deleted_damaged_or_too_many(server: Address, open_page: OpenPage) -> None:
+    made = [make_run(runs_of(server), f"{'x' * length}", "completed", steps=2) for length in range(20, 40)]
+    page = open_page(server.url)
+    boxes = page.get_by_role("checkbox", name=re.compile("^Compare x"))
+    expect(boxes).to_have_count(20)
+    for run in made:
+        page.get_by_role("checkbox", name=f"Compare {run.read().name}", exact=True).check()
+    other = page.get_by_role("checkbox", name="Compare first")
+    expect(other).to_be_disabled()
+    expect(other).to_have_attribute("title", "20 runs at most")
+    expect(page.get_by_role("link", name="Compare 20")).to_be_visible()
+
+    deleted, damaged, *others = made
+    page.evaluate("ids => { location.hash = `#/compare/${ids}` }", f"{deleted.path.name},{others[0].path.name}")
+    expect(page.get_by_role("region", name="Differences in configuration")).to_contain_text("name")
+    shutil.rmtree(deleted.path)
+    expect(page.get_by_text(f"Not in this folder any more: {deleted.path.name}")).to_be_visible()
+    expect(page.get_by_role("alert")).to_be_hidden()
+    damaged.run_file.write_text("{")
+    page.get_by_role("link", name="Training").click()
+    expect(page.get_by_role("status", name="Runs that cannot be shown")).to_contain_text(
+        f"{damaged.run_file} is damaged"
+    )
+    expect(page.get_by_role("link", name="Compare 18")).to_be_visible()
+    expect(other).to_be_enabled()
+
+
+PAINTED = """([title, share]) => {
+    const figure = document.querySelector(`figure[aria-label="${title}"]`);
+    const [over, canvas] = [figure?.querySelector('.u-over'), figure?.querySelector('canvas')];
+    if (!over) return false;
+    const colour = document.createElement('canvas').getContext('2d');
+    colour.fillStyle = getComputedStyle(document.documentElement).getPropertyValue('--series-1');
+    colour.fillRect(0, 0, 1, 1);
+    const line = colour.getImageData(0, 0, 1, 1).data;
+    const [inner, outer] = [over.getBoundingClientRect(), canvas.getBoundingClientRect()];
+    const x = (inner.x - outer.x + share * inner.width) * (canvas.width / outer.width);
+    const { data } = canvas.getContext('2d').getImageData(Math.round(x), 0, 1, canvas.height);
+    const far = (at) => [0, 1, 2, 3].reduce((sum, i) => sum + Math.abs(data[at + i] - line[i]), 0);
+    return Array.from({ length: canvas.height }, (_, row) => far(4 * row)).some((distance) => distance < 60);
+}"""
+
+
+def test_a_loss_that_was_not_finite_is_a_gap_in_its_curve(server: Address, open_page: OpenPage) -> None:
+    """But what is not measured at every step is joined."""
+    run = make_run(runs_of(server), "with holes", "completed", steps=0)
+    for step in range(1, 62):
+        value = float("nan") if 21 <= step <= 41 else 1.0
+        run.append_step({"attempt": 1, "step": step, "epoch": 1, "loss": value, "grad_norm": value})
+    page = open_page(server.url)
+    page.get_by_role("link", name=re.compile("^with holes")).click()
+    for title, share in (("Gradient norm", 0.5), ("Loss", 0.1), ("Loss", 0.9)):
+        page.wait_for_function(PAINTED, arg=[title, share])
+    assert not page.evaluate(PAINTED, ["Loss", 0.5])
+
+
 def test_each_device_of_a_node_has_its_line_and_it_moves(server: Address, open_page: OpenPage) -> None:
     run = RunDir.open(next(path.parent for path in runs_of(server).glob("*/run.json") if "first" in path.read_text()))
     for second in range(3):
@@ -255,29 +178,6 @@ def test_what_the_server_refuses_is_told_and_can_be_tried_again(server: Address,
     expect(page.get_by_text("it cannot be followed – Fix: open it")).to_be_visible()
 
 
-def test_configurations_are_saved_loaded_and_pasted(server: Address, open_page: OpenPage) -> None:
-    page = open_page(server.url, refused="/api/configs/parse")
-    epochs, dialog = page.get_by_label("Epochs", exact=True), page.get_by_role("dialog")
-    epochs.fill("7")
-    page.get_by_role("button", name="Save", exact=True).click()
-    dialog.get_by_label("Name").fill("seven")
-    dialog.get_by_role("button", name="Save").click()
-    epochs.fill("8")
-    page.get_by_role("button", name="Load", exact=True).click()
-    dialog.get_by_role("button", name="seven har").click()
-    expect(epochs).to_have_value("7")
-    page.get_by_role("button", name="Load", exact=True).click()
-    dialog.get_by_role("button", name="Delete the saved configuration seven").click()
-    expect(dialog.get_by_text("Nothing is saved yet.")).to_be_visible()
-    dialog.get_by_label("YAML").fill("training:\n  epochs: [1")
-    dialog.get_by_role("button", name="Load YAML").click()
-    expect(dialog.get_by_role("alert")).to_contain_text("line 2: expected ',' or ']'")
-    dialog.get_by_label("YAML").fill("training:\n  epochs: 9")
-    dialog.get_by_role("button", name="Load YAML").click()
-    expect(dialog).to_be_hidden()
-    expect(epochs).to_have_value("9")
-
-
 def choose(page: Page, run: str, action: str) -> None:
     page.get_by_role("button", name=f"Actions for {run}").click()
     page.get_by_role("menuitem", name=action).click()
@@ -300,32 +200,6 @@ def zoom_and_back(page: Page) -> None:
     expect(plot).not_to_have_attribute("data-shown", whole)
     over.dblclick()
     expect(plot).to_have_attribute("data-shown", whole)
-
-
-@pytest.mark.drill
-def test_a_long_run_is_thinned_out_until_it_is_zoomed(open_page: OpenPage, tmp_path: Path) -> None:
-    steps = 150_000
-    run = make_run(tmp_path / "runs", "endless", "completed", steps=steps)
-    with studio(tmp_path, DEVICES) as address:
-        page = open_page(address.url)
-        page.get_by_role("link", name=re.compile("^endless")).click()
-        note = page.get_by_text(re.compile(r"down-sampled: [\d,]+ of 150,000 points"))
-        expect(note).to_be_visible()
-        loss = page.get_by_role("img", name=re.compile("^Loss against step: loss"))
-        assert 1000 < int(loss.get_attribute("data-points") or 0) <= 40_000
-        # What comes later is appended in full.
-        run.append_step({"attempt": 1, "step": steps + 1, "epoch": 9, "loss": 0.25})
-        expect(
-            page.get_by_role("img", name=re.compile("^Loss against step: loss 0.25 at step 150,001"))
-        ).to_be_visible()
-        loss.focus()
-        for _ in range(7):
-            page.keyboard.press("+")
-        low, high = (float(end) for end in (loss.get_attribute("data-shown") or "").split())
-        every_step = range(int(high - low) - 1, int(high - low) + 2)
-        expect(loss).to_have_attribute("data-points", re.compile("|".join(f"^{count}$" for count in every_step)))
-        page.keyboard.press("0")
-        expect(loss).not_to_have_attribute("data-shown", f"{low} {high}")
 
 
 @pytest.mark.drill

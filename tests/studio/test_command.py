@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,33 @@ def test_a_port_that_is_taken_and_a_runs_folder_that_is_a_file(run_cli: Any, tmp
     result = run_cli("studio", "--no-browser", "--port", "0")
     assert result.code in {1, 2}
     assert "Traceback" not in result.err
+
+
+BROWSER = """#!{python}
+import json, os, signal, socket, stat, sys, urllib.parse
+door = urllib.parse.unquote(urllib.parse.urlsplit(sys.argv[1]).path)
+text = open(door).read()
+url = urllib.parse.urlsplit(text.partition('url=')[2].partition('"')[0])
+socket.create_connection(("127.0.0.1", url.port)).close()
+seen = {{"words": sys.argv[1:], "url": url.geturl(), "mode": stat.S_IMODE(os.stat(door).st_mode)}}
+json.dump(seen, open({seen!r}, "w"))
+os.kill(os.getppid(), signal.SIGINT)
+"""
+
+
+def test_the_browser_is_given_a_private_file_and_finds_a_listener(run_cli: Any, tmp_path: Path) -> None:
+    """Every user of the machine can read the words of a command."""
+    browser, seen = tmp_path / "browser", tmp_path / "seen.json"
+    browser.write_text(BROWSER.format(python=sys.executable, seen=str(seen)))
+    browser.chmod(0o700)
+    result = run_cli("studio", "--port", "0", env={"BROWSER": str(browser)})
+    assert result.code == 130, result.err
+    told = json.loads(seen.read_text())
+    token = (tmp_path / "runs" / ".studio" / "token").read_text()
+    assert token not in " ".join(told["words"])
+    assert told["url"] in result.out
+    assert told["url"].endswith(f"/?token={token}")
+    assert told["mode"] == 0o600
 
 
 def test_tasks_that_are_none(tmp_path: Path) -> None:

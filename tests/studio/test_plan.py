@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,14 @@ from typing import Any
 import pytest
 
 from lockstep.config import resolve
+from lockstep.errors import LockstepError
+from lockstep.studio.planner import Planner
 from lockstep.tasks.registry import BUILT_IN
 from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT
 from tests.hardware.machines import gpu, machine
 from tests.studio import serving
-from tests.studio.serving import TOY, Address, studio
+from tests.studio.serving import TOY, WAIT_S, Address, studio
 
 OWN = ROOT / "tests" / "lightning" / "own.py"
 MODULE, DATA = f"{OWN}:Classifier", f"{OWN}:Numbered"
@@ -123,6 +128,55 @@ def test_two_runs_on_one_gpu_are_warned_about(two_gpus: Address) -> None:
     shutil.rmtree(folder)
 
 
+def test_a_copy_of_a_run_is_that_run(two_gpus: Address) -> None:
+    """Also where it had a general default that its task has not, and a number that a browser would round."""
+    runs, seed = Path(two_gpus.get("/api/studio")["runs_dir"]), 2**60 + 1
+    source = RunDir.create(runs / "source", resolve(), run_id="run-00000007", command=["lockstep"])
+    source.update(status="completed")
+    had = {
+        "name": "first",
+        "init_from": str(runs / "source"),
+        "task": {"name": TOY},
+        "hardware": {"selected_devices": ["cpu"]},
+        "training": {"epochs": 20, "batch_size": 16, "seed": seed},
+        "optimizer": {"lr": 1e-3},
+        "launch": {"nodes": "1:2", "rdzv": "elsewhere"},
+    }
+    RunDir.create(runs / "copied", resolve(had), run_id="run-00000008", command=["lockstep"])
+    copy = two_gpus.post("/api/runs/copied/duplicate")
+    assert (copy.pop("name"), copy.pop("left_out")) == ("first copy", ["launch.nodes", "launch.rdzv"])
+    assert copy["config"] == {
+        "init_from": "source",
+        "hardware": {"selected_devices": ["cpu"]},
+        "training": {"epochs": 20, "seed": str(seed)},
+        "optimizer": {"lr": 1e-3},
+    }
+    answer = two_gpus.post("/api/plan", {**copy, "name": "a new name"})
+    assert answer["plan"]["epochs"] == 20
+    assert "0.001" in answer["labels"]["learning_rate"]
+    said = {("--seed", str(seed)), ("--init-from", str(runs / "source")), ("--set", "name=a new name")}
+    assert said <= set(itertools.pairwise(answer["preview"]["argv"]))
+
+    # What the page shows as YAML can be pasted again, and the numbers in it are numbers.
+    assert f"seed: {seed}\n" in answer["preview"]["yaml"]
+    parsed = two_gpus.post("/api/configs/parse", {"yaml": answer["preview"]["yaml"]})
+    assert parsed["config"] == {**copy["config"], "name": "a new name"}
+    saved = two_gpus.call("PUT", "/api/configs/copied", json=parsed)
+    assert (saved["config"], saved["yaml"]) == (parsed["config"], two_gpus.post("/api/preview", parsed)["yaml"])
+    two_gpus.call("DELETE", "/api/configs/copied")
+    two_gpus.call("DELETE", "/api/runs/source")
+    assert two_gpus.post("/api/preview", copy, 422)["code"] == "SETTING_NOT_ALLOWED"
+    assert two_gpus.post("/api/runs/copied/duplicate")["left_out"][-1] == f"init_from={runs / 'source'}"
+    shutil.rmtree(runs / "copied")
+
+
+def test_pasted_values_are_read_as_the_command_reads_them(two_gpus: Address) -> None:
+    text = "hardware: {selected_devices: 'gpu:1, gpu:0', precision: 32}\noptimizer: {lr: 1e-3}"
+    parsed = two_gpus.post("/api/configs/parse", {"yaml": f"{text}\ntask: {{name: {TOY}}}"})["config"]
+    assert parsed["hardware"] == {"selected_devices": ["gpu:1", "gpu:0"], "precision": "32"}
+    assert parsed["optimizer"] == {"lr": 0.001}
+
+
 def test_bad_settings_are_an_answer_and_forbidden_ones_a_refusal(two_gpus: Address) -> None:
     wrong = plan(two_gpus, ["cpu"], training={"epoch": 3})
     assert wrong["problem"]["code"] == "INVALID_CONFIG"
@@ -190,3 +244,28 @@ def test_saved_configurations(two_gpus: Address) -> None:
     bomb = "a: &a [1]\nb: &b [*a, *a]\nc: [*b, *b]"
     for text in (bomb, "!!python/object/apply:os.system ['true']", "[", "- 1", "defaults: [x]", "task: 5"):
         assert two_gpus.post("/api/configs/parse", {"yaml": text}, 422)["code"] == "INVALID_CONFIG"
+
+
+def test_the_planner_is_closed_in_the_middle_of_an_answer(tmp_path: Path) -> None:
+    """And nobody who waits for his turn starts another helper."""
+    file, trace = tmp_path / "endless.py", tmp_path / "begun"
+    file.write_text(f"import pathlib, time\npathlib.Path({str(trace)!r}).touch()\ntime.sleep(3600)\n")
+    planner, refused = Planner(timeout_s=3600), []
+
+    def ask() -> None:
+        try:
+            planner.tasks([f"{file}:Task"])
+        except LockstepError as error:
+            refused.append(error.code)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + WAIT_S
+    while not trace.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    planner.close()
+    for thread in threads:
+        thread.join()
+    assert refused == ["PLANNER_FAILED"] * 3

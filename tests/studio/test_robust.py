@@ -330,18 +330,24 @@ def test_a_late_kill_spares_what_came_after(address: Address, tmp_path: Path) ->
             end(process)
 
 
-def test_a_job_that_cannot_be_started_or_noted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_started_or_noted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = Home(tmp_path / "runs")
     home.make()
-    jobs = Jobs(home)
-    with pytest.raises(LockstepError):
-        jobs.begin("doctor", ["doctor", "a\0b"])  # no process can be started with it
-    assert list(home.jobs.iterdir()) == []
-    monkeypatch.setattr("lockstep.studio.jobs.write_json", full_disk)
+    jobs, starts = Jobs(home), Starts(home)
+    long = ["train", TOY, "--save-dir", str(home.run(NAME)), "--devices", "cpu", "--set", "task.dataset=plain"]
+
+    def begin(*more: str) -> None:
+        with pytest.raises(LockstepError):
+            jobs.begin("doctor", ["doctor", "--json", *more])
+        with pytest.raises(LockstepError):
+            starts.begin(NAME, [*long, "--set", "task.pause_s=60", *more], task=TOY, attempt_before=0, devices=["cpu"])
+        assert [*home.jobs.iterdir(), *home.starts.iterdir()] == []
+
+    begin("a\0b")  # no process can be started with it
+    for place in ("jobs", "starts"):
+        monkeypatch.setattr(f"lockstep.studio.{place}.write_json", full_disk)
     before = {child.pid for child in psutil.Process().children()}
-    with pytest.raises(LockstepError):
-        jobs.begin("doctor", ["doctor", "--json"])
-    assert list(home.jobs.iterdir()) == []
+    begin()
     left = [child for child in psutil.Process().children() if child.pid not in before]
     wait_until(lambda: not any(is_alive(Identity(child.pid, child.create_time())) for child in left))
     reap()

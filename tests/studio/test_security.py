@@ -178,6 +178,36 @@ def test_a_restart_keeps_the_token(folder: Path) -> None:
         assert second.token == token
 
 
+NOT_THE_PAGES = {
+    "save_dir": "elsewhere",
+    "runs_dir": "elsewhere",
+    "telemetry.upload_to": "s3://evil",
+    "telemetry.mlflow_uri": "http://evil.example",
+    "launch.rdzv": "evil.example",
+    "launch.nodes": "2",
+    "task.name": "os:system",
+    "task.datamodule": "os:system",
+    "task.trainer": {"logger": "x"},
+}
+
+
+def test_settings_that_reach_out_are_refused_wherever_settings_are_taken(address: Address, folder: Path) -> None:
+    assert set(NOT_THE_PAGES) == set(address.get("/api/schema")["refused"]), "the form does not offer them"
+    for key, value in NOT_THE_PAGES.items():
+        section, _, name = key.rpartition(".")
+        body = {"task": "har", "config": {section: {name: value}} if section else {name: value}}
+        for method, path in (
+            ("POST", "/api/plan"),
+            ("POST", "/api/preview"),
+            ("POST", "/api/runs"),
+            ("POST", "/api/scaling"),
+            ("PUT", "/api/configs/x"),
+        ):
+            more = {"devices": ["cpu"]} if path == "/api/scaling" else {}
+            assert address.call(method, path, 422, json=body | more)["code"] == "SETTING_NOT_ALLOWED", (path, key)
+    assert sorted(entry.name for entry in (folder / "runs").iterdir()) == [".studio"]
+
+
 MALFORMED = [
     (b"", 422), (b"{", 400), (b"null", 422), (b"[]", 422), (b'"x"', 422), (b"\xff\xfe", 400), (b"{}", 422),
     (b'{"task": 5}', 422), (b'{"task": "har", "config": []}', 422),

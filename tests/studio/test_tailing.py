@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -100,6 +101,20 @@ def test_a_long_file_has_a_coarse_picture_at_once(tmp_path: Path) -> None:
     assert 900 < picture.rows < 1100
     assert (np.diff(picture["step"]) > 0).all()
     assert picture["step"][-1] > 9900
+
+
+def test_a_pipe_or_a_link_is_not_waited_for(tmp_path: Path) -> None:
+    """Whoever may write into a runs folder must not bring the studio to a stop."""
+    elsewhere, file = tmp_path / "elsewhere", tmp_path / "steps.jsonl"
+    elsewhere.write_text('{"step": 1, "loss": 1}\n' * 500_000)
+    os.mkfifo(file)
+    tail = Tail(file, "step")
+    assert tail.sample() is None
+    assert not tail.poll()
+    file.unlink()
+    file.symlink_to(elsewhere)
+    assert tail.sample() is None
+    assert not tail.poll()
 
 
 def test_time_that_goes_back_does_not_fold_a_curve(tmp_path: Path) -> None:

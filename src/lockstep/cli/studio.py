@@ -77,5 +77,5 @@ def studio(
     if browser:
         import webbrowser
 
-        webbrowser.open(server.url)
+        webbrowser.open(server.write_door())
     server.run()

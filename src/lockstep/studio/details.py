@@ -16,6 +16,9 @@ from lockstep.studio.starts import Start
 from lockstep.telemetry.files import names_in
 from lockstep.telemetry.rundir import RunDir
 
+#: Settings that are not the page's, and that a copy gets in another way.
+_OF_ITS_OWN = {"save_dir", "runs_dir", "task.name", "task.datamodule"}
+
 
 def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> dict[str, Any]:
     """Everything that the page shows of a run beside its summary."""
@@ -81,19 +84,26 @@ def read_epochs(run: RunDir) -> list[dict[str, Any]]:
         return []
 
 
-def form_of(config: RunConfig) -> dict[str, Any]:
-    """What the form must hold to start such a run again: the settings that differ from the defaults."""
+def form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What the form must hold to start such a run again, and the settings of it that are not the page's.
+
+    The form stands on the task's defaults: what equals a general default may differ from them. A name is not part of
+    it, since the copy gets one of its own.
+    """
     given: dict[str, Any] = {}
-    general = dict(flatten(resolve().model_dump(mode="json")))
+    left_out = []
+    defaults = dict(flatten(resolve(task_defaults).model_dump(mode="json")))
     for key, value in flatten(config.model_dump(mode="json")):
         section, dot, name = key.partition(".")
-        if key in REFUSED or key == "init_from" or (section != "task" and general.get(key) == value):
+        if key == "name" or (section != "task" and defaults.get(key) == value):
             continue
-        if dot:
+        if key in REFUSED:
+            left_out += [key] if value and key not in _OF_ITS_OWN else []
+        elif dot:
             given.setdefault(section, {})[name] = value
         else:
             given[key] = value
-    return given
+    return given, left_out
 
 
 def compare(runs: Sequence[tuple[RunDir, Mapping[str, Any]]]) -> dict[str, Any]:

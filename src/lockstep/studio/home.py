@@ -15,6 +15,10 @@ from lockstep.telemetry.files import absolute, storage_error
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,100}")
 _CONFIG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}")
 _JOB = re.compile(r"job-[0-9a-f]{8}")
+_DOOR = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>Lockstep studio</title>'
+    '<meta http-equiv="refresh" content="0; url={url}"><p><a href="{url}">Open the studio</a></p></html>\n'
+)
 
 
 class Home:
@@ -88,14 +92,29 @@ class Home:
         except (OSError, ValueError):
             pass
         text = secrets.token_urlsafe(32)
-        try:
-            file.unlink(missing_ok=True)
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w", encoding="ascii") as stream:
-                stream.write(text)
-        except OSError as error:
-            raise storage_error(error, file) from error
+        _write_private(file, text)
         return text
+
+    def write_door(self, url: str) -> Path:
+        """A page, readable by this user alone, that leads to ``url``: the words of a command can be read by all.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        file = self.path / "open.html"
+        _write_private(file, _DOOR.format(url=url))
+        return file
+
+
+def _write_private(file: Path, text: str) -> None:
+    """Raises :class:`StorageError`."""
+    try:
+        file.unlink(missing_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise storage_error(error, file) from error
 
 
 def is_run_name(name: str) -> bool:

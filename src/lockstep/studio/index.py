@@ -205,8 +205,10 @@ class RunIndex:
         starting = alive and start is not None and attempt <= start.attempt_before
         if starting:
             status = "pending"
+        elif record is None:
+            status = "failed"
         else:
-            status = "failed" if record is None else run.judge(record)
+            status = run.judge(record)
         resume_error = None
         if start is not None and not alive and attempt <= start.attempt_before:
             said = self._starts.last_words(name, start) or "the command ended without a word"
@@ -255,7 +257,9 @@ def _read(entry: Entry, *, there: bool) -> None:
     if beat is not None:
         entry.beats = [pair for pair in entry.beats if beat.updated - pair[0] < _WINDOW_S and pair[1] <= beat.step]
         entry.beats.append((beat.updated, beat.step))
-    last, placement = _last_epoch(run), record.placement or {}
+    # Only the progress of a run that is going needs them: a list of a thousand others opens no file for it.
+    last, planned = (_last_epoch(run), _planned_epochs(run)) if record.status in LIVE else (None, None)
+    placement = record.placement or {}
     # The record's texts have been checked; its metrics and what comes from elsewhere may hold what JSON cannot.
     entry.base = record.model_dump(mode="json", exclude={"command", "versions", "placement", "format_version"})
     entry.base |= plain(
@@ -268,7 +272,7 @@ def _read(entry: Entry, *, there: bool) -> None:
             "devices": devices,
             **{key: placement.get(key) for key in ("world_size", "strategy", "precision")},
             "epoch": last.get("epoch") if last else None,
-            "epochs": _planned_epochs(run) if record.status in LIVE else None,
+            "epochs": planned,
             "last_epoch": last,
             "step": beat.step if beat else None,
             "total_steps": beat.total if beat else None,
@@ -287,7 +291,6 @@ def _last_epoch(run: RunDir) -> dict[str, Any] | None:
 
 
 def _planned_epochs(run: RunDir) -> int | None:
-    """Of a run that is going: a thousand plans of others need not be read for a list."""
     try:
         planned = run.plan().get("epochs")
     except RunFolderError:

@@ -52,6 +52,7 @@ class Tab:
         self.subscriptions: dict[str, Subscription] = {}
         self.watches_runs = False
         self.known_runs: dict[str, int] | None = None
+        self.known_problems: list[str] = []
         self.outbox: list[dict[str, Any] | bytes] = []
         self.bad_messages = 0
 
@@ -71,6 +72,7 @@ class Hub:
         self._feeds: dict[str, Feed] = {}
         self._tabs: set[Tab] = set()
         self._versions: dict[str, tuple[int, dict[str, Any]]] = {}
+        self._problems: list[str] = []
         self._listed = False
         self._busy = asyncio.Event()
         self._answers: dict[str, Callable[[Tab, dict[str, Any]], None]] = {
@@ -215,6 +217,7 @@ class Hub:
     async def _tell_list(self) -> None:
         if any(tab.watches_runs for tab in self._tabs):
             self._versions = await asyncio.to_thread(self._index.versions)
+            self._problems = await asyncio.to_thread(self._index.problems)
             self._listed = True
             for tab in self._tabs:
                 tab.wake.set()
@@ -266,14 +269,17 @@ class Hub:
         return news
 
     def _news_of_list(self, tab: Tab) -> list[dict[str, Any] | bytes]:
-        versions = self._versions
-        known = tab.known_runs
+        versions, problems = self._versions, self._problems
+        known, told = tab.known_runs, tab.known_problems
         tab.known_runs = {name: version for name, (version, _) in versions.items()}
+        tab.known_problems = problems
         if known is None:
-            return [{"type": "runs", "runs": [summary for _, summary in versions.values()]}]
+            return [{"type": "runs", "runs": [summary for _, summary in versions.values()], "problems": problems}]
         changed = [summary for name, (version, summary) in versions.items() if known.get(name) != version]
         removed = [name for name in known if name not in versions]
-        return [{"type": "runs_changed", "runs": changed, "removed": removed}] if changed or removed else []
+        if not changed and not removed and problems == told:
+            return []
+        return [{"type": "runs_changed", "runs": changed, "removed": removed, "problems": problems}]
 
 
 def _poll(feeds: list[Feed]) -> tuple[bool, list[Feed]]:

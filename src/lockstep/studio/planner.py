@@ -24,6 +24,7 @@ class Planner:
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        self._closed = False
         self._tasks: dict[tuple[str, ...], list[dict[str, Any]]] = {}
 
     def tasks(self, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -40,9 +41,15 @@ class Planner:
         return plan
 
     def close(self) -> None:
-        """End the helper."""
-        with self._lock:
+        """End the helper for good, also in the middle of an answer: who waits for that hears that it ended."""
+        self._closed = True
+        while not self._lock.acquire(timeout=0.05):
+            if (process := self._process) is not None:
+                process.kill()
+        try:
             self._end()
+        finally:
+            self._lock.release()
 
     def _ask(self, request: Mapping[str, Any]) -> Any:
         with self._lock:
@@ -62,6 +69,8 @@ class Planner:
         return answer["data"]
 
     def _exchange(self, line: bytes) -> Any:
+        if self._closed:
+            raise OSError("the studio is ending")
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = subprocess.Popen(

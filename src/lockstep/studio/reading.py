@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """``path`` for reading, unbuffered.
+def open_regular(path: Path, *, buffer_bytes: int = 0) -> BinaryIO:
+    """``path`` for reading; unbuffered unless ``buffer_bytes`` is given, as for reading lines.
 
     Raises:
         OSError: there is none, or it is a link, a folder, a pipe or a device.
@@ -18,7 +18,7 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is not a regular file")
-        return os.fdopen(descriptor, "rb", buffering=0)
+        return os.fdopen(descriptor, "rb", buffering=buffer_bytes)
     except BaseException:
         os.close(descriptor)
         raise

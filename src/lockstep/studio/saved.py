@@ -45,10 +45,11 @@ class SavedConfigs:
         """One configuration, also as YAML. Raises :class:`ApiError` when there is none of this name."""
         try:
             kept = read_json(self._home.config(name))
-            wanted = Wanted(kept["task"], kept["config"])
+            wanted = Wanted(kept["task"], kept["config"], self._home.runs_dir)
         except (RunFolderError, KeyError, TypeError):
             raise ApiError("CONFIG_NOT_FOUND", 404, f"there is no configuration {name!r}", fix="reload") from None
-        return {"name": name, "task": wanted.task, "config": wanted.settings, "yaml": settings.as_yaml(wanted)}
+        config = settings.for_page(wanted.settings)
+        return {"name": name, "task": wanted.task, "config": config, "yaml": settings.as_yaml(wanted)}
 
     def delete(self, name: str) -> dict[str, Any]:
         """Forget a configuration. Raises :class:`ApiError` when there is none of this name."""
@@ -75,7 +76,7 @@ class SavedConfigs:
         form = {**content, "task": {key: value for key, value in task.items() if key != "name"}}
         form = {key: value for key, value in form.items() if value is not None and key not in settings.REFUSED}
         wanted = settings.check(name, form, self._tasks, self._home)
-        return {"task": wanted.task, "config": wanted.settings}
+        return {"task": wanted.task, "config": settings.for_page(wanted.settings)}
 
 
 def _place_of(error: Exception) -> str:

@@ -46,16 +46,19 @@ Devices = Annotated[list[Annotated[str, Field(max_length=20)]], Field(max_length
 
 
 class PlanBody(_Body):
-    """A task of the list and the settings that differ from the defaults, nested as in a configuration file."""
+    """A task of the list and the settings that differ from the defaults, nested as in a configuration file.
+
+    ``name``: of the run; a saved configuration has none of it.
+    """
 
     task: str = Field(max_length=1000)
     config: dict[str, Any] = Field(default_factory=dict)
+    name: Name | None = None
 
 
 class StartBody(PlanBody):
     """``id``: chosen by the page, so that a repeated click does not start a second run."""
 
-    name: Name | None = None
     tags: list[Tag] = Field(default_factory=list, max_length=20)
     id: str | None = Field(None, pattern=r"^run-[0-9a-f]{8}$")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,6 +63,10 @@ class Server:
     def url(self) -> str:
         return f"{self.base}/?token={self.token}"
 
+    def write_door(self) -> str:
+        """The address of a file that leads to :attr:`url`, for a browser's command line. Raises StorageError."""
+        return self.studio.home.write_door(self.url).as_uri()
+
     @property
     def started(self) -> bool:
         return self._uvicorn.started
@@ -81,24 +84,21 @@ class Server:
 
 
 def _listen(port: int | None) -> socket.socket:
-    with contextlib.ExitStack() as cleanup:
-        listener = cleanup.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for candidate in _candidates(port):
-            try:
-                listener.bind((HOST, candidate))
-                break
-            except (OSError, OverflowError):
-                continue
-        else:
-            raise UsageError(
-                f"port {port} is taken",
-                why="another program answers there, maybe another studio",
-                fix="choose another --port, or leave it out",
-            )
-        cleanup.pop_all()
-        return listener
-    raise AssertionError
+    for candidate in _candidates(port):
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((HOST, candidate))
+            # At once: two that have only bound may share a port, and a browser that comes early waits to be answered.
+            listener.listen()
+            return listener
+        except (OSError, OverflowError):
+            listener.close()
+    raise UsageError(
+        f"port {port} is taken",
+        why="another program answers there, maybe another studio",
+        fix="choose another --port, or leave it out",
+    )
 
 
 def _candidates(port: int | None) -> Iterator[int]:

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.config import RunConfig, resolve
-from lockstep.config.load import merge, parse_set
+from lockstep.config.load import merge, parse_set, to_yaml
 from lockstep.errors import ConfigError
-from lockstep.studio.home import Home
+from lockstep.studio.home import Home, is_run_name
 from lockstep.studio.problems import ApiError, not_allowed
 from lockstep.studio.tasks import OfferedTasks
 
@@ -24,22 +22,33 @@ REFUSED = {
     "runs_dir": "the studio was started with a runs folder",
     "telemetry.upload_to": "it is an address that the run writes to",
     "telemetry.mlflow_uri": "it is an address that the run writes to",
+    "launch.rdzv": "it is an address whose objects the run would load",
+    "launch.nodes": "each machine of such a run is started from its own terminal",
     "task.name": "the task is chosen from the list",
     "task.datamodule": "it names code to import",
     "task.trainer": "it names objects of Lightning's Trainer",
 }
 
+#: A browser keeps larger whole numbers only rounded.
+_LARGEST_EXACT = 2**53 - 1
+
 
 @dataclass(frozen=True)
 class Wanted:
-    """A checked request: a task of the list and sparse, nested settings."""
+    """A checked request: a task of the list and sparse, nested settings, in which a run is named by its id."""
 
     task: str
     settings: dict[str, Any]
+    runs_dir: Path
+
+    def for_command(self) -> dict[str, Any]:
+        """The settings as a command must get them, whatever its current folder: a run by its folder."""
+        source = self.settings.get("init_from")
+        return self.settings if source is None else self.settings | {"init_from": str(self.runs_dir / source)}
 
     def mapping(self) -> dict[str, Any]:
-        """The settings as a configuration file has them, the task's name included."""
-        return merge(self.settings, {"task": {**(self.settings.get("task") or {}), "name": self.task}})
+        """:meth:`for_command` as a configuration file has it, the task's name included."""
+        return merge(self.for_command(), {"task": {**(self.settings.get("task") or {}), "name": self.task}})
 
 
 def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home) -> Wanted:
@@ -69,10 +78,29 @@ def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home)
     if data_module is not None:
         settings = merge(settings, {"task": {"datamodule": data_module}})
     if settings.get("init_from") is not None:
-        settings["init_from"] = str(_run_folder(settings["init_from"], home))
-    wanted = Wanted(task, settings)
-    resolve(wanted.mapping())
-    return wanted
+        settings["init_from"] = run_in(settings["init_from"], home)
+    return Wanted(task, _as_read(settings, resolve(settings, {"task": {"name": task}})), home.runs_dir)
+
+
+def _as_read(given: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
+    """The settings that are ``given`` with the values that they were read as: ``gpu:0,gpu:1`` is a list.
+
+    A task's own are left alone: only the task knows what they mean.
+    """
+    read = config.model_dump(mode="json", exclude={"task"}) | {"task": given.get("task")}
+    return {
+        key: {name: read[key][name] for name in value} if isinstance(value, Mapping) else read[key]
+        for key, value in given.items()
+    }
+
+
+def for_page(value: Any) -> Any:
+    """``value`` as a browser keeps it: whole numbers that it would round are texts, which mean the same."""
+    if isinstance(value, Mapping):
+        return {key: for_page(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [for_page(item) for item in value]
+    return str(value) if isinstance(value, int) and abs(value) > _LARGEST_EXACT else value
 
 
 def without_refused(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,11 +116,16 @@ def without_refused(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _run_folder(ref: object, home: Home) -> Path:
-    folder = home.run(str(ref)) if isinstance(ref, str) and "/" not in ref else None
-    if folder is None or not (folder / "run.json").is_file():
+def run_in(ref: object, home: Home) -> str:
+    """The name of the run that ``ref`` means: its name, or its folder as configurations of runs have it.
+
+    Raises:
+        ApiError: it is no run of the runs folder.
+    """
+    name = str(ref).removeprefix(f"{home.runs_dir}/")
+    if not is_run_name(name) or not (home.run(name) / "run.json").is_file():
         raise not_allowed("init_from", "it must be a run of this runs folder")
-    return folder
+    return name
 
 
 def flatten(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -118,7 +151,7 @@ def train_arguments(wanted: Wanted, flags: Mapping[str, str]) -> list[str]:
     Args:
         flags: the flags of ``lockstep train`` and the setting that each one stands for.
     """
-    return ["train", wanted.task, *_as_flags(wanted.settings, flags)]
+    return ["train", wanted.task, *_as_flags(wanted.for_command(), flags)]
 
 
 def resume_arguments(
@@ -140,7 +173,7 @@ def command_text(arguments: list[str]) -> str:
 
 def as_yaml(wanted: Wanted) -> str:
     """What differs from the defaults, as a configuration file."""
-    return yaml.safe_dump(wanted.mapping(), sort_keys=False, allow_unicode=True)
+    return to_yaml(wanted.mapping())
 
 
 def _as_flags(settings: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:

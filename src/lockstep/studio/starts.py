@@ -108,18 +108,28 @@ class Starts:
             raise storage_error(error, folder) from error
         output = self.output(name)
         output_from = output.stat().st_size if output.exists() else 0
-        process = start_detached(arguments, output)
-        start = Start(
-            arguments=list(arguments),
-            task=task,
-            pid=process.pid,
-            created=process.created,
-            at=time.time(),
-            attempt_before=attempt_before,
-            devices=devices,
-            output_from=output_from,
-        )
-        write_json(folder / "start.json", start.model_dump())
+        process = None
+        try:
+            process = start_detached(arguments, output)
+            start = Start(
+                arguments=list(arguments),
+                task=task,
+                pid=process.pid,
+                created=process.created,
+                at=time.time(),
+                attempt_before=attempt_before,
+                devices=devices,
+                output_from=output_from,
+            )
+            write_json(folder / "start.json", start.model_dump())
+        except BaseException:
+            # Without a note nobody could stop it from here, and a second start would train beside it.
+            if process is not None:
+                send(process, signal.SIGKILL, group=True)
+            if before is None and attempt_before == 0:
+                with contextlib.suppress(StorageError):
+                    self.forget(name)
+            raise
         return start
 
     def read(self, name: str) -> Start | None:

@@ -144,7 +144,10 @@ class Studio:
 
     def wanted(self, body: PlanBody) -> Wanted:
         """The request, checked. Raises :class:`LockstepError`."""
-        return settings.check(body.task, body.config, self.options.tasks, self.home)
+        wanted = settings.check(body.task, body.config, self.options.tasks, self.home)
+        if body.name:
+            wanted.settings["name"] = body.name
+        return wanted
 
     def preview(self, wanted: Wanted) -> dict[str, Any]:
         words = settings.train_arguments(wanted, self.options.flags)
@@ -170,8 +173,6 @@ class Studio:
     def start(self, body: StartBody) -> dict[str, Any]:
         """Start the command of a new run; returns at once. Raises :class:`LockstepError`."""
         wanted = self.wanted(body)
-        if body.name:
-            wanted.settings["name"] = body.name
         chosen = self._check_devices(wanted)
         name = body.id or new_run_id()
         folder = self.home.run(name)
@@ -281,8 +282,27 @@ class Studio:
                 f"this run's task, {config.task.name}, is not in the list",
                 fix=f"start the studio with --task {config.task.name}",
             )
+        form, left_out = details.form_of(config, self._defaults_of(config.task.name))
+        if form.get("init_from") is not None:
+            try:
+                form["init_from"] = settings.run_in(form["init_from"], self.home)
+            except ApiError:
+                left_out.append(f"init_from={form.pop('init_from')}")
         name = self.index.summary(name)["name"] or name
-        return {"task": config.task.name, "config": details.form_of(config), "name": f"{name} copy"[:200]}
+        return {
+            "task": config.task.name,
+            "config": settings.for_page(form),
+            "name": f"{name} copy"[:200],
+            "left_out": left_out,
+        }
+
+    def _defaults_of(self, task: str) -> Mapping[str, Any]:
+        """The settings that a task has of its own. Raises :class:`LockstepError` when it cannot be used."""
+        described = next(one for one in self.planner.tasks(self.options.tasks.names) if one["name"] == task)
+        if (error := described["error"]) is not None:
+            raise ApiError("TASK_NOT_USABLE", 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))
+        defaults: Mapping[str, Any] = described["defaults"]
+        return defaults
 
     def log(self, name: str, file: str | None, lines: int) -> dict[str, Any]:
         run = self.index.run_folder(name)

@@ -63,7 +63,7 @@ class Tail:
     def sample(self) -> Columns | None:
         """A coarse picture of a file that takes long to read; ``None`` for one that does not."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path, buffer_bytes=8192) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < LARGE_BYTES:
                     return None

@@ -45,9 +45,9 @@ export function DeviceChoice({ chosen, onChoose }) {
   </fieldset>`;
 }
 
-/** Those of the run that are here; another machine may have had others. */
+/** Those of the run that can be ticked here; another machine may have had others. */
 function devicesFor(run) {
-  const here = (devices.value?.devices ?? []).map(({ id }) => id);
+  const here = (devices.value?.devices ?? []).filter(({ supported }) => supported).map(({ id }) => id);
   const still = (run.devices ?? []).filter((id) => here.includes(id));
   return still.length ? still : (devices.value?.default ?? []);
 }

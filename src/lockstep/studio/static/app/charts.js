@@ -54,7 +54,7 @@ function last({ x, y }, at = y.length - 1) {
 
 /**
  * `series`: [{label, x, y, dash?, index?}] with x ascending; `against` names the x axis.
- * `everyRow`: a row without a number means that it was not finite, which the value beside the title then says.
+ * `everyRow`: a row without a number means that it was not finite: a gap, and the value beside the title says it.
  * `onZoom(from, to)` hears of a zoom, with nulls of its end.
  * Drag zooms, a double click resets; with the keyboard + and − zoom, arrows move, 0 resets.
  */
@@ -69,7 +69,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   const smoothing = drawing.value.smoothing;
   // A series keeps its colour while others are hidden.
   const shown = series
-    .map((one, index) => ({ ...one, ...looks(one, index) }))
+    .map((one, index) => ({ ...one, ...looks(one, index), everyRow }))
     .filter((one) => !hidden.includes(one.label));
 
   useEffect(() => {

@@ -7,10 +7,9 @@ import { epochLines, STEP_CHARTS, useRun } from "./curves.js";
 import { number, words } from "./format.js";
 import { runs } from "./live.js";
 import { go, route } from "./route.js";
-import { label, matches, setCompared } from "./runs.js";
+import { label, matches, MOST_COMPARED, setCompared } from "./runs.js";
 import { Badge, Problem } from "./ui.js";
 
-const MOST = 20;
 /** Of all runs, so many are offered at a time; the search finds the others. */
 const OFFERED = 100;
 
@@ -39,7 +38,7 @@ function Chooser({ ids }) {
             <input
               type="checkbox"
               checked=${ids.includes(run.id)}
-              disabled=${!ids.includes(run.id) && ids.length >= MOST}
+              disabled=${!ids.includes(run.id) && ids.length >= MOST_COMPARED}
               onChange=${(event) => toggle(run.id, event.currentTarget.checked)}
             />
             <span class="clip" title=${label(run)}>${label(run)}</span> <${Badge} status=${run.status} />
@@ -48,7 +47,7 @@ function Chooser({ ids }) {
       )}
     </ul>
     ${found.length > OFFERED && html`<p class="muted">${found.length - OFFERED} more: search for them</p>`}
-    ${ids.length >= MOST && html`<p class="muted">${MOST} runs at most</p>`}
+    ${ids.length >= MOST_COMPARED && html`<p class="muted">${MOST_COMPARED} runs at most</p>`}
   </details>`;
 }
 
@@ -107,7 +106,9 @@ function Differences({ title, rows, heads, none }) {
 }
 
 export function Compare() {
-  const { ids } = route.value;
+  const here = runs.value && new Set(runs.value.map(({ id }) => id));
+  const ids = here ? route.value.ids.filter((id) => here.has(id)) : route.value.ids;
+  const gone = route.value.ids.filter((id) => !ids.includes(id));
   const [lines, setLines] = useState({});
   const [found, setFound] = useState({ answer: null, error: null });
   const wanted = ids.map((id) => `run=${encodeURIComponent(id)}`).join("&");
@@ -126,6 +127,7 @@ export function Compare() {
     <h1>Compare</h1>
     <${Chooser} ids=${ids} />
     ${ids.map((id) => html`<${Source} key=${id} id=${id} onLines=${(run, some) => setLines((all) => ({ ...all, [run]: some }))} />`)}
+    ${gone.length > 0 && html`<p class="note">Not in this folder any more: ${gone.join(", ")}</p>`}
     ${ids.length < 2 && html`<p class="empty">Choose two runs or more, here or in the list of runs.</p>`}
     ${ids.length > 1 &&
     html`

@@ -18,7 +18,7 @@ const NETWORK = new Set(
 );
 const REPRODUCIBILITY = ["seed", "reproducibility", "lanes", "threads", "engine"];
 /** Sections that most runs leave alone. */
-const FURTHER = ["data", "distributed", "validation", "checkpoint", "telemetry", "launch", "lightning", "debug"];
+const FURTHER = ["data", "distributed", "fsdp", "pipeline", "validation", "checkpoint", "telemetry", "launch", "lightning", "debug"];
 
 /** The fields of a section as [path, schema], without those that the page may not set. */
 function fieldsOf(section, only = () => true) {
@@ -183,7 +183,7 @@ function RunButton() {
     setBusy(true);
     try {
       // The id is this page's: a second click on the same button cannot start a second run.
-      const run = await post("/runs", { ...body.value, name: draft.value.name.trim() || null, id: id.current });
+      const run = await post("/runs", { ...body.value, id: id.current });
       id.current = newId();
       merge([run], []);
       go("train", [run.id]);

@@ -1,6 +1,6 @@
 // Which charts a run has: drawn from whatever columns its files hold.
 
-import { html, useEffect, useState } from "./html.js";
+import { html, useEffect, useRef, useState } from "./html.js";
 import { Chart, ChartTools } from "./charts.js";
 import { gigabytes, number, percent, words } from "./format.js";
 import { followAgain, look, range } from "./live.js";
@@ -42,12 +42,18 @@ export function epochCharts(lines) {
 /** A chart of one stream. When the history is thinned out, a zoom fetches the part at full resolution. */
 function StreamChart({ run, name, stream, columns, ...rest }) {
   const [part, setPart] = useState(null);
-  const source = part ?? stream;
+  const asked = useRef(0);
+  const source = (stream.downsampled && part) || stream;
   const line = (column) => (rest.everyRow ? source.wholeLine(column) : source.line(column));
   const series = columns.map(([column, label, index]) => ({ label, index, ...line(column) })).filter(({ y }) => y?.length);
   if (!series.length && !part) return null;
-  const zoomed = async (from, to) => setPart(from === null ? null : await range(run, name, from, to));
-  return html`<${Chart} ...${rest} series=${series} onZoom=${stream.downsampled ? zoomed : undefined} />`;
+  // An answer that comes after the next zoom, or after its end, is not wanted any more.
+  const zoomed = async (from, to) => {
+    const turn = ++asked.current;
+    const found = from === null || !stream.downsampled ? null : await range(run, name, from, to);
+    if (turn === asked.current) setPart(found);
+  };
+  return html`<${Chart} ...${rest} series=${series} onZoom=${zoomed} />`;
 }
 
 export const STEP_CHARTS = [

@@ -26,8 +26,16 @@ effect(() => sessionStorage.setItem(KEY, JSON.stringify(draft.value)));
 
 export const task = computed(() => tasks.value?.find(({ name }) => name === draft.value.task) ?? null);
 
-/** The devices that are ticked: the draft's own, else what document 000 asks for: GPU 0, else the CPU. */
-export const ticked = computed(() => draft.value.config.hardware?.selected_devices ?? devices.value?.default ?? []);
+/**
+ * The devices that are ticked: the draft's own, else what document 000 asks for: GPU 0, else the CPU. `all` stands for
+ * every GPU, or the CPU where there is none.
+ */
+export const ticked = computed(() => {
+  const chosen = draft.value.config.hardware?.selected_devices ?? devices.value?.default ?? [];
+  if (chosen.join() !== "all") return chosen;
+  const gpus = (devices.value?.devices ?? []).filter(({ kind, supported }) => kind === "gpu" && supported);
+  return gpus.length ? gpus.map(({ id }) => id) : ["cpu"];
+});
 
 /** Messages about text in the form that is not yet a value, by the setting's path. */
 export const mistakes = signal({});
@@ -58,10 +66,11 @@ export function tick(selected) {
 /** Counts up when the whole form is filled anew, so that no half-typed text survives. */
 export const filled = signal(0);
 
-export function replaceDraft({ task: name, config, name: label = "" }) {
+/** A name among the settings goes into its field, where it is seen and can be changed. */
+export function replaceDraft({ task: name, config: { name: own, ...config }, name: label }) {
   mistakes.value = {};
   filled.value += 1;
-  draft.value = { task: name, config, name: label ?? "" };
+  draft.value = { task: name, config, name: label || own || "" };
 }
 
 /** Another task has other settings of its own; the rest stays. */
@@ -73,6 +82,7 @@ export function chooseTask(name) {
 /** The body of a plan, preview or start; devices are always said. */
 export const body = computed(() => ({
   task: draft.value.task,
+  name: draft.value.name.trim() || null,
   config: setAt(draft.value.config, ["hardware", "selected_devices"], ticked.value),
 }));
 

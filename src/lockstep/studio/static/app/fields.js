@@ -1,6 +1,6 @@
 // One setting as a form field, made from its JSON schema.
 
-import { html, useId, useState } from "./html.js";
+import { html, useEffect, useId, useState } from "./html.js";
 import { change, isChanged, mistakes, valueOf } from "./draft.js";
 import { parse, show } from "./settings.js";
 
@@ -10,8 +10,8 @@ const title = (name) => {
 };
 
 function note(path, message) {
-  const { [path]: _, ...others } = mistakes.value;
-  mistakes.value = message ? { ...others, [path]: message } : others;
+  const { [path]: before, ...others } = mistakes.peek();
+  if (message !== (before ?? null)) mistakes.value = message ? { ...others, [path]: message } : others;
 }
 
 /** `path` as a list of keys; `schema` resolved. */
@@ -53,6 +53,8 @@ function Choice({ path, schema, common }) {
 /** Text, numbers and lists: what is typed counts as soon as it is a value. */
 function Text({ path, schema, common }) {
   const [typed, setTyped] = useState(null);
+  // What was mistyped goes with the field, as when another optimizer has no such setting.
+  useEffect(() => () => note(path.join("."), null), []);
   const numeric = schema.type === "integer" || schema.type === "number";
   const take = (text) => {
     setTyped(text);

@@ -19,6 +19,9 @@ const facts = ({ kind, memory_gb: memory, free_gb: free, cores }) =>
     .filter(Boolean)
     .join(" · ");
 
+/** The devices that can be ticked, in their order. */
+const usable = () => devices.value.devices.filter(({ supported }) => supported).map(({ id }) => id);
+
 function Device({ device, runs }) {
   const help = useId();
   const chosen = ticked.value;
@@ -26,8 +29,8 @@ function Device({ device, runs }) {
   const users_text = users.map((user) => `${user.name} (process ${user.pid}${user.memory_gb ? `, ${gigabytes(user.memory_gb * 1e9)}` : ""})`);
   const used = runs.length ? [`run ${runs.join(", ")}`, ...users_text] : users_text;
   const toggle = (event) => {
-    const others = chosen.filter((one) => one !== id);
-    const order = devices.value.devices.map((one) => one.id);
+    const order = usable();
+    const others = chosen.filter((one) => one !== id && order.includes(one));
     tick(event.currentTarget.checked ? [...others, id].sort((a, b) => order.indexOf(a) - order.indexOf(b)) : others);
   };
   return html`<label class="device">
@@ -50,6 +53,17 @@ function Device({ device, runs }) {
       ${device.kind === "gpu" && memory && html`<span class="meter" style=${{ display: "block" }} aria-hidden="true"><span style=${{ width: `${100 * (1 - free / memory)}%` }}></span></span>`}
     </span>
   </label>`;
+}
+
+/** Devices of the configuration that have no box to untick: it comes from another machine. */
+function Absent() {
+  const order = usable();
+  const absent = [...new Set(ticked.value.filter((id) => !order.includes(id)))];
+  if (!absent.length) return null;
+  return html`<div class="note warn row">
+    <span class="grow">Chosen, but not usable here: ${absent.join(", ")}</span>
+    <${Button} kind="small" onClick=${() => tick(ticked.value.filter((id) => order.includes(id)))}>Leave out<//>
+  </div>`;
 }
 
 /** Several ranks on the CPU: how a run on many devices is tried without them. */
@@ -135,6 +149,7 @@ export function Hardware() {
       <div class="devices">
         ${all.map((device) => html`<${Device} key=${device.id} device=${device} runs=${using(device.id)} />`)}
       </div>
+      <${Absent} />
     </fieldset>
     ${rehearsal && html`<${Rehearsal} key=${draft.value.task} />`}
     <${Precision} />

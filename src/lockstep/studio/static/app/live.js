@@ -13,6 +13,8 @@ export const connection = signal("connecting");
 export const instance = signal(null);
 /** Every run, newest first; null until the first list has come. */
 export const runs = signal(null);
+/** Why folders that should be runs cannot be read. */
+export const problems = signal([]);
 export const isGoing = ({ status }) => status === "running" || status === "pending";
 
 /** The newest state of each job that was heard of, by id. */
@@ -130,8 +132,14 @@ function settle(request, part) {
 
 const handlers = {
   hello: ({ instance: id }) => (instance.value = id),
-  runs: (message) => (runs.value = message.runs),
-  runs_changed: ({ runs: changed, removed }) => merge(changed, removed),
+  runs: (message) => {
+    runs.value = message.runs;
+    problems.value = message.problems;
+  },
+  runs_changed: (message) => {
+    merge(message.runs, message.removed);
+    problems.value = message.problems;
+  },
   run: ({ summary }) => merge([summary], []),
   removed: ({ run }) => merge([], [run]),
   epochs: ({ run, epochs }) => {

@@ -71,8 +71,8 @@ export class Plot {
   }
 
   /**
-   * `spec`: {series: [{label, x, y, colour, dash?, points?}], log, smoothing, tick?}; a colour is a name from the style
-   * sheet, so that dark and light follow the system.
+   * `spec`: {series: [{label, x, y, colour, dash?, points?, everyRow?}], log, smoothing, tick?}; a colour is a name from
+   * the style sheet, so that dark and light follow the system. `everyRow`: what is not finite breaks the line.
    */
   draw(spec) {
     this.last = spec;
@@ -93,9 +93,9 @@ export class Plot {
   }
 
   build(spec, data, shape) {
+    const shown = this.zoomed ? { ...this.chart.scales.x } : null;
     this.chart?.destroy();
     this.shape = shape;
-    this.zoomed = false;
     const grid = { stroke: css("--line"), width: 1 };
     const axis = { stroke: css("--muted"), grid, ticks: { show: false }, font: '11px "Inter", sans-serif' };
     const options = {
@@ -116,7 +116,7 @@ export class Plot {
           stroke: css(one.colour),
           width: 1.5,
           dash: one.dash ? [4, 4] : undefined,
-          spanGaps: true,
+          spanGaps: !one.everyRow,
           points: { show: (chart) => Boolean(one.points) || chart.data[0].length < 40, size: 5 },
         })),
       ],
@@ -128,6 +128,8 @@ export class Plot {
     };
     this.chart = new uPlot(options, data, this.host);
     this.chart.over.addEventListener("dblclick", () => this.resetZoom());
+    // Another scale or colour is no reason to show another part, or to forget that a part is shown.
+    if (shown) this.chart.setScale("x", { min: shown.min, max: shown.max });
   }
 
   /** For tests and assistive scripts: the part of x that is shown. */
@@ -153,8 +155,8 @@ export class Plot {
   }
 
   resetZoom() {
-    if (this.zoomed) this.onZoom(null, null);
     this.zoomed = false;
+    this.onZoom(null, null);
     if (this.chart) this.chart.setData(this.chart.data, true);
   }
 

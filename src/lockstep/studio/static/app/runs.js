@@ -1,10 +1,10 @@
 // The left column: every run of the folder, to find, choose, name, repeat and delete.
 
-import { html, signal, useId, useState } from "./html.js";
+import { effect, html, signal, useId, useState } from "./html.js";
 import { patch, post, remove, runPath } from "./api.js";
 import { replaceDraft } from "./draft.js";
 import { ago, deviceWords, number, percent, words } from "./format.js";
-import { isGoing, merge, runs } from "./live.js";
+import { isGoing, merge, problems, runs } from "./live.js";
 import { address, go, route } from "./route.js";
 import { Badge, Dialog, Menu, tell, tellError } from "./ui.js";
 
@@ -19,8 +19,17 @@ const ORDERS = {
 };
 
 const filters = signal({ text: "", status: "", order: "newest" });
+/** So many runs can be laid over each other: the server's limit. */
+export const MOST_COMPARED = 20;
 /** Runs that are ticked for a comparison, in the order of ticking. */
 export const compared = signal([]);
+
+// A run that was deleted, here or elsewhere, cannot be compared.
+effect(() => {
+  const here = new Set(runs.value?.map(({ id }) => id));
+  const left = compared.peek().filter((id) => here.has(id));
+  if (runs.value && left.length < compared.peek().length) compared.value = left;
+});
 
 export const label = (run) => run.name || run.id;
 
@@ -33,7 +42,10 @@ export function matches(run, text) {
     .every((word) => place.includes(word));
 }
 
-export const setCompared = (id, on) => (compared.value = on ? [...compared.value, id] : compared.value.filter((one) => one !== id));
+export function setCompared(id, on) {
+  const others = compared.value.filter((one) => one !== id);
+  compared.value = on ? [...others, id].slice(-MOST_COMPARED) : others;
+}
 
 function Filters({ shown, all }) {
   const ids = [useId(), useId(), useId()];
@@ -63,6 +75,7 @@ function Filters({ shown, all }) {
     <div class="row between muted">
       <span role="status">${runs.value === null ? "" : shown === all ? `${all} ${all === 1 ? "run" : "runs"}` : `${shown} of ${all} runs`}</span>
       ${compared.value.length > 1 && html`<a href=${address("compare", compared.value)}>Compare ${compared.value.length}</a>`}
+      ${compared.value.length >= MOST_COMPARED && html`<span>the most</span>`}
     </div>
   </div>`;
 }
@@ -73,9 +86,11 @@ function Row({ run, onDialog }) {
   const going = isGoing(run);
   const duplicate = async () => {
     try {
-      replaceDraft(await post(runPath(run.id, "/duplicate")));
+      const copy = await post(runPath(run.id, "/duplicate"));
+      replaceDraft(copy);
       go("train");
       tell("Its configuration is in the form");
+      if (copy.left_out.length) tell(`Not in it, since a page may not set it: ${copy.left_out.join(", ")}`, { bad: true });
     } catch (error) {
       tellError(error);
     }
@@ -87,6 +102,8 @@ function Row({ run, onDialog }) {
     ["Delete", () => onDialog({ kind: "delete", run }), { danger: true, why: going ? "stop it first" : "" }],
   ];
   const metric = best(run);
+  const ticked = compared.value.includes(run.id);
+  const full = !ticked && compared.value.length >= MOST_COMPARED;
   return html`<li class="run ${route.value.run === run.id ? "chosen" : ""}">
     <a href=${address("train", [run.id])} aria-current=${route.value.run === run.id ? "true" : undefined}>
       <span class="name clip">${label(run)}</span>
@@ -96,7 +113,7 @@ function Row({ run, onDialog }) {
         ${metric && !going && html`<span class="number">${words(metric[0])} ${number(metric[1])}</span>`}
       </span>
       <span class="facts">
-        <span title=${run.task}>${run.task.split("/").at(-1)}</span><span>${deviceWords(run.devices ?? [])}</span><span>${ago(run.created_at)}</span>
+        <span title=${run.task}>${run.task.split("/").at(-1)}</span>${run.devices?.length > 0 && html`<span>${deviceWords(run.devices)}</span>`}<span>${ago(run.created_at)}</span>
         ${run.tags.map((tag) => html`<span key=${tag} class="badge tag" title=${tag}><span class="clip">${tag}</span></span>`)}
       </span>
     </a>
@@ -105,8 +122,9 @@ function Row({ run, onDialog }) {
       <input
         type="checkbox"
         aria-label=${`Compare ${label(run)}`}
-        title="Compare"
-        checked=${compared.value.includes(run.id)}
+        title=${full ? `${MOST_COMPARED} runs at most` : "Compare"}
+        checked=${ticked}
+        disabled=${full}
         onChange=${(event) => setCompared(run.id, event.currentTarget.checked)}
       />
     </span>
@@ -151,6 +169,16 @@ function DeleteDialog({ run, onClose }) {
   <//>`;
 }
 
+/** Damaged folders, so that a run does not vanish without a word. */
+function Problems() {
+  const [first, ...rest] = problems.value;
+  if (!first) return null;
+  return html`<div class="note warn" role="status" aria-label="Runs that cannot be shown">
+    <p>${first}</p>
+    ${rest.length > 0 && html`<details><summary>and ${rest.length} more</summary>${rest.map((one) => html`<p key=${one}>${one}</p>`)}</details>`}
+  </div>`;
+}
+
 const DIALOGS = { rename: RenameDialog, tags: TagsDialog, delete: DeleteDialog };
 
 export function Runs() {
@@ -167,6 +195,7 @@ export function Runs() {
     </div>
     <${Filters} shown=${found.length} all=${all.length} />
     <div class="scroll">
+      <${Problems} />
       ${runs.value === null && html`<p class="empty" role="status">Looking for runs…</p>`}
       ${runs.value !== null && !found.length && html`<p class="empty">${all.length ? "No run matches." : "No runs yet. Tick devices and press Run."}</p>`}
       <ul aria-label="Runs">

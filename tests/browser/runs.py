@@ -1,0 +1,40 @@
+"""Runs that nobody trained, for the page to show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lockstep.config import resolve
+from lockstep.telemetry.rundir import RunDir
+from tests.studio.serving import Address
+
+
+def runs_of(address: Address) -> Path:
+    return Path(address.get("/api/studio")["runs_dir"])
+
+
+def make_run(folder: Path, name: str, status: str, steps: int = 40, **record: object) -> RunDir:
+    config = resolve({"name": name, "task": {"name": "har"}, "training": {"epochs": 4}})
+    run_id = f"run-{len(name):04x}{len(status):04x}"
+    run = RunDir.create(folder / run_id, config, run_id=run_id, command=["lockstep", "train", "har"])
+    with run.steps_file.open("w") as file:
+        for step in range(1, steps + 1):
+            row = {"attempt": 1, "step": step, "epoch": 1 + step // 11, "loss": 2 / step, "lr": 1e-3}
+            file.write(json.dumps({**row, "samples_per_s": 9.5, "data_wait_share": 0.1, "grad_norm": 1.0}) + "\n")
+    run.write_epochs(
+        [{"attempt": 1, "epoch": n, "step": 10 * n, "train_loss": 2 / n, "val_loss": 3 / n} for n in (1, 2)]
+    )
+    run.update(status=status, **record)
+    return run
+
+
+def add_sample(run: RunDir, second: int, power_w: float) -> None:
+    """What the monitor of a node with eleven GPUs writes."""
+    devices = [
+        {"id": f"gpu:{index}", "utilisation": 0.9, "memory_gb": 60.0 + index, "power_w": power_w + index}
+        for index in range(11)
+    ]
+    with (run.path / "system-node7.jsonl").open("a") as file:
+        host = {"name": "node7", "cpu": 0.5, "memory_gb": 20.0}
+        file.write(json.dumps({"time": 1.7e9 + second, "host": host, "devices": devices}) + "\n")

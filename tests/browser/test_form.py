@@ -1,0 +1,153 @@
+"""The form of the next run: devices and labels, what is pasted into it, and what it will not take. Needs Chromium."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, ViewportSize, expect
+
+from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, picture, used_browser
+from tests.studio.serving import Address
+
+expect.set_options(timeout=PATIENCE_MS)
+
+
+@pytest.fixture(scope="module")
+def browser(machine_with_gpus: Address, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all tests, in the usual network: the studio with a fake machine is a process beside this one."""
+    with used_browser(machine_with_gpus, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.mark.parametrize("viewport", [WIDE, pytest.param(NARROW, marks=pytest.mark.drill)], ids=["wide", "narrow"])
+def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport: ViewportSize) -> None:
+    page = open_page(server.url, viewport)
+    run = page.get_by_role("button", name="Run", exact=True)
+    boxes = [page.get_by_role("checkbox", name=name) for name in ("CPU", "GPU 0", "GPU 1", "GPU 2")]
+    cpu, first, second, third = boxes
+    for box, ticked in zip(boxes, (False, True, False, False), strict=True):
+        expect(box).to_be_checked(checked=ticked)
+    expect(page.get_by_text("80.0 GB · 79.0 GB free").first).to_be_visible()
+    expect(run).to_be_enabled()
+    batch, multi = (
+        page.get_by_text("Effective batch size"),
+        page.get_by_text("Multi-GPU (DDP) will be used automatically."),
+    )
+    expect(batch).to_be_hidden()
+
+    second.check()
+    expect(batch).to_have_text("Effective batch size: 64 (32 × 2 GPUs)")
+    expect(multi).to_be_visible()
+    picture(page, "devices" if viewport == WIDE else "devices-narrow")
+    page.get_by_label("Accumulate").fill("4")
+    expect(batch).to_have_text(re.compile("256"))
+    cpu.check()
+    expect(page.get_by_text("CPU is ignored").first).to_be_visible()
+    cpu.uncheck()
+    third.check()
+    expect(batch).to_have_text(re.compile("384"))
+    precision = page.get_by_label("Precision", exact=True)
+    expect(precision.get_by_role("option", name=re.compile("bf16-mixed"))).to_be_disabled()
+    expect(page.get_by_text(re.compile("bf16-mixed is not supported on gpu:2"))).to_be_visible()
+
+    for box in (first, second, third):
+        box.uncheck()
+    expect(run).to_be_disabled()
+    expect(run).to_have_accessible_description(re.compile("no device is selected"))
+    expect(multi).to_be_hidden()
+    expect(page.get_by_label("Number of ranks")).to_be_hidden()
+    cpu.check()
+    page.get_by_label("Number of ranks").fill("4")
+    expect(batch).to_have_text(re.compile("4 CPU ranks"))
+    page.get_by_role("textbox", name="Batch size", exact=True).fill("many")
+    expect(run).to_be_disabled()
+    expect(page.get_by_text("a number is needed", exact=True)).to_be_visible()
+
+
+def test_configurations_are_saved_loaded_and_pasted(server: Address, open_page: OpenPage) -> None:
+    page = open_page(server.url, refused="/api/configs/parse")
+    epochs, dialog = page.get_by_label("Epochs", exact=True), page.get_by_role("dialog")
+    epochs.fill("7")
+    page.get_by_role("button", name="Save", exact=True).click()
+    dialog.get_by_label("Name").fill("seven")
+    dialog.get_by_role("button", name="Save").click()
+    epochs.fill("8")
+    page.get_by_role("button", name="Load", exact=True).click()
+    dialog.get_by_role("button", name="seven har").click()
+    expect(epochs).to_have_value("7")
+    page.get_by_role("button", name="Load", exact=True).click()
+    dialog.get_by_role("button", name="Delete the saved configuration seven").click()
+    expect(dialog.get_by_text("Nothing is saved yet.")).to_be_visible()
+    dialog.get_by_label("YAML").fill("training:\n  epochs: [1")
+    dialog.get_by_role("button", name="Load YAML").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("line 2: expected ',' or ']'")
+    dialog.get_by_label("YAML").fill("training:\n  epochs: 9")
+    dialog.get_by_role("button", name="Load YAML").click()
+    expect(dialog).to_be_hidden()
+    expect(epochs).to_have_value("9")
+
+
+def paste(page: Page, yaml: str) -> None:
+    page.get_by_role("button", name="Load", exact=True).click()
+    page.get_by_role("dialog").get_by_label("YAML").fill(yaml)
+    page.get_by_role("dialog").get_by_role("button", name="Load YAML").click()
+    expect(page.get_by_role("dialog")).to_be_hidden()
+
+
+def test_a_configuration_of_another_machine_and_numbers_that_a_browser_rounds(
+    server: Address, open_page: OpenPage
+) -> None:
+    page = open_page(server.url)
+    run, seed = page.get_by_role("button", name="Run", exact=True), 2**60 + 1
+    box = {name: page.get_by_role("checkbox", name=name) for name in ("CPU", "GPU 0", "GPU 1", "GPU 2")}
+    absent, command = page.get_by_text("Chosen, but not usable here: gpu:7"), page.get_by_label("Command", exact=True)
+    paste(page, f"name: pasted\ntraining: {{seed: {seed}}}\nhardware: {{selected_devices: 'gpu:7, gpu:0'}}")
+    expect(page.get_by_label("Name", exact=True)).to_have_value("pasted")
+    expect(absent).to_be_visible()
+    expect(run).to_be_disabled()
+    box["GPU 1"].check()
+    expect(absent).to_be_hidden()
+    expect(run).to_be_enabled()
+    page.get_by_text("Command and YAML", exact=True).click()
+    expect(command).to_have_text(re.compile(rf"--devices gpu:0,gpu:1\b.* --seed {seed}\b|--seed {seed} .*gpu:0,gpu:1"))
+    expect(command).to_contain_text("name=pasted")
+
+    paste(page, "hardware: {selected_devices: [gpu:7, cpu]}")
+    page.get_by_role("button", name="Leave out").click()
+    expect(absent).to_be_hidden()
+    expect(box["CPU"]).to_be_checked()
+    expect(run).to_be_enabled()
+    paste(page, "hardware: {selected_devices: all}")
+    for name in ("GPU 0", "GPU 1", "GPU 2"):
+        expect(box[name]).to_be_checked()
+    box["GPU 2"].uncheck()
+    expect(command).to_contain_text("--devices gpu:0,gpu:1")
+    expect(run).to_be_enabled()
+
+
+def test_every_setting_has_a_field_and_a_mistake_goes_with_it(server: Address, open_page: OpenPage) -> None:
+    page = open_page(server.url)
+    run = page.get_by_role("button", name="Run", exact=True)
+    expect(run).to_be_enabled()
+    offered = set(page.evaluate("[...document.querySelectorAll('.group [name]')].map((field) => field.name)"))
+    answer = server.get("/api/schema")
+    # The others are shown by the chosen task, optimizer and schedule, and as boxes for the devices.
+    for section in {one["name"] for one in answer["sections"]} - {"task", "hardware", "optimizer", "scheduler"}:
+        kind = answer["schema"]["properties"][section]["$ref"].rpartition("/")[2]
+        settings = {f"{section}.{name}" for name in answer["schema"]["$defs"][kind]["properties"]}
+        assert settings - set(answer["refused"]) == {name for name in offered if name.startswith(f"{section}.")}
+
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
+    page.get_by_label("Betas").fill("large")
+    expect(run).to_be_disabled()
+    page.locator("[name='optimizer.name']").select_option(label="sgd")
+    expect(page.get_by_label("Betas")).to_be_hidden()
+    expect(run).to_be_enabled()
+    page.get_by_label("Seed", exact=True).fill(str(2**53))
+    expect(page.get_by_text("a browser would round this").first).to_be_visible()
+    expect(run).to_be_disabled()
+    page.get_by_label("Seed", exact=True).fill(str(2**53 - 1))
+    expect(run).to_be_enabled()
+    expect(page.get_by_label("Command", exact=True)).to_contain_text(f"--seed {2**53 - 1}")
