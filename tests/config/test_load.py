@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import RunConfig, dump, load, resolve
-from lockstep.config.load import all_keys, merge, parse_set, read_file
+from lockstep.config.load import all_keys, merge, parse_set, parse_yaml, read_file
 from lockstep.errors import ConfigError
 
 
@@ -89,6 +89,12 @@ def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
     assert read_file(write(tmp_path, "empty.yaml", "# nothing\n")) == {}
 
 
+def test_numbers_in_a_file_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+    text = "optimizer: {lr: 1e-5, betas: [0.9, 1e-5]}\nname: [1E3, -5., +.5e1, '1e5', 1:4]\n"
+    found = {"optimizer": {"lr": 1e-5, "betas": [0.9, 1e-5]}, "name": [1e3, -5.0, 5.0, "1e5", "1:4"]}
+    assert read_file(write(tmp_path, "run.yaml", text)) == found
+
+
 def test_json_is_read_too(tmp_path: Path) -> None:
     file = write(tmp_path, "run.json", '{"hardware": {"selected_devices": ["gpu:0"], "precision": "32"}}')
     assert resolve(load([file])).hardware.selected_devices == ("gpu:0",)
@@ -105,6 +111,9 @@ def test_json_is_read_too(tmp_path: Path) -> None:
         ("optimizer.lr=-5E-4", {"optimizer": {"lr": -5e-4}}),
         ("training.max_grad_norm=null", {"training": {"max_grad_norm": None}}),
         ("optimizer.betas=[0.9, 0.95]", {"optimizer": {"betas": [0.9, 0.95]}}),
+        ("optimizer.betas=[0.9, 1e-05]", {"optimizer": {"betas": [0.9, 1e-5]}}),
+        ("name='1e-05'", {"name": "1e-05"}),
+        ("name=1e-05-small", {"name": "1e-05-small"}),
         ("task.name=my.py:Task", {"task": {"name": "my.py:Task"}}),
         ("name=a=b", {"name": "a=b"}),
         ("name=", {"name": None}),
@@ -176,7 +185,7 @@ CHANGES = st.fixed_dictionaries(
 @given(CHANGES)
 def test_a_dumped_configuration_loads_as_the_same(changes: dict[str, Any]) -> None:
     config = resolve(changes)
-    assert resolve(yaml.safe_load(dump(config))) == config
+    assert resolve(parse_yaml(dump(config))) == config
 
 
 def test_all_keys_can_be_set() -> None:

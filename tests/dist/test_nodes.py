@@ -264,6 +264,18 @@ def test_a_node_that_waits_for_a_save_is_not_blamed_and_a_hang_is_told_on_both(
 
 
 @pytest.mark.drill
+def test_a_hang_costs_every_node_a_restart(machines: Sequence[Machine], tmp_path: Path) -> None:
+    """The task hangs again on a node that has counted none."""
+    hang = ("--set", "launch.hang_timeout_s=4", "--set", "launch.max_restarts=1", "--set", "task.fault=sleep")
+    processes = start_all(machines, tmp_path, command(*hang, task=FAULTY), shared=True)
+    for process in processes:
+        finish(process, timeout_s=PATIENCE_S)
+    (restart,) = RunDir.open(tmp_path / "run").read().restarts
+    assert restart["reason"].startswith("rank 1 on node1 has made no progress for ")
+    assert_every_sample_once(tmp_path / "run")
+
+
+@pytest.mark.drill
 def test_ctrl_c_on_one_node_stops_both_and_the_same_command_goes_on(
     machines: Sequence[Machine], reference: Path, tmp_path: Path
 ) -> None:

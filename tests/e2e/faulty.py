@@ -34,7 +34,9 @@ class Faulty(Toy):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Of a task whose state is large, and the disk slow."""
+        """Of a task whose state is large, and the disk slow; or of one that waits for what does not come."""
+        if self.config.fault == "saving" and is_first_start() and dist.get_rank() == 0:
+            time.sleep(600)
         end = time.monotonic() + self.config.save_s
         with open(os.devnull, "wb", buffering=0) as disk:
             while time.monotonic() < end:
@@ -56,6 +58,10 @@ def is_first_start() -> bool:
 
 def hook() -> None:
     """The hook does it."""
+
+
+def saving() -> None:
+    """The save does it."""
 
 
 def sleep() -> None:

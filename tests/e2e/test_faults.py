@@ -202,6 +202,21 @@ def test_a_rank_that_hangs_in_its_loss(tmp_path: Path, fault: str, says: str) ->
 
 
 @pytest.mark.drill
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_save_that_stands_still_is_named_although_rank_0_still_gives_signs_of_life(
+    tmp_path: Path, torchrun: bool
+) -> None:
+    arguments = (*QUIET, *SAVING, "--set", "task.fault=saving", "--set", "launch.hang_timeout_s=3")
+    with drive(tmp_path, *arguments, torchrun=torchrun) as run:
+        output = run.finish(1)
+    place = f"{faulty.__file__}:{line_of('state_dict', 'time.sleep')} in state_dict"
+    says = rf"rank 0 has made no progress for \d+ s, in saving a checkpoint after step 2: {place}"
+    assert re.search(says, output)
+    assert re.search(r"rank 1: silent for \d+ s in step 3", output)
+    assert str(run.run.read().error).startswith("rank 0 has made no progress for ")
+
+
+@pytest.mark.drill
 def test_a_barrier_on_one_rank_is_named_where_no_launcher_watches(tmp_path: Path) -> None:
     arguments = (*QUIET, *SAVING, "--set", "task.fault=hook", "--set", "launch.hang_timeout_s=3")
     with drive(tmp_path, *arguments, torchrun=True) as run:
@@ -243,10 +258,10 @@ def rank_process(run: Drive, rank: int) -> psutil.Process:
 
 @pytest.mark.drill
 @pytest.mark.parametrize("torchrun", [False, True])
-def test_a_long_evaluation_and_a_slow_first_step_are_no_hang(tmp_path: Path, torchrun: bool) -> None:
-    """Both take longer than the time without progress that counts as a hang."""
+def test_a_long_evaluation_a_long_save_and_a_slow_first_step_are_no_hang(tmp_path: Path, torchrun: bool) -> None:
+    """Each takes longer than the time without progress that counts as a hang."""
     arguments = ("--set", "task.slow=true", "--set", "launch.hang_timeout_s=4", "--set", "validation.batch_size=8")
-    with drive(tmp_path, *QUIET, *arguments, "--epochs", "1", torchrun=torchrun) as run:
+    with drive(tmp_path, *QUIET, *arguments, "--set", "task.save_s=6", "--epochs", "1", torchrun=torchrun) as run:
         run.finish(0)
     assert run.run.status() == "completed"
 

@@ -8,7 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+import lockstep
+from lockstep.hardware import host
 from lockstep.hardware.host import cpu_name, usable_cores, usable_memory
+from tests.toys import Toy
 
 HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 MIB = 1 << 20
@@ -92,3 +95,11 @@ def test_cpu_name(tmp_path: Path) -> None:
     root = write(tmp_path, {"proc/cpuinfo": "processor\t: 0\nmodel name\t: Test CPU 3000\nmodel name\t: other\n"})
     assert cpu_name(root) == "Test CPU 3000"
     assert cpu_name(tmp_path / "nowhere")
+
+
+@pytest.mark.skipif(HERE < 2, reason="one core is all there is")
+def test_a_plan_counts_on_the_cores_that_a_quota_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000")
+    monkeypatch.setattr(host, "_cgroup_folders", lambda root, controller: iter([tmp_path]))
+    plan = lockstep.make_plan(Toy, {"hardware": {"selected_devices": "cpu"}})
+    assert plan.threads == 1

@@ -24,11 +24,18 @@ from tests.gloo import ROOT
 
 WAITING = f"{ROOT}/src/lockstep/engine/strategy.py:1 in _backward"
 RANK = """
-import signal, sys, time
+import os, sys, threading, time
 from lockstep.launch import stacks
+def write():
+    with open(os.devnull, "wb", buffering=0) as file:
+        while True:
+            file.write(b"beat")
+            time.sleep(0.001)
 with open(sys.argv[1], "a") as log, stacks.told_on_request(log):
     def busy():
-        print("up", flush=True)
+        writing = threading.Thread(target=write, daemon=True)
+        writing.start()
+        print(writing.native_id, flush=True)
         while True:
             pass
     busy()
@@ -36,7 +43,7 @@ with open(sys.argv[1], "a") as log, stacks.told_on_request(log):
 
 
 class Ranks:
-    """Processes that only take stacks, signs that a test sets, and a clock that it moves."""
+    """Processes that take stacks and write in a thread, signs that a test sets, and a clock that it moves."""
 
     def __init__(self, folder: Path, numbers: Sequence[int] = (0, 1)) -> None:
         self.logs = folder
@@ -50,9 +57,7 @@ class Ranks:
             )
             for rank in numbers
         ]
-        for process in self.processes:
-            assert process.stdout is not None
-            process.stdout.readline()
+        self.writing = [int(process.stdout.readline()) for process in self.processes if process.stdout]
         pids = {rank: process.pid for rank, process in zip(numbers, self.processes, strict=True)}
         self.watch = HangWatch(pids, lambda: self.signs, logs=folder, timeout_s=60.0, clock=lambda: self.now)
 
@@ -82,7 +87,7 @@ def test_silence_of_all_ranks_is_a_hang_with_stacks(ranks: Ranks) -> None:
     assert ranks.after(59) is None
     report = ranks.after(2)
     assert report is not None
-    assert [re.sub(r":[678] ", " ", rank.stack[0]) for rank in report.ranks] == ["<string> in busy"] * 2
+    assert [re.sub(r":\d+ ", " ", rank.stack[0]) for rank in report.ranks] == ["<string> in busy"] * 2
     assert "has made no progress for 60 s" in log_file(ranks.logs, 1).read_text()
 
 
@@ -125,13 +130,32 @@ def test_a_save_that_waits_for_the_disk_is_no_hang(ranks: Ranks, tmp_path: Path)
     try:
         while psutil.Process(saving.pid).status() != psutil.STATUS_DISK_SLEEP:
             assert saving.poll() is None
-        before = saving_progress(saving.pid)
-        assert saving_progress(saving.pid) != before
-        before = saving_progress(ranks.processes[0].pid)
-        assert saving_progress(ranks.processes[0].pid) == before
+        before = saving_progress(saving.pid, 0)
+        assert saving_progress(saving.pid, 0) != before
+        before = saving_progress(ranks.processes[0].pid, 0)
+        assert saving_progress(ranks.processes[0].pid, 0) == before
     finally:
         pipe.open("w").close()
         saving.wait()
+
+
+def test_a_save_that_stands_still_is_a_hang_although_another_thread_writes(ranks: Ranks) -> None:
+    """As the heartbeat does, and the monitor."""
+    ranks.signs = [Sign(1, 3, Activity.SAVING), Sign(1, 3, Activity.AWAITING_SAVE)]
+    report = ranks.after(61)
+    assert report is not None
+    assert [rank.rank for rank in report.behind] == [0]
+    assert report.headline.startswith("rank 0 has made no progress for 60 s, in saving a checkpoint after step 3: ")
+
+
+def test_a_save_goes_on_as_long_as_its_thread_writes(ranks: Ranks) -> None:
+    pid, thread = ranks.processes[0].pid, ranks.writing[0]
+    ranks.signs = [Sign(1, 3, Activity.SAVING, thread), Sign(1, 3, Activity.AWAITING_SAVE)]
+    for _ in range(3):
+        assert ranks.after(50) is None
+        before = saving_progress(pid, thread)
+        while saving_progress(pid, thread) == before:
+            assert ranks.processes[0].poll() is None
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.cli.main import main
@@ -76,6 +76,7 @@ SETTINGS = st.dictionaries(
 
 
 @given(SETTINGS)
+@example({"a": {"a": [1e-05]}})  # text in YAML 1.1
 def test_any_settings_come_through_the_shell_as_they_were(settings: dict[str, Any]) -> None:
     command = shlex.split(shlex.join(training_command("python", "har", settings, Path("/runs/one"))))
     assert command[:5] == ["python", "-m", "lockstep", "train", "har"]

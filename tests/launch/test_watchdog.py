@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from typing import Any
 
@@ -19,7 +21,10 @@ PATIENCE_S = 60.0
 
 
 def stand_still(rank: int, size: int) -> dict[str, Any]:
-    """Rank 1 is at something untimed for long, while rank 0 waits; then neither moves. At last each watches alone."""
+    """Rank 1 is at something untimed for long, while rank 0 waits; then neither moves.
+
+    At last each watches alone, at a save that stands still while another thread writes.
+    """
     port = [0]
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     if store is not None:
@@ -39,13 +44,25 @@ def stand_still(rank: int, size: int) -> dict[str, Any]:
     wait_for(reports)
     dist.barrier()
     watchdog.end()
+    pulse.at(Activity.SAVING)
+    over = threading.Event()
+    heart = threading.Thread(target=beat, args=(over,))
+    heart.start()
     alone = Watchdog(World(), None, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told))
     alone.start()
     wait_for(reports, 2)
     alone.end()
+    over.set()
+    heart.join()
     (report, tells), by_itself = reports
     ranks = [at.model_dump() for at in report.ranks]
     return {"early": early, "tells": tells, "ranks": ranks, "alone": (by_itself[1], len(by_itself[0].ranks))}
+
+
+def beat(over: threading.Event) -> None:
+    with open(os.devnull, "wb", buffering=0) as file:
+        while not over.wait(0.01):
+            file.write(b"beat")
 
 
 def wait_for(reports: list[tuple[HangReport, bool]], count: int = 1) -> None:

@@ -45,11 +45,11 @@ class Classifier(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs, labels, numbers = batch
         self.log("val_loss", nn.functional.cross_entropy(self.net(inputs), labels), sync_dist=True)
-        self.log("val_number", numbers.double().mean(), sync_dist=True)
+        self.log("val/number", numbers.double().mean(), sync_dist=True)
         self.log("val_count", float(len(labels)), sync_dist=True, reduce_fx="sum")
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_number", batch[2].double().mean())
+        self.log("test/number", batch[2].double().mean())
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.net(inputs)
@@ -63,6 +63,18 @@ class Classifier(pl.LightningModule):
             optimizer, lambda step: 1 - step / (self.trainer.estimated_stepping_batches + 1)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Pixels(Classifier):
+    """Weights that are not row-major in memory, under an optimizer that cares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Linear(4, 16), nn.Unflatten(1, (4, 2, 2)), nn.Conv2d(4, 2, 2), nn.Flatten()
+        self.net = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
 
 class Numbered(pl.LightningDataModule):

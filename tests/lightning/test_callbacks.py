@@ -74,7 +74,8 @@ def test_a_resumed_training_keeps_the_rows_before(tmp_path: Path) -> None:
 
 
 def test_status_best_and_final_values_of_a_training(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, [RunStatus(tmp_path / "run"), JSONMetricsLogger(tmp_path / "run")])
+    status = RunStatus(tmp_path / "run", monitor="val/loss")
+    trainer = make_trainer(tmp_path, [status, JSONMetricsLogger(tmp_path / "run")])
     trainer.fit(Probe(val_loss=[2.0, 1.0, 3.0]))
     run = RunDir.open(tmp_path / "run")
     record = run.read()

@@ -6,53 +6,98 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from lockstep.data.loader import child_signal_kept
 from lockstep.engine.lightning_data import SharedBatches, epoch_steps, evaluation_loader
 from lockstep.engine.lightning_task import check_loader
-from lockstep.errors import DataError, UnsupportedError
+from lockstep.errors import ConfigError, DataError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.plan.batch import BatchPlan, resolve_batch
 
 SMALL = st.integers(1, 6)
 
 
-def batch_plan(samples: int, ranks: int, batch_size: int, accumulate: int) -> BatchPlan:
+def batch_plan(
+    samples: int,
+    ranks: int,
+    batch_size: int,
+    accumulate: int,
+    *,
+    has_batchnorm: bool = False,
+    global_batch_size: int | None = None,
+) -> BatchPlan:
     return resolve_batch(
         samples=samples,
         ranks=ranks,
         devices_per_rank=1,
         batch_size=batch_size,
         accumulate=accumulate,
-        global_batch_size=None,
+        global_batch_size=global_batch_size,
         tail="spread",
         lanes=None,
-        has_batchnorm=False,
+        has_batchnorm=has_batchnorm,
         sync_batchnorm=False,
         even=True,
     )[0]
 
 
-@given(st.integers(0, 200), SMALL, SMALL, SMALL, st.data())
+@given(
+    more=st.integers(0, 200),
+    ranks=SMALL,
+    batch_size=SMALL,
+    accumulate=SMALL,
+    has_batchnorm=st.booleans(),
+    held=st.none() | st.integers(1, 40),
+    data=st.data(),
+)
+@example(more=56, ranks=1, batch_size=1, accumulate=8, has_batchnorm=True, held=None, data=None)
+@example(more=60, ranks=2, batch_size=1, accumulate=1, has_batchnorm=False, held=3, data=None)
 def test_ranks_share_every_step_evenly_and_each_sample_is_taken_once(
-    more: int, ranks: int, batch_size: int, accumulate: int, data: st.DataObject
+    more: int,
+    ranks: int,
+    batch_size: int,
+    accumulate: int,
+    has_batchnorm: bool,
+    held: int | None,
+    data: st.DataObject | None,
 ) -> None:
-    samples = ranks * accumulate + more
-    plan = batch_plan(samples, ranks, batch_size, accumulate)
-    first = data.draw(st.integers(0, plan.steps_per_epoch - 1))
+    """``held``: the global batch of a run that goes on with other devices."""
+    least = 2 if has_batchnorm else 1
+    global_batch = held or ranks * batch_size * accumulate
+    samples = ranks * accumulate * least + global_batch + more
+    if global_batch < ranks * least:
+        with pytest.raises(ConfigError) as caught:
+            batch_plan(samples, ranks, batch_size, accumulate, has_batchnorm=has_batchnorm, global_batch_size=held)
+        assert caught.value.fix
+        return
+    plan = batch_plan(samples, ranks, batch_size, accumulate, has_batchnorm=has_batchnorm, global_batch_size=held)
+    assert plan.global_batch == global_batch
+    assert len(list(epoch_steps(plan, 0, 0))) == plan.steps_per_epoch
+    first = data.draw(st.integers(0, plan.steps_per_epoch - 1)) if data else 0
     position = list(epoch_steps(plan, 0, 0))[first].start
     taken = []
     walks = [list(epoch_steps(plan, rank, position)) for rank in range(ranks)]
     for steps in zip(*walks, strict=True):
-        assert {len(step.mine) for step in steps} == {accumulate}
+        assert {len(step.mine) for step in steps} == {plan.accumulate}
         sizes = [stop - start for step in steps for start, stop in step.mine]
-        assert min(sizes) >= 1
-        assert max(sizes) <= batch_size + 2
+        assert min(sizes) >= least
+        # What is too little for a step of its own joins the one before.
+        assert max(sizes) <= plan.batch_size + least + 1
         taken += [number for step in steps for span in step.mine for number in range(*span)]
     assert sorted(taken) == list(range(position, samples))
+
+
+def test_the_rest_of_an_epoch_that_other_devices_have_left_must_be_enough_for_every_micro_batch() -> None:
+    """Fewer would be scaled as all of them: Lightning divides each loss by their number."""
+    plan = batch_plan(samples=25, ranks=3, batch_size=2, accumulate=1, global_batch_size=10)
+    with pytest.raises(DataError, match=r"last 5 sample\(s\).* 3 rank\(s\), each with 2 micro-batch") as caught:
+        list(epoch_steps(plan, 0, 20))
+    assert "or on one" in caught.value.fix
+    alone = batch_plan(samples=25, ranks=1, batch_size=2, accumulate=1, global_batch_size=10)
+    assert [len(step.mine) for step in epoch_steps(alone, 0, 20)] == [5]
 
 
 @given(st.integers(1, 200), SMALL, SMALL)

@@ -39,8 +39,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "0")  # LightningCLI seeds the process, and leaves word of it
 
 
-def configuration(folder: Path, *, devices: tuple[str, ...] = ("cpu",), callbacks: Any = None, **numbers: Any) -> Path:
+def configuration(
+    folder: Path, *, devices: tuple[str, ...] = ("cpu",), callbacks: Any = None, accumulate: int = 1, **numbers: Any
+) -> Path:
     trainer = {"max_epochs": 2, "enable_progress_bar": False, "enable_model_summary": False, "callbacks": callbacks}
+    trainer["accumulate_grad_batches"] = accumulate
     return write_config(
         folder,
         seed_everything=SEED,
@@ -81,6 +84,14 @@ def test_a_stopped_fit_goes_on_with_the_samples_that_it_had_not_seen(tmp_path: P
     with pytest.raises(CheckpointError, match="global batch of 4, and it is 8 now"):
         tokens = ["--ckpt_path", str(tmp_path / "saved" / "step=4.ckpt"), "--weights_only", "false"]
         run(["fit", "-c", str(path), "--run_dir", "other", *tokens])
+
+
+def test_micro_batches_that_batchnorm_cannot_take_are_fewer_and_larger(tmp_path: Path) -> None:
+    path = configuration(tmp_path, batch_size=1, batchnorm=True, accumulate=8)
+    with pytest.warns(UserWarning, match="accumulate_grad_batches is 4 instead of 8"):
+        assert run(["fit", "-c", str(path), "--run_dir", "out"]) == 0
+    assert [len(batch) for epoch, batch in seen(tmp_path) if epoch == 0] == [2, 2, 2, 2, 4, 3, 3, 3]
+    assert flat(seen(tmp_path), 0) == in_order(0)
 
 
 def test_a_loader_that_cannot_be_ordered_is_refused(tmp_path: Path) -> None:

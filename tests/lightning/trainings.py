@@ -67,10 +67,10 @@ class Held(Probe):
 class Numbers(LightningModule):
     """Learns from the numbers 0 to ``samples`` - 1, and writes down which of them it saw, per rank and epoch."""
 
-    def __init__(self, *, samples: int = 21, batch_size: int = 4, name: str = "seen") -> None:
+    def __init__(self, *, samples: int = 21, batch_size: int = 4, name: str = "seen", batchnorm: bool = False) -> None:
         super().__init__()
         self.samples, self.batch_size, self.name = samples, batch_size, name
-        self.layer = torch.nn.Linear(1, 1)
+        self.layer = torch.nn.Sequential(torch.nn.Linear(1, 1), *[torch.nn.BatchNorm1d(1)] * batchnorm)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with Path(f"{self.name}-{self.global_rank}.jsonl").open("a") as file:

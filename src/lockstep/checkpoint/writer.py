@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.checkpoint.host import HostBuffers
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.errors import LockstepError, StorageError
+from lockstep.telemetry.pulse import pulse
 
 OnSaved = Callable[[int, Path, bool], None]
 
@@ -47,8 +48,9 @@ class BackgroundWriter:
             StorageError: the save before failed. This one has not begun.
         """
         self.wait()
-        self._save = _Save(self.store, snapshot, best, keep)
-        self._save.start()
+        self._save = save = _Save(self.store, snapshot, best, keep)
+        save.start()
+        pulse.writes_in(save.native_id or 0)
 
     def poll(self) -> None:
         """Report a save that is done, without waiting. Raises :class:`StorageError` when it failed."""
@@ -61,6 +63,7 @@ class BackgroundWriter:
         if save is None:
             return
         save.join()
+        pulse.writes_in(0)
         self._save = None
         if save.path is not None and self._on_saved is not None:
             self._on_saved(save.snapshot.step, save.path, save.best)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +18,10 @@ from lockstep.errors import ConfigError
 MAX_CONFIG_BYTES = 1 << 20
 MAX_VALUES = 20_000
 _MAX_DIGITS = 1000
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_FLOAT = "tag:yaml.org,2002:float"
+_NUMBERS = ("tag:yaml.org,2002:int", _FLOAT)
+#: Of the core schema (YAML 1.2, section 10.3.2); YAML 1.1, which PyYAML reads and writes, takes ``1e-5`` for text.
+_CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
 
 
 def resolve(*layers: Mapping[str, Any]) -> RunConfig:
@@ -108,12 +112,20 @@ def _default_file(path: Path, name: str) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """Without YAML 1.1's numbers to base 60, in which ``1:4`` is 64; YAML 1.2 has dropped them."""
+    """With the floats of YAML 1.2, and without YAML 1.1's numbers to base 60, in which ``1:4`` is 64."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         tag: str = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
         is_base_60 = kind is yaml.ScalarNode and ":" in value and tag in _NUMBERS
         return yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG if is_base_60 else tag
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that :class:`_Loader` would take for a number."""
+
+
+_Loader.add_implicit_resolver(_FLOAT, _CORE_FLOAT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver(_FLOAT, _CORE_FLOAT, list("-+.0123456789"))
 
 
 def parse_yaml(text: str | bytes) -> Any:
@@ -164,22 +176,12 @@ def parse_set(pair: str) -> dict[str, Any]:
         )
     try:
         value = parse_yaml(text)
-        if isinstance(value, str) and value == text.strip():  # quoted text stays text
-            value = _number(value)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--set {key}: the value is not valid YAML", why=str(error)[:300], fix="quote it") from None
     for part in reversed(parts):
         value = {part: value}
     assert isinstance(value, dict)
     return value
-
-
-def _number(text: str) -> Any:
-    """YAML 1.1 reads ``1e-3`` as text; people mean the number."""
-    try:
-        return float(text) if text.lower().lstrip("+-")[:1].isdigit() else text
-    except ValueError:
-        return text
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,7 +195,12 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def dump(config: RunConfig) -> str:
     """The whole configuration as YAML; ``load`` of it gives the same configuration."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return to_yaml(config.model_dump(mode="json"))
+
+
+def to_yaml(settings: Mapping[str, Any]) -> str:
+    """Nested settings as a configuration file, which is read as the same."""
+    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def json_schema() -> dict[str, Any]:

@@ -36,20 +36,24 @@ class Step(NamedTuple):
 
 
 def epoch_steps(batch: BatchPlan, rank: int, position: int) -> Iterator[Step]:
-    """The steps of what is left of an epoch; all ranks have the same number of micro-batches in each."""
+    """The steps of what is left of an epoch; every rank has ``accumulate`` micro-batches in each.
+
+    Raises:
+        DataError: what is left are too few samples for that.
+    """
     while (span := batch.window(position)) is not None:
         start, position = span
         shares = parts(position - start, batch.ranks, batch.least_part)
-        smallest = min(stop - first for first, stop in shares)
-        if smallest == 0:
+        if min(stop - first for first, stop in shares) < batch.accumulate * batch.least_part:
             raise DataError(
-                f"the last {position - start} sample(s) of this epoch cannot be shared by {batch.ranks} ranks",
-                why="a module has to see a batch on every rank, and the run stopped just before them",
-                fix=f"resume on at most {position - start} devices until the epoch is over",
+                f"the last {position - start} sample(s) of this epoch cannot be shared by {batch.ranks} rank(s), "
+                f"each with {batch.accumulate} micro-batch(es)",
+                why="a module has to see them all in every step, and the run stopped just before these samples",
+                fix="resume on as many devices as before, or on one, until the epoch is over",
             )
-        number = max(1, min(batch.accumulate, smallest // batch.least_part))
         first, stop = shares[rank]
-        mine = tuple((start + first + a, start + first + b) for a, b in parts(stop - first, number, batch.least_part))
+        micro_batches = parts(stop - first, batch.accumulate, batch.least_part)
+        mine = tuple((start + first + a, start + first + b) for a, b in micro_batches)
         yield Step(start, position, mine)
 
 

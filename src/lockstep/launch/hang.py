@@ -228,7 +228,8 @@ class HangWatch:
         return {rank: sign for rank, sign in zip(self._pids, self._signs(), strict=True) if rank in alive}
 
     def _progress(self, rank: int, sign: Sign) -> object:
-        return sign.beats, saving_progress(self._pids[rank]) if sign.activity is Activity.SAVING else None
+        saving = sign.activity is Activity.SAVING
+        return sign.beats, saving_progress(self._pids[rank], sign.writer) if saving else None
 
     def _is_stopped(self, rank: int) -> bool:
         return _state(self._pids[rank]) == "stopped"
@@ -241,23 +242,28 @@ def _state(pid: int) -> str:
         return "running"
 
 
-def saving_progress(pid: int) -> tuple[int, float]:
-    """What differs from look to look while a save goes on, where nobody counts its steps.
+def saving_progress(pid: int, writer: int) -> tuple[int, float]:
+    """What differs from look to look while a save goes on, where nobody counts its steps. Linux.
 
-    Bytes that the process has read and written, caches included; and the time, while one of its threads waits for
-    the disk: all bytes may be in the cache by then.
+    Bytes that the process's main thread and its thread ``writer`` (0: none) have read and written, caches included;
+    and the time, while one of the two waits for the disk: all bytes may be in the cache by then. Other threads
+    (heartbeat, monitor, watchdog) read and write whatever becomes of the save.
     """
-    try:
-        counters = psutil.Process(pid).io_counters()
-    except (psutil.Error, AttributeError):
-        return 0, 0.0
-    return int(counters.read_chars + counters.write_chars), time.monotonic() if _waits_for_disk(pid) else 0.0
+    threads = [Path(f"/proc/{pid}/task/{thread}") for thread in {pid, writer or pid}]
+    waits = any(_waits_for_disk(thread) for thread in threads)
+    return sum(_bytes_moved(thread) for thread in threads), time.monotonic() if waits else 0.0
 
 
-def _waits_for_disk(pid: int) -> bool:
-    """Whether a thread is in an uninterruptible call (``D``). Linux; see proc_pid_stat(5)."""
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            if stat.read_text().rpartition(")")[2].split()[0] == "D":
-                return True
+def _bytes_moved(thread: Path) -> int:
+    """What a thread has read and written; see proc_pid_io(5)."""
+    with contextlib.suppress(OSError, KeyError):  # it has ended, or this kernel does not count
+        counters = dict(line.split(": ") for line in (thread / "io").read_text().splitlines())
+        return int(counters["rchar"]) + int(counters["wchar"])
+    return 0
+
+
+def _waits_for_disk(thread: Path) -> bool:
+    """Whether a thread is in an uninterruptible call (``D``); see proc_pid_stat(5)."""
+    with contextlib.suppress(OSError):  # it has ended
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "D"
     return False

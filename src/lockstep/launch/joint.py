@@ -20,7 +20,7 @@ class Word(BaseModel):
     """What a node says of its ranks.
 
     ``stands``: none of them moves. ``ranks``: where they are, once those of all nodes stand. ``knows``: it has heard
-    from all the others where theirs are.
+    from all the others where theirs are. ``done``: they have ended well, so training is over on all nodes.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -28,6 +28,7 @@ class Word(BaseModel):
     stands: bool = False
     ranks: tuple[Standstill, ...] = ()
     knows: bool = False
+    done: bool = False
 
 
 class Exchange(Protocol):
@@ -35,6 +36,9 @@ class Exchange(Protocol):
 
     def tell(self, word: Word) -> None:
         """Let the others hear ``word`` from now on."""
+
+    def is_told(self, word: Word) -> bool:
+        """Whether the others can hear ``word`` already, also when this node says no more."""
 
     def others(self) -> Sequence[Word]:
         """The newest word of each other node of this start; an empty one of those not heard yet."""
@@ -69,5 +73,7 @@ class JointWatch:
         if self._ranks and all(word.ranks for word in others):
             ranks = [*self._ranks, *(rank for word in others for rank in word.ranks)]
             self.verdict = HangReport(timeout_s=self._timeout_s, ranks=tuple(sorted(ranks, key=lambda r: r.rank)))
-        self._exchange.tell(Word(stands=stands, ranks=self._ranks, knows=self.verdict is not None))
-        return self.verdict if all(word.knows for word in others) else None
+        word = Word(stands=stands, ranks=self._ranks, knows=self.verdict is not None)
+        self._exchange.tell(word)
+        # Who returns it ends its ranks and meets anew, and the others could not tell that from a node that joins.
+        return self.verdict if self._exchange.is_told(word) and all(other.knows for other in others) else None

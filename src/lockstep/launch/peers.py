@@ -23,6 +23,8 @@ SILENCE_S = 10.0
 PULSE_S = 1.0
 #: How long one attempt to connect may take: a stop request is looked at in between.
 _CONNECT_S = 5.0
+#: How long the end waits until the last word is told.
+_LAST_WORD_S = 2.0
 
 
 class _Sign(Word):
@@ -59,6 +61,7 @@ def open_store(nodes: Nodes, *, serves: bool) -> TCPStore:
 class NodeHandler(DynamicRendezvousHandler):
     """Torch's rendezvous, asked from another thread whether nodes wait: the store may be out of reach."""
 
+    #: How many the agent shall see.
     waiting = 0
 
     def num_nodes_waiting(self) -> int:
@@ -81,7 +84,8 @@ class Peers(threading.Thread):
         self._round: tuple[str, int, int] | None = None
         self._contact = time.monotonic()
         self._heard: dict[int, tuple[bytes, float]] = {}
-        self._word = Word()
+        self._word, self._told = Word(), Word()
+        self._waiting = 0
 
     def begin(self, key: str, rank: int, size: int) -> None:
         """From now on listen to the nodes of this start; ``key`` is its own, ``rank`` this node's number."""
@@ -89,9 +93,9 @@ class Peers(threading.Thread):
             now = time.monotonic()
             self._round = (f"lockstep/pulse/{key}", rank, size)
             self._contact = now
-            self._handler.waiting = 0
+            self._waiting = 0
             self._heard = {other: (b"", now) for other in range(size) if other != rank}
-            self._word = Word()
+            self._word, self._told = Word(), Word()
 
     def pause(self) -> None:
         """There are no ranks; nobody is missed."""
@@ -103,19 +107,33 @@ class Peers(threading.Thread):
         with self._lock:
             self._word = word
 
+    def is_told(self, word: Word) -> bool:
+        """Whether ``word`` is in the store, where the others find it."""
+        with self._lock:
+            return self._told == word
+
     def others(self) -> list[Word]:
         """The newest word of each other node of this start; an empty one of those not heard yet."""
         with self._lock:
             values = [value for value, _ in self._heard.values()]
         return [_read(value) or Word() for value in values]
 
+    def show_who_waits(self) -> None:
+        """Let the agent see how many nodes waited to join when the others were last heard."""
+        with self._lock:
+            self._handler.waiting = self._waiting
+
     def end(self) -> None:
+        """Give a last sign of life."""
         self._ended.set()
+        self.join(_LAST_WORD_S)
 
     def run(self) -> None:
         store = None
         count = 0
-        while not self._ended.wait(PULSE_S):
+        is_last = False
+        while not is_last:
+            is_last = self._ended.wait(PULSE_S)
             try:
                 if store is None:
                     await_server(self._nodes)
@@ -134,16 +152,20 @@ class Peers(threading.Thread):
         key, rank, size = current
         sign = _Sign(host=socket.gethostname(), pid=os.getpid(), count=count, **dict(word))
         store.set(f"{key}/{rank}", sign.model_dump_json())
+        with self._lock:
+            if self._round == current:
+                self._told = word
+        # Before the words: who waits because of a hang has told its own before.
+        waiting = self._handler.look()
         found = {
             other: store.get(f"{key}/{other}")
             for other in range(size)
             if other != rank and store.check([f"{key}/{other}"])
         }
-        waiting = self._handler.look()
         with self._lock:
             if self._round != current:
                 return
-            self._handler.waiting = waiting
+            self._waiting = waiting
             self._contact = now = time.monotonic()
             for other, value in found.items():
                 if value != self._heard[other][0]:
@@ -153,14 +175,14 @@ class Peers(threading.Thread):
         """Says so when the node where all meet has not answered for too long; else empty."""
         with self._lock:
             silence_s = time.monotonic() - self._contact
-            if self._round is None or silence_s < SILENCE_S:
+            if self._nobody_is_missed() or silence_s < SILENCE_S:
                 return ""
         return f"{self._nodes.address}, where the nodes meet, has not answered for {silence_s:.0f} s"
 
     def lost(self) -> str:
         """Names a node that has been silent for too long; empty when all are well."""
         with self._lock:
-            if self._round is None:
+            if self._nobody_is_missed():
                 return ""
             now = time.monotonic()
             for other, (value, at) in self._heard.items():
@@ -169,6 +191,11 @@ class Peers(threading.Thread):
                     name = sign.host if sign else f"number {other}"
                     return f"node {name} is lost: it has been silent for {now - at:.0f} s"
         return ""
+
+    def _nobody_is_missed(self) -> bool:
+        """Whether there are no ranks; or a node is done, so that all may go, with the store that one of them serves."""
+        done = any(sign.done for sign in (_read(value) for value, _ in self._heard.values()) if sign)
+        return self._round is None or done
 
 
 def _read(value: bytes) -> _Sign | None:

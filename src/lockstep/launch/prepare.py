@@ -18,6 +18,7 @@ from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.device import Device
+from lockstep.hardware.host import usable_cores
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.room import divide_if_needed
 from lockstep.hardware.world import World, read_world
@@ -134,7 +135,7 @@ def plan_for(
     facts = inspect_task(task, datasets, config.task.name)
     if _may_divide(config, placement, facts):
         placement = divide_if_needed(placement, facts.parameters * _state_bytes(config), devices or detect_devices())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     plan = compute_plan(config, placement, facts, cores=cores, resume=resume)
     if config.data.num_workers == "auto" and facts.loader is None and measure is not None:
         workers = measure(task, config, placement, plan)

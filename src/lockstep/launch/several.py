@@ -31,6 +31,7 @@ from lockstep.errors import ConfigError, RankFailed
 from lockstep.hardware.network import address_towards, choose_interface, is_this_machine
 from lockstep.launch import environment, failure, signals
 from lockstep.launch.agent import MONITOR_INTERVAL_S, RankAgent, prepare_torch
+from lockstep.launch.joint import Word
 from lockstep.launch.nodes import Nodes, bring_last_lines, refuse
 from lockstep.launch.peers import PULSE_S, SILENCE_S, NodeHandler, Peers, await_server, open_store
 from lockstep.telemetry.rundir import new_run_id
@@ -179,6 +180,8 @@ class NodeAgent(RankAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self.supervisor is not None, "workers are monitored after their start"
+        # The agent sees who waits as of the words that the supervisor is about to hear, not as of later ones.
+        self._peers.show_who_waits()
         cut_off = self._peers.cut_off()
         lost = self.lost or cut_off or self._peers.lost()
         if lost:
@@ -189,8 +192,11 @@ class NodeAgent(RankAgent):
             if cut_off:
                 raise LostContact(cut_off)
             return RunResult(state=WorkerState.FAILED)
-        if self.supervisor.check() and self._makes_room():
-            return RunResult(state=WorkerState.HEALTHY)  # the agent sees who waits, and starts all again
+        if self.supervisor.check():
+            if self._makes_room():
+                return RunResult(state=WorkerState.HEALTHY)  # the agent sees who waits, and starts all again
+            if self.supervisor.exit_code in (0, *_STOPPED):
+                self._peers.tell(Word(done=True))
         return super()._monitor_workers(worker_group)
 
     def _makes_room(self) -> bool:
@@ -204,11 +210,11 @@ class NodeAgent(RankAgent):
         return waiting or bool(self._rdzv_handler.num_nodes_waiting())
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        """Another node has come: the ranks end with a checkpoint first. After a failure none is alive."""
-        supervisor = self.supervisor
-        if supervisor is not None and not (supervisor.failed or supervisor.hang or self.lost):
+        """Another node has come: the ranks end with a checkpoint first. After a failure none is alive, or they hang."""
+        supervisor, hangs = self.supervisor, self._launch.hang is not None
+        if supervisor is not None and not (supervisor.failed or hangs or self.lost):
             self._launch.error = "another node has come"
-        if supervisor is not None and supervisor.alive:
+        if supervisor is not None and supervisor.alive and not hangs:
             for rank in supervisor.alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(supervisor.pids[rank], signal.SIGTERM)

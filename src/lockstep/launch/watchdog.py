@@ -108,7 +108,7 @@ class Watchdog(threading.Thread):
     def _own_word(self, now: float) -> _Word:
         sign = pulse.sign
         saving = sign.activity is Activity.SAVING
-        progress = (sign, saving_progress(os.getpid()) if saving else None)
+        progress = (sign, saving_progress(os.getpid(), sign.writer) if saving else None)
         if progress != self._seen:
             self._seen, self._moved_at = progress, now
         silent_s = now - self._moved_at

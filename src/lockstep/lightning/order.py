@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
@@ -32,6 +33,7 @@ class TrainingOrder(Callback):
         self._state = TrainState()
         self._batch: BatchPlan | None = None
         self._saved_batch: int | None = None
+        self._accumulate: int | None = None
         self._steps: Iterator[Step] = iter(())
         self._step: Step | None = None
         self._micro = 0
@@ -45,12 +47,14 @@ class TrainingOrder(Callback):
         """
         check_loader(loader)
         assert loader.batch_size is not None
-        self._batch, _ = resolve_batch(
+        # The Trainer may ask for its loader again, and has what fits by then.
+        self._accumulate = self._accumulate or trainer.accumulate_grad_batches
+        self._batch, reasons = resolve_batch(
             samples=len(loader.dataset),  # type: ignore[arg-type]
             ranks=self._world.size,
             devices_per_rank=1,
             batch_size=loader.batch_size,
-            accumulate=trainer.accumulate_grad_batches,
+            accumulate=self._accumulate,
             global_batch_size=None,
             tail="drop" if loader.drop_last else "spread",
             lanes=None,
@@ -58,6 +62,9 @@ class TrainingOrder(Callback):
             sync_batchnorm=False,
             even=True,
         )
+        if self._batch.accumulate != trainer.accumulate_grad_batches:
+            rank_zero_warn(f"accumulate_grad_batches is {reasons['accumulate']}")
+            trainer.accumulate_grad_batches = self._batch.accumulate
         if self._batch.window(self._state.position) is None:
             self._state.epoch, self._state.position = self._state.epoch + 1, 0
         if self._state.position and self._saved_batch != self._batch.global_batch:

@@ -176,6 +176,23 @@ def _shared(global_batch: int, limit: int, devices: int) -> tuple[_Sizes, dict[s
 
 def _even(plan: BatchPlan, reasons: dict[str, str]) -> BatchPlan:
     """``plan`` with a part for every micro-batch of every rank in each step, the last one of an epoch included."""
+    fits = plan.global_batch // (plan.ranks * plan.least_part)
+    if fits == 0:
+        raise ConfigError(
+            f"a global batch of {plan.global_batch} cannot be shared by {plan.ranks} ranks",
+            why=f"a module sees a batch on every rank in every step, and BatchNorm needs {plan.least_part} samples",
+            fix=f"use at most {plan.global_batch // plan.least_part} device(s), "
+            f"or a global batch (batch size × devices × accumulation) of at least {plan.ranks * plan.least_part}",
+        )
+    if fits < plan.accumulate:
+        share = -(-plan.global_batch // plan.ranks)
+        reasons["accumulate"] = (
+            f"{fits} instead of {plan.accumulate}: every micro-batch of every rank must have at least "
+            f"{plan.least_part} sample(s), and of a step's some rank has only {plan.global_batch // plan.ranks}"
+        )
+        reasons["batch_size"] = f"a rank's share of {share} in {fits} micro-batch(es)"
+        size = -(-share // (fits * plan.devices_per_rank))
+        plan = plan.model_copy(update={"accumulate": fits, "batch_size": size})
     least = max(plan.least_window, plan.ranks * plan.accumulate * plan.least_part)
     if plan.samples < least:
         raise DataError(

@@ -19,7 +19,7 @@ from enum import IntEnum
 #: Where the launcher's records are, for its ranks.
 PULSES = "LOCKSTEP_PULSES"
 
-_RECORD = struct.Struct("<qqq")
+_RECORD = struct.Struct("<qqqq")
 
 
 class Activity(IntEnum):
@@ -80,11 +80,15 @@ _PHRASES = {
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """The newest record of a rank. ``beats`` grows with every sign of progress; ``step``: optimizer steps done."""
+    """The newest record of a rank. ``beats`` grows with every sign of progress; ``step``: optimizer steps done.
+
+    ``writer``: the system's number of the thread that writes a checkpoint; 0: none does.
+    """
 
     beats: int = 0
     step: int = 0
     activity: Activity = Activity.STARTING
+    writer: int = 0
 
 
 class PulseBoard:
@@ -107,7 +111,8 @@ class PulseBoard:
     def read(self) -> list[Sign]:
         """The newest record of each rank, by local rank."""
         content = os.pread(self._fd, _RECORD.size * self._ranks, 0)
-        return [Sign(beats, step, Activity(activity)) for beats, step, activity in _RECORD.iter_unpack(content)]
+        records = _RECORD.iter_unpack(content)
+        return [Sign(beats, step, Activity(activity), writer) for beats, step, activity, writer in records]
 
     def close(self) -> None:
         os.close(self._fd)
@@ -121,6 +126,7 @@ class Pulse:
         self._place = 0
         self._beats = 0
         self._step = 0
+        self._writer = 0
         self.activity = Activity.STARTING
         #: Whether anybody looks, so that what takes long had better be said.
         self.is_watched = False
@@ -138,7 +144,7 @@ class Pulse:
     @property
     def sign(self) -> Sign:
         """This process's newest record."""
-        return Sign(self._beats, self._step, self.activity)
+        return Sign(self._beats, self._step, self.activity, self._writer)
 
     def at(self, activity: Activity, step: int | None = None) -> None:
         """This process makes progress: it begins ``activity``, or goes on with it.
@@ -151,8 +157,23 @@ class Pulse:
         self._beats += 1
         self._step = self._step if step is None else step
         self.activity = activity
+        self._tell()
+
+    def goes_on(self) -> None:
+        """This process makes progress at what it is at."""
+        self.at(self.activity)
+
+    def writes_in(self, thread: int) -> None:
+        """What moves a save is from now on also what ``thread`` reads and writes; 0: it has ended.
+
+        To be called in the thread that makes the other signs, not in ``thread``.
+        """
+        self._writer = thread
+        self._tell()
+
+    def _tell(self) -> None:
         if self._fd is not None:
-            os.pwrite(self._fd, _RECORD.pack(self._beats, self._step, activity), self._place)
+            os.pwrite(self._fd, _RECORD.pack(self._beats, self._step, self.activity, self._writer), self._place)
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:

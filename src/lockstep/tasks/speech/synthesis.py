@@ -27,6 +27,7 @@ import numpy as np
 
 from lockstep.data.download import hash_file
 from lockstep.errors import DataError, RunFolderError, StorageError
+from lockstep.hardware.host import usable_cores
 from lockstep.tasks.speech.audio import RATE_HZ
 from lockstep.tasks.speech.cache import cache_folder
 from lockstep.tasks.speech.espeak import PACKAGE, engine_version
@@ -87,7 +88,7 @@ def synthesise(recipe: Recipe, root: Path | None = None, *, processes: int | Non
         with _only_maker(folder):
             if not folder.is_dir():
                 _log.info("synthesising speech into %s", folder)
-                make_folder(folder, lambda building: _fill(building, recipe, processes or _cores()))
+                make_folder(folder, lambda building: _fill(building, recipe, processes or usable_cores()))
     except (OSError, StorageError) as error:
         raise DataError(
             f"cannot write {folder}",
@@ -123,10 +124,6 @@ def _check(folder: Path) -> None:
             why=f"damaged: {', '.join(wrong)}",
             fix="remove the folder; it is made anew",
         )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fill(folder: Path, recipe: Recipe, processes: int) -> None:
