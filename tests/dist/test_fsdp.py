@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from lockstep.engine.precision import Precision
 from lockstep.engine.resume import load_shared, load_weights
 from lockstep.engine.saving import writing
 from lockstep.engine.strategy import Flags, SingleStrategy
+from lockstep.engine.switches import Watched
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.errors import UnsupportedError
@@ -43,12 +45,16 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class Case(NamedTuple):
-    """One training by hand: so many samples and a plan, with or without BatchNorm, and how it differs."""
+    """One training by hand: so many samples and a plan, with or without BatchNorm, and how it differs.
+
+    ``dropout``: blocks have some, by a function, which is switched off as ``lockstep verify`` does.
+    """
 
     samples: int
     accumulate: int = 1
     batchnorm: bool = False
     checkpointing: bool = False
+    dropout: bool = False
     sharding: str = "full"
     poison: bool = False
     max_norm: float | None = 0.05
@@ -67,15 +73,24 @@ class Outcome(NamedTuple):
     loaded: tuple[dict[str, Tensor], dict[str, Any]] | None = None
 
 
+class Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
 class Deep(nn.Module):
     """Blocks of one kind, a weight that two layers share, a parameter of the model itself, and a method of its own."""
 
-    def __init__(self, batchnorm: bool) -> None:
+    def __init__(self, batchnorm: bool, dropout: bool = False) -> None:
         super().__init__()
         # A bias before BatchNorm has no gradient but rounding noise, which Adam would blow up.
         self.inner = nn.Linear(4, 5, bias=not batchnorm)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(5, 5, bias=not batchnorm), nn.BatchNorm1d(5) if batchnorm else nn.Tanh())
+            nn.Sequential(
+                nn.Linear(5, 5, bias=not batchnorm),
+                Halved() if dropout else nn.Identity(),
+                nn.BatchNorm1d(5) if batchnorm else nn.Tanh(),
+            )
             for _ in range(2)
         )
         self.tied = nn.Linear(5, 5)
@@ -114,7 +129,7 @@ def data_of(case: Case) -> ArrayDataset:
 
 def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | None = None) -> Outcome:
     torch.manual_seed(0)
-    model: nn.Module = Deep(case.batchnorm).double()
+    model: nn.Module = Deep(case.batchnorm, case.dropout).double()
     alone = ranks == 1
     micro = per_step // (ranks * case.accumulate)
     plan = BatchPlan(
@@ -125,9 +140,10 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
         ranks=ranks,
         least_window=2 if case.batchnorm else 1,
     )
-    task, precision, sharded = Weighted(), Precision("32", CPU, 2.0**-4), None
+    precision, sharded = Precision("32", CPU, 2.0**-4), None
     if case.batchnorm and not alone:
         model = convert(model, None)
+    task: Task = Watched(Weighted(), model, ("dropout",)) if case.dropout else Weighted()
     if not alone:
         config = FsdpConfig(activation_checkpointing=case.checkpointing, sharding=case.sharding)  # type: ignore[arg-type]
         nodes = 2 if case.sharding == "hybrid" else 1
@@ -147,7 +163,7 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
     else:
         ranks_of: dict[str, Any] = {"rank": rank, "world_size": ranks, "sync_batchnorm": case.batchnorm}
         strategy = FsdpStrategy(task, sharded, precision, CPU, seed=0, **ranks_of)
-    source = Source(data_of(case), task.collate, 0, InOrder())
+    source = Source(data_of(case), Weighted().collate, 0, InOrder())
     found: list[float] = []
     norms: list[float] = []
     flags = []
@@ -205,6 +221,7 @@ CASES = [
     Case(25, accumulate=2),  # one sample is left for the last step: the other ranks have none
     Case(26, batchnorm=True),
     Case(25, checkpointing=True, max_norm=None),
+    Case(13, checkpointing=True, dropout=True),
     Case(25, optimizer="sgd"),
 ]
 
@@ -296,8 +313,10 @@ def test_a_sample_that_is_not_finite_is_skipped_by_all_ranks_and_spares_the_empt
 
 
 def test_models_that_cannot_be_divided_are_refused_by_name(divided: Divided) -> None:
-    with_batchnorm, with_scalar = divided.refusals
+    with_batchnorm, with_scalar, transposed, alone_on_its_node = divided.refusals
     assert "BatchNorm1d '1'" in with_batchnorm and "scalar parameter scale" in with_scalar
+    assert "parameter weight, which is not contiguous" in transposed
+    assert "nothing to divide where each node has one rank" in alone_on_its_node
 
 
 def test_ranks_write_their_parts_where_all_of_them_see_one_folder(divided: Divided) -> None:
@@ -318,17 +337,25 @@ def writers_of(world: World, folder: Path) -> Writers:
 def refusals(world: World) -> list[str]:
     scalar = nn.Linear(2, 2)
     scalar.scale = nn.Parameter(torch.tensor(1.0))
+    transposed = nn.Linear(2, 3)
+    transposed.weight = nn.Parameter(torch.randn(2, 3).T)
     told = []
-    for model in (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), scalar):
+    config, hybrid = FsdpConfig(activation_checkpointing=True), FsdpConfig(sharding="hybrid")
+    for model, wanted, where in (
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), config, world),
+        (scalar, config, world),
+        (transposed, config, world),
+        (nn.Linear(2, 2), hybrid, replace(world, local_rank=0, local_size=1, node_rank=world.rank)),
+    ):
         with pytest.raises(UnsupportedError) as caught:
-            ShardedModel(Weighted(), model, FsdpConfig(activation_checkpointing=True), "32", CPU, world)
+            ShardedModel(Weighted(), model, wanted, "32", CPU, where)
         told.append(caught.value.what)
     return told
 
 
 @pytest.mark.drill
 def test_hybrid_sharding_over_two_nodes_computes_the_same() -> None:
-    cases = [case._replace(sharding="hybrid", checkpointing=False) for case in CASES]
+    cases = [case._replace(sharding="hybrid", checkpointing=False, dropout=False) for case in CASES]
     by_rank = run_ranks(all_cases, 4, cases, 16, timeout_s=240.0)
     for index, case in enumerate(cases):
         alone = two_epochs(0, 1, case, 16)

@@ -10,14 +10,19 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
+from lockstep.config import OptimizerConfig, RunConfig
 from lockstep.data.loader import Request, Window
 from lockstep.engine.flat import FIRST_BUCKET_BYTES, FlatStrategy, fits, pack, unpack
 from lockstep.engine.precision import Precision
+from lockstep.engine.strategies import build_strategy
 from lockstep.engine.strategy import Flags
 from lockstep.engine.task import Loss, Task
+from lockstep.engine.update import Update, build_optimizer
+from lockstep.hardware.world import World
 from lockstep.launch.causes import find_cause
+from lockstep.plan import Plan, Schedule
 from tests.gloo import run_ranks
 
 CPU = torch.device("cpu")
@@ -50,6 +55,7 @@ def test_it_is_for_models_that_fill_one_bucket() -> None:
     assert not fits(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), CPU)
     assert not fits(nn.Linear(2, 2), torch.device("cuda"))
     assert not fits(nn.Linear(2, 2).requires_grad_(False), CPU)
+    assert not fits(channels_last(), CPU)
 
 
 class Half(Task):
@@ -67,15 +73,60 @@ def strategy(rank: int) -> FlatStrategy:
     return FlatStrategy(Half(), model, Precision("32", CPU, 1.0), CPU, seed=0, rank=rank, collective_forward=False)
 
 
-def start(rank: int, ranks: int) -> Any:
+class Squares(Task):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch).square().sum(), len(batch))
+
+
+def channels_last() -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def three_steps(rank: int, ranks: int) -> list[Tensor]:
+    """The weights of a channels_last model afterwards, trained as the plan of so many devices says."""
+    model, precision = channels_last(), Precision("32", CPU, 1.0)
+    plan = Plan.model_construct(
+        seed=0, reproducibility="fast", sync_batchnorm=False, placement={"strategy": "ddp" if ranks > 1 else "single"}
+    )
+    trained = build_strategy(
+        *(Squares(), model, RunConfig(), plan, precision, CPU, World(rank, ranks, rank, ranks)), None
+    )
+    schedule = Schedule(name="constant", lr=0.01, total_steps=3, steps_per_epoch=3)
+    update = Update(model, build_optimizer(OptimizerConfig(), model, 0.01), schedule, precision, None)
+    inputs = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    start, stop = (4 // ranks * number for number in (rank, rank + 1))
+    for step in range(3):
+        window = Window(step, 0, 4, (Request(step, 0, start, stop),), irregular=False)
+        reduced = trained.gradients(window, iter([inputs[start:stop]]), step, Flags())
+        update.apply(step, reduced.count, reduced.divisor, want_norm=False)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def begin(rank: int, ranks: int) -> Any:
     ours = strategy(rank)
     return {name: value.tolist() for name, value in ours.module.state_dict().items()}
 
 
-def test_all_ranks_start_from_the_first_ones_weights_and_buffers() -> None:
-    first, second = run_ranks(start, 2)
+def on_each_rank(rank: int, ranks: int) -> tuple[Any, list[Tensor], str]:
+    return begin(rank, ranks), three_steps(rank, ranks), leave_out(rank, ranks)
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> list[tuple[Any, list[Tensor], str]]:
+    return run_ranks(on_each_rank, 2)
+
+
+def test_all_ranks_start_from_the_first_ones_weights_and_buffers(by_rank: list[Any]) -> None:
+    first, second = (found[0] for found in by_rank)
     assert first == second
     assert second["1.running_mean"] == [0.0, 0.0, 0.0]
+
+
+def test_a_channels_last_model_is_trained_as_on_one_device(by_rank: list[Any]) -> None:
+    for _, weights, _ in by_rank:
+        torch.testing.assert_close(weights, three_steps(0, 1))
 
 
 def leave_out(rank: int, ranks: int) -> str:
@@ -88,8 +139,8 @@ def leave_out(rank: int, ranks: int) -> str:
     return ""
 
 
-def test_a_parameter_without_a_gradient_is_refused_as_under_ddp() -> None:
-    for message in run_ranks(leave_out, 2):
+def test_a_parameter_without_a_gradient_is_refused_as_under_ddp(by_rank: list[Any]) -> None:
+    for _, _, message in by_rank:
         cause = find_cause(message)
         assert cause is not None
         assert "find_unused_parameters" in cause.fix

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.checkpoint.host import to_host
 from lockstep.config import OptimizerConfig
 from lockstep.engine.precision import Precision
+from lockstep.engine.resume import load_weights
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.plan import Schedule
 
@@ -17,11 +19,15 @@ CPU = torch.device("cpu")
 def update_of(name: str = "sgd", max_norm: float | None = None, *, on_host: bool = True) -> tuple[nn.Module, Update]:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.0)
-    schedule = Schedule(name="constant", lr=0.1, total_steps=10, steps_per_epoch=10)
-    update = Update(model, build_optimizer(config, model, 0.1), schedule, Precision("32", CPU, 0.125), max_norm)
+    update = update_for(model, name, max_norm)
     update._on_host = on_host
     return model, update
+
+
+def update_for(model: nn.Module, name: str, max_norm: float | None = None) -> Update:
+    config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.0)
+    schedule = Schedule(name="constant", lr=0.1, total_steps=10, steps_per_epoch=10)
+    return Update(model, build_optimizer(config, model, 0.1), schedule, Precision("32", CPU, 0.125), max_norm)
 
 
 def give(model: nn.Module, value: float) -> None:
@@ -87,3 +93,29 @@ def test_a_resume_takes_moments_from_the_checkpoint_and_settings_from_the_config
     fresh.load_state_dict(state)
     assert fresh.optimizer.param_groups[0]["weight_decay"] == 0.5
     assert all("exp_avg" in moments for moments in fresh.optimizer.state.values())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_resume_goes_on_bit_for_bit_with_weights_that_are_not_row_major(name: str) -> None:
+    """A checkpoint holds values row by row; the fused kernels walk weights and moments through memory side by side."""
+
+    def channels_last() -> tuple[nn.Module, Update]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model, update_for(model, name)
+
+    def take_steps(model: nn.Module, update: Update, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator))
+            update.apply(step, 1, 1.0, want_norm=False)
+
+    (model, update), (again, resumed) = channels_last(), channels_last()
+    take_steps(model, update, range(3))
+    weights, state = to_host(model.state_dict()), to_host(update.state_dict())
+    take_steps(model, update, range(3, 6))
+    load_weights(again, weights, "a checkpoint")
+    resumed.load_state_dict(state)
+    take_steps(again, resumed, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

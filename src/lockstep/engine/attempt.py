@@ -25,7 +25,14 @@ from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.precision import Precision
 from lockstep.engine.profile import memory_snapshot, profiled
-from lockstep.engine.resume import check_fits, check_moments, load_shared, load_weights, restoring, weights_from
+from lockstep.engine.resume import (
+    check_fits,
+    check_moments,
+    load_initial_weights,
+    load_shared,
+    load_weights,
+    restoring,
+)
 from lockstep.engine.runtime import check_pins, pins, rank_device, runtime
 from lockstep.engine.saving import writing
 from lockstep.engine.source import training_source
@@ -81,8 +88,7 @@ def run_attempt(
         sink: where events go; used on keepers only.
         stop_signal: the signal that asked this process to stop, if any.
         datasets: already opened ones (in the process that made the plan).
-        keeper: whether this rank writes the run folder that it sees; default: rank 0 does. Nodes without a common
-            file system have one keeper each.
+        keeper: whether this rank writes the run folder that it sees, one rank for each folder; default: rank 0 does.
 
     Raises:
         LockstepError: what went wrong; on rank 0 the run folder says so too.
@@ -91,62 +97,53 @@ def run_attempt(
     sink = sink if keeper else Fanout()
     device = rank_device(tuple(plan.placement["devices"]), world)
     heartbeat = Heartbeat()
-    writer: BackgroundWriter | None = None
     fit: Fit | ModuleFit | None = None
-    try:
-        timeout_s = config.distributed.timeout_s
-        with (
-            runtime(plan, device, world, timeout_s, detect_anomaly=config.debug.detect_anomaly),
-            shared(world, timeout_s),
-            _monitored(run_dir, world, config, plan),
-            contextlib.ExitStack() as ending,
-        ):
-            collectives = Collectives(world, timeout_s=timeout_s)
-            # After a restart rank 0 has begun a new one, maybe after the others had looked.
-            attempt = collectives.broadcast(attempt)
-            if keeper:
-                heartbeat.start(run_dir, total=plan.total_steps)
-            writer = ending.enter_context(writing(run_dir, world, config, plan, collectives, keeper, sink))
-            if isinstance(task, ModuleTask):
-                from lockstep.engine.lightning_fit import ModuleFit
+    with contextlib.closing(sink), contextlib.ExitStack() as ending:
+        ending.callback(heartbeat.stop)
+        try:
+            with (
+                _joined(run_dir, world, config, plan, device) as collectives,
+                writing(run_dir, world, config, plan, collectives, keeper, sink) as writer,
+            ):
+                if writer is not None:
+                    ending.callback(writer.close)
+                if keeper:
+                    heartbeat.start(run_dir, total=plan.total_steps)
+                attempt = collectives.broadcast(attempt)  # rank 0 may have begun a new one after others had looked
+                if isinstance(task, ModuleTask):
+                    from lockstep.engine.lightning_fit import ModuleFit
 
-                if config.telemetry.profile is not None:
-                    text = "telemetry.profile is for tasks; a LightningModule is profiled with lightning.profiler"
-                    sink.emit(Note("warning", text))
-                snapshot = _newest(run_dir, collectives, sink)
-                fit = module_fit = ModuleFit(
-                    *(task, config, plan, run_dir, world, collectives, device, snapshot),
-                    *(attempt, sink, writer, stop_signal, heartbeat.beat),
+                    fit = ModuleFit(
+                        *(task, config, plan, run_dir, world, collectives, device),
+                        *(_newest(run_dir, collectives, sink), attempt, sink, writer, stop_signal, heartbeat.beat),
+                    )
+                    return fit.run()
+                # No name for the snapshot here: it would keep its memory, or its files, until the end.
+                fit = assemble(
+                    *(run_dir, world, task, config, plan, datasets or open_data(task, config, collectives)),
+                    *(device, collectives, _newest(run_dir, collectives, sink, in_pieces=_reads_pieces(writer))),
                 )
-                return module_fit.run()
-            datasets = datasets or open_data(task, config, collectives)
-            # No name for the snapshot here: it would keep its memory, or its files, until the end.
-            fit = task_fit = assemble(
-                *(run_dir, world, task, config, plan, datasets, device, collectives),
-                _newest(run_dir, collectives, sink, in_pieces=_reads_pieces(writer)),
-            )
-            task_fit.attempt, task_fit.sink, task_fit.writer = attempt, sink, writer
-            task_fit.stop_requested = lambda: stop_signal() is not None
-            task_fit.heartbeat = heartbeat.beat
-            return _train_and_finish(task_fit, run_dir, world, stop_signal)
-    except BaseException as error:
-        _record_failure(sink, fit, error)
-        raise
-    finally:
-        with contextlib.ExitStack() as closing:
-            closing.callback(sink.close)
-            closing.callback(heartbeat.stop)
-            if writer is not None:
-                closing.callback(writer.close)
+                fit.attempt, fit.sink, fit.writer, fit.heartbeat = attempt, sink, writer, heartbeat.beat
+                return _train_and_finish(fit, run_dir, world, stop_signal)
+        except BaseException as error:
+            _record_failure(sink, fit, error)
+            raise
 
 
-def _monitored(
-    run_dir: RunDir, world: World, config: RunConfig, plan: Plan
-) -> contextlib.AbstractContextManager[object]:
-    """The first rank of a node samples what its machine does."""
-    if world.local_rank or not config.telemetry.monitor:
-        return contextlib.nullcontext()
-    return monitored(run_dir.path, plan.placement["devices"], node=world.node_rank)
+@contextlib.contextmanager
+def _joined(
+    run_dir: RunDir, world: World, config: RunConfig, plan: Plan, device: torch.device
+) -> Iterator[Collectives]:
+    """This process as a rank among the others; a node's first one also samples what its machine does. Collective."""
+    timeout_s = config.distributed.timeout_s
+    watches = config.telemetry.monitor and world.local_rank == 0
+    devices = plan.placement["devices"]
+    with (
+        runtime(plan, device, world, timeout_s, detect_anomaly=config.debug.detect_anomaly),
+        shared(world, timeout_s),
+        monitored(run_dir.path, devices, node=world.node_rank) if watches else contextlib.nullcontext(),
+    ):
+        yield Collectives(world, timeout_s=timeout_s)
 
 
 def open_data(task: Task, config: RunConfig, collectives: Collectives) -> Datasets:
@@ -188,8 +185,8 @@ def assemble(
 ) -> Fit:
     """Model, strategy and update of one rank as the plan says, from ``snapshot`` or anew; collective."""
     model = task.model()
-    if snapshot is None and config.init_from is not None:
-        load_weights(model, collectives.broadcast(weights_from(config.init_from)), config.init_from)
+    if snapshot is None:
+        load_initial_weights(model, config.init_from, collectives)
     if plan.sync_batchnorm:
         model = convert(model, None)
     divided = None
@@ -257,6 +254,7 @@ def _restored(
 
 
 def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Callable[[], int | None]) -> RunResult:
+    fit.stop_requested = lambda: stop_signal() is not None
     fit.start()
     if fit.is_over:
         fit.ended_by = "completed"
@@ -267,6 +265,7 @@ def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Call
     with pulse.during(Activity.SAVING if fit.writer is not None else Activity.AWAITING_SAVE):
         if fit.writer is not None:
             fit.writer.wait()
+            pulse.at(Activity.AWAITING_SAVE)
         fit.collectives.broadcast(None)  # nobody goes on alone
     final = {name: value for name, value in fit.state.best_metric.items() if not completed}
     if completed:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -26,6 +27,8 @@ from lockstep.plan import TaskFacts
 PROBES = 16
 #: Handing a batch over from another process costs more than making one of such samples, seconds.
 QUICK_S = 1e-4
+#: As what the bits of values are read whose type NumPy lacks, by size in bytes.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
@@ -149,12 +152,27 @@ def _probe(dataset: Any, index: int) -> Any:
     return dataset[index]
 
 
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """The values on the host; of a type that NumPy lacks (bfloat16), their bits."""
+    tensor = tensor.detach().cpu()
+    try:
+        return tensor.numpy()
+    except TypeError:
+        if tensor.layout != torch.strided:
+            raise
+        return tensor.view(_BITS[tensor.itemsize]).numpy()
+
+
 def feed(digest: Any, value: Any) -> None:
-    """Add a sample, however nested, to a hash."""
+    """Add a sample, however nested, to a hash, which is the same in every process."""
     if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy()
+        value = as_array(value)
     if isinstance(value, np.ndarray):
-        digest.update(str((value.dtype, value.shape)).encode() + np.ascontiguousarray(value).tobytes())
+        digest.update(str((value.dtype, value.shape)).encode())
+        if value.dtype.hasobject:  # its bytes are addresses
+            feed(digest, value.tolist())
+        else:
+            digest.update(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, dict):
         for key in value:
             digest.update(str(key).encode())
@@ -162,6 +180,8 @@ def feed(digest: Any, value: Any) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             feed(digest, item)
+    elif isinstance(value, (set, frozenset)):
+        digest.update(b"".join(sorted(map(_digest, value))))
     elif isinstance(value, (int, float, str, bytes, bool, type(None), np.generic)):
         digest.update(repr(value).encode())
     else:
@@ -169,3 +189,9 @@ def feed(digest: Any, value: Any) -> None:
             digest.update(pickle.dumps(value))
         except Exception:  # whatever an object of the user's raises: then its type has to do
             digest.update(repr(type(value)).encode())
+
+
+def _digest(value: Any) -> bytes:
+    own = hashlib.sha256()
+    feed(own, value)
+    return own.digest()

@@ -28,8 +28,14 @@ _DIGIT = 2.0**12
 
 
 def fits(model: nn.Module, device: torch.device) -> bool:
-    """Whether :class:`FlatStrategy` can train ``model``, and has nothing to lose by it."""
+    """Whether :class:`FlatStrategy` can train ``model``, and has nothing to lose by it.
+
+    Its gradients are row-major. Beside weights of another layout (``channels_last``) a fused optimizer, which walks
+    both through memory, would mix up their elements.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if not all(p.is_contiguous() for p in parameters):
+        return False
     dtypes = {p.dtype for p in parameters}
     size = sum(p.numel() * p.element_size() for p in parameters)
     return device.type == "cpu" and dtypes in ({torch.float32}, {torch.float64}) and size <= FIRST_BUCKET_BYTES

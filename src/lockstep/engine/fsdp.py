@@ -36,6 +36,7 @@ from lockstep.engine.collectives import Collectives
 from lockstep.engine.parts import gathered, restored
 from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SingleStrategy
+from lockstep.engine.switches import Watched
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.trace import pick
 from lockstep.errors import TaskError, UnsupportedError
@@ -88,7 +89,7 @@ class ShardedModel:
         self.module = model
         self._mesh = _mesh(config, device, world)
         self._device = device
-        _refuse_scalars(model)
+        _refuse_indivisible(model)
         blocks = blocks_of(task, model)
         self.remarks: tuple[str, ...] = (f"fsdp: {len(blocks)} block(s) of the model are gathered one at a time",)
         if config.activation_checkpointing:
@@ -189,6 +190,7 @@ class FsdpStrategy(SingleStrategy):
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
         self._samples_since_merge = 0
         self._buffers = Buffers(model.module)
+        self._watching = task.watching if isinstance(task, Watched) else nullcontext
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._clear()
@@ -227,6 +229,10 @@ class FsdpStrategy(SingleStrategy):
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         loss: tuple[Tensor, Tensor | int] = _through(self._sharded.root, self._task.loss, batch)
         return loss
+
+    def _backward(self, total: Tensor) -> None:
+        with self._watching():  # with fsdp.activation_checkpointing it makes parts of the forward pass again
+            super()._backward(total)
 
     @contextmanager
     def _ghost(self) -> Iterator[None]:
@@ -280,6 +286,12 @@ def _through(root: _Root, function: Callable[..., Any], batch: Any) -> Any:
 
 def _mesh(config: FsdpConfig, device: torch.device, world: World) -> DeviceMesh:
     if config.sharding == "hybrid":
+        if world.local_size == 1:
+            raise UnsupportedError(
+                "fsdp.sharding hybrid has nothing to divide where each node has one rank",
+                why="it divides the model among the ranks of a node",
+                fix="use fsdp.sharding full, or --strategy ddp where the model fits one device",
+            )
         if world.local_size * world.nodes != world.size:
             raise UnsupportedError(
                 "fsdp.sharding hybrid needs as many ranks on each node as on the others",
@@ -334,14 +346,21 @@ def _owns_its_parameters(block: nn.Module, model: nn.Module) -> bool:
     return bool(here) and all(everywhere[key] == count for key, count in here.items())
 
 
-def _refuse_scalars(model: nn.Module) -> None:
-    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise UnsupportedError(
-            f"strategy fsdp cannot divide the scalar parameter {scalars[0]}",
-            why="parameters are divided by their first dimension, and a scalar has none",
-            fix="give it the shape (1,), or use --strategy ddp",
-        )
+def _refuse_indivisible(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UnsupportedError(
+                f"strategy fsdp cannot divide the scalar parameter {name}",
+                why="parameters are divided by their first dimension, and a scalar has none",
+                fix="give it the shape (1,), or use --strategy ddp",
+            )
+        if not parameter.is_contiguous():
+            raise UnsupportedError(
+                f"strategy fsdp cannot divide the parameter {name}, which is not contiguous",
+                why="parameters are divided by rows, which do not lie one behind the other in a channels_last weight, "
+                "nor in a transposed view",
+                fix="leave it contiguous in the task's model(), or use --strategy ddp",
+            )
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -12,12 +12,13 @@ from lockstep.engine.lightning_data import defines, evaluation_loader, replaced_
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.errors import DataError
 from lockstep.hardware.world import World
+from lockstep.telemetry.scalars import as_row
 
 
 def evaluate_module(
     task: ModuleTask, split: str, device: torch.device, precision: str, seed: int
 ) -> tuple[dict[str, float], int]:
-    """What ``task.module`` logs over ``split``, under its own names, and how many samples there were.
+    """What ``task.module`` logs over ``split``, by the names of rows, and how many samples there were.
 
     Raises:
         DataError: neither the module nor its data module has such a loader.
@@ -49,4 +50,4 @@ def evaluate_module(
         )
         run = trainer.validate if split == "val" else trainer.test
         results = run(module, datamodule=data, verbose=False)
-    return {name: value for result in results for name, value in result.items()}, sum(sizes)
+    return as_row({name: value for result in results for name, value in result.items()}), sum(sizes)

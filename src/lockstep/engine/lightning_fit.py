@@ -23,11 +23,11 @@ from lockstep.engine.lightning_ranks import KeptSignals, rank_arguments
 from lockstep.engine.lightning_record import Recorder
 from lockstep.engine.lightning_store import OWN, StoreIO, save
 from lockstep.engine.lightning_task import ModuleTask
-from lockstep.engine.resume import check_fits, load_weights, manifest_of, weights_from
+from lockstep.engine.resume import check_fits, load_initial_weights, manifest_of
 from lockstep.engine.runtime import pins
 from lockstep.engine.state import TrainState
 from lockstep.errors import UnsupportedError
-from lockstep.events import RunEnded, Sink
+from lockstep.events import Note, RunEnded, Sink
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
 from lockstep.telemetry.rundir import RunDir
@@ -62,6 +62,9 @@ class ModuleFit:
                 why="Lightning 2.0 dropped it",
                 fix="use --strategy auto: it takes ddp on several devices",
             )
+        if self.config.telemetry.profile is not None:
+            text = "telemetry.profile is for tasks; a LightningModule is profiled with lightning.profiler"
+            self.sink.emit(Note("warning", text))
         self._saving_best = False
         self.task.renew()
         self.state = TrainState(position=self.config.debug.start_position)
@@ -102,9 +105,8 @@ class ModuleFit:
 
     def _fit(self) -> None:
         module, data = self.task.module, self.task.datamodule
-        if self.snapshot is None and self.config.init_from is not None:
-            weights = self.collectives.broadcast(weights_from(self.config.init_from))
-            load_weights(module, weights, self.config.init_from)
+        if self.snapshot is None:
+            load_initial_weights(module, self.config.init_from, self.collectives)
         if self.plan.sync_batchnorm:
             convert(module, None)
         batch = self.plan.batch

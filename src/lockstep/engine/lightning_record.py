@@ -23,9 +23,11 @@ from lockstep.engine.lightning_data import Step, epoch_steps
 from lockstep.engine.ranks import RankWatch
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategy import FLAG_INTERVAL, Flags
+from lockstep.engine.update import match_layouts
 from lockstep.events import EpochEnded, Evaluated, Note, RunStarted, Sink, StepLogged
 from lockstep.plan import Plan
 from lockstep.telemetry.pulse import Activity, pulse
+from lockstep.telemetry.scalars import as_row, row_name
 from lockstep.telemetry.throughput import Throughput
 
 #: What 'best' means when the run does not say, if the module logs it.
@@ -95,6 +97,8 @@ class Recorder(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         plan, state = self._plan, self._state
+        for optimizer in trainer.optimizers:
+            match_layouts(optimizer)  # Lightning has restored them
         where = (self._run_dir, self._attempt, state.step, plan.total_steps, plan.as_dict())
         self._sink.emit(RunStarted(*where, position=lambda: state.step))
         self._ranks = RankWatch(
@@ -175,7 +179,7 @@ class Recorder(Checkpoint):
         self._judged = not trainer.is_last_batch
         if trainer.is_last_batch:
             return  # the epoch's row judges it
-        metrics = {name: value for name, value in _numbers(trainer.callback_metrics).items() if _of_validation(name)}
+        metrics = _of_validation(_numbers(trainer.callback_metrics))
         epoch = self._state.epoch + 1
         self._sink.emit(Evaluated(self._attempt, epoch, self._state.step, metrics))
         if self._judge(metrics, epoch):
@@ -190,7 +194,7 @@ class Recorder(Checkpoint):
         row = {"train_loss": total / count if count else math.nan, **_numbers(self._fresh(trainer))}
         row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         epoch = state.epoch + 1
-        improved = not (self._judged and _of_validation(self._monitor)) and self._judge(row, epoch)
+        improved = not (self._judged and _is_of_validation(self._monitor)) and self._judge(row, epoch)
         if self.ended_by == "completed":
             trainer.should_stop = True
         if self._plan.batch.window(state.position) is None:
@@ -301,11 +305,10 @@ class Recorder(Checkpoint):
         """Rank 0's verdict for all: what a module logs without sync_dist differs between ranks."""
         monitor = self._monitor
         mode = self._config.checkpoint.mode or natural_mode(monitor)
-        value = self._collectives.broadcast(row.get(monitor))
+        value = self._collectives.broadcast(row.get(monitor, row.get(row_name(monitor))))
         if value is None:
             return False
-        metrics = {name: v for name, v in row.items() if _of_validation(name)}
-        if judge(self._state, metrics, value, mode, epoch):
+        if judge(self._state, _of_validation(row), value, mode, epoch):
             return True
         patience = self._config.training.early_stopping_patience
         if patience and self._state.evaluations_without_gain >= patience:
@@ -322,8 +325,14 @@ class Recorder(Checkpoint):
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if torch.as_tensor(value).numel() == 1}
+    """The scalars among ``metrics``, by the names of rows. The recorder's own mean of the loss keeps its name."""
+    found = {name: float(value) for name, value in metrics.items() if torch.as_tensor(value).numel() == 1}
+    return as_row(found, taken=("train_loss",))
 
 
-def _of_validation(name: str) -> bool:
-    return name.startswith(("val_", "val/", "valid"))
+def _of_validation(row: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if _is_of_validation(name)}
+
+
+def _is_of_validation(name: str) -> bool:
+    return row_name(name).startswith("val_")

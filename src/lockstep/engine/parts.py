@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lockstep.checkpoint.pieces import Pieces, mark
+from lockstep.telemetry.pulse import pulse
 
 
 def gathered(state: Any, *, keep: bool) -> Any:
@@ -20,13 +21,21 @@ def gathered(state: Any, *, keep: bool) -> Any:
     One tensor at a time is whole on the device; on a rank that does not ``keep`` them, none stays.
     """
     if isinstance(state, DTensor):
-        whole = cast(DTensor, state.detach()).full_tensor()
+        whole = _whole(state)
         return whole.cpu() if keep else None
     if isinstance(state, Mapping):
         return {key: gathered(value, keep=keep) for key, value in state.items()}
     if type(state) in (list, tuple):
         return type(state)(gathered(value, keep=keep) for value in state)
     return state
+
+
+def _whole(divided: DTensor) -> Tensor:
+    """All of a divided tensor. Collective: through the ranks' devices, also where it is kept in host memory."""
+    on_device = cast(DTensor, divided.detach().to(divided.device_mesh.device_type))
+    whole = on_device.full_tensor()
+    pulse.goes_on()
+    return whole
 
 
 def own_part(state: dict[str, Any], *, is_main: bool) -> dict[str, Any]:
@@ -70,8 +79,7 @@ def _by_rows(value: Any) -> bool:
 def _rows(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
-    tensor = cast(DTensor, value.detach())
-    return tensor.to_local() if _by_rows(value) else tensor.full_tensor()
+    return cast(DTensor, value.detach()).to_local() if _by_rows(value) else _whole(value)
 
 
 def restored(value: Any, parameter: Tensor) -> Any:

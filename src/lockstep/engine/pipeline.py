@@ -35,6 +35,7 @@ from lockstep.engine.wire import all_reduce
 from lockstep.errors import TaskError
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
+from lockstep.telemetry.pulse import pulse
 
 
 class Action(NamedTuple):
@@ -148,6 +149,7 @@ class PipelineModel:
         model, merged = dict(state["model"]), dict[int, Any]()
         for source in range(collectives.size):
             names, values = collectives.broadcast(mine, source)
+            pulse.goes_on()
             if keep:
                 model |= names
                 merged |= values

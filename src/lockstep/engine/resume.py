@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.plan import OrderPlan, Plan
 
+T = TypeVar("T")
+
 
 def load_shared(store: CheckpointStore, step: int, collectives: Collectives, *, in_pieces: bool = False) -> Snapshot:
     """The checkpoint of ``step``, read and verified by rank 0 and handed to all ranks. Collective.
@@ -30,17 +32,27 @@ def load_shared(store: CheckpointStore, step: int, collectives: Collectives, *, 
     Raises:
         CheckpointError: on every rank, when it cannot be read.
     """
-    found: Snapshot | CheckpointError | None = None
+
+    def read() -> Snapshot | None:
+        each_reads = in_pieces and store.verify(step).shards > 0
+        return None if each_reads else store.load(step)
+
+    found = _from_main(read, collectives)
+    return store.open(step) if found is None else found
+
+
+def _from_main(read: Callable[[], T], collectives: Collectives) -> T:
+    """What ``read()`` returns on rank 0, or the :class:`CheckpointError` that it raises, on every rank. Collective."""
+    found: T | CheckpointError | None = None
     if collectives.is_main:
         try:
-            each_reads = in_pieces and store.verify(step).shards > 0
-            found = None if each_reads else store.load(step)
+            found = read()
         except CheckpointError as error:
             found = error
     found = collectives.broadcast(found)
     if isinstance(found, CheckpointError):
         raise found
-    return store.open(step) if found is None else found
+    return cast(T, found)
 
 
 def manifest_of(
@@ -159,6 +171,20 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
 
         weights = {name: divided_like(value, own[name]) for name, value in weights.items()}
     model.load_state_dict(weights)
+
+
+def load_initial_weights(model: nn.Module, source: Path | None, collectives: Collectives) -> None:
+    """Put what rank 0's ``source`` holds (see :func:`weights_from`), if it names one, into ``model``. Collective.
+
+    Other ranks may see no such file, or have been told of none.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    found = _from_main(lambda: None if source is None else (source, weights_from(source)), collectives)
+    if found is not None:
+        named, weights = found
+        load_weights(model, weights, named)
 
 
 def weights_from(source: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.config import DebugConfig
 from lockstep.data.loader import Indices, Request, Source
 from lockstep.data.randomness import derive_key
-from lockstep.engine.facts import feed
+from lockstep.engine.facts import as_array, feed
 from lockstep.engine.loop import StepResult
 from lockstep.engine.update import Update
 
@@ -187,7 +187,7 @@ def _digest(sample: Any) -> int:
 
 def _digest_rows(batch: Any, size: int) -> int:
     """The samples of a batch that came whole: the rows of its tensors. Zeros at a row's end may be padding."""
-    columns = [c.detach().cpu().numpy() for c in _tensors(batch) if c.dim() and len(c) == size]
+    columns = [as_array(c) for c in _tensors(batch) if c.dim() and len(c) == size]
     total = 0
     for row in range(size):
         total += _digest([column[row].tobytes().rstrip(b"\0") for column in columns])

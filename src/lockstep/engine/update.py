@@ -42,6 +42,20 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Opt
     return kind(parameters, lr=lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused)
 
 
+def match_layouts(optimizer: Optimizer) -> None:
+    """Lay out restored states in memory as their parameters are.
+
+    A checkpoint keeps values, row by row. A fused optimizer walks a parameter and its moments through memory side by
+    side, so beside weights of another layout (``channels_last``) it would mix up their elements.
+    """
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor) or not isinstance(state, dict):
+            continue  # some optimizers keep more than torch's
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
 class Update:
     """Applies one step. Gradients arrive as sums times ``precision.seed()``; they are multiplied once.
 
@@ -184,6 +198,7 @@ class Update:
             optimizer = self._divided.divided_state(optimizer, self.optimizer)
         with compiler_not_imported():
             self.optimizer.load_state_dict(optimizer)
+        match_layouts(self.optimizer)
         for group, settings in zip(self.optimizer.param_groups, own, strict=True):
             group.update(settings)
         self._precision.load_state_dict(state["precision"])
