@@ -47,7 +47,7 @@ def round_of_measurements(rank: Rank, together: Case, alone: Case, rounds: int) 
     with on_site(rank, together.config, together.plan) as site:
         rank.report(gradients_of(site, alone))
         for number in range(rounds):
-            rows = take_turns(site, alone)
+            rows = take_turns(site, alone, synced=together.plan.sync_batchnorm)
             messages = [measure_message(site.collectives, "all_reduce", size, site.device) for size in SIZES]
             parts = site.collectives.all_gather(timed_steps(site, together))
             real = summarise(parts, together.plan.batch.global_batch)

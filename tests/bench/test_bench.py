@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.bench import PerformanceProfiler, print_report, write_report
+from lockstep.bench import BenchReport, PerformanceProfiler, print_report, write_report
 from lockstep.bench.batch_size import bench_batch_size
 from lockstep.bench.comm import bench_comm
 from lockstep.bench.loader import bench_loader
@@ -21,7 +21,8 @@ from lockstep.bench.scaling import bench_scaling
 from lockstep.bench.step import bench_step
 from lockstep.bench.subject import Subject
 from lockstep.bench.tables import table_of
-from lockstep.errors import UsageError
+from lockstep.cli.output import deliver
+from lockstep.errors import StorageError, UsageError
 from tests.bench.greedy import Greedy
 from tests.conftest import RunCli
 from tests.e2e.test_train import TOY, start
@@ -32,7 +33,9 @@ TWO: dict[str, Any] = {"hardware": {"selected_devices": ["cpu", "cpu"]}, "traini
 
 
 def test_step_says_where_time_and_memory_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = bench_step(Subject(Toy, ONE), steps=4, warm_up=2, max_batch=32, precisions=("16-mixed", "32"))
+    # 64 samples fill two micro-batches of 32, and no larger ones.
+    twice = {**ONE, "training": {"threads": 1, "accumulate": 2}, "task": {"samples": 64}}
+    report = bench_step(Subject(Toy, twice), steps=4, warm_up=2, max_batch=64, precisions=("16-mixed", "32"))
     rows = {(row["precision"], row["batch_size"]): row for row in report.rows}
     assert rows["16-mixed", 16]["status"] == "skipped"
     assert "emulates" in rows["16-mixed", 16]["reason"]
@@ -46,8 +49,9 @@ def test_step_says_where_time_and_memory_go(tmp_path: Path, capsys: pytest.Captu
         assert row["memory_mb"] > 50
         # Two linear layers, 2·m·n operations a sample: forward, the weights' gradients, the second layer's input's.
         per_sample = 2 * (12 * 16 * 2 + 16 * 3 * 3)
-        assert row["tflops"] * row["step_ms"] == pytest.approx(per_sample * batch / 1e9)
+        assert row["tflops"] * row["step_ms"] == pytest.approx(per_sample * 2 * batch / 1e9)
         assert row["peak_share"] is None, "nobody publishes a peak for this CPU"
+    assert ("32", 64) not in rows
     files = write_report(report, tmp_path / "bench-step-1")
     document = json.loads(files[0].read_text())
     assert document["kind"] == "step"
@@ -116,11 +120,12 @@ def test_running_out_of_memory_on_one_rank_is_a_result() -> None:
 
 
 def test_batches_that_leave_an_epoch_one_step_are_measured() -> None:
-    large = {**ONE, "training": {"threads": 1, "batch_size": 100}}
+    large = {**ONE, "training": {"threads": 1, "batch_size": 100, "global_batch_size": 400}}
     report = bench_batch_size(Subject(Toy, large))
     assert [row["batch_size"] for row in report.rows] == [100, 200], "the data set has 200 samples"
     assert {row["status"] for row in report.rows} == {"ok"}
     assert report.extra["largest"] == 200
+    assert report.extra["proposed"] == {"batch_size": 200, "accumulate": 2, "global_batch_size": 400}
 
 
 @pytest.mark.parametrize(("signum", "delay_s", "code"), [(signal.SIGTERM, 0.0, 143), (signal.SIGINT, 0.5, 130)])
@@ -141,22 +146,29 @@ def test_a_stop_between_trials_and_while_ranks_start(signum: int, delay_s: float
 
 
 def test_a_benchmark_that_measured_nothing_has_failed() -> None:
-    report = bench_lr(Subject(Toy, {**ONE, "task": {"fail_at": 2, "fail_rank": 0}}), steps=10)
+    fails = {**ONE, "training": {"threads": 1, "batch_size": 1000}, "task": {"fail_at": 1, "fail_rank": 0}}
+    report = bench_lr(Subject(Toy, fails), steps=10)
     assert "it was told to" in report.notes[0]
+    assert report.notes[-1] == "the data set has only 200 samples for a global batch of 1000"
+    assert report.exit_code == 1
+    report = bench_loader(Subject(Toy, fails), workers=(0, 2))
+    assert "the step: failed (" in report.notes[-1]
+    assert report.rows == [], "no number of workers is to blame"
     assert report.exit_code == 1
 
 
 def test_loader_finds_that_slow_data_need_workers() -> None:
-    slow = {**ONE, "task": {"dataset": "plain", "pause_s": 0.002}}
+    slow = {**ONE, "task": {"dataset": "plain", "pause_s": 0.002, "samples": 12}}
     report = bench_loader(Subject(Toy, slow), workers=(0, 2), seconds=0.2)
     assert [row["num_workers"] for row in report.rows] == [0, 2]
+    assert report.settings["batch_size"] == 12, "there are no more samples"
     assert report.extra["recommended"]["bound"] == "data"
     assert report.verdict.startswith("use --num-workers ")
     assert all(row["of_demand"] < 1 for row in report.rows)
 
 
 def test_lr_proposes_a_rate_at_which_the_loss_falls() -> None:
-    report = bench_lr(Subject(Toy, {**ONE, "training": {"threads": 1, "seed": 7}}), steps=40)
+    report = bench_lr(Subject(Toy, {**ONE, "training": {"threads": 1, "seed": 7}}), steps=100)
     rates = [row["lr"] for row in report.rows]
     assert rates == sorted(rates)
     assert rates[0] == pytest.approx(1e-6)
@@ -209,6 +221,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, run_cli: RunCli) -> None
         (("step", TOY, "--devices", "cpu", "--steps", "1"), "show nothing"),
         (("scaling", TOY, "--devices", "cpu"), "nothing scales"),
         (("comm", "--devices", "cpu"), "nobody to talk to"),
+        (("comm", "--devices", "cpu,cpu", "--save-dir", "/dev/null/here"), "/dev/null is not a folder"),
+        (("scaling", TOY, "--devices", "cpu,cpu", "--strategies", "ddp,all"), "of several devices are ddp, dp, fsdp"),
         (("loader", TOY, "--devices", "cpu", "--workers", "two"), "not a list of numbers"),
         (("lr", TOY, "--devices", "cpu", "--min-lr", "1", "--max-lr", "0.1"), "cannot grow"),
     ],
@@ -225,6 +239,18 @@ def test_what_cannot_be_is_refused(
     assert message in error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_report_that_cannot_be_written_is_printed(
+    as_json: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    place = tmp_path / "file"
+    place.write_text("")
+    report = BenchReport("comm", "cpu, cpu", {}, verdict="it took hours")
+    with pytest.raises(StorageError, match="no folder"):
+        deliver(report, place, write=write_report, show=print_report, as_json=as_json)
+    assert "it took hours" in capsys.readouterr().out
 
 
 def test_ranks_from_outside_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.bench.batch_size import RESOLUTION, next_batch
@@ -90,7 +90,9 @@ def test_noise_in_the_first_losses_decides_nothing(best: float, seed: int) -> No
     assert best / 1000 < found.lr < best
 
 
-@given(st.integers(0, 1000), st.integers(20, 200))
+@given(st.integers(0, 100_000), st.integers(12, 200))
+@example(20, 20)
+@example(11_003, 12)
 def test_noise_alone_gives_no_proposal(seed: int, steps: int) -> None:
     losses = (2 + np.random.default_rng(seed).normal(0, 0.3, steps)).tolist()
     smooth = Smoothed()

@@ -232,6 +232,8 @@ def test_advice_names_what_helps() -> None:
     sharded = replace(step, blocks=(100 << 20, 0))
     found = advise(sharded, 64, Setting(cluster_of("25gbe", 8), strategy="fsdp"), ddp_fits=False)
     assert any("fsdp.sharding=hybrid" in line for line in found)
+    apart = advise(sharded, 64, Setting(cluster_of("25gbe", 1), strategy="fsdp"))
+    assert not any("fsdp.sharding=hybrid" in line for line in apart), "it divides within nodes"
     assert not any("does not fit" in line for line in found)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,13 @@ import pytest
 
 from lockstep.bench.subject import Subject
 from lockstep.errors import ConfigError, UsageError
-from lockstep.forecast.project import Wish, contention, forecast
+from lockstep.forecast.collectives import measured_cluster
+from lockstep.forecast.project import Wish, contention, counts_beside, forecast
+from lockstep.forecast.scaling import Setting
 from lockstep.hardware.host import usable_cores
 from lockstep.launch.foreseen import read_forecast
 from lockstep.report.score import in_words, score
+from tests.toys import Toy
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -94,6 +99,43 @@ def test_a_model_that_does_not_fit_is_sharded() -> None:
 def test_wishes_that_cannot_be(wish: Wish, word: str) -> None:
     with pytest.raises(UsageError, match=word):
         forecast(subject(), wish)
+
+
+def test_a_forecast_holds_the_batch_of_a_device() -> None:
+    with pytest.raises(UsageError, match="cannot hold the global batch at 64"):
+        forecast(subject(training={"global_batch_size": 64}), Wish((8,), gpu=H100))
+
+
+@pytest.mark.parametrize(
+    ("moment", "cpus", "signum", "code"),
+    [
+        ("workers: ", 1, signal.SIGTERM, 143),
+        pytest.param("messages ", 2, signal.SIGINT, 130, marks=pytest.mark.drill),
+    ],
+)
+def test_a_stop_ends_the_forecast_too(moment: str, cpus: int, signum: int, code: int) -> None:
+    def say(line: str) -> None:
+        if line.startswith(moment):
+            os.kill(os.getpid(), signum)
+
+    links = "measured" if cpus > 1 else "nvlink"
+    toy = Subject(Toy, {"hardware": {"selected_devices": ["cpu"] * cpus}})
+    report = forecast(toy, Wish((8,), interconnect=links, steps=2, repeats=1), say=say)
+    assert report.partial
+    assert report.exit_code == code
+    assert report.rows == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "counts"),
+    [((1, 2), 2, [2]), ((8, 64, 512), 2, [2]), ((1,), 2, [2]), ((2, 3, 8), 4, [2, 3, 4])],
+)
+def test_devices_are_measured_beside_each_other(gpus: tuple[int, ...], devices: int, counts: list[int]) -> None:
+    """For more than there are, what all of them do to each other holds."""
+    assert counts_beside(gpus, devices) == counts
+    cluster = measured_cluster(1e-6, 1e-9, devices, 0.1)
+    setting = Setting(cluster, contention={count: 1.0 + count for count in counts})
+    assert setting.slowed(max(gpus)) == (1.0 + min(max(gpus), devices) if max(gpus) > 1 else 1.0)
 
 
 def test_only_a_forecast_is_kept(tmp_path: Path) -> None:

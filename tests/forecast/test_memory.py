@@ -18,8 +18,8 @@ from lockstep.cli.main import main
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.loader import fetch
 from lockstep.engine.update import build_optimizer
-from lockstep.errors import TaskError, UnsupportedError
-from lockstep.forecast.estimate import estimate_memory, print_memory
+from lockstep.errors import TaskError, UnsupportedError, UsageError
+from lockstep.forecast.estimate import Counting, estimate_memory, print_memory
 from lockstep.forecast.footprint import count_step
 from lockstep.launch.prepare import Prepared, prepare
 
@@ -117,6 +117,26 @@ def test_settings_of_fsdp_are_in_its_estimate() -> None:
     assert found(activation_checkpointing=True)["activations"] < plain["activations"] / 2
     assert found(sharding="hybrid")["optimizer"] == pytest.approx(8 * plain["optimizer"])
     assert found(cpu_offload=True)["optimizer"] == 0
+
+
+def test_hybrid_sharding_is_within_a_node_of_devices_that_are_here() -> None:
+    """A forecast from a measured step counts memory for more of them than there are."""
+    settings = {"hardware": {"selected_devices": ["cpu"]}, "fsdp": {"sharding": "hybrid"}}
+    counting = Counting(Subject(Deep, settings), per_node=8)
+    here, within = counting.memory("fsdp", 8, 16), counting.memory("fsdp", 64, 16)
+    assert within.kinds["optimizer"] == here.kinds["optimizer"]
+
+
+def test_gpus_that_are_not_here_share_a_global_batch_anew() -> None:
+    def found(gpus: int) -> tuple[int, int]:
+        training = {"batch_size": 32, "global_batch_size": 512}
+        subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu"]}, "training": training})
+        estimate = estimate_memory(subject, gpus=gpus)
+        return estimate["batch_size"], estimate["accumulate"]
+
+    assert (found(1), found(8), found(64)) == ((32, 16), (32, 2), (8, 1))
+    with pytest.raises(UsageError, match="cannot be shared by 513 devices"):
+        found(513)
 
 
 class Mistaken(Deep):

@@ -32,6 +32,7 @@ from lockstep.telemetry import background, sinks
 from lockstep.telemetry.background import BackgroundSink
 from lockstep.telemetry.csv import CsvSink
 from lockstep.telemetry.mlflow import MlflowSink
+from lockstep.telemetry.scalars import as_row
 from lockstep.telemetry.sinks import loggers
 from tests.gloo import ROOT, clean_environment
 from tests.telemetry.runs import make_run
@@ -53,6 +54,21 @@ def events(folder: Path, *, first: int = 0, status: str = "completed") -> list[E
         EpochEnded(1, 1, first + 10, {"train_loss": 0.75, "val_accuracy": 0.5, "lr": 1e-3}, True),
         RunEnded(status, first + 10, {"val_accuracy": 0.5, "test_accuracy": 0.25}, 1, {"val_accuracy": 0.5}, 3.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("logged", "row"),
+    [
+        ({"val/acc": 1}, {"val_acc": 1}),
+        ({"valid_acc/top 5": 1, "validation/f1": 2}, {"val_acc/top 5": 1, "val_f1": 2}),
+        ({"test/acc": 1, "validity": 2, "lr-SGD": 3, "val": 4}, {"test_acc": 1, "validity": 2, "lr-SGD": 3, "val": 4}),
+        ({"val/acc": 1, "val_acc": 2, "valid/acc": 3}, {"val/acc": 1, "val_acc": 2, "valid/acc": 3}),
+        ({"val/acc": 1, "valid/acc": 2}, {"val_acc": 1, "valid/acc": 2}),
+        ({"train/loss": 1, "train/acc": 2}, {"train/loss": 1, "train_acc": 2}),
+    ],
+)
+def test_rows_have_one_name_for_what_modules_log(logged: dict[str, int], row: dict[str, int]) -> None:
+    assert as_row(logged, taken=("train_loss",)) == row
 
 
 def rows_of(file: Path) -> list[dict[str, str]]:

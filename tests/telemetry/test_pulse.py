@@ -24,7 +24,8 @@ assert pulse.activity is Activity.FIRST_STEP, "the first step lasts until someth
 pulse.at(Activity.HOOKS, 5)
 pulse.at(Activity.STEP)
 with pulse.during(Activity.SAVING):
-    pass
+    pulse.goes_on()
+    pulse.writes_in(41)
 """
 
 
@@ -34,7 +35,7 @@ def test_a_rank_is_seen_by_its_launcher() -> None:
         assert board.read() == [Sign()] * 3
         environ = {**os.environ, PULSES: board.path, "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT / "src")}
         subprocess.run([sys.executable, "-c", RANK], env=environ, check=True)
-        assert board.read() == [Sign(), Sign(7, 5, Activity.STEP), Sign()]
+        assert board.read() == [Sign(), Sign(8, 5, Activity.STEP, 41), Sign()]
         board.clear()
         assert board.read() == [Sign()] * 3
     finally:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.errors import StorageError, UsageError
 from lockstep.verify import VerifyReport, verify
 from lockstep.verify.report import write_report
 from tests.e2e.test_train import finish, start
@@ -39,6 +40,11 @@ def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], o
     assert len(report.comparison.gap.loss) == 16
     # 200 samples in windows of 32: the short last one and the start of the next epoch are among the steps.
     assert {8, 32} <= set(report.comparison.one.samples.tolist())
+    if find_spec("matplotlib"):
+        files = write_report(report, tmp_path / "report")
+        assert files[-1].read_bytes().startswith(b"\x89PNG")
+        with pytest.raises(StorageError, match="no folder"):
+            write_report(report, files[0])
 
 
 @pytest.mark.parametrize(
@@ -78,12 +84,6 @@ def test_the_report_is_written_and_printed(tmp_path: Path) -> None:
     assert [row["step"] for row in written["steps"]] == [1, 2, 3, 4, 5, 6]
     assert "likely cause: learning rate" in (tmp_path / "report" / "report.md").read_text()
     assert not list(tmp_path.glob("runs*")), "the runs that were compared are gone"
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    files = write_report(run(Toy, tmp_path, {}), tmp_path / "report")
-    assert files[-1].read_bytes().startswith(b"\x89PNG")
 
 
 def test_one_device_is_refused(tmp_path: Path) -> None:

@@ -181,5 +181,6 @@ def _conclude(report: BenchReport, subject: Subject, most: int) -> None:
 
 def propose(subject: Subject, batch_size: int, global_batch: int) -> BatchPlan:
     """How the plan shares a global batch when no micro-batch is larger than ``batch_size``."""
+    # The training's own tail: a wanted batch may be larger than the data set, which `drop`, as in trials, refuses.
     sizes = {"batch_size": batch_size, "global_batch_size": global_batch, "accumulate": 1}
-    return subject.prepared({"training": sizes}).plan.batch
+    return subject.prepared({"training": {**sizes, "tail": subject.base.config.training.tail}}).plan.batch

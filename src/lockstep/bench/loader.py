@@ -8,7 +8,7 @@ from lockstep.bench.measure import Case, measure, on_site
 from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
 from lockstep.bench.subject import Subject
-from lockstep.bench.trials import new_trials
+from lockstep.bench.trials import Outcome, new_trials
 from lockstep.engine.source import training_source
 from lockstep.hardware.host import usable_cores
 from lockstep.launch.pace import EPOCHS, loading_rate
@@ -35,7 +35,8 @@ def bench_loader(
     ranks = base.placement.world_size
     counts = list(workers) if workers is not None else worker_counts(max(1, usable_cores() // ranks))
     one = {"hardware": {"selected_devices": [base.placement.devices[0]], "strategy": "auto"}}
-    held = {"training": {"batch_size": base.plan.batch.batch_size, "global_batch_size": None, "accumulate": 1}}
+    planned, samples = base.plan.batch.batch_size, base.plan.task.train_samples
+    held = {"training": {"batch_size": min(planned, samples), "global_batch_size": None, "accumulate": 1}}
     step = subject.case({}, {**one, **held}, steps=STEPS, warm_up=WARM_UP)
     endless = step.plan.model_copy(update={"epochs": EPOCHS})
     report = BenchReport(
@@ -50,6 +51,8 @@ def bench_loader(
             "planned_workers": base.plan.loader.num_workers,
         },
     )
+    if samples < planned:
+        report.notes.append(f"the data set has only {samples} samples for a batch of {planned}")
     with report.kept(), new_trials() as trials:
         say(f"workers: {', '.join(map(str, counts))}")
         outcome = trials.run(
@@ -63,13 +66,20 @@ def bench_loader(
         demands = [row["demand"] for row in outcome.rows if "demand" in row]
         report.rows += [{**row, "status": "ok"} for row in outcome.rows if "demand" not in row]
         if outcome.ended in {"out of memory", "failed"}:
-            failed = counts[min(len(report.rows), len(counts) - 1)]
-            report.rows.append({"num_workers": failed, "status": outcome.ended, "reason": outcome.error})
-            report.notes.append(f"{failed} workers: {outcome.ended} ({outcome.error})")
+            _blame(report, bool(demands), outcome)
         _conclude(report, demands[0] if demands else None)
         if outcome.ended == "stopped":
             raise KeyboardInterrupt
     return report
+
+
+def _blame(report: BenchReport, step_is_known: bool, outcome: Outcome) -> None:
+    """Say what was being measured when the trial ended: the step comes first, then each number of workers."""
+    left = report.settings["workers"][len(report.rows) :] if step_is_known else []
+    if left:
+        report.rows.append({"num_workers": left[0], "status": outcome.ended, "reason": outcome.error})
+    culprit = "after everything was measured" if step_is_known else "the step"
+    report.notes.append(f"{f'{left[0]} workers' if left else culprit}: {outcome.ended} ({outcome.error})")
 
 
 def _conclude(report: BenchReport, demand: float | None) -> None:

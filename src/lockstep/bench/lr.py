@@ -28,9 +28,10 @@ DIVERGED = 4.0
 LEAST_STEPS = 10
 #: Losses that the smoothed one remembers; while it has heard of fewer, it is noise.
 MEMORY = round(1 / (1 - SMOOTHING))
-#: A fall of the smoothed loss counts when it is so many times what single losses differ by: of 400 curves of noise
-#: alone, with 20 to 1,000 steps, none falls so far.
-FALL = 2.0
+#: A fall of the smoothed loss counts when it is more than ``FALL + FALL_OF_FEW / n`` times the scatter of the n losses
+#: before: of 20,000 curves of noise alone, each cut at all lengths from 12 to 200, none falls so far. The second part
+#: is for few losses, which say little of their own scatter: five of them may be alike by chance.
+FALL, FALL_OF_FEW = 2.5, 50.0
 #: A slope is that of a line through this share of the points, on both sides.
 WINDOW = 1 / 20
 
@@ -87,8 +88,7 @@ def propose(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[
     if not places:
         return None
     least = min(range(first, len(rates)), key=smoothed.__getitem__)
-    scatter = float(np.std(np.diff(losses[: least + 1]))) / math.sqrt(2)
-    if max(smoothed[first : least + 1]) - smoothed[least] <= FALL * scatter:
+    if max(smoothed[first : least + 1]) - smoothed[least] <= noise(losses[: least + 1]):
         return None
     logs = np.log(rates)
     windows = {place: slice(place - half, place + half + 1) for place in places if place <= max(least, places[0])}
@@ -98,6 +98,17 @@ def propose(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[
     if steepest <= tenth:
         return Proposal(steepest, steepest, tenth, "there the loss falls fastest")
     return Proposal(tenth, steepest, tenth, f"a tenth of {rates[least]:.2g}, where the loss is least")
+
+
+def noise(losses: Sequence[float]) -> float:
+    """How far the smoothed loss may fall by chance, from what neighbouring losses differ by.
+
+    Outliers count: the smoothed loss falls after one, too.
+    """
+    differences = np.diff(losses)
+    if not len(differences):
+        return math.inf
+    return (FALL + FALL_OF_FEW / len(differences)) * float(np.std(differences)) / math.sqrt(2)
 
 
 def bench_lr(
@@ -118,7 +129,9 @@ def bench_lr(
     if not 0 < first < last:
         raise UsageError(f"the rate cannot grow from {first:g} to {last:g}", fix="take --min-lr 1e-6 --max-lr 10")
     base = subject.base
-    case = subject.case({}, {}, steps=steps - 1, warm_up=1)
+    wanted, samples = base.plan.batch.global_batch, base.plan.task.train_samples
+    few: dict[str, Any] = {"training": {"global_batch_size": samples}} if samples < wanted else {}
+    case = subject.case({}, few, steps=steps - 1, warm_up=1)
     settings = {
         "devices": list(base.placement.devices),
         "steps": steps,
@@ -145,6 +158,8 @@ def bench_lr(
         if outcome.ended == "stopped":
             raise KeyboardInterrupt
     _conclude(report)
+    if few:
+        report.notes.append(f"the data set has only {samples} samples for a global batch of {wanted}")
     return report
 
 
@@ -170,7 +185,7 @@ def sweep(rank: Rank, case: Case, first: float, last: float) -> None:
 
 def _conclude(report: BenchReport) -> None:
     rows: list[dict[str, Any]] = report.rows
-    if len(rows) < LEAST_STEPS or report.partial:
+    if len(rows) < LEAST_STEPS or report.notes:  # a note says that it was stopped, or has failed
         report.verdict = "no proposal: too little was measured"
         return
     rates, losses, smoothed = ([row[name] for row in rows] for name in ("lr", "loss", "smoothed"))

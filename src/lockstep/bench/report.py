@@ -17,7 +17,7 @@ from lockstep.bench.tables import chart_of, table_of
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.host import cpu_name, usable_cores
 from lockstep.launch.signals import StopRequest, exit_code
-from lockstep.telemetry.files import write_json, write_text
+from lockstep.telemetry.files import make_folders, write_json, write_text
 from lockstep.telemetry.records import versions
 from lockstep.telemetry.rundir import utc_now
 from lockstep.telemetry.tables import aligned, print_table, say
@@ -127,7 +127,7 @@ def write_report(report: BenchReport, folder: Path) -> list[Path]:
     Raises:
         StorageError: it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     files = [folder / "report.json", folder / "report.md"]
     draws = importlib.util.find_spec("matplotlib") is not None
     if not draws:

@@ -55,7 +55,8 @@ def bench_step(
     if unknown:
         raise UsageError(f"there is no precision {unknown[0]}", fix=f"choose of {', '.join(PRECISIONS)}")
     check_steps(steps, warm_up)
-    batches = batch_sizes(base.plan.batch.batch_size, max_batch, base.plan.task.train_samples // _devices(subject))
+    accumulate, room = _room(subject)
+    batches = batch_sizes(base.plan.batch.batch_size, max_batch, room)
     report = BenchReport(
         "step",
         subject.name,
@@ -66,26 +67,37 @@ def bench_step(
             "steps": steps,
             "warm_up": warm_up,
             "batch_sizes": batches,
+            "accumulate": accumulate,
             "precisions": list(chosen),
             "compile": compile,
         },
     )
-    cases = []
-    for precision in chosen:
-        reason = skipped(precision, base.placement.accelerator, subject)
-        for compiled in (False, True) if compile else (base.config.training.compile,):
-            label = {"precision": precision, "compile": compiled}
-            if reason:
-                report.rows.append({**label, "batch_size": batches[0], "status": "skipped", "reason": reason})
-                report.notes.append(f"{precision} was skipped: {reason}")
-                continue
-            cases += [_case(subject, {"batch_size": batch, **label}, steps, warm_up) for batch in batches]
+    if batches[0] < base.plan.batch.batch_size or accumulate < base.config.training.accumulate:
+        report.notes.append(f"the data set fills only {accumulate} micro-batch(es) of {batches[0]} for each device")
+    cases = _cases(report, subject)
     with report.kept(), new_trials() as trials:
         limit = memory_share(base.placement) if max_batch is not None else None
         _measure_upwards(report, subject, trials, cases, limit, say)
     report.rows.sort(key=lambda row: (PRECISIONS.index(row["precision"]), row["compile"], row["batch_size"]))
     _conclude(report, max_batch)
     return report
+
+
+def _cases(report: BenchReport, subject: Subject) -> list[Case]:
+    """What to measure, by precision and compilation; ``report`` gets a row for each that these devices do not have."""
+    settings, compiled = report.settings, subject.base.config.training.compile
+    cases = []
+    for precision in settings["precisions"]:
+        reason = skipped(precision, subject.base.placement.accelerator, subject)
+        for on in (False, True) if settings["compile"] else (compiled,):
+            label = {"precision": precision, "compile": on}
+            if reason:
+                row = {**label, "batch_size": settings["batch_sizes"][0], "status": "skipped", "reason": reason}
+                report.rows.append(row)
+                report.notes.append(f"{precision} was skipped: {reason}")
+                continue
+            cases += [_case(subject, {"batch_size": batch, **label}, settings) for batch in settings["batch_sizes"]]
+    return cases
 
 
 def check_steps(steps: int, warm_up: int) -> None:
@@ -177,13 +189,14 @@ def _in_words(kind: tuple[str, bool], cases: Sequence[Case]) -> str:
     return f"precision {kind[0]}{', compiled' * kind[1]}: batch {batches}"
 
 
-def _case(subject: Subject, label: dict[str, Any], steps: int, warm_up: int) -> Case:
-    precision = label["precision"]
+def _case(subject: Subject, label: dict[str, Any], settings: dict[str, Any]) -> Case:
+    precision, sizes = label["precision"], {"batch_size": label["batch_size"], "global_batch_size": None}
     changes = {
-        "training": {"batch_size": label["batch_size"], "global_batch_size": None, "compile": label["compile"]},
+        "training": {**sizes, "accumulate": settings["accumulate"], "compile": label["compile"]},
         "hardware": {"precision": "32" if precision == "tf32" else precision},
     }
-    return subject.case(label, changes, steps=steps, warm_up=warm_up, tf32=precision == "tf32")
+    tf32 = precision == "tf32"
+    return subject.case(label, changes, steps=settings["steps"], warm_up=settings["warm_up"], tf32=tf32)
 
 
 def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:
@@ -203,8 +216,12 @@ def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:
     return {**row, "tflops": rate / 1e12, "peak_share": share, "peak_source": source}
 
 
-def _devices(subject: Subject) -> int:
-    return len(subject.base.placement.devices)
+def _room(subject: Subject) -> tuple[int, int]:
+    """Micro-batches of a step, as set, and the largest batch per device of which the data set fills a whole step."""
+    base = subject.base
+    share = max(1, base.plan.task.train_samples // (base.plan.batch.ranks * base.plan.batch.devices_per_rank))
+    accumulate = min(base.config.training.accumulate, share)
+    return accumulate, share // accumulate
 
 
 def _gpu_name(subject: Subject) -> str:

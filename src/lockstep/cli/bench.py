@@ -41,6 +41,7 @@ _BENCH = Group("Measurement", sort_key=0)
 Steps = Annotated[int, Parameter(group=_BENCH, help="Measured optimizer steps of each case. Default: 30.")]
 WarmUp = Annotated[int, Parameter(group=_BENCH, help="Steps before them that do not count. Default: 5.")]
 Flags = Annotated[Settings, Parameter(name="*")]
+_STRATEGIES = ("ddp", "dp", "fsdp", "pipeline")
 
 
 @app.default
@@ -123,7 +124,7 @@ def comm(
 ) -> int:
     """Measure collectives and links between the chosen devices."""
     _, mapping = to_mapping(settings, "har")  # no task takes part
-    save_dir, runs_dir = _places(mapping)
+    save_dir, runs_dir = places(mapping)
     with held_back():
         from lockstep.bench.comm import bench_comm
 
@@ -135,7 +136,10 @@ def scaling(
     task: TaskName = None,
     /,
     *,
-    strategies: Annotated[str, Parameter(group=_BENCH, metavar="NAME,...", help="ddp, dp. Default: ddp.")] = "ddp",
+    strategies: Annotated[
+        str,
+        Parameter(group=_BENCH, metavar="NAME,...", help=f"Which to compare: {', '.join(_STRATEGIES)}. Default: ddp."),
+    ] = "ddp",
     weak: Annotated[
         bool, Parameter(group=_BENCH, negative="", help="Only with the batch of each device held. Default: both.")
     ] = False,
@@ -161,8 +165,12 @@ def scaling(
     if weak != strong:
         modes = ("weak",) if weak else ("strong",)
     names = _names(strategies)
-    if not names or not set(names) <= {"ddp", "dp", "fsdp", "pipeline"}:
-        raise UsageError(f"--strategies {strategies!r} has none to compare", fix="write ddp, dp or both: ddp,dp")
+    if not names or not set(names) <= set(_STRATEGIES):
+        raise UsageError(
+            f"--strategies {strategies!r} is no list of strategies",
+            why=f"those of several devices are {', '.join(_STRATEGIES)}",
+            fix="write for example --strategies ddp,fsdp",
+        )
     report = bench_scaling(
         subject,
         strategies=names,
@@ -226,16 +234,25 @@ def lr(
 
 def _subject(settings: Settings, task: str | None) -> tuple[Subject, Path | None, Path]:
     name, mapping = to_mapping(settings, task)
-    save_dir, runs_dir = _places(mapping)
+    save_dir, runs_dir = places(mapping)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.bench.subject import Subject
 
     return Subject(name, mapping), save_dir, runs_dir
 
 
-def _places(mapping: dict[str, Any]) -> tuple[Path | None, Path]:
+def places(mapping: dict[str, Any]) -> tuple[Path | None, Path]:
+    """Takes ``save_dir`` out of the settings: where the report goes, if that is said, and the folder of all runs.
+
+    Raises:
+        RunFolderError: the report could not be written there.
+    """
+    from lockstep.telemetry.files import check_place
+
     chosen = mapping.pop("save_dir", None)
-    return (Path(chosen) if chosen else None), Path(mapping.get("runs_dir", DEFAULT_RUNS_DIR))
+    save_dir, runs_dir = (Path(chosen) if chosen else None), Path(mapping.get("runs_dir", DEFAULT_RUNS_DIR))
+    check_place(save_dir or runs_dir)
+    return save_dir, runs_dir
 
 
 def _names(text: str) -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from lockstep.cli.bench import finish, progress
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson
+from lockstep.cli.bench import finish, places, progress
+from lockstep.cli.output import AsJson
 from lockstep.cli.settings import NO_SETTINGS, Settings, to_mapping
 from lockstep.cli.train import TaskName
 from lockstep.errors import UsageError
@@ -57,7 +56,7 @@ def forecast(
 ) -> int:
     """Predict samples a second and efficiency on numbers of GPUs that are not here, with error bars."""
     name, mapping = to_mapping(settings, task)
-    chosen = mapping.pop("save_dir", None)
+    save_dir, runs_dir = places(mapping)
     strategy = (mapping.get("hardware") or {}).pop("strategy", None)
     counts = [count.strip() for count in gpus.split(",")]
     if not all(count.isascii() and count.isdigit() for count in counts):
@@ -78,5 +77,4 @@ def forecast(
         repeats,
     )
     report = project(Subject(name, mapping), wish, say=progress)
-    places = Path(chosen) if chosen else None, Path(mapping.get("runs_dir", DEFAULT_RUNS_DIR))
-    return finish(report, *places, as_json)
+    return finish(report, save_dir, runs_dir, as_json)

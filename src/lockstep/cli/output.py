@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO, TypeVar
 
 from cyclopts import Parameter
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir
@@ -59,15 +59,27 @@ def deliver(
     show: Callable[[AnyReport, TextIO], None],
     as_json: bool,
 ) -> int:
-    """``write`` the report to ``folder``, then print it as JSON or ``show`` it; the exit code."""
-    files = write(report, folder)
+    """``write`` the report to ``folder``, then print it as JSON or ``show`` it; the exit code.
+
+    Raises:
+        StorageError: it could not be written; it was printed all the same.
+    """
+    files: list[Path] = []
+    failure: StorageError | None = None
+    try:
+        files = write(report, folder)
+    except StorageError as error:
+        failure = error
     if as_json:
         print_json({**report.as_dict(), "files": [str(file) for file in files]}, sys.stdout)
     else:
         from lockstep.telemetry.tables import say
 
         show(report, sys.stdout)
-        say(f"report: {folder}", sys.stdout)
+        if failure is None:
+            say(f"report: {folder}", sys.stdout)
+    if failure is not None:
+        raise failure
     return report.exit_code
 
 

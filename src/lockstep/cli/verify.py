@@ -37,6 +37,7 @@ def verify(
 ) -> int:
     """Run the same steps on one device and on the chosen ones, and say whether they compute the same."""
     name, mapping = to_mapping(settings, task)
+    from lockstep.telemetry.files import check_place
     from lockstep.telemetry.tables import say
     from lockstep.verify import verify as run
     from lockstep.verify.report import print_report, write_report
@@ -45,6 +46,7 @@ def verify(
     folder = (
         Path(chosen) if chosen else Path(mapping.get("runs_dir", DEFAULT_RUNS_DIR)) / f"verify-{uuid.uuid4().hex[:8]}"
     )
+    check_place(folder)
     report = run(
         name, mapping, steps=steps, eval_batches=eval_batches, say=lambda line: say(f"running: {line}", sys.stderr)
     )

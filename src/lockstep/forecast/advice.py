@@ -50,7 +50,8 @@ def _options(step: Step, devices: int, setting: Setting, rate: float) -> Iterato
     if setting.strategy != "ddp":
         hybrid = replace(setting, hybrid=True)
         gain = predict(step, devices, hybrid).samples_per_s / rate - 1
-        yield gain, "--set fsdp.sharding=hybrid (if the GPUs of one node have room for the model)"
+        if setting.cluster.per_node > 1:
+            yield gain, "--set fsdp.sharding=hybrid (if the GPUs of one node have room for the model)"
         return
     if setting.joint:
         return

@@ -14,10 +14,13 @@ from lockstep.data.loader import fetch
 from lockstep.forecast.footprint import Footprint, count_step
 from lockstep.forecast.memory import Estimate, choose_strategy, device_memory, gigabytes, largest_batch
 from lockstep.hardware.detect import detect_devices
+from lockstep.plan.batch import BatchPlan, resolve_batch
 from lockstep.telemetry.tables import print_table, say
 
 #: torch's allocator hands out GPU memory in blocks of so many bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize).
 GPU_BLOCK = 512
+#: GPUs of a machine that is not here.
+GPUS_PER_NODE = 8
 _KINDS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "gathered", "device")
 
 
@@ -25,12 +28,12 @@ _KINDS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activatio
 class Counting:
     """Counts steps of a task as they would be on a device of ``subject``'s placement, or on ``gpus`` GPUs elsewhere.
 
-    ``per_node``: how many of those make a node.
+    ``per_node``: how many of them make a node; ``None``: they are all in one.
     """
 
     subject: Subject
     gpus: int | None = None
-    per_node: int = 8
+    per_node: int | None = None
 
     def __post_init__(self) -> None:
         self.footprint = lru_cache(maxsize=64)(self._footprint)
@@ -60,11 +63,34 @@ class Counting:
         samples = self.subject.base.plan.task.train_samples
         return np.arange(samples) if lengths is None else np.argsort(np.asarray(lengths))[::-1]
 
+    @cached_property
+    def shared(self) -> BatchPlan:
+        """How the devices share a global batch: GPUs that are not here divide one that is held anew.
+
+        Raises:
+            ConfigError: it has fewer samples than there are devices.
+        """
+        base = self.subject.base
+        training = base.config.training
+        if self.gpus is None or training.global_batch_size is None:
+            return base.plan.batch
+        return resolve_batch(
+            samples=base.plan.task.train_samples,
+            ranks=self.gpus,
+            devices_per_rank=1,
+            batch_size=training.batch_size,
+            accumulate=training.accumulate,
+            global_batch_size=training.global_batch_size,
+            tail="spread",
+            lanes=None,
+            has_batchnorm=base.facts.has_batchnorm,
+            sync_batchnorm=True,
+        )[0]
+
     @property
     def size(self) -> int:
         """The batch of a device as planned, as far as there are samples."""
-        plan = self.subject.base.plan
-        return min(plan.batch.batch_size, plan.task.train_samples)
+        return min(self.shared.batch_size, self.subject.base.plan.task.train_samples)
 
     def _footprint(self, size: int, keep_gradients: bool, recompute: bool = False) -> Footprint:
         base, block = self.subject.base, GPU_BLOCK if self.on_gpu else 1
@@ -81,12 +107,12 @@ class Counting:
         if strategy == "fsdp":
             settings = base.config.fsdp
             footprint = self.footprint(size, True, settings.activation_checkpointing)
-            hybrid = settings.sharding == "hybrid" and self.gpus is not None
-            holders = min(ranks, self.per_node) if hybrid else ranks
+            within = self.per_node if settings.sharding == "hybrid" else None
+            holders = min(ranks, within or ranks)
             return device_memory(
                 footprint, strategy, holders, on_gpu=self.on_gpu, offloaded=settings.cpu_offload and self.on_gpu
             )
-        keeps = strategy != "single" or base.plan.batch.accumulate > 1
+        keeps = strategy != "single" or self.shared.accumulate > 1
         return device_memory(self.footprint(size, keeps), strategy, ranks, on_gpu=self.on_gpu)
 
 
@@ -103,7 +129,7 @@ def estimate_memory(
     Raises:
         UsageError: settings that cannot be.
     """
-    base, counting = subject.base, Counting(subject, gpus)
+    base, counting = subject.base, Counting(subject, gpus, None if gpus is None else GPUS_PER_NODE)
     ranks, size = counting.ranks, counting.size
     devices = list(base.placement.devices) if gpus is None else [f"{gpus} GPU{'s' * (gpus > 1)}"]
     limit = _free(devices) if limit is None and gpus is None else limit
@@ -122,7 +148,7 @@ def estimate_memory(
         "devices": devices,
         "precision": base.placement.precision,
         "batch_size": size,
-        "accumulate": base.plan.batch.accumulate,
+        "accumulate": counting.shared.accumulate,
         "limit": limit,
         "strategies": {name: {**e.kinds, "total": e.total} for name, e in estimates.items()},
         "largest_batch": largest,
@@ -152,7 +178,7 @@ def _notes(counting: Counting, size: int, estimates: Mapping[str, Estimate]) -> 
         "tensors without memory" if footprint.on == "fake" else "real tensors on the CPU, since the model reads values"
     )
     notes = [f"two steps of the task's own model, loss and optimizer were counted on {how}"]
-    planned = counting.subject.base.plan.batch.batch_size
+    planned = counting.shared.batch_size
     if size < planned:
         notes.append(f"there are only {size} samples for a batch of {planned}")
     if counting.subject.base.task.lengths() is not None:
@@ -162,7 +188,7 @@ def _notes(counting: Counting, size: int, estimates: Mapping[str, Estimate]) -> 
     if "fsdp" in estimates:
         fsdp = counting.subject.base.config.fsdp
         notes.append("fsdp: parameters, gradients and optimizer are shared out; gathered: the blocks at work")
-        if fsdp.sharding == "hybrid" and counting.gpus is not None:
+        if fsdp.sharding == "hybrid" and counting.per_node is not None:
             notes.append(f"fsdp.sharding hybrid: nodes of {counting.per_node} GPUs are assumed")
         if fsdp.cpu_offload and counting.on_gpu:
             notes.append("fsdp.cpu_offload: parameters, gradients and optimizer are in host memory")

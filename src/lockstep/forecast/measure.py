@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.bench.measure import Case, Site, on_site, training
@@ -17,7 +18,9 @@ from lockstep.bench.rank import Rank
 from lockstep.bench.stopwatch import Stopwatch
 from lockstep.bench.summary import summarise
 from lockstep.bench.trials import TIMEOUT_S
+from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives
+from lockstep.engine.wire import Group
 from lockstep.hardware.world import World
 
 #: Steps in which the arrival of every single gradient is noted; the notes cost time, so these are not the timed ones.
@@ -33,20 +36,25 @@ def measure_alone(rank: Rank, together: Case, alone: Case, rounds: int) -> None:
     with on_site(rank, together.config, together.plan) as site:
         rank.report(gradients_of(site, alone))
         for _ in range(rounds):
-            for row in take_turns(site, alone):
+            for row in take_turns(site, alone, synced=together.plan.sync_batchnorm):
                 rank.report(row)
 
 
-def take_turns(site: Site, case: Case) -> list[dict[str, Any]]:
+def take_turns(site: Site, case: Case, *, synced: bool) -> list[dict[str, Any]]:
     """A row for the first rank while the others wait, and one for all ranks at the same time; the same on each.
 
     Nobody says a word to the others while steps are taken. ``step_ms`` and ``parts_ms`` are means without hiccups,
     ``low_ms`` and ``high_ms`` quartiles; of several ranks the median.
+
+    Args:
+        synced: several ranks compute their BatchNorm as if they synchronised it, which takes longer than torch's own.
     """
     rows = []
+    group = dist.new_subgroups(1)[0] if synced and site.collectives.size > 1 else None
     for count in sorted({1, site.collectives.size}):
         site.collectives.barrier()
-        steps = timed_steps(_by_itself(site), case) if site.collectives.rank < count else []
+        lone = group if count > 1 else None
+        steps = timed_steps(_by_itself(site), case, lone) if site.collectives.rank < count else []
         taken = [own for own in site.collectives.all_gather(steps) if own]
         found = [summarise([own], case.plan.batch.global_batch) for own in taken]
         rows.append(
@@ -67,10 +75,12 @@ def _by_itself(site: Site) -> Site:
     return site._replace(rank=replace(site.rank, world=world), collectives=Collectives(world, timeout_s=TIMEOUT_S))
 
 
-def timed_steps(site: Site, case: Case) -> list[dict[str, float]]:
-    """Seconds of each part of the steps of ``case`` after its warm-up."""
+def timed_steps(site: Site, case: Case, synced: Group = None) -> list[dict[str, float]]:
+    """Seconds of each part of the steps of ``case`` after its warm-up; ``synced``: with BatchNorm over this group."""
     watch = Stopwatch(site.device)
-    with training(site, case.config, case.plan, watch) as (_, steps):
+    with training(site, case.config, case.plan, watch) as (fit, steps):
+        if synced is not None:
+            convert(fit.strategy.module, synced)
         for number, _ in zip(range(1, case.plan.total_steps + 1), steps, strict=False):
             site.rank.check()
             if number >= case.warm_up:

@@ -74,7 +74,7 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
     """
     base = subject.base
     devices, size = list(base.placement.devices), _batch(subject)
-    cluster = _checked(wish, devices)
+    cluster = _checked(wish, devices, base.config)
     report = BenchReport("forecast", subject.name, {"devices": [wish.gpu or devices[0]], "batch_size": size})
     if size < base.plan.batch.batch_size:
         report.notes.append(f"there are only {size} samples for a batch of {base.plan.batch.batch_size}")
@@ -83,8 +83,12 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
         step, notes = modelled_step(counting.footprint(size, True), wish.gpu)
         setting = Setting(cluster)
     else:
-        counting = Counting(subject)
-        step, setting, notes = _measured(subject, wish, cluster, say)
+        with report.kept():
+            step, setting, notes = _measured(subject, wish, cluster, say)
+        if report.partial:
+            report.verdict = "nothing is foreseen: the measurement was stopped"
+            return report
+        counting = Counting(subject, per_node=setting.cluster.per_node)
     step, setting, ddp_fits, how = _strategy(step, setting, counting, wish)
     setting = replace(
         setting,
@@ -105,7 +109,7 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
     return report
 
 
-def _checked(wish: Wish, devices: Sequence[str]) -> Cluster | None:
+def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster | None:
     """The links of a wish that can be fulfilled; ``None``: they are to be measured."""
     if not wish.gpus or min(wish.gpus) < 1 or max(wish.gpus) > MOST or wish.steps < 2 or wish.repeats < 1:
         raise UsageError(
@@ -117,6 +121,12 @@ def _checked(wish: Wish, devices: Sequence[str]) -> Cluster | None:
         raise UsageError(
             "a forecast of several devices is one of ddp or fsdp, not of single",
             fix="leave --strategy out; one device is a row of it: --gpus 1,8",
+        )
+    if config.training.global_batch_size is not None:
+        raise UsageError(
+            f"a forecast cannot hold the global batch at {config.training.global_batch_size}",
+            why="it measures the step of one device and holds that device's batch: other batches take other times",
+            fix="set training.global_batch_size=null, and say with --batch-size and --grad-accum-steps what each takes",
         )
     if wish.interconnect != "measured":
         return cluster_of(wish.interconnect, wish.per_node)
@@ -184,7 +194,7 @@ def _measured(subject: Subject, wish: Wish, cluster: Cluster | None, say: Say) -
     """One device's step, and what ranks on one machine do to each other where ``cluster`` is to be measured."""
     base = subject.base
     devices, on_cpu = list(base.placement.devices), base.placement.accelerator == "cpu"
-    counts = [count for count in sorted(set(wish.gpus)) if 1 < count <= len(devices)] if cluster is None else []
+    counts = counts_beside(wish.gpus, len(devices)) if cluster is None else []
     found: list[list[dict[str, Any]]] = []
     with new_trials() as trials:
         for count in counts or [1]:
@@ -198,7 +208,7 @@ def _measured(subject: Subject, wish: Wish, cluster: Cluster | None, say: Say) -
     if cluster is not None:
         return step, Setting(cluster), notes
     say(f"messages between {len(devices)} devices")
-    comm = bench_comm(subject.given, most=_largest(step), say=say)
+    comm = _unless_stopped(bench_comm(subject.given, most=_largest(step), say=say))
     fit = comm.extra.get("fits", {}).get("all_reduce")
     if fit is None:
         raise RunError("the messages between the devices could not be measured", why="; ".join(comm.notes))
@@ -216,6 +226,18 @@ def _measured(subject: Subject, wish: Wish, cluster: Cluster | None, say: Say) -
     if on_cpu and overlap < 1:
         notes.append(f"the ranks' cores carry the messages too: {overlap:.0%} of the backward hides them")
     return step, Setting(cluster, overlap=overlap, contention=slowed), notes
+
+
+def counts_beside(gpus: Sequence[int], devices: int) -> list[int]:
+    """Numbers of the devices that are here to measure beside each other; all of them for every larger wish."""
+    return sorted({min(count, devices) for count in gpus if count > 1}) or [devices]
+
+
+def _unless_stopped(report: BenchReport) -> BenchReport:
+    """Raises :class:`KeyboardInterrupt` where a signal ended it: then it ends the forecast too."""
+    if report.partial:
+        raise KeyboardInterrupt
+    return report
 
 
 def _largest(step: Step) -> int:
@@ -247,7 +269,9 @@ def cases(subject: Subject, devices: Sequence[str], steps: int) -> tuple[Case, C
     sized = {"batch_size": _batch(subject), "global_batch_size": None, "accumulate": 1, "threads": threads}
     changes = {"training": sized, "hardware": {"selected_devices": list(devices), "strategy": "auto"}}
     one = merge(changes, {"hardware": {"selected_devices": [devices[0]]}})
-    together, alone = (subject.case({}, what, steps=steps, warm_up=WARM_UP) for what in (changes, one))
+    # Nobody takes steps together: that all devices' batches are more than the data set is no matter.
+    all_of_them = merge(changes, {"training": {"tail": "spread"}})
+    together, alone = (subject.case({}, what, steps=steps, warm_up=WARM_UP) for what in (all_of_them, one))
     return together, alone
 
 
@@ -271,7 +295,7 @@ def _loader_rate(subject: Subject, say: Say) -> float | None:
     """Samples a second of the loader that the plan takes, or ``None``."""
     workers = subject.base.plan.loader.num_workers
     try:
-        rows = bench_loader(subject, workers=[workers], seconds=1.0, say=say).rows
+        rows = _unless_stopped(bench_loader(subject, workers=[workers], seconds=1.0, say=say)).rows
     except LockstepError:
         return None
     rates = [row["samples_per_s"] for row in rows if row["status"] == "ok" and row["samples_per_s"] > 0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import statistics
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +35,16 @@ class Picture:
     title: str
     figure: Figure
 
+    @property
+    def file_name(self) -> str:
+        """``name`` as files may be called: a metric may be ``val_acc/class 1``. A checksum tells changed ones apart."""
+        plain = re.sub(r"[^\w.-]", "_", self.name, flags=re.ASCII)[:120]
+        changed = f"-{zlib.crc32(self.name.encode(errors='replace')):08x}" if plain != self.name else ""
+        return f"{plain}{changed}.png"
+
     def save(self, folder: Path) -> Path:
-        """Write ``NAME.png`` to ``folder``."""
-        path = folder / f"{self.name}.png"
+        """Write it to ``folder`` as a PNG."""
+        path = folder / self.file_name
         png = io.BytesIO()
         self.figure.savefig(png, format="png", dpi=150)
         write_bytes(path, png.getvalue())

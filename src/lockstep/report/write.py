@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.report.figures import pictures, require_matplotlib
 from lockstep.report.page import page
 from lockstep.report.source import Row, RunData, is_bench, read_bench, read_run
-from lockstep.telemetry.files import storage_error, write_text
+from lockstep.telemetry.files import make_folders, write_text
 from lockstep.telemetry.finding import find_run
 
 
@@ -26,11 +26,8 @@ def write_report(refs: Sequence[str], runs_dir: Path, out: Path | None) -> list[
     runs, benches = read_all(refs, runs_dir)
     folder = out or (runs[0].path if runs else next(iter(benches))) / "report"
     drawn = pictures(runs)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        images = [picture.save(folder) for picture in drawn]
-    except OSError as error:
-        raise storage_error(error, folder) from error
+    make_folders(folder)
+    images = [picture.save(folder) for picture in drawn]
     write_text(folder / "report.html", page(runs, drawn, benches, made=datetime.now(UTC)))
     return [folder / "report.html", *images]
 

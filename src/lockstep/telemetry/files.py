@@ -80,6 +80,32 @@ def temporary_name(name: str) -> str:
     return f".{name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"
 
 
+def make_folders(folder: Path) -> None:
+    """Make ``folder`` and what is above it, as far as it is missing. Raises :class:`StorageError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error(error, folder) from error
+
+
+def check_place(folder: Path) -> None:
+    """Whether ``folder`` could be made and written, to know it before hours of work; makes nothing.
+
+    Raises:
+        RunFolderError: it is a file, lies below one, or may not be written.
+    """
+    place = absolute(folder)
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not is_folder(place):
+        why = f"{place} is not a folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        why = f"you have no permission to write {place}"
+    else:
+        return
+    raise RunFolderError(f"{folder} cannot be written", why=why, fix="choose another --save-dir")
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the names in ``folder`` durable. Raises :class:`OSError`."""
     descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
@@ -188,6 +214,8 @@ def storage_error(error: OSError, path: Path) -> StorageError:
         )
     elif error.errno == errno.EROFS:
         what, fix = f"{path} is on a read-only file system", "choose another --save-dir, or mount it writable"
+    elif error.errno == errno.EEXIST:
+        what, fix = f"{path} is there already, and no folder", "choose another --save-dir"
     elif error.errno in _NO_PERMISSION:
         what, fix = f"no permission to write {path}", "change the folder's permissions, or choose another --save-dir"
     elif error.errno in {errno.ENOENT, errno.ENOTDIR}:

@@ -1,11 +1,32 @@
-"""What loggers call a run's numbers: the same names in TensorBoard, W&B, MLflow and CSV."""
+"""What a run's numbers are called: ``val_loss`` in its rows, ``val/loss`` in TensorBoard, W&B, MLflow and CSV."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Container, Mapping
+from typing import Any, TypeVar
 
 from lockstep.events import EpochEnded, Evaluated, Event, RanksLogged, RunEnded, StepLogged
+
+_SPLIT = re.compile(r"(train|val|test)[/_](.+)|valid(?:ation)?[/_](.+)", re.DOTALL)
+Value = TypeVar("Value")
+
+
+def row_name(name: str) -> str:
+    """What rows, reports and loggers know a user's ``val/acc``, ``valid_acc`` or ``validation/acc`` by: ``val_acc``."""
+    found = _SPLIT.fullmatch(name)
+    if found is None:
+        return name
+    return f"val_{found[3]}" if found[1] is None else f"{found[1]}_{found[2]}"
+
+
+def as_row(values: Mapping[str, Value], *, taken: Container[str] = ()) -> dict[str, Value]:
+    """``values`` by :func:`row_name`; one whose name another value has, or that is ``taken``, keeps its own."""
+    row: dict[str, Value] = {}
+    for name, value in values.items():
+        new = row_name(name)
+        row[name if new in taken or new in row or new in values else new] = value
+    return row
 
 
 def named_scalars(event: Event) -> tuple[int, dict[str, float]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import numpy as np
 
-from lockstep.telemetry.files import write_json, write_text
+from lockstep.telemetry.files import make_folders, write_bytes, write_json, write_text
 from lockstep.telemetry.tables import aligned, print_table, say
 from lockstep.verify.diagnose import FACTOR, Cause
 from lockstep.verify.trajectory import Floor, Gap, Trajectory
@@ -157,8 +158,12 @@ def _validation_lines(report: VerifyReport) -> list[str]:
 
 
 def write_report(report: VerifyReport, folder: Path) -> list[Path]:
-    """``report.json``, ``report.md`` and, where matplotlib is installed, ``verify.png``; the files written."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """``report.json``, ``report.md`` and, where matplotlib is installed, ``verify.png``; the files written.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    make_folders(folder)
     files = [folder / "report.json", folder / "report.md"]
     write_json(files[0], report.as_dict())
     table = "\n".join(aligned([report.columns(), *report.rows()]))
@@ -194,4 +199,6 @@ def _plot(report: VerifyReport, file: Path) -> None:
         below.plot(steps, np.maximum(configured, least), color="0.5", linestyle=":", label="loss apart, as configured")
     below.set(xlabel="step", ylabel="relative difference", yscale="log", ylim=(least, 2))
     below.legend(fontsize="small", ncols=2)
-    figure.savefig(file, dpi=120)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    write_bytes(file, png.getvalue())

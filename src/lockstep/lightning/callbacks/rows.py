@@ -8,6 +8,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lockstep.telemetry.scalars import as_row
+
 Row = dict[str, Any]
 
 
@@ -19,9 +21,9 @@ class CompleteRows(Callback):
     logs in ``on_train_epoch_end`` and ``on_validation_epoch_end``.
 
     A row: ``epoch`` (from 1), ``step`` (optimizer steps so far), every scalar of ``trainer.callback_metrics`` that
-    was logged *in this epoch*, ``lr`` (of the epoch's last optimizer step; the first parameter group's) and
-    ``duration_s``. An epoch that a stop request cut short makes no row. Values that a module logs without
-    ``sync_dist`` are rank 0's own.
+    was logged *in this epoch* (``val/loss`` as ``val_loss``), ``lr`` (of the epoch's last optimizer step; the first
+    parameter group's) and ``duration_s``. An epoch that a stop request cut short makes no row. Values that a module
+    logs without ``sync_dist`` are rank 0's own.
     """
 
     def __init__(self) -> None:
@@ -67,9 +69,10 @@ class CompleteRows(Callback):
 
 
 def scalars(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """The scalars of ``metrics`` as numbers; ``x_step`` and ``x_epoch`` left out where there is ``x``."""
-    return {
+    """The scalars of ``metrics`` as numbers, by the names of rows; without ``x_step`` and ``x_epoch`` beside ``x``."""
+    found = {
         name: float(value)
         for name, value in metrics.items()
         if value.numel() == 1 and not any(name == f"{base}{end}" for base in metrics for end in ("_step", "_epoch"))
     }
+    return as_row(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from lockstep.lightning.callbacks.rows import CompleteRows, Row, scalars
 from lockstep.lightning.callbacks.stopping import StopOnSignal
 from lockstep.telemetry.heartbeat import Heartbeat
 from lockstep.telemetry.rundir import RunDir, new_run_id, utc_now
+from lockstep.telemetry.scalars import row_name
 
 
 class RunStatus(CompleteRows):
@@ -42,8 +44,9 @@ class RunStatus(CompleteRows):
             return
         run = self._run = _open_or_create(self._path, type(pl_module))
         record = run.read()
-        if trainer.global_step and self._monitor in record.best_metric:
-            self._best = self._sign * record.best_metric[self._monitor]
+        best = self._value(record.best_metric)
+        if trainer.global_step and best is not None:
+            self._best = self._sign * best
         run.begin_attempt({}, _placement(trainer), trainer.global_step)
         run.update(status="running", started_at=record.started_at or utc_now(), final_metrics={})
         self._heartbeat = Heartbeat()
@@ -54,13 +57,17 @@ class RunStatus(CompleteRows):
             self._heartbeat.beat(trainer.global_step, _total_steps(trainer))
 
     def take_row(self, trainer: Trainer, row: Row) -> None:
-        value = row.get(self._monitor)
+        value = self._value(row)
         if value is None or self._run is None:
             return
         if self._best is None or self._sign * value < self._best:
             self._best = self._sign * value
-            best = {name: number for name, number in row.items() if name == self._monitor or name.startswith("val_")}
+            own = {self._monitor, row_name(self._monitor)}
+            best = {name: number for name, number in row.items() if name in own or name.startswith("val_")}
             self._run.update(best_epoch=row["epoch"], best_metric=best)
+
+    def _value(self, row: Mapping[str, float]) -> float | None:
+        return row.get(self._monitor, row.get(row_name(self._monitor)))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
