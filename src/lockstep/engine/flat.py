@@ -20,6 +20,7 @@ from lockstep.data.loader import Window
 from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import Flags, RanksStrategy, Reduced
 from lockstep.engine.task import Task
+from lockstep.engine.wire import wait
 
 #: DistributedDataParallel's first bucket (torch's ``_DEFAULT_FIRST_BUCKET_BYTES``).
 FIRST_BUCKET_BYTES = 2**20
@@ -94,7 +95,7 @@ class FlatStrategy(RanksStrategy):
         else:
             self._flat.zero_()
         self._numbers.copy_(torch.tensor(numbers, dtype=self._flat.dtype))
-        dist.all_reduce(self._flat)
+        wait(dist.all_reduce(self._flat, async_op=True))
         for parameter, gradient in zip(self._parameters, self._reduced, strict=True):
             parameter.grad = gradient
         total, count, flags = unpack(self._numbers.tolist())

@@ -39,6 +39,7 @@ from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SingleStrate
 from lockstep.engine.switches import Watched
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.trace import pick
+from lockstep.engine.wire import wait
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -209,8 +210,7 @@ class FsdpStrategy(SingleStrategy):
                 if last:
                     work = dist.all_reduce(self._sums, async_op=True)
                 self._backward(total)
-        assert work is not None
-        work.wait()
+        wait(work)
         read = self._device.type == "cpu" or step % FLAG_INTERVAL == 0
         agreed = Flags(*self._sums[2:].tolist()) if read else None
         return Reduced(self._sums[0].clone(), self._sums[1].clone(), float(self._world_size), agreed)

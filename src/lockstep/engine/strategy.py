@@ -26,6 +26,7 @@ from lockstep.engine.collectives import Collectives
 from lockstep.engine.precision import Precision
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.transfer import SideStream, to_device
+from lockstep.engine.wire import wait
 from lockstep.errors import TaskError
 
 #: torch 2.13 renamed the argument.
@@ -339,8 +340,7 @@ class DdpStrategy(RanksStrategy):
             self._ghosts(len(window.requests) - len(real), batches)
             self._reduce_by_hand()
             work = dist.all_reduce(self._sums, async_op=True)
-        assert work is not None
-        work.wait()
+        wait(work)
         divisor = 1.0 if window.irregular else float(self._world_size)
         return Reduced(self._sums[0].clone(), self._sums[1].clone(), divisor, self._read_flags(step))
 
@@ -364,6 +364,6 @@ class DdpStrategy(RanksStrategy):
         for dtype in {p.dtype for p in parameters}:
             gradients = [p.grad for p in parameters if p.dtype == dtype and p.grad is not None]
             flat = torch.cat([g.reshape(-1) for g in gradients])
-            dist.all_reduce(flat)
+            wait(dist.all_reduce(flat, async_op=True))
             pieces = flat.split([g.numel() for g in gradients])
             torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)])
