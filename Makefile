@@ -19,8 +19,8 @@ PYTEST_ARGS ?=
 help: ## show this list
 	@echo "make train    set up, then train the HAR task on every GPU, or on two CPU ranks without one"
 	@echo "              (make train DEVICES=gpu:0 ARGS='--epochs 5')"
-	@echo "make test     set up, then lint and the whole test suite, with coverage"
-	@echo "make coverage the same, with the coverage of every process that a test starts"
+	@echo "make test     set up, then lint and the whole test suite"
+	@echo "make coverage the test suite, with the coverage of every process that a test starts"
 	@echo "make setup    make $(VENV) and install Lockstep with the tested versions"
 	@echo "make lint     ruff (rules and format) and mypy"
 	@echo "make drills   the long repetitions of fault drills and fuzzing"
@@ -42,10 +42,10 @@ train: setup ## train on what the machine has
 	set -x; exec $(RUN) -m lockstep train har --devices "$$devices" $(ARGS)
 
 test: lint ## lint, then every test
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" $(PYTEST_ARGS) $(TESTS)
 
 coverage: setup ## coverage of every process that the tests start
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" --cov=lockstep --cov-config=tests/coverage.ini --cov-report=term $(PYTEST_ARGS) $(TESTS)
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)
 
 lint: setup ## ruff and mypy
 	$(RUN) -m ruff check .
