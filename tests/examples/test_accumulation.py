@@ -11,16 +11,17 @@ from safetensors.torch import load_file
 
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start
-from tests.examples import by_torchrun
 from tests.gloo import ROOT, run_ranks
 
 FOLDER = ROOT / "examples" / "accumulation"
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node=2")
 EPOCHS = 3
 
 Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
-def result_in(folder: Path) -> Result:
+def by_hand(folder: Path, *launcher: str) -> Result:
+    finish(start(str(FOLDER / "plain_pytorch.py"), "result.pt", module=launcher, cwd=folder))
     result = torch.load(folder / "result.pt")
     return result["losses"], result["weights"]
 
@@ -34,9 +35,7 @@ def with_lockstep(folder: Path, devices: str) -> Result:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    folder = tmp_path_factory.mktemp("alone")
-    finish(start(str(FOLDER / "plain_pytorch.py"), "result.pt", module=(), cwd=folder))
-    return result_in(folder)
+    return by_hand(tmp_path_factory.mktemp("alone"))
 
 
 def assert_same(ours: Result, theirs: Result) -> None:
@@ -48,8 +47,7 @@ def assert_same(ours: Result, theirs: Result) -> None:
 
 
 def test_by_hand_two_ranks_compute_what_one_computes(alone: Result, tmp_path: Path) -> None:
-    by_torchrun.run(FOLDER / "plain_pytorch.py", "result.pt", cwd=tmp_path)
-    assert_same(result_in(tmp_path), alone)
+    assert_same(by_hand(tmp_path, *TORCHRUN), alone)
 
 
 @pytest.mark.parametrize("devices", [pytest.param("cpu", marks=pytest.mark.drill), "cpu,cpu"])

@@ -9,24 +9,28 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_train import finish, start
-from tests.examples import by_torchrun
 from tests.gloo import ROOT
 
 FOLDER = ROOT / "examples" / "from_pytorch"
-#: Programs that torchrun does not start, and what follows the name of the result.
-PROGRAMS = {"single_device": (), "with_lightning": ("cpu,cpu",), "with_lockstep": ("cpu,cpu",)}
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node=2")
+#: Program → its launcher, and what follows the name of the result.
+PROGRAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "single_device": ((), ()),
+    "many_devices": (TORCHRUN, ()),
+    "with_lightning": ((), ("cpu,cpu",)),
+    "with_lockstep": ((), ("cpu,cpu",)),
+}
 EXCERPT = re.compile(r"<!-- excerpt: (\S+) -->\n```\w+\n(.*?)```", re.S)
 
 
 def test_all_programs_compute_the_same_losses(tmp_path: Path) -> None:
     processes = [
-        start(str(FOLDER / f"{name}.py"), f"{name}.json", *arguments, module=(), cwd=tmp_path)
-        for name, arguments in PROGRAMS.items()
+        start(str(FOLDER / f"{name}.py"), f"{name}.json", *arguments, module=launcher, cwd=tmp_path)
+        for name, (launcher, arguments) in PROGRAMS.items()
     ]
-    outputs = [by_torchrun.run(FOLDER / "many_devices.py", "many_devices.json", cwd=tmp_path)]
-    outputs += [finish(process) for process in processes]
-    assert all("epoch 10: loss" in output for output in outputs)
-    losses = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in (*PROGRAMS, "many_devices")}
+    for process in processes:
+        assert "epoch 10: loss" in finish(process)
+    losses = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in PROGRAMS}
     alone = losses["single_device"]
     assert len(alone) == 10
     assert alone[-1] < 0.15 * alone[0], "it learns"

@@ -76,8 +76,6 @@ def test_one_device_trains_the_object_itself_and_fills_the_run_folder(tmp_path: 
         assert torch.equal(value, module.state_dict()[name])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)  # three starts of up to three ranks
 def test_a_named_module_stopped_on_two_ranks_goes_on_with_one_and_three(tmp_path: Path) -> None:
     """Every epoch uses every sample once, whatever number of ranks takes which part of it."""
     (noted(tmp_path) / "slow").touch()
