@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import BucketedOrder
-from lockstep.data.loader import Request, SampleOrder, Source, make_loader, windows
+from lockstep.data.loader import Request, SampleOrder, Source, _groups, make_loader, windows
 from lockstep.data.order import Order
 from lockstep.plan import BatchPlan, LoaderPlan
 from tests.sequences import Recordings, pad
@@ -145,7 +148,7 @@ def augmented(batch: BatchPlan, workers: int, persistent: bool = True) -> dict[t
     found: dict[tuple[int, int], bytes] = {}
     for rank in range(batch.ranks):
         mine = [request for request in requests(batch, rank) if request.size]
-        loader = make_loader(source, mine, plan, rank)
+        loader = make_loader(source, mine, plan, rank, largest=batch.batch_size)
         try:
             for request, (indices, drawn) in zip(mine, loader, strict=True):
                 for index, row in zip(indices.tolist(), drawn, strict=True):
@@ -193,8 +196,51 @@ def test_workers_and_gathers_take_the_dealt_items() -> None:
     expected = [source.indices(request).tolist() for request in mine]
     for workers in (0, 2):
         plan = LoaderPlan(num_workers=workers, prefetch_factor=2, persistent_workers=workers > 0, pin_memory=False)
-        loader = make_loader(source, mine, plan, 0)
+        loader = make_loader(source, mine, plan, 0, largest=7)
         try:
             assert [batch[0].tolist() for batch in loader] == expected
         finally:
             loader.close()
+
+
+def without_workers(source: Source, mine: list[Request], largest: int) -> list[list[int]]:
+    plan = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+    with closing(make_loader(source, mine, plan, 0, largest=largest)) as loader:
+        return [batch[0].flatten().tolist() if batch else [] for batch in loader]
+
+
+def test_rows_gathered_in_place_beside_the_step_or_from_a_mapped_file_are_the_same(tmp_path: Path) -> None:
+    rows = np.arange(87, dtype=np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    mapped = ArrayDataset(np.load(tmp_path / "rows.npy", mmap_mode="r")[:, None])
+    mine = list(requests(exact(87, 1, 9), 0))
+    assert any(request.size == 0 for request in mine), "an empty lane has no rows"
+    order = Order(87, 1)
+    expected = [rows[order.slice(r.epoch, r.start, r.stop)].tolist() for r in mine]
+    for data in (ArrayDataset(rows[:, None]), mapped):
+        for largest in (2, 10**6):
+            assert without_workers(Source(data, list, 1, order), mine, largest) == expected
+    assert not mapped.is_in_memory
+
+
+def test_gathers_ahead_are_bounded_by_their_bytes() -> None:
+    """Sixteen batches of images would be gigabytes, and the second step would wait for them."""
+    data = ArrayDataset(torch.zeros(64, 2**18))  # a mebibyte each
+    source = Source(data, list, 1, Order(64, 1))
+    groups = list(_groups(source, requests(fast(64, 1, 2, 2), 0, epochs=1)))
+    assert [len(group) for group in groups[:4]] == [1, 2, 2, 2]
+    assert sum(map(len, groups)) == 32
+
+
+@pytest.mark.usefixtures("sigchld")
+def test_closing_ends_the_workers_even_while_an_error_is_looked_at() -> None:
+    source = Source(Augmented(64), torch.utils.data.default_collate, 5, Order(64, 5))
+    plan = LoaderPlan(num_workers=1, prefetch_factor=2, persistent_workers=True, pin_memory=False)
+    loader = make_loader(source, requests(fast(64, 1, 8, 8), 0), plan, 0, largest=8)
+    before = set(multiprocessing.active_children())
+    batches = iter(loader)
+    next(batches)
+    assert set(multiprocessing.active_children()) - before
+    loader.close()
+    assert set(multiprocessing.active_children()) <= before
+    assert next(batches, None) is None

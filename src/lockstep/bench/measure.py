@@ -104,7 +104,8 @@ def training(site: Site, config: RunConfig, plan: Plan, watch: Stopwatch) -> Ite
             site.rank.run, world, site.task, config, plan, site.datasets, site.device, site.collectives, None
         )
         source = training_source(site.task, site.datasets.train, plan)
-        loader = make_loader(source, requests_of(plan, world), plan.loader, world.rank)
+        largest = plan.batch.batch_size
+        loader = make_loader(source, requests_of(plan, world), plan.loader, world.rank, largest=largest)
         fit.strategy.module.train()
         with contextlib.closing(loader):
             update: Any = TimedUpdate(fit.update, watch)

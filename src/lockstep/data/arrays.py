@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,8 @@ class ArrayDataset:
     """
 
     def __init__(self, *arrays: Tensor | npt.NDArray[Any]) -> None:
+        #: Whether no sample has to be read from a disk.
+        self.is_in_memory = not any(map(_is_mapped, arrays))
         self.tensors = tuple(_as_tensor(array) for array in arrays)
         if not self.tensors or any(tensor.dim() == 0 for tensor in self.tensors):
             raise DataError(
@@ -43,6 +46,11 @@ class ArrayDataset:
                 fix="pass arrays with the same first dimension",
             )
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample."""
+        return sum(tensor[:1].nbytes for tensor in self.tensors)
+
     def __len__(self) -> int:
         return len(self.tensors[0])
 
@@ -56,6 +64,13 @@ class ArrayDataset:
         """
         where = _as_index(indices)
         return tuple(tensor.index_select(0, where) for tensor in self.tensors)
+
+
+def _is_mapped(array: Any) -> bool:
+    """Whether a NumPy array is, or is a view of, a map of a file."""
+    while array is not None and not isinstance(array, mmap.mmap):
+        array = getattr(array, "base", None)
+    return array is not None
 
 
 def _as_tensor(array: Tensor | npt.NDArray[Any]) -> Tensor:

@@ -283,7 +283,7 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     plan, state, trace = fit.plan, fit.state, fit.trace
     source = trace.source(training_source(fit.task, fit.datasets.train, plan))
     requests = chain.from_iterable(window.requests for window in _walk(fit, world))
-    loader = make_loader(source, requests, plan.loader, world.rank)
+    loader = make_loader(source, requests, plan.loader, world.rank, largest=plan.batch.batch_size)
     batches = TimedBatches(trace.batches(iter(loader)))
     fit.strategy.module.train()
     waited_s = 0.0

@@ -59,7 +59,7 @@ def evaluate(
     place = (0, 1) if together else (collectives.rank, collectives.size)
     rounds = list(_rounds(len(dataset), batch_size, *place, chunks, ghosts))
     source = Source(dataset, task.collate, seed, InOrder())
-    batches = make_loader(source, rounds, loader, collectives.rank)
+    batches = make_loader(source, rounds, loader, collectives.rank, largest=batch_size)
     try:
         # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.
         with torch.no_grad():

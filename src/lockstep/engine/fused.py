@@ -20,13 +20,15 @@ _DISABLED = "__dynamo_disable"
 class _Lists(NamedTuple):
     """What the kernel takes of a group besides gradients, in the order of its parameters.
 
-    ``counts``: [parameters], of which ``steps`` are the elements, so that one addition counts a step of all.
+    ``counts``: [parameters], of which ``steps`` are the elements, so that one addition of ``one`` counts a step of all
+    (a plain number would be made a tensor each time).
     """
 
     parameters: list[nn.Parameter]
     averages: list[Tensor]
     squares: list[Tensor]
     counts: Tensor
+    one: Tensor
     steps: list[Tensor]
 
 
@@ -115,11 +117,11 @@ def _lists(parameters: list[nn.Parameter], states: Any) -> _Lists:
     for state, step in zip(own, steps, strict=True):
         state["step"] = step
     averages, squares = ([state[name] for state in own] for name in ("exp_avg", "exp_avg_sq"))
-    return _Lists(list(parameters), averages, squares, counts, steps)
+    return _Lists(list(parameters), averages, squares, counts, torch.ones_like(counts), steps)
 
 
 def _step(group: dict[str, Any], lists: _Lists, gradients: list[Tensor], found_inf: Tensor | None) -> None:
-    lists.counts.add_(1)
+    lists.counts.add_(lists.one)
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     kernel(
         lists.parameters,  # type: ignore[arg-type]

@@ -9,11 +9,13 @@ cost nothing. The numbers travel by an asynchronous gather that is read an inter
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 import psutil
 import torch
@@ -170,9 +172,15 @@ def memory(device: torch.device) -> tuple[float, float, float]:
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss (getrusage(2))
-    resident = psutil.Process().memory_info().rss
+    resident = _process(os.getpid()).memory_info().rss
     # The kernel counts the peak in batches, so it may lag a little behind.
     return float(resident), _UNKNOWN, float(max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit))
+
+
+@lru_cache(maxsize=1)
+def _process(number: int) -> psutil.Process:
+    """It reads two files when it is made."""
+    return psutil.Process(number)
 
 
 def slow_rank(history: Sequence[Sequence[RankState]]) -> int | None:

@@ -90,7 +90,7 @@ class Update:
         self._step = Stepper(optimizer)
         self._one_norm = len({(p.device, p.dtype) for p in self._parameters}) == 1
         self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        self._found_inf = torch.zeros((), device=device)
+        self._found_inf, self._factor = torch.zeros((), device=device), torch.zeros(())
         self._skipped: Tensor | int = 0
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -131,7 +131,7 @@ class Update:
                 torch._foreach_mul_(gradients, factor)
         elif math.isfinite(factor):
             self._found_inf.zero_()
-            found = self._unscale(gradients, torch.tensor(factor)).item() != 0
+            found = self._unscale(gradients, self._factor.fill_(factor)).item() != 0
         else:
             found = True
         if found:

@@ -204,7 +204,7 @@ def loading_rate(
         persistent_workers=workers > 0,
         pin_memory=plan.loader.pin_memory,
     )
-    loader = make_loader(source, _requests(plan), how, 0)
+    loader = make_loader(source, _requests(plan), how, 0, largest=plan.batch.batch_size)
     first, samples, loaded, transfers = 0.0, 0, 0, list[float]()
     started = now = time.perf_counter()
     with contextlib.closing(loader):
