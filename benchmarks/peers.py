@@ -4,7 +4,7 @@
 
     pip install -c constraints.txt -e '.[peers]'
     python benchmarks/peers.py --out benchmarks/results
-    python benchmarks/peers.py --models mlp,cnn,transformer --ranks 1,2 --rounds 15 --steps 300   # the defaults
+    python benchmarks/peers.py --models mlp,cnn,transformer --ranks 1,2 --rounds 40 --steps 50   # the defaults
 
 floor        batches lie ready in memory, fused optimizer, clipping when the others clip; nothing else
 hand         the hand-written loop: DataLoader, fused optimizer, ``loss.item()`` every 50 steps; on two ranks with DDP
@@ -13,7 +13,9 @@ fabric, accelerate, lightning   as their guides write it; the loss is logged eve
 
 Every loop is a process of its own (two on two ranks), with one thread, that lives for the whole contest and stands
 still while another one runs its block of steps (``pace/pacer.py``). A ratio is taken between blocks of one round; what
-is reported is the median over rounds, with quartiles. Set-up, the ends of epochs and evaluation are not timed.
+is reported is the median over rounds, with quartiles. Blocks are short and many, since on a shared machine the same
+steps of the same process take up to 1.8 times as long a second later. Set-up, the ends of epochs and evaluation are
+not timed.
 
 ``--quick`` runs two short rounds, to see that all of it works. ``--device gpu:0`` runs on a GPU (one rank).
 """
@@ -180,8 +182,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--clip", choices=("on", "off", "both"), default="both", help="off: the MLP on one device only")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=300, help="timed steps of a block, a multiple of 50")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=50, help="timed steps of a block, a multiple of 50")
     parser.add_argument("--device", default="cpu", help="cpu, or gpu:0 with --ranks 1")
     parser.add_argument("--quick", action="store_true", help="two rounds of 50 steps")
     parser.add_argument("--out", type=Path, help="folder for JSON, Markdown and PNG")
