@@ -46,9 +46,9 @@ lockstep train har --config two_gpu.yaml --set scheduler.name=poly --epochs 10
 
 Numbers are those of YAML 1.2: `1e-5` is one, in a file, in a list and after `--set`; in quotes it is text.
 
-An unknown key is refused with the nearest right one. The complete configuration of a run is its `config.yaml`;
-`lockstep train --config` of that file is the same run. From Python, the same keys make a
-`lockstep.RunConfig` or a nested mapping for `lockstep.train`."""
+An unknown key is refused with the nearest right one, a key that is twice in a section with both its lines. The complete
+configuration of a run is its `config.yaml`, of at most 1 MiB and 100,000 values; `lockstep train --config` of that file
+is the same run. From Python, the same keys make a `lockstep.RunConfig` or a nested mapping for `lockstep.train`."""
 
 CLI_INTRODUCTION = """\
 # Command line

@@ -89,6 +89,23 @@ def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
     assert read_file(write(tmp_path, "empty.yaml", "# nothing\n")) == {}
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("training:\n  epochs: 5\n  seed: 1\n  epochs: 3\n", ["'epochs'", "line 2", "line 4"]),
+        ("training: {seed: 1}\noptimizer: {lr: 0.1}\ntraining: {epochs: 3}\n", ["'training'", "line 1", "line 3"]),
+        ("optimizer: {lr: 0.1, lr: 0.2}\n", ["'lr'", "line 1"]),
+        ('{"name": "a",\n "name": "b"}\n', ["'name'", "line 1", "line 2"]),
+    ],
+)
+def test_a_key_that_is_written_twice_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="not valid YAML") as caught:
+        read_file(write(tmp_path, "run.yaml", text))
+    assert all(word in caught.value.why for word in words), caught.value.why
+    twice_but_apart = "optimizer: {lr: 0.1}\ntask: {lr: 0.2, inner: [{lr: 1}, {lr: 2}]}\n"
+    assert read_file(write(tmp_path, "fine.yaml", twice_but_apart))["task"]["lr"] == 0.2
+
+
 def test_numbers_in_a_file_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     text = "optimizer: {lr: 1e-5, betas: [0.9, 1e-5]}\nname: [1E3, -5., +.5e1, '1e5', 1:4]\n"
     found = {"optimizer": {"lr": 1e-5, "betas": [0.9, 1e-5]}, "name": [1e3, -5.0, 5.0, "1e5", "1:4"]}

@@ -15,8 +15,9 @@ from pydantic import BaseModel, ValidationError
 from lockstep.config.sections import RunConfig, TaskSection
 from lockstep.errors import ConfigError
 
+#: Of a user's file as of a run's; the values are enough for a list of the classes of ImageNet-21k.
 MAX_CONFIG_BYTES = 1 << 20
-MAX_VALUES = 20_000
+MAX_VALUES = 100_000
 _MAX_DIGITS = 1000
 _FLOAT = "tag:yaml.org,2002:float"
 _NUMBERS = ("tag:yaml.org,2002:int", _FLOAT)
@@ -112,12 +113,27 @@ def _default_file(path: Path, name: str) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """With the floats of YAML 1.2, and without YAML 1.1's numbers to base 60, in which ``1:4`` is 64."""
+    """With the floats of YAML 1.2, and without YAML 1.1's numbers to base 60, in which ``1:4`` is 64.
+
+    A key that is twice in a mapping is refused, as YAML demands; PyYAML would forget the first one's value.
+    """
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         tag: str = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
         is_base_60 = kind is yaml.ScalarNode and ":" in value and tag in _NUMBERS
         return yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG if is_base_60 else tag
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                known = (key.tag, key.value)
+                if known in lines:
+                    problem = f"the key {key.value[:100]!r} is there already, in line {lines[known]}"
+                    raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+                lines[known] = key.start_mark.line + 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
