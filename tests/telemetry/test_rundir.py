@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import resolve
-from lockstep.errors import RunFolderError
+from lockstep.errors import ConfigError, RunFolderError
 from lockstep.telemetry.finding import list_runs
 from lockstep.telemetry.rundir import (
     FORMAT_VERSION,
@@ -53,6 +54,39 @@ def test_the_configuration_comes_back_as_it_was(tmp_path: Path) -> None:
     config = resolve(settings_given)
     run = RunDir.create(tmp_path / "a", config, run_id=new_run_id(), command=[])
     assert run.config() == config == RunDir.open(tmp_path / "a").config()
+
+
+def test_a_task_may_name_code_and_hold_long_lists(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text("")
+    (tmp_path / "linked.py").symlink_to("nets.py")
+    classes = [f"n{number:08}" for number in range(21_841)]  # as many as ImageNet-21k has
+    task = {"name": "har", "backbone": "nets/resnet.py:ResNet", "head": f"{tmp_path}/linked.py:Head", "of": classes}
+    run = make_run(tmp_path / "a", task=task)
+    assert run.config().task.settings == {key: value for key, value in task.items() if key != "name"}
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        ({"vocabulary": list(range(1000))}, "more than 1,000 values"),
+        ({"text": "x" * (1 << 20)}, "at most 1,048,576 are read"),
+        ({"name": "mine.py:Task"}, "not the whole path"),
+        ({"datamodule": "mine.py:Data"}, "not the whole path"),
+    ],
+)
+def test_a_configuration_that_could_not_be_read_again_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: dict[str, object], why: str
+) -> None:
+    monkeypatch.setattr(import_module("lockstep.config.load"), "MAX_VALUES", 1000)
+    with pytest.raises(ConfigError, match="could not read its configuration again") as caught:
+        make_run(tmp_path / "a", task=task)
+    assert why in caught.value.why and caught.value.fix and everything_in(tmp_path) == []
+    run = make_run(tmp_path / "a", name="as it was")
+    with pytest.raises(ConfigError):
+        run.keep_config(resolve({"task": task}))
+    assert run.config().name == "as it was"
+    run.keep_config(resolve({"name": "changed"}))
+    assert run.config().name == "changed"
 
 
 def test_ids_have_the_documented_form() -> None:
@@ -298,6 +332,15 @@ def test_a_configuration_that_would_grow_without_bound_is_refused(tmp_path: Path
     run.config_file.write_text("\n".join(lines))
     with pytest.raises(RunFolderError, match=r"config\.yaml is damaged"):
         run.config()
+
+
+def test_no_setting_may_name_code_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "a", task={"name": "har", "backbone": "nets.py:Net"})
+    assert run.config().task.settings == {"backbone": "nets.py:Net"}
+    monkeypatch.chdir(run.path)
+    with pytest.raises(RunFolderError, match=r"config\.yaml is damaged") as caught:
+        run.config()
+    assert "code in a run folder is not run" in caught.value.why
 
 
 def test_a_configuration_cannot_run_code(tmp_path: Path) -> None:

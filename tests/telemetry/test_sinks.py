@@ -138,6 +138,16 @@ def test_training_results_in_the_form_of_document_001(run: RunDir) -> None:
     assert RunConfig.model_validate(results["config"]) == run.config()
 
 
+def test_a_configuration_that_is_damaged_meanwhile_does_not_take_the_end(run: RunDir) -> None:
+    sink, config = RunFolderSink(run), run.config()
+    sink.emit(started(run))
+    run.config_file.write_text("not: [a configuration")
+    send(sink, ended_epoch(1, 1), ended())
+    assert run.read().status == "completed"
+    results = json.loads((run.path / "training_results.json").read_text())
+    assert RunConfig.model_validate(results["config"]) == config
+
+
 def test_a_run_without_validation_has_no_best(run: RunDir) -> None:
     send(RunFolderSink(run), started(run), ended(best_epoch=None, best_metric={}, final_metrics={"train_loss": 0.1}))
     results = json.loads((run.path / "training_results.json").read_text())

@@ -20,7 +20,7 @@ from lockstep.launch.foreseen import read_forecast
 from lockstep.launch.slurm_job import is_own_job
 from lockstep.tasks.known import class_paths, require_known
 from lockstep.tasks.registry import make_task
-from lockstep.telemetry.files import storage_error, write_json, write_text
+from lockstep.telemetry.files import storage_error, write_json
 from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
 
 #: How long a process of the attempt before may take to end after the run has said that it is over.
@@ -172,7 +172,7 @@ def warn(message: str) -> None:
 def keep_config(run: RunDir, config: RunConfig) -> None:
     """Let ``config.yaml`` say what the newest attempt runs with."""
     if dump(config) != dump(run.config()):
-        write_text(run.config_file, dump(config))
+        run.keep_config(config)
 
 
 def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:

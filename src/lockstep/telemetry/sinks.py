@@ -94,6 +94,7 @@ class RunFolderSink:
         self._ranks = JsonLines(run_dir.ranks_file)
         self._rows: list[dict[str, Any]] = []
         self._earlier_s = 0.0
+        self._config: RunConfig | None = None
 
     def emit(self, event: Event) -> None:
         match event:
@@ -120,6 +121,7 @@ class RunFolderSink:
         # usable, in a damaged file, go.
         self._rows = [row for row in self._run.epochs() if is_whole(row) and row.get("step", 0) <= event.step]
         self._earlier_s = sum(row.get("duration_s") or 0.0 for row in self._rows)
+        self._config = self._run.config()
         self._run.write_epochs(self._rows)
         started_at = self._run.read().started_at or utc_now()
         self._run.update(status="running", started_at=started_at, completed_at=None, error=None, final_metrics={})
@@ -133,7 +135,7 @@ class RunFolderSink:
             self._run.update(best_epoch=event.epoch, best_metric=best)
 
     def _end(self, event: RunEnded) -> None:
-        results = training_results(self._rows, event, self._run.config(), self._earlier_s)
+        results = training_results(self._rows, event, self._config or self._run.config(), self._earlier_s)
         write_json(self._run.path / RESULTS_FILE, results)
         best = {} if event.best_epoch is None else {"best_epoch": event.best_epoch, "best_metric": event.best_metric}
         self._run.update(
