@@ -10,7 +10,8 @@
     │   ├── DataError        data that is missing, empty, broken or out of range
     │   ├── RunFolderError   a run folder that is missing, in use, foreign, newer or read-only
     │   ├── CheckpointError  a checkpoint that is missing, corrupt or does not fit
-    │   │   └── NewerFormatError  one that is whole, but written by a later version of Lockstep
+    │   │   ├── NewerFormatError  one that is whole, but written by a later version of Lockstep
+    │   │   └── UnreadableError   one that could not be read, so that nobody knows whether it is whole
     │   └── UnsupportedError a combination that Lockstep refuses by name
     └── RunError             something that failed in mid-run: exit code 1
         ├── RankFailed       one rank failed; the others are collateral
@@ -86,6 +87,10 @@ class CheckpointError(UsageError):
 
 class NewerFormatError(CheckpointError):
     code = "CHECKPOINT_TOO_NEW"
+
+
+class UnreadableError(CheckpointError):
+    code = "CHECKPOINT_UNREADABLE"
 
 
 class UnsupportedError(UsageError):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import resource
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lockstep.checkpoint.manifest import folder_name, read_manifest, step_in
+from lockstep.checkpoint.manifest import Digest, folder_name, read_manifest, step_in
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
-from lockstep.errors import CheckpointError, StorageError
+from lockstep.errors import CheckpointError, StorageError, UnreadableError
 from lockstep.telemetry.files import read_json, write_json
 from tests.disks import make_read_only, small_disk
 
@@ -78,6 +81,21 @@ def test_last_and_best_are_relative_links_that_move(store: CheckpointStore, tmp_
     store.folder.rename(tmp_path / "moved")
     moved = CheckpointStore(tmp_path / "moved")
     assert moved.step_of("best") == 1 and (moved.folder / "best" / "manifest.json").exists()
+
+
+def test_a_copy_of_the_folder_that_followed_links_goes_on(store: CheckpointStore, tmp_path: Path) -> None:
+    store.save(snapshot(1), best=True)
+    store.save(snapshot(2))
+    copy = CheckpointStore(tmp_path / "copy")
+    shutil.copytree(store.folder, copy.folder)
+    assert not (copy.folder / "last").is_symlink()
+    assert (copy.step_of("last"), copy.step_of("best")) == (2, 1)
+    copy.save(snapshot(3))
+    assert (copy.step_of("last"), copy.step_of("best")) == (3, 1) and (copy.folder / "last").is_symlink()
+    copy.retain([3])
+    copy.save(snapshot(4), best=True)
+    assert copy.step_of("best") == 4
+    assert names_in(copy.folder) == {*map(folder_name, (1, 3, 4)), "last", "best"}
 
 
 class WithoutLinks(CheckpointStore):
@@ -200,11 +218,6 @@ def test_loading_runs_no_code(store: CheckpointStore, tmp_path: Path) -> None:
 
 def forge_hashes(path: Path) -> None:
     """Make a manifest that fits the files in ``path``."""
-    import hashlib
-    from dataclasses import replace
-
-    from lockstep.checkpoint.manifest import Digest
-
     contents = {name: (path / name).read_bytes() for name in FILES[:2]}
     files = {name: Digest(len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()}
     write_json(path / "manifest.json", replace(read_manifest(path), files=files).as_json())
@@ -264,7 +277,7 @@ def test_damage_is_found_named_and_fallen_back_from(store: CheckpointStore, name
     heard: list[str] = []
     assert store.newest_verified(heard.append) == 2
     assert len(heard) == 1 and "step 3" in heard[0] and name in heard[0]
-    assert store.discard_after(2) == [3] and store.steps() == [1, 2] and store.step_of("last") is None
+    assert store.set_aside_after(2) == [3] and store.steps() == [1, 2] and store.step_of("last") is None
     store.save(snapshot(3))
     assert_whole(store, store.newest_verified(pytest.fail) or 0)
 
@@ -284,6 +297,36 @@ def test_when_all_are_broken_each_is_told(store: CheckpointStore) -> None:
         (store.save(snapshot(step)) / "model.safetensors").unlink()
     heard: list[str] = []
     assert store.newest_verified(heard.append) is None and len(heard) == 2
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_what_cannot_be_read_now_is_not_taken_for_broken(store: CheckpointStore, name: str) -> None:
+    for step in (1, 2):
+        store.save(snapshot(step))
+    newest = store.path_of(2)
+    manifest = read_manifest(newest)
+    write_json(newest / "manifest.json", replace(manifest, files={**manifest.files, name: Digest(0, "")}).as_json())
+    (newest / name).unlink()
+    (newest / name).symlink_to("/proc/self/mem")  # an empty file whose reading fails with EIO
+    for read in (lambda: store.verify(2), lambda: store.newest_verified(pytest.fail)):
+        with pytest.raises(UnreadableError, match=name) as caught:
+            read()
+        assert "Input/output error" in caught.value.why and "try again" in caught.value.fix
+
+
+def test_what_is_set_aside_stays_until_training_has_passed_it(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        store.save(snapshot(step))
+    assert store.set_aside_after(1) == [2, 3] and store.steps() == [1]
+    store.save(snapshot(2))
+    store.retain([1, 2])
+    assert names_in(store.folder) == {"step-00000001", "step-00000002", "step-00000003.broken", "last"}
+    assert store.set_aside_after(None) == [1, 2] and store.steps() == []
+    store.save(snapshot(2, 7.0))
+    assert store.set_aside_after(None) == [2], "a second one of a step takes the first one's place"
+    store.save(snapshot(4))
+    store.retain([4])
+    assert names_in(store.folder) == {"step-00000004", "last"}
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_another_step(store: CheckpointStore) -> None:
@@ -420,7 +463,7 @@ def test_a_folder_that_becomes_read_only_can_still_be_read(tmp_path: Path) -> No
         store.save(snapshot(1))
         store.save(snapshot(2))
         make_read_only(disk)
-        for refused in (lambda: store.save(snapshot(3)), lambda: store.retain(()), lambda: store.discard_after(0)):
+        for refused in (lambda: store.save(snapshot(3)), lambda: store.retain(()), lambda: store.set_aside_after(0)):
             with pytest.raises(StorageError, match="read-only") as caught:
                 refused()
             assert "--save-dir" in caught.value.fix

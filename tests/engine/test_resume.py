@@ -1,18 +1,24 @@
-"""Weights to begin with: rank 0 reads them, whatever the others see."""
+"""What an attempt begins with: the newest good checkpoint, or weights that rank 0 reads, whatever the others see."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from lockstep.checkpoint.store import CheckpointStore, Snapshot
+from lockstep.engine.attempt import _newest
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.resume import load_initial_weights
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UnreadableError
+from lockstep.events import Note, RecordingSink
 from lockstep.hardware.world import World
+from lockstep.telemetry.rundir import RunDir
 from tests.gloo import run_ranks
+from tests.telemetry.runs import make_run
 
 
 def begin(rank: int, ranks: int, sources: list[tuple[Path | None, Path | None]]) -> list[float | str]:
@@ -43,3 +49,44 @@ def test_what_rank_0_reads_is_every_ranks_weights_or_error(tmp_path: Path) -> No
     assert first[:4] == [3.0, 3.0, 3.0, -1.0]
     assert f"{absent} holds no weights" in first[4]
     assert f"cannot read {broken}" in first[5]
+
+
+def checkpoints(folder: Path, *steps: int) -> CheckpointStore:
+    """Those of a run in ``folder``."""
+    store = CheckpointStore(make_run(folder).checkpoints)
+    for step in steps:
+        store.save(Snapshot(step, {"weight": torch.full((3,), float(step))}, {"step": step}, {"epoch": 0}))
+    return store
+
+
+def begin_attempt(store: CheckpointStore) -> tuple[int | None, list[str]]:
+    """From which step an attempt goes on, and the warnings."""
+    heard = RecordingSink()
+    snapshot = _newest(RunDir(store.folder.parent), Collectives(World()), heard)
+    return snapshot and snapshot.step, [event.message for event in heard.events if isinstance(event, Note)]
+
+
+def test_an_attempt_sets_broken_checkpoints_aside(tmp_path: Path) -> None:
+    store = checkpoints(tmp_path / "run", 4, 8)
+    (store.path_of(8) / "model.safetensors").write_bytes(b"broken")
+    step, (warning,) = begin_attempt(store)
+    assert step == 4 and "step 8 is broken" in warning
+    assert store.steps() == [4] and (store.folder / "step-00000008.broken" / "trainer.pt").is_file()
+    (store.path_of(4) / "model.safetensors").write_bytes(b"broken")
+    step, (warning,) = begin_attempt(store)
+    assert step is None and "step 4 is broken" in warning
+    assert store.steps() == [], "they would count among the newest that are kept"
+
+
+def test_an_attempt_does_not_begin_without_a_checkpoint_that_cannot_be_read_now(tmp_path: Path) -> None:
+    store = checkpoints(tmp_path / "run", 4, 8)
+    manifest = store.path_of(8) / "manifest.json"
+    good = manifest.read_bytes()
+    manifest.unlink()
+    manifest.symlink_to("/proc/self/mem")  # whose reading fails with EIO
+    with pytest.raises(UnreadableError, match=r"manifest\.json"):
+        begin_attempt(store)
+    assert store.steps() == [4, 8]
+    manifest.unlink()
+    manifest.write_bytes(good)
+    assert begin_attempt(store) == (8, [])

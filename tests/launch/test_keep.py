@@ -76,16 +76,18 @@ def folders_in(tmp_path: Path) -> list[Path]:
 
 
 def test_the_newest_whole_checkpoint_wins(tmp_path: Path) -> None:
-    """Node 0 is new and node 2 is behind; node 1's newest is broken, so the one before it counts."""
+    """Node 0 is new and node 2 is behind; the newest of both others is broken, so node 1's one before it counts."""
     folders = folders_in(tmp_path)
     make_run(folders[1], "run-00000001", 2, 4, 6, best=2)
-    (folders[1] / "run" / "checkpoints" / "step-00000006" / "model.safetensors").write_bytes(b"broken")
-    make_run(folders[2], "run-00000001", 2)
+    make_run(folders[2], "run-00000001", 2, 8)
+    for node, step in ((1, 6), (2, 8)):
+        (folders[node] / "run" / "checkpoints" / f"step-{step:08}" / "model.safetensors").write_bytes(b"broken")
     results = run_ranks(go_on, NODES, folders)
     expected = {"id": "run-00000001", "keepers": (0, 1, 2), "source": 1, "newest": 4, "weight": 4.0, "left": []}
     for rank in (0, 2):
         assert results[rank] == {**expected, "best": 2, "last": 4}
     assert results[1].items() >= expected.items()
+    assert (folders[2] / "run" / "checkpoints" / "step-00000008.broken").is_dir()
 
 
 @pytest.mark.drill

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError
-from lockstep.telemetry.files import plain, read_json
+from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError, UnreadableError
+from lockstep.telemetry.files import parse_json, plain
 
 #: 1: two files; 2: the same in shards. A checkpoint is of the first that has a form for it.
 FORMAT_VERSION = 2
@@ -22,6 +27,8 @@ MANIFEST = "manifest.json"
 _OWN_KEYS = {"format_version", "step", "files", "aliases", "checksum"}
 _MAX_BYTES = 64 << 20
 _FIX = "an older checkpoint is used where there is one"
+#: What the system says of a name that leads to no file: none is there, a folder, a loop of links, a socket.
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +72,16 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         NewerFormatError: a later version of Lockstep wrote it.
+        UnreadableError: the system cannot read it now.
         CheckpointError: it is missing or damaged.
     """
     path = folder / MANIFEST
+    with _opened(path) as file:
+        text = file.read(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
+        raise CheckpointError(f"{path} is too large", why=f"no manifest has more than {_MAX_BYTES:,} bytes", fix=_FIX)
     try:
-        content = read_json(path, max_bytes=_MAX_BYTES)
+        content = parse_json(text, path)
     except RunFolderError as error:
         raise CheckpointError(error.what, why=error.why, fix=_FIX) from None
     version = content.get("format_version") if isinstance(content, dict) else None
@@ -100,17 +112,13 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
     Raises:
         CheckpointError: names the first file that is missing or differs, and how.
+        UnreadableError: the system cannot read one now, so that nobody knows.
     """
     for name, expected in manifest.files.items():
         path = folder / name
-        if path.exists() and not path.is_file():  # a named pipe would be waited for, a device read for ever
-            raise CheckpointError(f"{path} is not a regular file", why="a checkpoint's files are", fix=_FIX)
-        try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                found = "" if size != expected.size else hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}", why=error.strerror or str(error), fix=_FIX) from None
+        with _opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            found = "" if size != expected.size else hashlib.file_digest(file, "sha256").hexdigest()
         if size != expected.size:
             why = f"it has {size:,} bytes; {expected.size:,} were written"
         elif found != expected.sha256:
@@ -118,6 +126,39 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         else:
             continue
         raise CheckpointError(f"{path} is damaged", why=why, fix=_FIX)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    """A file of a checkpoint, to read in the block. Raises what :func:`refused` says, and for another kind of file."""
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a device would be read for ever
+                raise CheckpointError(f"{path} is not a regular file", why="a checkpoint's files are", fix=_FIX)
+            yield file
+    except OSError as error:
+        raise refused(path, error) from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opening a named pipe would otherwise wait for a writer for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def refused(path: Path, error: OSError) -> CheckpointError:
+    """What ``error`` tells of a checkpoint: that it lacks ``path``, or only that this cannot be read now.
+
+    Many a failure passes: of a network share or a disk, of too many open files. It proves nothing.
+    """
+    why = error.strerror or str(error)
+    if error.errno in _NO_FILE:
+        return CheckpointError(f"cannot read {path}", why=why, fix=_FIX)
+    return UnreadableError(
+        f"cannot read {path}",
+        why=f"{why}; the checkpoint may be whole",
+        fix="check disk, network share and permissions and try again; or move the checkpoint's folder away to do "
+        "without it",
+    )
 
 
 def model_shard(number: int, shards: int) -> str:

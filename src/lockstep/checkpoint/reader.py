@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.checkpoint.manifest import Manifest, folder_name, read_manifest, step_in, verify_files
+from lockstep.checkpoint.manifest import Manifest, folder_name, read_manifest, refused, step_in, verify_files
 from lockstep.checkpoint.snapshot import Snapshot, read_snapshot
-from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError
+from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError, UnreadableError
 from lockstep.telemetry.files import is_folder, names_in, read_bytes
 
 Result = TypeVar("Result")
 
+#: Behind the name of a broken checkpoint that a run has gone on without.
+BROKEN = ".broken"
 #: Behind the name of a checkpoint that gives way to another one of its step.
 REPLACED = ".replaced"
 #: A reader begins again when the checkpoint is replaced under it, but not for ever.
@@ -42,7 +45,7 @@ class CheckpointReader:
         target = self.path_of(step)
         for _ in range(_READ_TRIES):
             for candidate in (target, target.with_name(target.name + REPLACED)):
-                if is_folder(candidate):
+                if _is_there(candidate):
                     return candidate
             if step not in self.steps():  # else it was renamed between the looks
                 break
@@ -54,15 +57,21 @@ class CheckpointReader:
         )
 
     def step_of(self, pointer: str) -> int | None:
-        """The step that ``last`` or ``best`` means; ``None`` for other words, and when there is no such checkpoint."""
+        """The step that ``last`` or ``best`` means; ``None`` for other words, and when there is no such checkpoint.
+
+        A copy of the folder that followed links has the whole checkpoint in place of the link.
+        """
         if pointer not in ("last", "best"):
             return None
         link = self.folder / pointer
         try:
-            name = (
-                str(link.readlink()) if link.is_symlink() else read_bytes(link, max_bytes=4096).decode("ascii").strip()
-            )
-        except (OSError, RunFolderError, UnicodeDecodeError):
+            if link.is_symlink():
+                name = str(link.readlink())
+            elif is_folder(link):
+                name = folder_name(read_manifest(link).step)
+            else:
+                name = read_bytes(link, max_bytes=4096).decode("ascii").strip()
+        except (OSError, RunFolderError, CheckpointError, UnicodeDecodeError):
             return None
         step = step_in(name)
         return step if step in self.steps() else None
@@ -108,6 +117,7 @@ class CheckpointReader:
 
         Raises:
             NewerFormatError: the newest is not for this version of Lockstep; falling back would throw work away.
+            UnreadableError: one cannot be read now, and may be whole.
         """
         told: set[int] = set()
         while True:
@@ -115,11 +125,11 @@ class CheckpointReader:
                 try:
                     self.verify(step)
                     return step
-                except NewerFormatError:
-                    raise
                 except CheckpointError as error:
                     if step not in self.steps():
                         break  # retired meanwhile, as old ones are: so there are newer ones
+                    if isinstance(error, (NewerFormatError, UnreadableError)):
+                        raise
                     if step not in told:
                         report(f"the checkpoint of step {step} is broken and passed over: {error.what} ({error.why})")
                     told.add(step)
@@ -150,11 +160,22 @@ class CheckpointReader:
             else:
                 if _identity(folder) == before:
                     return result
-        raise CheckpointError(
+        raise UnreadableError(
             f"the checkpoint of step {step} keeps changing",
             why="its run is saving it again and again",
             fix="try again later",
         )
+
+
+def _is_there(folder: Path) -> bool:
+    """Whether there is such a folder. Raises :class:`UnreadableError` when nobody can tell."""
+    try:
+        return stat.S_ISDIR(folder.stat().st_mode)
+    except OSError as error:
+        found = refused(folder, error)
+        if isinstance(found, UnreadableError):
+            raise found from None
+        return False
 
 
 def _identity(folder: Path) -> tuple[int, int, int] | None:

@@ -5,6 +5,7 @@ Whatever ends the process at whatever moment, the checkpoints before are untouch
 
     step-00000123/            a checkpoint
     step-00000123.replaced/   its predecessor, for the moment between two renames
+    step-00000123.broken/     one that a run has gone on without
     last, best                relative links (text files where links cannot be made)
     .*.tmp-*                  being made, or being removed; never read
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -31,7 +32,7 @@ from lockstep.checkpoint.manifest import (
     step_in,
     verify_files,
 )
-from lockstep.checkpoint.reader import REPLACED, CheckpointReader
+from lockstep.checkpoint.reader import BROKEN, REPLACED, CheckpointReader
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.errors import CheckpointError
 from lockstep.telemetry.files import (
@@ -165,34 +166,56 @@ class CheckpointStore(CheckpointReader):
         try:
             self._link(temporary, folder_name(step))
         except (OSError, NotImplementedError):
+            self._free(link)
             write_text(link, folder_name(step) + "\n")  # raises if the disk, not the link, is the trouble
         else:
             self._stage(f"{pointer} linked")
             try:
+                self._free(link)
                 temporary.replace(link)
             finally:
                 temporary.unlink(missing_ok=True)
             fsync_folder(self.folder)
         self._stage(f"{pointer} set")
 
+    def _free(self, link: Path) -> None:
+        """Remove a pointer that is a folder, as a copy that followed links has made it: no link can replace that."""
+        if is_folder(link) and not link.is_symlink():
+            self._remove(link)
+
     def retain(self, keep: Collection[int]) -> None:
         """Remove all checkpoints but those of the steps in ``keep`` and those that ``last`` and ``best`` mean.
 
-        Raises:
-            StorageError: one could not be removed.
-        """
-        self._remove_steps(set(self.steps()) - {*keep, self.step_of("last"), self.step_of("best")})
-
-    def discard_after(self, step: int) -> list[int]:
-        """Remove the checkpoints of later steps than ``step``, and return those steps.
-
-        For a run that goes on from ``step`` because they are broken: they would count as the newest.
+        What was set aside goes as soon as there is a checkpoint of its step or a later one: training has passed it.
 
         Raises:
             StorageError: one could not be removed.
         """
-        later = [other for other in self.steps() if other > step]
-        self._remove_steps(later)
+        there = self.steps()
+        self._remove_steps(set(there) - {*keep, self.step_of("last"), self.step_of("best")})
+        aside = {name: step_in(name.removesuffix(BROKEN)) for name in names_in(self.folder) if name.endswith(BROKEN)}
+        passed = max(there, default=-1)
+        self._remove_all(name for name, step in aside.items() if step is not None and step <= passed)
+
+    def set_aside_after(self, step: int | None) -> list[int]:
+        """Rename the checkpoints of later steps than ``step``, or all for ``None``, and return their steps.
+
+        For a run that goes on from ``step`` because they are broken: they would count as the newest. Who can still
+        use a part of them finds it until :meth:`retain` removes it. Call :meth:`clean_temporary` before.
+
+        Raises:
+            StorageError: one could not be renamed.
+        """
+        later = [other for other in self.steps() if step is None or other > step]
+        for other in later:
+            target = self.path_of(other)
+            aside = target.with_name(target.name + BROKEN)
+            try:
+                self._remove(aside)
+                target.rename(aside)
+                fsync_folder(self.folder)
+            except OSError as error:
+                raise storage_error(error, target) from error
         return later
 
     def clean_temporary(self) -> None:
@@ -215,12 +238,14 @@ class CheckpointStore(CheckpointReader):
 
     def _remove_steps(self, steps: Collection[int]) -> None:
         for step in sorted(steps):
-            target = self.path_of(step)
+            self._remove_all((folder_name(step) + REPLACED, folder_name(step)))
+
+    def _remove_all(self, names: Iterable[str]) -> None:
+        for name in names:
             try:
-                self._remove(target.with_name(target.name + REPLACED))
-                self._remove(target)
+                self._remove(self.folder / name)
             except OSError as error:
-                raise storage_error(error, target) from error
+                raise storage_error(error, self.folder / name) from error
 
     def _remove(self, folder: Path) -> None:
         """Remove a checkpoint's folder, in one moment as far as readers can see."""

@@ -166,8 +166,7 @@ def _newest(run_dir: RunDir, collectives: Collectives, sink: Sink, *, in_pieces:
     if collectives.is_main:
         store.clean_temporary()
         step = store.newest_verified(lambda message: sink.emit(Note("warning", message)))
-        if step is not None:
-            store.discard_after(step)
+        store.set_aside_after(step)
     step = collectives.broadcast(step)
     return None if step is None else load_shared(store, step, collectives, in_pieces=in_pieces)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lockstep.checkpoint.store import CheckpointStore, Pointer
 from lockstep.config import RunConfig
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UnreadableError
 from lockstep.launch.folder import create_folder
 from lockstep.launch.keep import Keeping
 from lockstep.launch.meet import Member, Team
@@ -54,11 +54,12 @@ def share_run(team: Team, keeping: Keeping, config: RunConfig, timeout_s: float)
     history = team.together(lambda: _history(run), here=rank == source)
     history = team.collectives.broadcast(history, source)
     team.together(lambda: _take_history(run, keeping, config, history or {}), here=rank in needy)
-    steps = team.collectives.broadcast(_steps_to_send(run, newest.step) if rank == source else {}, source)
+    steps = team.together(lambda: _steps_to_send(run, newest.step), here=rank == source)
+    steps = team.collectives.broadcast(steps, source) or {}
     with _pipeline(team, source, needy, timeout_s) as pipe:
         for step, pointers in steps.items():
             _share_checkpoint(team, pipe, CheckpointStore(run.checkpoints), step, pointers)
-    team.together(lambda: CheckpointStore(run.checkpoints).discard_after(newest.step), here=rank in needy)
+    team.together(lambda: CheckpointStore(run.checkpoints).set_aside_after(newest.step), here=rank in needy)
 
 
 def _history(run: RunDir) -> dict[str, bytes]:
@@ -91,9 +92,13 @@ def _steps_to_send(run: RunDir, newest: int) -> dict[int, list[Pointer]]:
     steps: dict[int, list[Pointer]] = {}
     best = store.step_of("best")
     if best is not None and best <= newest:
-        with contextlib.suppress(CheckpointError):
+        try:
             store.verify(best)
             steps[best] = ["best"]
+        except UnreadableError:
+            raise
+        except CheckpointError:
+            pass  # broken: the run goes on without it
     if newest >= 0:
         steps.setdefault(newest, []).append("last")
     return steps
