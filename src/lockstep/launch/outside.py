@@ -47,7 +47,7 @@ from lockstep.launch.signals import StopRequest
 from lockstep.launch.watchdog import watched
 from lockstep.plan import Plan
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
+from lockstep.telemetry.sinks import RunFolderSink, check_sinks, standard_sinks
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,7 @@ def _lay_down(
 ) -> tuple[Plan, int, int]:
     """On rank 0: the plan, the attempt's number, and the step from which it goes on."""
     run = RunDir(keeping.path)
+    check_sinks(config, keeping.path)
     point = resume_point(run, hold=True, report=warn) if keeping.found else None
     prepared = plan_for(task, config, placement, datasets, point, measure=measured_workers)
     if keeping.found:

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.facts import blueprint, inspect_task
 from lockstep.engine.placed import stages_of
 from lockstep.engine.resume import restoring
 from lockstep.engine.task import Datasets, DataSettings, Task
-from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.device import Device
 from lockstep.hardware.host import usable_cores
@@ -164,11 +166,17 @@ def make_plan(task: Task | type[Task] | str | None = None, config: RunConfig | M
 
 
 def resume_point(run_dir: RunDir, *, hold: bool, report: Callable[[str], None]) -> ResumePoint | None:
-    """Where the newest verified checkpoint of a run stands; ``None`` when there is none."""
+    """Where a run goes on: at its newest verified checkpoint, or without one at its beginning.
+
+    ``None`` when it has no plan yet, so that nothing of it is settled.
+
+    Raises:
+        CheckpointError, RunFolderError: the checkpoint or the plan cannot be used.
+    """
     store = CheckpointStore(run_dir.checkpoints)
     step = store.newest_verified(report)
     if step is None:
-        return None
+        return _beginning(run_dir, hold=hold) if os.path.lexists(run_dir.plan_file) else None
     manifest = store.manifest(step)
     with restoring(store.path_of(step)):
         return ResumePoint(
@@ -180,3 +188,23 @@ def resume_point(run_dir: RunDir, *, hold: bool, report: Callable[[str], None]) 
             order=OrderPlan.model_validate(manifest.get("order", {})),
             hold=hold,
         )
+
+
+def _beginning(run_dir: RunDir, *, hold: bool) -> ResumePoint:
+    plan, position = plan_of(run_dir), run_dir.config().debug.start_position
+    batch = plan.batch.global_batch
+    return ResumePoint(
+        step=0, epoch=0, position=position, samples_seen=0, global_batch=batch, order=plan.order, hold=hold
+    )
+
+
+def plan_of(run_dir: RunDir) -> Plan:
+    """The newest plan of a run. Raises :class:`RunFolderError`."""
+    try:
+        return Plan.model_validate(run_dir.plan())
+    except ValidationError as error:
+        raise RunFolderError(
+            f"{run_dir.plan_file} is damaged",
+            why=str(error)[:300],
+            fix=f"copy the newest plan.json of {run_dir.attempts} over it",
+        ) from None

@@ -36,7 +36,7 @@ from lockstep.launch.prepare import Prepared, make_plan, place, plan_for, resume
 from lockstep.launch.signals import StopRequest
 from lockstep.plan import Plan, ResumePoint
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.sinks import standard_sinks
+from lockstep.telemetry.sinks import check_sinks, standard_sinks
 
 __all__ = [
     "RunResult",
@@ -82,6 +82,7 @@ def train(
         built = task_of_run(built, whole, as_given=isinstance(task, Task))
         with claimed(existing):
             return _go_on(existing, built, whole, hold=True)
+    check_sinks(whole, whole.save_dir)
     prepared = _prepare(built, whole, None, world)
     run_dir = create_folder(prepared.config)
     return _start(prepared, run_dir, resumed_from=0)
@@ -123,6 +124,7 @@ def resume(
 
 
 def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool) -> RunResult:
+    check_sinks(config, run.path)
     point = resume_point(run, hold=hold, report=warn)
     prepared = _prepare(task, config, point, read_world(os.environ))
     keep_config(run, config)

@@ -28,6 +28,7 @@ from lockstep.launch.slurm_job import Job
 from lockstep.launch.slurm_script import Request, batch_script, training_command
 from lockstep.telemetry.files import absolute, write_json, write_text
 from lockstep.telemetry.rundir import RunDir, new_run_id
+from lockstep.telemetry.sinks import check_sinks
 
 SCRIPT = "job.sbatch"
 #: How often SLURM is asked for a job's state, seconds; its daemon serves everybody.
@@ -87,6 +88,7 @@ def submit(script: str, config: RunConfig) -> tuple[RunDir, Job]:
         UsageError: there is no SLURM here, or it refuses the job; no folder is left then.
         RunFolderError: the folder cannot be made.
     """
+    check_sinks(config, config.save_dir)
     _ask("sbatch", "--test-only", stdin=script)
     run = create_folder(config)
     write_text(run.path / SCRIPT, script)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.config import RunConfig
@@ -31,7 +32,7 @@ from lockstep.telemetry.mlflow import MlflowSink
 from lockstep.telemetry.records import is_whole
 from lockstep.telemetry.rundir import RunDir, utc_now, write_json
 from lockstep.telemetry.tensorboard import TensorBoardSink, tensorboard_wanted
-from lockstep.telemetry.upload import Uploader, UploadSink
+from lockstep.telemetry.upload import Uploader, UploadSink, check_target
 from lockstep.telemetry.wandb import WandbSink
 
 RESULTS_FILE = "training_results.json"
@@ -52,12 +53,32 @@ def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> Fanout
     return Fanout(essential=[RunFolderSink(run_dir)], optional=[*optional, *loggers(run_dir, config)])
 
 
+def check_sinks(config: RunConfig, folder: Path | None) -> None:
+    """Whether the loggers and the upload that ``config`` asks for can be made; asked before there is a run, or attempt.
+
+    Args:
+        folder: the run's; ``None`` when its name is still to be chosen.
+
+    Raises:
+        ConfigError: a logger is not installed; fsspec does not know ``telemetry.upload_to``, or it is in ``folder``.
+    """
+    settings = config.telemetry
+    tensorboard_wanted(settings.tensorboard)
+    if settings.wandb:
+        _require("wandb")
+    if settings.mlflow:
+        _require("mlflow")
+    if settings.upload_to is not None:
+        check_target(settings.upload_to, folder)
+
+
 def loggers(run_dir: RunDir, config: RunConfig) -> list[Sink]:
     """The loggers that ``config`` asks for. Those that may wait for a server do so in the background.
 
     Raises:
-        ConfigError: one is not installed.
+        ConfigError: as :func:`check_sinks`.
     """
+    check_sinks(config, run_dir.path)
     settings = config.telemetry
     found: list[Sink] = []
     if tensorboard_wanted(settings.tensorboard):
@@ -65,11 +86,9 @@ def loggers(run_dir: RunDir, config: RunConfig) -> list[Sink]:
     if settings.csv:
         found.append(CsvSink(run_dir.logs / "metrics.csv"))
     if settings.wandb:
-        _require("wandb")
         run_id, project, mode = run_dir.read().id, settings.wandb_project, settings.wandb_mode
         found.append(BackgroundSink(WandbSink(run_dir.logs, run_id, config, project=project, mode=mode)))
     if settings.mlflow:
-        _require("mlflow")
         run_id, uri, experiment = run_dir.read().id, settings.mlflow_uri, settings.mlflow_experiment
         found.append(BackgroundSink(MlflowSink(run_dir.logs, run_id, config, uri=uri, experiment=experiment)))
     return found

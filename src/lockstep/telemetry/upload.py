@@ -64,7 +64,7 @@ class Uploader:
         self._done: dict[str, object] = {}
         self._wanted, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        _check_target(self.target, self.local_dir)
+        check_target(self.target, self.local_dir)
 
     def request(self) -> None:
         """Ask for a pass over the folder; returns at once. Requests during a pass become one more pass."""
@@ -165,12 +165,18 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:300]
 
 
-def _check_target(target: str, local_dir: Path) -> None:
+def check_target(target: str, local_dir: Path | None) -> None:
+    """Whether a folder can be uploaded to ``target``. ``local_dir``: where the folder is, if that is known.
+
+    Raises:
+        ConfigError: as :class:`Uploader`.
+    """
     import fsspec
 
     protocol, _, path = target.rpartition("://")
     protocol = protocol or "file"
-    if protocol in ("file", "local") and Path(path).resolve().is_relative_to(local_dir.resolve()):
+    on_disk = protocol in ("file", "local")
+    if on_disk and local_dir is not None and Path(path).resolve().is_relative_to(local_dir.resolve()):
         raise ConfigError(
             f"cannot upload {local_dir} to {target}",
             why="the target is that folder, or in it",

@@ -1,0 +1,99 @@
+"""What is settled before anything starts: where a run goes on, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.errors import ConfigError, RunFolderError
+from lockstep.hardware.world import World
+from lockstep.launch.folder import changed_config, create_folder
+from lockstep.launch.keep import Keeping
+from lockstep.launch.outside import _lay_down
+from lockstep.launch.prepare import Prepared, place, prepare, resume_point, settle
+from lockstep.telemetry.rundir import RunDir
+from tests.toys import Toy
+
+ON_TWO = {"hardware": {"selected_devices": ["cpu", "cpu"]}, "training": {"batch_size": 16}}
+
+
+def stopped_at_once(folder: Path, **settings: Any) -> tuple[RunDir, Prepared]:
+    """A run whose first attempt ended before a checkpoint, and what that attempt had prepared."""
+    prepared = prepare(Toy, {**ON_TWO, "save_dir": str(folder), **settings})
+    run = create_folder(prepared.config)
+    run.begin_attempt(prepared.plan.as_dict(), prepared.placement.as_dict())
+    run.update(status="stopped")
+    return run, prepared
+
+
+@pytest.mark.parametrize(("hold", "expected"), [(True, 32), (False, 16)])
+def test_a_run_without_a_checkpoint_holds_its_global_batch_on_other_devices(
+    tmp_path: Path, hold: bool, expected: int
+) -> None:
+    run, first = stopped_at_once(tmp_path / "run")
+    on_one = changed_config(run, {"hardware": {"selected_devices": ["cpu"]}})
+    plan = prepare(Toy, on_one, resume=resume_point(run, hold=hold, report=pytest.fail)).plan
+    assert first.plan.batch.global_batch == 32 and plan.batch.global_batch == expected
+    assert plan.order == first.plan.order
+    assert plan.total_steps == 2 * -(-200 // expected)
+
+
+def test_a_run_without_a_checkpoint_begins_where_it_began(tmp_path: Path) -> None:
+    run, first = stopped_at_once(tmp_path / "run", debug={"start_position": 64})
+    point = resume_point(run, hold=True, report=pytest.fail)
+    assert point is not None and (point.step, point.epoch, point.position) == (0, 0, 64)
+    assert prepare(Toy, run.config(), resume=point).plan.total_steps == first.plan.total_steps
+
+
+def test_a_run_without_a_plan_holds_nothing(tmp_path: Path) -> None:
+    run = create_folder(settle(Toy, {**ON_TWO, "save_dir": str(tmp_path / "run")})[1])
+    assert resume_point(run, hold=True, report=pytest.fail) is None
+    run.plan_file.write_text("{}")
+    with pytest.raises(RunFolderError, match=r"plan\.json is damaged"):
+        resume_point(run, hold=True, report=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "words"),
+    [
+        ({"upload_to": "nowhere://bucket/run"}, "cannot upload"),
+        ({"upload_to": "run/copy"}, "cannot upload"),
+        ({"wandb": True}, "wandb is not installed"),
+        ({"mlflow": True}, "mlflow is not installed"),
+        ({"tensorboard": "on"}, "TensorBoard is not installed"),
+    ],
+)
+def test_telemetry_that_cannot_be_is_refused_before_there_is_a_run_or_an_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, telemetry: dict[str, Any], words: str
+) -> None:
+    without_loggers(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    wrong = {**ON_TWO, "save_dir": "run", "telemetry": telemetry}
+    for begin in (lambda: lockstep.train(Toy, wrong), lambda: begin_as_rank(wrong)):
+        with pytest.raises(ConfigError, match=words):
+            begin()
+        assert not list(tmp_path.iterdir())
+    run, _ = stopped_at_once(tmp_path / "run")
+    before = run.read(), run.config()
+    with pytest.raises(ConfigError, match=words):
+        lockstep.train(Toy, wrong, resume=True)
+    assert (run.read(), run.config()) == before
+
+
+def without_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.telemetry import sinks
+
+    find_spec, missing = sinks.importlib.util.find_spec, {"wandb", "mlflow", "tensorboard"}
+    monkeypatch.setattr(
+        sinks.importlib.util, "find_spec", lambda name, *more: None if name in missing else find_spec(name, *more)
+    )
+
+
+def begin_as_rank(settings: dict[str, Any]) -> None:
+    """What rank 0 of a torchrun does when the ranks have agreed on a new run."""
+    task, config = settle(Toy, settings)
+    keeping = Keeping("run-00000000", Path("run").absolute(), (0,), 0, {})
+    _lay_down(keeping, task, config, place(config, World()), task.datasets(), None)
