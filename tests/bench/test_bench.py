@@ -25,6 +25,7 @@ from lockstep.cli.output import deliver
 from lockstep.errors import StorageError, UsageError
 from tests.bench.greedy import Greedy
 from tests.conftest import RunCli
+from tests.dist.staged import Staged
 from tests.e2e.test_train import TOY, start
 from tests.toys import Toy
 
@@ -94,7 +95,10 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
         assert two["shares"]["communication"] > 0
         assert sum(two["shares"].values()) == pytest.approx(1)
         assert len(two["memory_mb_per_device"]) == 2
-        assert two["claimed_speed_up"] == 2.0
+        assert two["epoch_s"] == pytest.approx(200 / two["samples_per_s"])
+        assert len(two["utilisation_per_device"]) == 2
+        assert min(two["utilisation_per_device"]) > 0
+        assert "claimed_speed_up" not in two
         assert rows[2, "dp", mode]["status"] == "refused"
         assert rows[2, "fsdp", mode]["samples_per_s"] > 0
         assert rows[2, "fsdp", mode]["shares"]["communication"] is None, "it hides in forward and backward"
@@ -102,7 +106,30 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
     assert {row[1] for row in table_of("scaling", report.rows)[1]} == {"single", "ddp", "dp", "fsdp"}
     assert any("1 thread" in note for note in report.notes)
     assert any("dp needs GPUs" in note for note in report.notes)
+    assert report.notes[-1].endswith("the guides speak of har and speech"), "and not of this task"
     write_report(report, tmp_path / "bench-scaling-1")
+    columns = (tmp_path / "bench-scaling-1" / "report.md").read_text()
+    assert "| epoch s | speed-up | efficiency | memory MB | utilisation |" in columns
+
+
+PIPELINE: dict[str, Any] = {**TWO, "hardware": {**TWO["hardware"], "strategy": "pipeline"}}
+
+
+def test_a_pipeline_is_measured_on_two_ranks_that_its_micro_batches_keep_busy() -> None:
+    subject = Subject(Staged, TWO)
+    report = bench_scaling(subject, strategies=("pipeline",), modes=("strong",), steps=3, warm_up=2, repeats=1)
+    one, two = report.rows
+    assert (one["global_batch"], one["accumulate"]) == (32, 1)
+    assert two["status"] == "ok"
+    assert (two["global_batch"], two["accumulate"]) == (32, 8)
+    assert len(two["memory_mb_per_device"]) == 2, "each stage has a process of its own"
+
+
+def test_a_pipelines_largest_batch_is_tried_with_as_many_micro_batches_as_its_devices_hold() -> None:
+    report = bench_batch_size(Subject(Staged, PIPELINE), max_batch=500)
+    assert report.settings["accumulate"] == 2
+    assert [row["batch_size"] for row in report.rows] == [16, 32, 64, 100], "two of 100 are the whole data set"
+    assert {row["status"] for row in report.rows} == {"ok"}
 
 
 def test_running_out_of_memory_on_one_rank_is_a_result() -> None:

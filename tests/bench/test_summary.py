@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.bench.claims import claim_of
 from lockstep.bench.stopwatch import PARTS
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, summarise, with_waits
+from lockstep.bench.tables import table_of
 
 SECONDS = st.floats(1e-6, 10.0)
 STEP = st.fixed_dictionaries(dict.fromkeys(PARTS, SECONDS))
@@ -75,3 +77,14 @@ def test_one_device_and_all_of_them_are_measured(devices: int) -> None:
     assert counts[0] == 1
     assert counts[-1] == devices
     assert len(counts) <= 14
+
+
+def test_claims_stand_beside_the_task_and_devices_that_a_guide_speaks_of() -> None:
+    row = {"ranks": 2, "strategy": "dp", "status": "ok", "speed_up": 1.5}
+    columns, cells = table_of("scaling", [{**row, **claim_of("har", "dp", 2)}])
+    shown = dict(zip(columns, cells[0], strict=True))
+    names = ("claimed samples/s", "claimed speed-up", "claimed memory GB")
+    assert [shown[name] for name in names] == ["250", "1.70", "8 5"]
+    assert claim_of("speech", "ddp", 4)["claimed_speed_up"] == 3.5
+    assert claim_of("autoencoder", "dp", 2) == {}
+    assert not set(names) & set(table_of("scaling", [row])[0])

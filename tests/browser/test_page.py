@@ -234,7 +234,8 @@ SCALING = {
     "notes": ["communication takes 20% of a step on 2 devices (ddp, weak)"],
     "rows": [
         {"ranks": ranks, "strategy": strategy, "mode": mode, "status": "ok", "samples_per_s": 100.0 * speed_up,
-         "speed_up": speed_up, "efficiency": speed_up / ranks, "memory_mb": 440.0 + ranks}
+         "speed_up": speed_up, "efficiency": speed_up / ranks, "memory_mb": 440.0 + ranks,
+         "epoch_s": 90 / speed_up, "utilisation_per_device": [0.9, 0.7][:ranks]}
         for ranks, strategy, mode, speed_up in (
             (1, "single", "weak", 1.0), (1, "single", "strong", 1.0), (2, "ddp", "weak", 1.8), (2, "ddp", "strong", 1.5)
         )
@@ -250,12 +251,12 @@ def test_scaling_is_drawn_against_the_ideal(server: Address, open_page: OpenPage
     page.get_by_role("link", name="Scaling").click()
     report = page.get_by_role("region", name="scaling of har")
     expect(report.get_by_text("1.80 times one")).to_be_visible()
-    for figure in ("Speed-up", "Efficiency", "Peak memory per rank"):
+    for figure in ("Speed-up", "Efficiency", "Peak memory per rank", "Time for an epoch, s", "Utilisation"):
         expect(report.get_by_role("figure", name=figure)).to_be_visible()
     speed_up = report.get_by_role("figure", name="Speed-up")
     for line in ("ddp weak 1.8", "ddp strong 1.5", "ideal 2"):
         expect(speed_up.get_by_role("button", name=line)).to_be_visible()
-    expect(report.get_by_role("row", name=re.compile("2 ddp weak 180"))).to_be_visible()
+    expect(report.get_by_role("row", name=re.compile("2 ddp weak 180.* 50 80 %"))).to_be_visible()
 
 
 @pytest.mark.drill

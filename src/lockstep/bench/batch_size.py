@@ -64,7 +64,9 @@ def bench_batch_size(
     """
     base = subject.base
     devices = len(base.placement.devices)
-    available = max(1, base.plan.task.train_samples // devices)
+    # Of a pipeline's micro-batches a device holds as many as there are devices, or with gpipe all of a step.
+    accumulate = max(devices, base.plan.batch.accumulate) if base.plan.pipelined else 1
+    available = max(1, base.plan.task.train_samples // (accumulate if base.plan.pipelined else devices))
     most = min(available, max_batch or available)
     if memory_limit is not None and base.placement.accelerator == "gpu":
         raise UsageError("--memory-limit is for CPU ranks", why="a GPU's limit is its own memory", fix="leave it out")
@@ -75,6 +77,7 @@ def bench_batch_size(
         {
             "devices": list(base.placement.devices),
             "strategy": base.placement.strategy,
+            "accumulate": accumulate,
             "max_batch": most,
             "memory_limit_mb": None if limit is None else limit / 1e6,
             "global_batch": base.plan.batch.global_batch,
@@ -93,7 +96,8 @@ def _search(report: BenchReport, subject: Subject, first: int, most: int, limit:
         candidate: int | None = first
         while candidate is not None:
             say(f"batch {candidate}" + (" and larger" if fails is None else f", below {fails}"))
-            case = subject.case({}, _sized(candidate), steps=STEPS, warm_up=WARM_UP)
+            sizes = {"batch_size": candidate, "global_batch_size": None, "accumulate": report.settings["accumulate"]}
+            case = subject.case({}, {"training": sizes}, steps=STEPS, warm_up=WARM_UP)
             outcome = trials.run(
                 search,
                 *(case, candidate, fits, fails, most, limit),
@@ -118,10 +122,6 @@ def _search(report: BenchReport, subject: Subject, first: int, most: int, limit:
             candidate = next_batch(fits, fails, most)
 
 
-def _sized(batch: int) -> dict[str, Any]:
-    return {"training": {"batch_size": batch, "global_batch_size": None, "accumulate": 1}}
-
-
 def search(rank: Rank, case: Case, candidate: int, fits: int, fails: int | None, most: int, limit: int | None) -> None:
     """On a rank: try one batch after the other until the search is over or this process is."""
     with on_site(rank, case.config, case.plan) as site:
@@ -136,10 +136,9 @@ def search(rank: Rank, case: Case, candidate: int, fits: int, fails: int | None,
 
 
 def _with_batch(plan: Plan, size: int) -> Plan:
-    """``plan`` with another batch size per device and no accumulation; an epoch may have a single step then."""
-    batch = plan.batch.model_copy(
-        update={"batch_size": size, "global_batch": size * plan.batch.ranks * plan.batch.devices_per_rank}
-    )
+    """``plan`` with another batch size per device; an epoch may have a single step then."""
+    micro_batches = plan.batch.accumulate * plan.batch.ranks * plan.batch.devices_per_rank
+    batch = plan.batch.model_copy(update={"batch_size": size, "global_batch": size * micro_batches})
     return plan.model_copy(
         update={"batch": batch, "epochs": plan.total_steps, "pre_scale": 2.0 ** -(batch.global_batch.bit_length() - 1)}
     )

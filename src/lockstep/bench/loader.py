@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from lockstep.bench.measure import Case, measure, on_site
 from lockstep.bench.rank import Rank
@@ -13,7 +14,7 @@ from lockstep.engine.source import training_source
 from lockstep.hardware.host import usable_cores
 from lockstep.launch.pace import EPOCHS, loading_rate
 from lockstep.plan import Plan
-from lockstep.plan.workers import recommend, worker_counts
+from lockstep.plan.workers import CLOSE, recommend, worker_counts
 
 WARM_UP, STEPS = 3, 12
 
@@ -49,6 +50,7 @@ def bench_loader(
             "workers": counts,
             "seconds": seconds,
             "planned_workers": base.plan.loader.num_workers,
+            "pin_memory": step.plan.loader.pin_memory,
         },
     )
     if samples < planned:
@@ -67,7 +69,7 @@ def bench_loader(
         report.rows += [{**row, "status": "ok"} for row in outcome.rows if "demand" not in row]
         if outcome.ended in {"out of memory", "failed"}:
             _blame(report, bool(demands), outcome)
-        _conclude(report, demands[0] if demands else None)
+        conclude(report, demands[0] if demands else None)
         if outcome.ended == "stopped":
             raise KeyboardInterrupt
     return report
@@ -82,7 +84,24 @@ def _blame(report: BenchReport, step_is_known: bool, outcome: Outcome) -> None:
     report.notes.append(f"{f'{left[0]} workers' if left else culprit}: {outcome.ended} ({outcome.error})")
 
 
-def _conclude(report: BenchReport, demand: float | None) -> None:
+def holds_up(load_ms: float, transfer_ms: float, step_ms: float) -> Literal["load", "transfer", "compute"]:
+    """What a step waits for, if each batch takes so long to load and to bring to the GPU, both beside the step before.
+
+    Args:
+        step_ms: of a step whose batch is loaded. Where the transfer is slower than the computing, it takes as long as
+            the transfer.
+    """
+    if load_ms > max(step_ms, transfer_ms):
+        return "load"
+    return "transfer" if transfer_ms >= CLOSE * step_ms else "compute"
+
+
+def conclude(report: BenchReport, demand: float | None) -> None:
+    """The verdict of the report's rows.
+
+    Args:
+        demand: samples per second that the step would take if it never waited for its batch; ``None``: not measured.
+    """
     rates = {row["num_workers"]: row["samples_per_s"] for row in report.rows if row["status"] == "ok"}
     if not rates or demand is None:
         report.verdict = "nothing could be measured"
@@ -95,6 +114,24 @@ def _conclude(report: BenchReport, demand: float | None) -> None:
     report.extra = {"demand_samples_per_s": demand, "recommended": advice._asdict()}
     report.verdict = f"use --num-workers {advice.num_workers}: {advice.reason}"
     report.notes.append(f"the plan takes {planned} for this task" + (", too" * (planned == advice.num_workers)))
+    chosen = next(row for row in report.rows if row["num_workers"] == advice.num_workers)
+    if chosen["transfer_ms"] is not None:
+        _weigh_transfer(report, chosen["load_ms"], chosen["transfer_ms"], report.settings["batch_size"] / demand * 1e3)
+
+
+def _weigh_transfer(report: BenchReport, load_ms: float, transfer_ms: float, step_ms: float) -> None:
+    """Say whether loading or the transfer to the GPU holds the step up, and what to set."""
+    pinned, found = report.settings["pin_memory"], holds_up(load_ms, transfer_ms, step_ms)
+    report.extra["holds_up"] = found
+    times = f"a batch takes {load_ms:.3g} ms to load and {transfer_ms:.3g} ms to the GPU, a step {step_ms:.3g} ms"
+    if found == "transfer":
+        fix = "smaller types that become floats on the GPU" if pinned else "--set data.pin_memory=true"
+        report.verdict = f"the transfer holds the step up ({times}): {fix}. For loading, {report.verdict}"
+    else:
+        culprit = "loading holds the step up" if found == "load" else "neither holds the step up"
+        report.notes.append(f"{times}: {culprit}")
+        if not pinned:
+            report.notes.append("data.pin_memory is off: the host waits for each copy to the GPU")
 
 
 def measure_loader(rank: Rank, step: Case, endless: Plan, counts: Sequence[int], seconds: float) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.bench.rank import PeakMemory, Rank, limit_memory
+from lockstep.bench.rank import PeakMemory, Rank, Utilisation, limit_memory
 from lockstep.bench.stopwatch import LastGradient, Stopwatch, TimedUpdate, time_loss, timed_batches
 from lockstep.bench.summary import summarise
 from lockstep.config import RunConfig
-from lockstep.data.loader import Request, make_loader, windows
-from lockstep.engine.attempt import assemble, open_data
+from lockstep.data.loader import Request, make_loader
+from lockstep.engine.attempt import assemble, open_data, walk
 from lockstep.engine.collectives import Collectives, shared
 from lockstep.engine.fit import Fit
 from lockstep.engine.loop import StepResult, training_steps
@@ -110,7 +110,7 @@ def training(site: Site, config: RunConfig, plan: Plan, watch: Stopwatch) -> Ite
         with contextlib.closing(loader):
             update: Any = TimedUpdate(fit.update, watch)
             steps = training_steps(
-                _walk(plan, world),
+                walk(plan, world),
                 timed_batches(iter(loader), watch),
                 fit.strategy,
                 update,
@@ -122,31 +122,31 @@ def training(site: Site, config: RunConfig, plan: Plan, watch: Stopwatch) -> Ite
             yield fit, steps
 
 
-def _walk(plan: Plan, world: World) -> Iterator[Any]:
-    return windows(plan.batch, rank=world.rank, epoch=0, position=0, epochs=plan.epochs, ghosts=plan.sync_batchnorm)
-
-
 def requests_of(plan: Plan, world: World) -> Iterator[Request]:
     """The micro-batches of a rank, in order."""
-    return chain.from_iterable(window.requests for window in _walk(plan, world))
+    return chain.from_iterable(window.requests for window in walk(plan, world))
 
 
 def measure(site: Site, case: Case) -> dict[str, Any]:
     """Time and memory of the steps of ``case``; the same on every rank."""
     plan, world, watch = case.plan, site.rank.world, Stopwatch(site.device)
-    memory = PeakMemory(own_devices(plan, site.device))
+    devices = own_devices(plan, site.device)
+    memory, busy = PeakMemory(devices), Utilisation(devices, plan.threads)
     memory.reset()
     total = plan.total_steps
-    with _tf32(case.tf32), training(site, case.config, plan, watch) as (fit, steps):
+    with _tf32(case.tf32), busy, training(site, case.config, plan, watch) as (fit, steps):
         last = LastGradient(fit.strategy.module, watch) if world.size > 1 else None
         for number, _ in enumerate(steps, start=1):
             site.rank.check()
-            if number == case.warm_up and last is not None:
-                last.settle()
+            if number == case.warm_up:
+                busy.begin()
+                if last is not None:
+                    last.settle()
             if number >= case.warm_up:
                 watch.next_step()
             if number == total:
                 break
+        utilisation = busy.read()
         if last is not None:
             last.close()
     parts = site.collectives.all_gather(watch.steps())
@@ -156,14 +156,15 @@ def measure(site: Site, case: Case) -> dict[str, Any]:
         **summarise(parts, plan.batch.global_batch),
         "memory_mb": max(peaks) / 1e6,
         "memory_mb_per_device": [peak / 1e6 for peak in peaks],
+        "utilisation_per_device": list(chain.from_iterable(site.collectives.all_gather(utilisation))),
     }
 
 
 def own_devices(plan: Plan, device: torch.device) -> list[torch.device]:
-    """The devices that this rank computes on: one, but for ``dp``."""
-    if plan.placement["strategy"] == "dp":
-        return [rank_device([name], World()) for name in plan.placement["devices"]]
-    return [device]
+    """The devices that this rank computes on: one, or all where it is the only rank (dp)."""
+    if plan.world_size > 1:
+        return [device]
+    return [rank_device([name], World()) for name in dict.fromkeys(plan.placement["devices"])]
 
 
 def release(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from lockstep.bench.report import BenchReport
 
 Row = Mapping[str, Any]
+#: Panels side by side.
+_COLUMNS = 3
 
 
 def draw(report: BenchReport, folder: Path) -> list[Path]:
@@ -24,10 +27,13 @@ def draw(report: BenchReport, folder: Path) -> list[Path]:
     if not rows:
         return []
     painter = _PAINTERS[report.kind]
-    panels = 3 if report.kind == "scaling" else 2 if report.kind in {"step", "comm", "forecast"} else 1
-    figure = Figure(figsize=(6 * panels, 4.2), layout="constrained")
-    axes = list(figure.subplots(1, panels, squeeze=False)[0])
-    painter(axes, rows, report)
+    panels = 5 if report.kind == "scaling" else 2 if report.kind in {"step", "comm", "forecast"} else 1
+    columns, lines = min(panels, _COLUMNS), -(-panels // _COLUMNS)
+    figure = Figure(figsize=(6 * columns, 4.2 * lines), layout="constrained")
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for unused in axes[panels:]:
+        unused.set_visible(False)
+    painter(axes[:panels], rows, report)
     figure.suptitle(f"{report.title} ({', '.join(report.settings.get('devices', []))})".replace(" ()", ""))
     file = folder / f"{report.kind}.png"
     png = io.BytesIO()
@@ -69,6 +75,9 @@ def _scaling(axes: Sequence[Any], rows: Sequence[Row], report: BenchReport) -> N
         axes[0].plot(ranks, [r["speed_up"] for r in line], marker="o", label=name)
         axes[1].plot(ranks, [r["efficiency"] for r in line], marker="o", label=name)
         axes[2].plot(ranks, [r["memory_mb"] for r in line], marker="o", label=name)
+        axes[3].plot(ranks, [r["epoch_s"] for r in line], marker="o", label=name)
+        busy = [(r["ranks"], statistics.fmean(r["utilisation_per_device"])) for r in line if _is_known(r)]
+        axes[4].plot([count for count, _ in busy], [share for _, share in busy], marker="o", label=name)
         claimed = [(r["ranks"], r["claimed_speed_up"]) for r in line if r.get("claimed_speed_up")]
         if claimed and mode == report.settings["modes"][0]:
             axes[0].plot(*zip(*claimed, strict=True), marker="x", linestyle="--", label=f"{strategy}, claimed")
@@ -77,7 +86,14 @@ def _scaling(axes: Sequence[Any], rows: Sequence[Row], report: BenchReport) -> N
     axes[0].set(xlabel="devices", ylabel="speed-up", ylim=(0, None))
     axes[1].set(xlabel="devices", ylabel="efficiency", ylim=(0, None))
     axes[2].set(xlabel="devices", ylabel="memory of the fullest device, MB", ylim=(0, None))
+    axes[3].set(xlabel="devices", ylabel="time for an epoch of training, s", ylim=(0, None))
+    axes[4].set(xlabel="devices", ylabel="utilisation, mean of the devices", ylim=(0, None))
     axes[0].legend(fontsize="small")
+
+
+def _is_known(row: Row) -> bool:
+    """Whether every device has said how busy it was."""
+    return None not in row["utilisation_per_device"]
 
 
 def _loader(axes: Sequence[Any], rows: Sequence[Row], report: BenchReport) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lockstep.hardware.monitor import SystemSource
 from lockstep.hardware.world import World
 from lockstep.telemetry.files import JsonLines
 from lockstep.telemetry.rundir import RunDir
@@ -59,6 +62,40 @@ class PeakMemory:
         if self._on_gpu:
             return [torch.cuda.max_memory_allocated(device) for device in self._devices]
         return [_status("VmHWM")]
+
+
+class Utilisation:
+    """How busy this rank's devices are, as shares; use it as a context manager.
+
+    On a GPU what its driver says of the last moments, at most a second (NVML); ``None`` where it does not say. On a
+    CPU the processor time of this process since :meth:`begin`, as a share of what ``threads`` threads can use.
+    """
+
+    def __init__(self, devices: list[torch.device], threads: int) -> None:
+        self._gpus = [f"gpu:{device.index}" for device in devices if device.type == "cuda"]
+        self._threads = threads
+        self._source = SystemSource(self._gpus)
+        self._open = contextlib.ExitStack()
+        self._began = (0.0, 0.0)
+
+    def __enter__(self) -> Utilisation:
+        if self._gpus:
+            self._open.enter_context(self._source)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+
+    def begin(self) -> None:
+        self._began = time.process_time(), time.perf_counter()
+
+    def read(self) -> list[float | None]:
+        """One share for each device."""
+        if self._gpus:
+            found = {device["id"]: device["utilisation"] for device in self._source.sample()["devices"]}
+            return [found.get(name) for name in self._gpus]
+        used, began = self._began
+        return [(time.process_time() - used) / (time.perf_counter() - began) / self._threads]
 
 
 def limit_memory(extra: int) -> None:

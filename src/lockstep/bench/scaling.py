@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from lockstep.bench.claims import claim_of
+from lockstep.bench.claims import TASKS, claim_of
 from lockstep.bench.measure import Case
 from lockstep.bench.report import BenchReport
 from lockstep.bench.step import EXCHANGE_INSIDE, MUCH_COMMUNICATION, check_steps, measure_all
@@ -16,6 +16,7 @@ from lockstep.bench.subject import Subject
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
 from lockstep.bench.trials import Trials, new_trials
 from lockstep.errors import LockstepError, UsageError
+from lockstep.plan.remarks import FILL
 
 Mode = Literal["weak", "strong"]
 #: More than all devices can give together, caches aside.
@@ -51,9 +52,10 @@ def bench_scaling(
     the threads of one.
 
     Args:
-        strategies: ``ddp``, ``dp``; a strategy that these devices refuse gets a row that says so.
+        strategies: of several devices; one that these devices or the task refuse gets a row that says so. The samples
+            of a step are those of the others under ``pipeline`` too, in enough micro-batches to keep it busy.
         repeats: how often each point is measured, interleaved with the others; a median and quartiles come of it.
-        claims: lay a guide's claimed figures beside the measured ones.
+        claims: lay what guides claim for this task beside the measured figures; a note where they do not speak of it.
 
     Raises:
         UsageError: one device, or settings that cannot be.
@@ -80,8 +82,10 @@ def bench_scaling(
         for repeat, point in itertools.product(range(repeats), measured):
             say(f"repeat {repeat + 1} of {repeats}: {point.ranks} device(s), {point.strategy}")
             _measure(point, subject, trials)
-    report.rows += _rows(measured, claims) + refused
+    report.rows += _rows(measured, subject.name if claims else None) + refused
     _conclude(report)
+    if claims and subject.name not in TASKS:
+        report.notes.append(f"nothing is claimed for {subject.name}: the guides speak of {' and '.join(TASKS)}")
     return report
 
 
@@ -115,10 +119,12 @@ def _point(
 ) -> _Point | list[dict[str, Any]]:
     """What to measure; or rows that say why these devices refuse the strategy."""
     count, base = len(devices), subject.base.plan.batch
-    share = -(-base.global_batch // count)
+    samples: dict[Mode, int] = {"weak": base.batch_size * count, "strong": base.global_batch}
+    # A pipeline's devices take part in the same micro-batches; others take one each.
+    parts = FILL * count if strategy == "pipeline" else count
     sizes: dict[Mode, dict[str, Any]] = {
-        "weak": {"batch_size": base.batch_size, "global_batch_size": None, "accumulate": 1},
-        "strong": {"batch_size": share, "global_batch_size": base.global_batch, "accumulate": 1},
+        mode: {"batch_size": -(-size // parts), "global_batch_size": size, "accumulate": 1}
+        for mode, size in samples.items()
     }
     place = {"selected_devices": list(devices), "strategy": "auto" if count == 1 else strategy}
     label = {"devices": list(devices), "ranks": count, "strategy": strategy}
@@ -144,12 +150,12 @@ def _measure(point: _Point, subject: Subject, trials: Trials) -> None:
         raise KeyboardInterrupt
 
 
-def _rows(points: Sequence[_Point], claims: bool) -> list[dict[str, Any]]:
-    """A row for each point and mode, over its repeats."""
+def _rows(points: Sequence[_Point], claimed: str | None) -> list[dict[str, Any]]:
+    """A row for each point and mode, over its repeats; with what is claimed for the task ``claimed``."""
     rows = [row for point in points for row in _merged(point)]
     for row in rows:
-        if claims:
-            row |= claim_of(row["strategy"], row["ranks"])
+        if claimed is not None:
+            row |= claim_of(claimed, row["strategy"], row["ranks"])
     baselines = {row["mode"]: row["samples_per_s"] for row in rows if row["ranks"] == 1 and row["status"] == "ok"}
     for row in rows:
         if row["status"] == "ok" and row["mode"] in baselines:
@@ -173,14 +179,20 @@ def _merged(point: _Point) -> Iterator[dict[str, Any]]:
             **case.label,
             "status": "ok",
             "global_batch": case.plan.batch.global_batch,
+            "accumulate": case.plan.batch.accumulate,
             "repeats": len(good),
             "samples_per_s": rates.median,
             "samples_per_s_low": rates.low,
             "samples_per_s_high": rates.high,
+            "epoch_s": case.plan.task.train_samples / rates.median,
             "step_ms": statistics.median(row["step_ms"] for row in good),
             "memory_mb": max(row["memory_mb"] for row in good),
             "memory_mb_per_device": [
                 max(peaks) for peaks in zip(*(r["memory_mb_per_device"] for r in good), strict=True)
+            ],
+            "utilisation_per_device": [
+                None if None in measured else statistics.fmean(measured)
+                for measured in zip(*(r["utilisation_per_device"] for r in good), strict=True)
             ],
             "shares": _shares(point.strategy, shares),
             "parts": shares,

@@ -64,6 +64,11 @@ def _part(name: str) -> Callable[[Row], str]:
     return lambda row: percent(row["parts_ms"][name] / row["step_ms"])
 
 
+def _each(key: str, form: str) -> Callable[[Row], str]:
+    """The values of ``key``, one for each device; ``-`` for one that is not known."""
+    return lambda row: " ".join("-" if value is None else format(value, form) for value in row.get(key) or ()) or "-"
+
+
 _SHARES = [_share(name) for name in ("data", "forward", "backward", "communication", "wait", "optimizer", "other")]
 _STEP: list[Column] = [
     ("batch", text("batch_size")),
@@ -84,10 +89,14 @@ _SCALING: list[Column] = [
     ("status", text("status")),
     ("global batch", text("global_batch")),
     _between("samples/s", "samples_per_s"),
+    ("claimed samples/s", number("claimed_samples_per_s")),
+    ("epoch s", number("epoch_s")),
     ("speed-up", number("speed_up", ".2f")),
-    ("efficiency", lambda row: percent(row.get("efficiency"))),
     ("claimed speed-up", number("claimed_speed_up", ".2f")),
-    ("memory MB", lambda row: " ".join(f"{value:,.0f}" for value in row.get("memory_mb_per_device") or ()) or "-"),
+    ("efficiency", lambda row: percent(row.get("efficiency"))),
+    ("memory MB", _each("memory_mb_per_device", ",.0f")),
+    ("claimed memory GB", _each("claimed_memory_gb", "g")),
+    ("utilisation", _each("utilisation_per_device", ".0%")),
     ("data", lambda row: percent((row.get("shares") or {}).get("data"))),
     ("compute", lambda row: percent((row.get("shares") or {}).get("compute"))),
     ("communication", lambda row: percent((row.get("shares") or {}).get("communication"))),
@@ -139,7 +148,12 @@ _TABLES: dict[str, list[Column]] = {
     ],
 }
 #: Columns that are left out where no row has a value.
-_OPTIONAL = frozenset({"claimed speed-up", "wait", "communication", "TFLOP/s", "transfer ms"})
+_OPTIONAL = frozenset(
+    {
+        *("claimed samples/s", "claimed speed-up", "claimed memory GB"),
+        *("wait", "communication", "TFLOP/s", "transfer ms"),
+    }
+)
 #: So many rows of a learning-rate test are shown; its report has all.
 _SHOWN = 24
 

@@ -281,7 +281,8 @@ def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Call
 def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     plan, state, trace = fit.plan, fit.state, fit.trace
     source = trace.source(training_source(fit.task, fit.datasets.train, plan))
-    requests = chain.from_iterable(window.requests for window in _walk(fit, world))
+    start: dict[str, int] = {"epoch": state.epoch, "position": state.position}
+    requests = chain.from_iterable(window.requests for window in walk(plan, world, **start))
     loader = make_loader(source, requests, plan.loader, world.rank, largest=plan.batch.batch_size)
     batches = TimedBatches(trace.batches(iter(loader)))
     fit.strategy.module.train()
@@ -298,7 +299,7 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     place: dict[str, Any] = {"rank": world.rank, "device": fit.device, "remark": fit.remark}
     with contextlib.closing(loader), memory_snapshot(telemetry, run_dir.profile, **place):
         steps = training_steps(
-            _recorded(_walk(fit, world), fit, run_dir, world, source),
+            _recorded(walk(plan, world, **start), fit, run_dir, world, source),
             batches,
             fit.strategy,
             fit.update,
@@ -319,14 +320,15 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     trace.write()
 
 
-def _walk(fit: Fit, world: World) -> Iterator[Window]:
+def walk(plan: Plan, world: World, *, epoch: int = 0, position: int = 0) -> Iterator[Window]:
+    """What this rank takes part in, from ``position`` of ``epoch`` to the end of the run."""
     return windows(
-        fit.plan.batch,
-        rank=0 if fit.plan.pipelined else world.rank,
-        epoch=fit.state.epoch,
-        position=fit.state.position,
-        epochs=fit.plan.epochs,
-        ghosts=fit.plan.sync_batchnorm or fit.plan.sharded,
+        plan.batch,
+        rank=0 if plan.pipelined else world.rank,
+        epoch=epoch,
+        position=position,
+        epochs=plan.epochs,
+        ghosts=plan.sync_batchnorm or plan.sharded,
     )
 
 

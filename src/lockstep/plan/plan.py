@@ -90,7 +90,8 @@ class Plan(_Frozen):
 
     @property
     def world_size(self) -> int:
-        return self.batch.ranks
+        """Processes. A pipeline's all read the same samples, so to ``batch`` they are one rank."""
+        return int(self.placement["world_size"])
 
     @property
     def steps_per_epoch(self) -> int:

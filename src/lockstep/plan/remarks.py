@@ -9,6 +9,10 @@ from pydantic import BaseModel
 from lockstep.config import RunConfig
 from lockstep.hardware.resolve import Placement
 from lockstep.plan.batch import BatchPlan
+from lockstep.plan.plan import TaskFacts
+
+#: So many micro-batches for each device keep a pipeline busy (Huang et al. 2019, https://arxiv.org/abs/1811.06965).
+FILL = 4
 
 
 def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) -> Iterator[str]:
@@ -27,8 +31,8 @@ def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) ->
     devices, parts = len(placement.devices) if placement.nodes == 1 else placement.world_size, batch.accumulate
     if strategy == "pipeline" and config.pipeline.in_process:
         yield f"One process: the {devices} devices take turns, so it is no faster than one."
-    elif strategy == "pipeline" and parts < 4 * devices:
-        # Huang et al. 2019, https://arxiv.org/abs/1811.06965, section 2.3.
+    elif strategy == "pipeline" and parts < FILL * devices:
+        # Section 2.3 of the same.
         share = (devices - 1) / (parts + devices - 1)
         yield (
             f"With {parts} micro-batch{'es' * (parts > 1)} a step, the {devices} devices of a pipeline wait "

@@ -43,13 +43,20 @@ def _points(report: dict[str, Any]) -> list[dict[str, Any]] | None:
         return None
     return [
         {
-            **{name: row.get(name) for name in ("ranks", "samples_per_s", "efficiency", "mode", "strategy")},
+            **{name: row.get(name) for name in ("ranks", "samples_per_s", "efficiency", "epoch_s", "mode", "strategy")},
             "speedup": row.get("speed_up"),
+            "utilisation": _mean(row.get("utilisation_per_device")),
             "peak_memory": row["memory_mb"] * 1e6 if isinstance(row.get("memory_mb"), int | float) else None,
         }
         for row in rows
         if row.get("status") == "ok"
     ]
+
+
+def _mean(shares: Any) -> float | None:
+    """Of a list of numbers; ``None`` where it is anything else."""
+    known = isinstance(shares, list) and shares and all(isinstance(share, int | float) for share in shares)
+    return sum(shares) / len(shares) if known else None
 
 
 def _time_of(file: Path) -> float:

@@ -13,6 +13,8 @@ const CHARTS = [
   ["Speed-up", "speedup", (ranks) => ranks, {}],
   ["Efficiency", "efficiency", () => 1, { format: percent }],
   ["Peak memory per rank", "peak_memory", null, { format: gigabytes }],
+  ["Time for an epoch, s", "epoch_s", null, {}],
+  ["Utilisation, mean of the devices", "utilisation", null, { format: percent }],
 ];
 
 /**
@@ -51,7 +53,7 @@ function Report({ report }) {
           <div class="scroll-x">
             <table>
               <thead>
-                <tr>${["Devices", "Strategy", "Kind", "Samples/s", "Speed-up", "Efficiency", "Peak memory"].map((head) => html`<th key=${head} scope="col">${head}</th>`)}</tr>
+                <tr>${["Devices", "Strategy", "Kind", "Samples/s", "Speed-up", "Efficiency", "Peak memory", "Epoch, s", "Utilisation"].map((head) => html`<th key=${head} scope="col">${head}</th>`)}</tr>
               </thead>
               <tbody>
                 ${points.map(
@@ -63,6 +65,8 @@ function Report({ report }) {
                     <td>${number(point.speedup, 3)}</td>
                     <td>${percent(point.efficiency)}</td>
                     <td>${gigabytes(point.peak_memory)}</td>
+                    <td>${number(point.epoch_s, 3)}</td>
+                    <td>${percent(point.utilisation)}</td>
                   </tr>`,
                 )}
               </tbody>
