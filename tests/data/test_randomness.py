@@ -44,7 +44,7 @@ def test_streams_of_consecutive_samples_are_independent() -> None:
 def test_streams_are_pinned() -> None:
     assert derive_key("order", 42, 0) == 3949410544342511396
     assert sample_rng(42, 3, 7).bit_generator.random_raw(2).tolist() == [11364030588228655597, 6348685306997290123]
-    assert dropout_seed(42, 10, 1) == 14399311669047360595
+    assert dropout_seed(42, 10, 1) == dropout_seed(42, 10, 1, 0) == 14399311669047360595
 
 
 def test_keys_do_not_run_together() -> None:

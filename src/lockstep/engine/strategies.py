@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from lockstep.config import RunConfig
+from lockstep.engine.data_parallel import DataParallelStrategy
 from lockstep.engine.divide import Divided
 from lockstep.engine.flat import FlatStrategy, fits
 from lockstep.engine.precision import Precision
 from lockstep.engine.runtime import rank_device
-from lockstep.engine.strategy import DataParallelStrategy, DdpStrategy, SingleStrategy, Strategy
+from lockstep.engine.strategy import DdpStrategy, SingleStrategy, Strategy
 from lockstep.engine.task import Task
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -42,7 +43,7 @@ def build_strategy(
     compiled: Any = _compiled(model, config.training.compile_mode) if config.training.compile else model
     if plan.placement["strategy"] == "dp":
         devices = [rank_device([name], World()) for name in plan.placement["devices"]]
-        return DataParallelStrategy(task, model, precision, devices, seed=seed)
+        return DataParallelStrategy(task, model, precision, devices, seed=seed, least_part=plan.batch.least_part)
     if divided is not None:
         return divided.strategy(task, precision, plan, world)
     if world.size == 1:

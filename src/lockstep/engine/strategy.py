@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.loader import Window
 from lockstep.data.randomness import dropout_seed
@@ -112,21 +112,24 @@ def check_loss(loss: Any) -> Loss:
 class SeededDraws:
     """Seeds what a forward pass may draw from before each micro-batch: dropout, stochastic depth, mixup in the loss.
 
-    In exact mode Python's and NumPy's generators are seeded too.
+    Each of ``devices`` draws numbers of its own. In exact mode Python's and NumPy's generators are seeded too.
     """
 
     def __init__(self, seed: int, devices: Sequence[torch.device], *, everything: bool) -> None:
         self._seed, self._everything = seed, everything
-        self._generators = [torch.default_generator]
+        self._generators = [(torch.default_generator, 0)]
         if any(device.type == "cuda" for device in devices):
             torch.cuda.init()
-            self._generators += [torch.cuda.default_generators[device.index or 0] for device in devices]
+            self._generators += [
+                (torch.cuda.default_generators[device.index or 0], place)
+                for place, device in enumerate(dict.fromkeys(devices))
+            ]
 
     def __call__(self, step: int, part: int) -> None:
-        key = dropout_seed(self._seed, step, part)
-        for generator in self._generators:
-            generator.manual_seed(key)
+        for generator, place in self._generators:
+            generator.manual_seed(dropout_seed(self._seed, step, part, place))
         if self._everything:
+            key = dropout_seed(self._seed, step, part)
             random.seed(key)
             np.random.seed(key % 2**32)
 
@@ -217,21 +220,6 @@ class SingleStrategy:
             Variable._execution_engine.run_backward(
                 (total,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-
-
-class DataParallelStrategy(SingleStrategy):
-    """torch's DataParallel: one process, the model replicated over several GPUs for each micro-batch.
-
-    It wraps the model alone, so the task's loss must call the model itself, not other methods of it.
-    """
-
-    def __init__(
-        self, task: Task, module: nn.Module, precision: Precision, devices: list[torch.device], *, seed: int
-    ) -> None:
-        super().__init__(
-            task, module, precision, devices[0], seed=seed, forward=DataParallel(module, device_ids=devices)
-        )
-        self._draw = SeededDraws(seed, devices, everything=False)
 
 
 class RanksStrategy(SingleStrategy):

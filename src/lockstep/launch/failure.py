@@ -257,7 +257,7 @@ def _advice(run_dir: RunDir, evaluating: bool) -> str:
         plan, run = run_dir.plan(), run_dir.read().id
         batch = BatchPlan.model_validate(plan["batch"])
         if evaluating:
-            return evaluation_advice(int(plan["eval_batch_size"]) // batch.devices_per_rank, run)
+            return evaluation_advice(int(plan["eval_batch_size"]), run)
         return advice(batch, run)
     except (LockstepError, ValidationError, LookupError, TypeError, ValueError):
         return SMALLER

@@ -62,7 +62,7 @@ def make_plan(
         total_steps=course.total_steps,
         threads=threads,
         sync_batchnorm=sync_batchnorm,
-        eval_batch_size=(config.validation.batch_size or config.training.batch_size) * batch.devices_per_rank,
+        eval_batch_size=config.validation.batch_size or config.training.batch_size,
         # A sum over the global batch, scaled back to about a mean: a power of two, so that it is exact.
         pre_scale=2.0 ** -(batch.global_batch.bit_length() - 1),
         reproducibility=config.training.reproducibility,
@@ -104,6 +104,8 @@ def _sync_batchnorm(config: RunConfig, placement: Placement, facts: TaskFacts) -
         reason = f"auto: with {ranks} ranks, statistics of the whole micro-batch keep the result of one device"
     else:
         on, reason = setting == "on", "as configured"
+    elif placement.strategy == "dp":
+        on, reason = False, "dp gives each GPU a part of the micro-batch, with statistics of its own"
     return on, Choice(name="sync batchnorm", value="on" if on else "off", reason=reason)
 
 
@@ -227,6 +229,12 @@ def _notes(
         )
     return notes
 
+    notes += optimizer_notes(config, facts)
+    if facts.has_batchnorm and placement.strategy == "dp":
+        notes.append(
+            f"BatchNorm does not see whole micro-batches: each of the {len(placement.devices)} GPUs normalises its part "
+            "alone, and the running statistics are those of the first one. dp cannot synchronise them; ddp does."
+        )
 
 def _resume_notes(resume: ResumePoint | None, batch: BatchPlan) -> list[str]:
     if resume is None:
