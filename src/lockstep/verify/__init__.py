@@ -80,6 +80,8 @@ class _Verification:
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
         self._notes: list[str] = []
+        if lab.config.launch.nodes not in (None, "1"):
+            self._notes.append("launch.nodes is left out: the ranks that were compared are all on this machine")
 
     def report(self) -> VerifyReport:
         lab, plan = self._lab, self._lab.plan

@@ -108,14 +108,21 @@ class Lab:
             },
             # Whole: the hashes of two files of weights are compared.
             "checkpoint": {"every_steps": None, "every_s": None, "keep_last": 1, "sharded": "off"},
+            # Nothing of these runs leaves their folder, and it is removed.
             "telemetry": {
                 "log_interval": 1,
                 "tensorboard": "off",
                 "progress": "silent",
-                "record_samples": False,
+                "csv": False,
+                "wandb": False,
+                "mlflow": False,
                 "upload_to": None,
+                "monitor": False,
+                "profile": None,
+                "forecast": None,
+                "record_samples": False,
             },
-            "launch": {"max_restarts": 0},
+            "launch": {"max_restarts": 0, "nodes": None, "rdzv": None},
             "debug": {
                 "trace": variant.trace,
                 "switch_off": list(variant.off),
