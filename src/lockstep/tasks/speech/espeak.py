@@ -33,7 +33,7 @@ def engine_version() -> str:
         raise DataError(
             f"the speech that comes with Lockstep is made on this machine, by the package {PACKAGE}",
             why="it is not installed",
-            fix="pip install 'lockstep-train[speech]', or bring recordings with --data-dir",
+            fix="pip install 'lockstep-train[speech]', or bring recordings with task.train_manifest=FILE",
         ) from None
 
 

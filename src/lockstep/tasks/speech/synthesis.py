@@ -37,6 +37,7 @@ from lockstep.telemetry.creation import make_folder
 from lockstep.telemetry.files import TEMPORARY, read_json, write_json
 
 SPLITS = ("train", "val", "test")
+SET_PREFIX = "speech-"
 #: Lines that one process speaks; part of the set's identity, since what eSpeak says depends on what it said before.
 SHARD_LINES = 250
 #: Raise it when the same lines come to mean other samples.
@@ -65,7 +66,7 @@ def synthesised_folder(recipe: Recipe, root: Path | None = None) -> Path:
     spoken = [recipe.lines(split) for split in SPLITS]
     identity = json.dumps([VERSION, SHARD_LINES, PACKAGE, engine_version(), spoken])
     name = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return (root if root is not None else cache_folder()) / f"speech-{name}"
+    return (root if root is not None else cache_folder()) / f"{SET_PREFIX}{name}"
 
 
 def synthesise(recipe: Recipe, root: Path | None = None, *, processes: int | None = None) -> Path:

@@ -23,13 +23,20 @@ from lockstep.tasks.speech.features import MELS, SpecAugment
 from lockstep.tasks.speech.librispeech import fetch_librispeech, find_librispeech, librispeech_rows
 from lockstep.tasks.speech.manifest import Row, Utterance, read_rows
 from lockstep.tasks.speech.metrics import ErrorRates
-from lockstep.tasks.speech.synthesis import Recipe, synthesise, synthesised, synthesised_folder
+from lockstep.tasks.speech.synthesis import SET_PREFIX, Recipe, synthesise, synthesised, synthesised_folder
 from lockstep.tasks.speech.vocabulary import BLANK, SIZE
+from lockstep.telemetry.files import names_in
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 #: Pairs of what was said and what was heard, shown after a validation.
 EXAMPLES = 3
+#: The settings that name data, by the source that they are for.
+DATA_SETTINGS = {
+    "manifest": ("train_manifest", "val_manifest", "test_manifest"),
+    "librispeech": ("librispeech_train", "librispeech_val", "librispeech_test"),
+    "synthesised": ("utterances",),
+}
 
 #: What each size of the recogniser is made of; ``base`` is document 004's, ``tiny`` trains on two cores in minutes.
 SIZES: dict[str, dict[str, Any]] = {
@@ -90,6 +97,7 @@ class SpeechTask(Task):
 
     def prepare(self) -> None:
         """Synthesise or download what is missing, and look at every line once."""
+        self._refuse_foreign_settings()
         if self.source == "synthesised":
             synthesise(self._recipe, self.data.data_dir)
         elif self.source == "librispeech" and self.data.download:
@@ -100,14 +108,41 @@ class SpeechTask(Task):
 
     @cached_property
     def source(self) -> Literal["synthesised", "manifest", "librispeech"]:
-        """Where the utterances come from, decided."""
+        """Where the utterances come from, decided.
+
+        Raises:
+            DataError: ``data.data_dir`` holds other things.
+        """
         config = self.config
         if config.source != "auto":
             return config.source
         if config.train_manifest is not None:
             return "manifest"
-        holds_it = self.data.data_dir is not None and bool(find_librispeech(Path(self.data.data_dir)))
-        return "librispeech" if self.data.download or holds_it else "synthesised"
+        folder = None if self.data.data_dir is None else Path(self.data.data_dir)
+        if self.data.download or (folder is not None and find_librispeech(folder)):
+            return "librispeech"
+        if folder is not None:
+            _refuse_foreign_folder(folder)
+        return "synthesised"
+
+    def _refuse_foreign_settings(self) -> None:
+        source, fields = self.source, type(self.config).model_fields
+        foreign = [
+            f"task.{name}"
+            for owner, names in DATA_SETTINGS.items()
+            for name in names
+            if owner != source and getattr(self.config, name) != fields[name].default
+        ]
+        if self.data.download and source != "librispeech":
+            foreign.append("data.download")
+        if self.data.data_dir is not None and source == "manifest":
+            foreign.append("data.data_dir")
+        if foreign:
+            raise ConfigError(
+                f"{', '.join(foreign)} would be ignored: the utterances are of the source {source}",
+                why="training on other data than was named is never a silent choice",
+                fix="leave it out; task.train_manifest chooses manifests, --download LibriSpeech (docs/speech.md)",
+            )
 
     @property
     def _recipe(self) -> Recipe:
@@ -241,3 +276,23 @@ class SpeechTask(Task):
     def metrics(self) -> Metrics:
         """Error rates of words and of symbols."""
         return ErrorRates()
+
+
+def _refuse_foreign_folder(folder: Path) -> None:
+    """Nobody names a folder of recordings, or one that is not there, for speech to be synthesised into it.
+
+    Raises:
+        DataError: ``folder`` is missing, or holds things and no set of :func:`synthesise` among them.
+    """
+    what = f"there is no folder {folder}"
+    if folder.is_dir():
+        names = [name for name in names_in(folder) if not name.startswith(".")]
+        if not names or any(name.startswith(SET_PREFIX) for name in names):
+            return
+        what = f"{folder} holds no data that this task knows"
+    raise DataError(
+        what,
+        why="looked for LibriSpeech, and for speech that was synthesised there before",
+        fix="check --data-dir; recordings of your own need task.train_manifest=FILE, LibriSpeech needs --download, "
+        "and task.source=synthesised makes speech there",
+    )
