@@ -14,7 +14,7 @@ TESTS ?= tests
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test coverage lint drills clean
+.PHONY: help setup train test coverage lint drills clean browser
 
 help: ## show this list
 	@echo "make train    set up, then train the HAR task on every GPU, or on two CPU ranks without one"
@@ -41,10 +41,17 @@ train: setup ## train on what the machine has
 	[ -n "$$devices" ] || devices=$$($(RUN) -c 'from lockstep.hardware import get_available_gpus as gpus; print("all" if gpus() else "cpu,cpu")') || exit; \
 	set -x; exec $(RUN) -m lockstep train har --devices "$$devices" $(ARGS)
 
-test: lint ## lint, then every test
+# For the browser tests. Only root on Debian may install it here: nobody is asked for a password, and nothing fails.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "installing chromium for the browser tests" && \
+	  { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y chromium; } </dev/null >/dev/null 2>&1; \
+	} || echo "no chromium here: the browser tests are skipped (Debian: apt-get install chromium)"
+
+test: lint browser ## lint, then every test
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" $(PYTEST_ARGS) $(TESTS)
 
-coverage: setup ## coverage of every process that the tests start
+coverage: setup browser ## coverage of every process that the tests start
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)
 
 lint: setup ## ruff and mypy
