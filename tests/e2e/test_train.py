@@ -194,12 +194,18 @@ def test_a_step_without_a_finite_gradient_is_skipped_by_all_ranks(tmp_path: Path
 
 def test_own_optimizer_hooks_and_state_survive_a_resume(tmp_path: Path) -> None:
     task = TOY.replace(":Toy", ":TwoGroups")
-    command = ("train", task, "--save-dir", "run", "--devices", "cpu", "--log-interval", "1", "--resume")
+    scaled = ("--lr-scaling", "linear", "--set", "optimizer.base_batch_size=8", "--set", "scheduler.name=constant")
+    command = ("train", task, "--save-dir", "run", "--devices", "cpu", "--log-interval", "1", "--resume", *scaled)
     finish(start(*command, "--max-steps", "5", cwd=tmp_path))
     finish(start(*command, "--set", "training.max_steps=9", cwd=tmp_path))
     rows = RunDir.open(tmp_path / "run").steps()
     assert [row["step"] for row in rows] == list(range(1, 10))
     assert rows[-1]["scalars"] == {"seen": 9.0}
+    plan = RunDir.open(tmp_path / "run").plan()
+    (rate,) = [choice for choice in plan["choices"] if choice["name"] == "learning rate"]
+    assert (rate["value"], "the task's own optimizer" in rate["reason"]) == ("0.2", True)
+    assert rows[-1]["lr"] == pytest.approx(0.2), "the first group's, warmed up"
+    assert any("optimizer.lr has no effect" in note for note in plan["notes"])
 
 
 @pytest.mark.parametrize("dataset", [pytest.param("plain", marks=pytest.mark.drill), "augmented"])

@@ -16,12 +16,22 @@ from lockstep.config import resolve
 from lockstep.config.sections import DistributedConfig, HardwareConfig
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.loader import InOrder, Request
-from lockstep.engine.facts import QUICK_S, fingerprint, gives_whole_batches, has_quick_samples
+from lockstep.engine.facts import (
+    QUICK_S,
+    blueprint,
+    fingerprint,
+    gives_whole_batches,
+    has_quick_samples,
+    inspect_task,
+    optimizer_lr,
+)
 from lockstep.engine.trace import TracedSource
+from lockstep.errors import TaskError
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 from lockstep.plan import TaskFacts, make_plan
 from tests.hardware.machines import machine
+from tests.toys import Toy, TwoGroups
 
 
 class Noisy:
@@ -116,3 +126,32 @@ def test_quick_samples_need_no_process_beside_a_step_on_the_cpu(device: str, qui
     assert plan.loader.num_workers == workers
     (reason,) = [choice.reason for choice in plan.choices if choice.name == "loader"]
     assert ("quickly made" in reason) == (workers == 0)
+
+
+class ByValue(Toy):
+    """A rate that is computed from the weights, which a model without memory lacks."""
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        largest = max(parameter.abs().max().item() for parameter in model.parameters())
+        return torch.optim.SGD(model.parameters(), lr=0.25 if 0 < largest < 10 else 1.0)
+
+
+class Undecided(Toy):
+    def optimizer(self, model: torch.nn.Module) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("kind", "lr"), [(Toy, None), (Undecided, None), (TwoGroups, 0.1), (ByValue, 0.25)])
+def test_the_rate_of_a_tasks_own_optimizer_is_known_before_it_trains(kind: type[Toy], lr: float | None) -> None:
+    task = kind()
+    before = torch.random.get_rng_state()
+    assert optimizer_lr(task, blueprint(task)) == lr
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_monitor_without_a_direction_is_refused() -> None:
+    class Odd(Toy):
+        monitor = ("val_accuracy", "highest")
+
+    with pytest.raises(TaskError, match="the mode 'highest'"):
+        inspect_task(Odd(), Odd().datasets(), "odd")

@@ -119,3 +119,24 @@ def test_a_resume_goes_on_bit_for_bit_with_weights_that_are_not_row_major(name: 
     resumed.load_state_dict(state)
     take_steps(again, resumed, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_the_rates_of_all_groups_follow_the_schedule_and_its_scale_also_after_a_resume() -> None:
+    schedule = Schedule(name="step", lr=0.2, scale=2.0, gamma=0.5, step_epochs=1, total_steps=4, steps_per_epoch=1)
+
+    def two_groups() -> Update:
+        model = nn.Linear(3, 1)
+        groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.01}]
+        give(model, 0.125)
+        return Update(model, torch.optim.SGD(groups, lr=9.0), schedule, Precision("32", CPU, 0.125), None)
+
+    def take(update: Update, step: int) -> list[float]:
+        update.apply(step, 1, 1.0, want_norm=False)
+        assert update.lr == update.optimizer.param_groups[0]["lr"], "what is told is what runs"
+        return [group["lr"] for group in update.optimizer.param_groups]
+
+    update, resumed = two_groups(), two_groups()
+    assert take(update, 0) == pytest.approx([0.2, 0.02])
+    resumed.load_state_dict(update.state_dict())
+    for one in (update, resumed):
+        assert take(one, 1) == pytest.approx([0.1, 0.01])

@@ -9,8 +9,9 @@ import pytest
 
 from lockstep.config import resolve
 from lockstep.hardware.resolve import Placement
+from lockstep.plan import TaskFacts
 from lockstep.plan.batch import BatchPlan
-from lockstep.plan.remarks import strategy_notes
+from lockstep.plan.remarks import module_notes, optimizer_notes, strategy_notes
 
 PLACEMENT = Placement("cpu", ("cpu", "cpu"), "ddp", "gloo", 2, 1, "32", {})
 
@@ -48,3 +49,25 @@ def test_a_pipeline_tells_how_long_its_devices_wait() -> None:
     assert "3 micro-batches a step, the 2 devices of a pipeline wait 25%" in notes("pipeline", {}, 3)
     assert notes("pipeline", {}, 8) == ""
     assert "take turns" in notes("pipeline", {"pipeline": {"in_process": True}})
+
+
+def test_settings_that_a_lightning_module_decides_itself_are_named() -> None:
+    def told(settings: dict[str, Any]) -> str:
+        return " ".join(module_notes(resolve(settings)))
+
+    assert told({"training": {"epochs": 3}, "validation": {"every_epochs": 2}}) == ""
+    assert "optimizer.lr, scheduler.warmup_epochs has no effect" in told(
+        {"optimizer": {"lr": 0.5}, "scheduler": {"warmup_epochs": 0}}
+    )
+    sizes = {"training": {"batch_size": 7}, "data": {"num_workers": 2}, "validation": {"batch_size": 9}}
+    assert "training.batch_size, data.num_workers, validation.batch_size has no effect" in told(sizes)
+
+
+def test_settings_beside_a_tasks_own_optimizer_are_named() -> None:
+    config = resolve({"optimizer": {"lr": 0.5, "weight_decay": 0.1, "lr_scaling": "linear", "base_batch_size": 8}})
+    own = TaskFacts(name="toy", train_samples=100, optimizer_lr=0.1)
+    assert list(optimizer_notes(config, own)) == [
+        "optimizer.lr, optimizer.weight_decay has no effect: the task makes its own optimizer."
+    ]
+    assert not list(optimizer_notes(resolve({}), own))
+    assert not list(optimizer_notes(config, own.model_copy(update={"optimizer_lr": None})))

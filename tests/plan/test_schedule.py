@@ -56,6 +56,12 @@ def test_any_rate_is_finite_and_between_the_floor_and_the_peak(name, total, per_
     assert 0 < value <= 0.5 + 1e-12
 
 
+@pytest.mark.parametrize("name", ["cosine", "poly", "step", "exponential"])
+def test_a_floor_above_the_rate_raises_nothing(name):
+    rates = [schedule(name, lr=1e-7, min_lr=1e-6).at(step) for step in (0, 50, 100)]
+    assert rates == pytest.approx([1e-7] * 3)
+
+
 def test_a_warm_up_longer_than_the_run_is_cut_and_says_so():
     config = SchedulerConfig(warmup_steps=50)
     s, reason = resolve_schedule(config, lr=1.0, total_steps=10, steps_per_epoch=5)

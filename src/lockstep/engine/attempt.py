@@ -195,7 +195,7 @@ def assemble(
         model = model.to(device)
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
     with compiler_not_imported():
-        optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, plan.schedule.lr)
+        optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, plan.schedule.base_lr)
     if divided is not None:
         divided.adopt(optimizer)
     update = Update(model, optimizer, plan.schedule, precision, config.training.max_grad_norm, divided)

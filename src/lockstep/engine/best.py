@@ -8,13 +8,6 @@ from collections.abc import Mapping
 from lockstep.engine.state import TrainState
 
 
-def natural_mode(monitor: str) -> str:
-    """``min`` for losses and error rates, else ``max``."""
-    return (
-        "min" if any(word in monitor for word in ("loss", "error", "wer", "cer", "mse", "mae", "perplexity")) else "max"
-    )
-
-
 def judge(state: TrainState, metrics: Mapping[str, float], value: float, mode: str, epoch: int) -> bool:
     """Note in ``state`` whether ``value`` is the best so far; ``metrics`` are those of its evaluation."""
     best = state.best_value

@@ -19,10 +19,12 @@ from torch.utils.data import IterableDataset
 
 from lockstep.data.bucketed import check_lengths, hash_lengths
 from lockstep.engine.batchnorm import has_batchnorm
+from lockstep.engine.fused import compiler_not_imported
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import DataError, TaskError, UnsupportedError
 from lockstep.plan import TaskFacts
+from lockstep.plan.plan import Mode
 
 PROBES = 16
 #: Handing a batch over from another process costs more than making one of such samples, seconds.
@@ -53,6 +55,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         quick_samples=has_quick_samples(datasets.train),
         lengths=lengths,
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
+        optimizer_lr=optimizer_lr(task, model),
+        monitor=_monitor_of(task),
         fingerprint=fingerprint(datasets.train) + (f":{lengths}" if lengths else ""),
     )
 
@@ -95,6 +99,35 @@ def blueprint(task: Task) -> nn.Module:
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError("the model has no trainable parameters", fix="leave requires_grad on for some parameters")
     return model
+
+
+def optimizer_lr(task: Task, model: nn.Module) -> float | None:
+    """The learning rate of the task's own optimizer, of the first group that has one; ``None``: it makes none.
+
+    Args:
+        model: may be without its memory.
+    """
+    if type(task).optimizer is Task.optimizer:
+        return None
+    with torch.random.fork_rng(devices=[]), compiler_not_imported():
+        try:
+            optimizer = task.optimizer(model)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):  # it needs values, or a real device
+            optimizer = task.optimizer(task.model())
+    if optimizer is None:
+        return None
+    return next((float(group["lr"]) for group in optimizer.param_groups if group["lr"]), None)
+
+
+def _monitor_of(task: Task) -> tuple[str, Mode]:
+    name, mode = task.monitor
+    if mode not in ("min", "max"):
+        raise TaskError(
+            f"the task's monitor has the mode {mode!r}",
+            why="the best value of a metric is its lowest or its highest one",
+            fix=f"monitor = ({name!r}, 'min') or ({name!r}, 'max')",
+        )
+    return name, "min" if mode == "min" else "max"
 
 
 def gives_whole_batches(dataset: Any) -> bool:

@@ -15,7 +15,7 @@ from lockstep.checkpoint.policy import SavePolicy, retained
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
-from lockstep.engine.best import judge, natural_mode
+from lockstep.engine.best import judge
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.loop import StepResult
@@ -90,9 +90,7 @@ class Fit:
         self._meter = LossMeter(self.device)
         self._meter.reset(self.state.epoch_loss, self.state.epoch_count)
         self._hooks = list(self.task.hooks())
-        monitor, mode = self.task.monitor
-        self._monitor = config.monitor or monitor
-        self._mode = config.mode or (mode if self._monitor == monitor else natural_mode(self._monitor))
+        self._monitor = self.plan.monitor
         self._skipped_at_log = self.update.skipped
         self._step_at_log = self.state.step
         self._saved_at = -1
@@ -261,7 +259,7 @@ class Fit:
         if value is None:
             self._emit(Note("warning", f"There is no {self._monitor!r} to judge by; there is {', '.join(metrics)}."))
             return False
-        if judge(self.state, metrics, value, self._mode, epoch):
+        if judge(self.state, metrics, value, self.plan.mode, epoch):
             return True
         patience = self.config.training.early_stopping_patience
         if patience and self.state.evaluations_without_gain >= patience:

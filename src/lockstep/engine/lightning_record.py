@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.policy import SavePolicy
 from lockstep.config import RunConfig
-from lockstep.engine.best import judge, natural_mode
+from lockstep.engine.best import judge
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.lightning_data import Step, epoch_steps
 from lockstep.engine.ranks import RankWatch
@@ -29,9 +29,6 @@ from lockstep.plan import Plan
 from lockstep.telemetry.pulse import Activity, pulse
 from lockstep.telemetry.scalars import as_row, row_name
 from lockstep.telemetry.throughput import Throughput
-
-#: What 'best' means when the run does not say, if the module logs it.
-MONITOR = "val_loss"
 
 
 class Recorder(Checkpoint):
@@ -78,7 +75,7 @@ class Recorder(Checkpoint):
         self._waited_s = 0.0
         self._earlier: dict[str, Any] = {}
         self._norm: float | None = None
-        self._monitor = config.checkpoint.monitor or MONITOR
+        self._monitor = plan.monitor
         #: Whether the newest validation, in mid-epoch, has been judged already.
         self._judged = False
         self._lr = math.nan
@@ -304,11 +301,10 @@ class Recorder(Checkpoint):
     def _judge(self, row: dict[str, float], epoch: int) -> bool:
         """Rank 0's verdict for all: what a module logs without sync_dist differs between ranks."""
         monitor = self._monitor
-        mode = self._config.checkpoint.mode or natural_mode(monitor)
         value = self._collectives.broadcast(row.get(monitor, row.get(row_name(monitor))))
         if value is None:
             return False
-        if judge(self._state, _of_validation(row), value, mode, epoch):
+        if judge(self._state, _of_validation(row), value, self._plan.mode, epoch):
             return True
         patience = self._config.training.early_stopping_patience
         if patience and self._state.evaluations_without_gain >= patience:

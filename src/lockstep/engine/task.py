@@ -121,7 +121,8 @@ class Task:
     def optimizer(self, model: nn.Module) -> Optimizer | None:
         """An optimizer of the task's own (parameter groups included); ``None``: the run's settings.
 
-        The run's schedule multiplies the learning rate of every group.
+        The run's schedule, and ``optimizer.lr_scaling``, multiply the learning rate of every group; other settings of
+        ``optimizer`` have no effect.
         """
         return None
 

@@ -63,6 +63,8 @@ class Update:
     reduced values, so it is the same on every rank. On a GPU nothing waits for the host: the fused
     optimizer itself leaves such a step out. On a CPU plain numbers are cheaper than tensors.
 
+    ``optimizer``: made with the rates before scaling; those of all groups follow the schedule.
+    ``lr``: that of the first group.
     ``divided``: the model, where this process or its devices have parts of it.
     """
 
@@ -94,7 +96,7 @@ class Update:
         self._skipped: Tensor | int = 0
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        self.lr = schedule.at(0)
+        self._set_lr(0)
         self.grad_norm: Tensor | float | None = None
 
     @property
@@ -176,10 +178,10 @@ class Update:
         return self._found_inf
 
     def _set_lr(self, step: int) -> None:
-        self.lr = self._schedule.at(step)
-        share = self.lr / self._schedule.lr
+        lr, base_lr = self._schedule.at(step), self._schedule.base_lr
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * share
+            group["lr"] = lr * (group["initial_lr"] / base_lr)
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
         with compiler_not_imported():

@@ -21,17 +21,30 @@ class Course(NamedTuple):
     note: str | None
 
 
-def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None) -> Course:
-    """Epochs, optimizer steps and schedule of a run, from what an earlier attempt has left of it."""
+def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None, own_lr: float | None) -> Course:
+    """Epochs, optimizer steps and schedule of a run, from what an earlier attempt has left of it.
+
+    Args:
+        own_lr: that of the task's own optimizer, if it has one.
+    """
+    base_lr = config.optimizer.lr if own_lr is None else own_lr
     lr, lr_reason, note = scale_lr(
-        config.optimizer.lr,
+        base_lr,
         config.optimizer.lr_scaling,
         global_batch=batch.global_batch,
         base_batch=config.optimizer.base_batch_size or config.training.batch_size,
     )
+    if own_lr is not None:
+        own = "the task's own optimizer (its first parameter group)"
+        lr_reason = own if lr == base_lr else f"{own}: {lr_reason}"
     epochs, total, offset, length_reason = _length(config, batch, resume)
     schedule, schedule_reason = resolve_schedule(
-        config.scheduler, lr=lr, total_steps=total + offset, steps_per_epoch=batch.steps_per_epoch, offset=offset
+        config.scheduler,
+        lr=lr,
+        scale=lr / base_lr,
+        total_steps=total + offset,
+        steps_per_epoch=batch.steps_per_epoch,
+        offset=offset,
     )
     choices = (
         Choice(name="steps", value=str(total), reason=length_reason),

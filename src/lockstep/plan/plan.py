@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -10,6 +10,9 @@ from lockstep.plan.batch import BatchPlan
 from lockstep.plan.loader import LoaderFacts
 from lockstep.plan.order import OrderPlan
 from lockstep.plan.schedule import Schedule
+
+#: Whether the lowest or the highest value of a metric is the best.
+Mode = Literal["min", "max"]
 
 
 class _Frozen(BaseModel):
@@ -22,6 +25,8 @@ class TaskFacts(_Frozen):
     ``whole_batches``: a batch is one gather. ``quick_samples``: a sample is made in less time than another process
     needs to hand it over. ``lengths``: a hash of the lengths of the training samples, if the task gives them.
     ``loader``: the training loader that a ``LightningModule`` brings.
+    ``optimizer_lr``: the learning rate of the first parameter group of the task's own optimizer, if it has one.
+    ``monitor``: the task's metric that evaluations are judged by, and its mode.
     """
 
     name: str
@@ -34,6 +39,8 @@ class TaskFacts(_Frozen):
     quick_samples: bool = False
     lengths: str | None = None
     loader: LoaderFacts | None = None
+    optimizer_lr: float | None = None
+    monitor: tuple[str, Mode] = ("val_loss", "min")
     fingerprint: str = ""
 
 
@@ -67,7 +74,10 @@ class Choice(_Frozen):
 
 
 class Plan(_Frozen):
-    """Everything computed before the first step. ``position`` and sizes are in samples, ``lr`` per step."""
+    """Everything computed before the first step. ``position`` and sizes are in samples, ``lr`` per step.
+
+    ``monitor`` and ``mode``: by which metric an evaluation is the best, and whether the lowest or the highest value is.
+    """
 
     task: TaskFacts
     placement: dict[str, Any]
@@ -85,6 +95,8 @@ class Plan(_Frozen):
     seed: int
     overfit_samples: int | None = None
     sharded_checkpoints: bool = False
+    monitor: str
+    mode: Mode
     choices: tuple[Choice, ...]
     notes: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""What people should know about settings of one strategy: which do nothing, and what a pipeline waits for. Pure."""
+"""What people should know about settings that do nothing, and about what a pipeline waits for. Pure."""
 
 from __future__ import annotations
 
@@ -38,6 +38,32 @@ def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) ->
             f"With {parts} micro-batch{'es' * (parts > 1)} a step, the {devices} devices of a pipeline wait "
             f"{share:.0%} of the time: more, smaller ones (--grad-accum-steps, --batch-size) fill it better."
         )
+
+
+def module_notes(config: RunConfig) -> Iterator[str]:
+    """Notes for the plan of a ``LightningModule``: settings that do nothing, since its own parts decide."""
+    own = {
+        "the module's configure_optimizers() decides": [
+            *_changed("optimizer", config.optimizer),
+            *_changed("scheduler", config.scheduler),
+        ],
+        "its DataLoaders and data module decide": [
+            *_changed("training", config.training, "batch_size"),
+            *_changed("data", config.data),
+            *_changed("validation", config.validation, "batch_size"),
+        ],
+    }
+    for owner, names in own.items():
+        if names:
+            yield f"{', '.join(names)} has no effect on a LightningModule: {owner}."
+
+
+def optimizer_notes(config: RunConfig, facts: TaskFacts) -> Iterator[str]:
+    """Notes for the plan of a task that makes its own optimizer: settings that do nothing."""
+    still_heeded = {"lr_scaling", "base_batch_size"}
+    names = _changed("optimizer", config.optimizer, *(type(config.optimizer).model_fields.keys() - still_heeded))
+    if facts.optimizer_lr is not None and names:
+        yield f"{', '.join(sorted(names))} has no effect: the task makes its own optimizer."
 
 
 def _changed(section: str, settings: BaseModel, *names: str) -> list[str]:

@@ -8,10 +8,11 @@ from lockstep.plan.batch import BatchPlan, resolve_batch
 from lockstep.plan.checkpoint import choose_form
 from lockstep.plan.course import Course, resolve_course
 from lockstep.plan.loader import ITS_OWN, LoaderFacts, reasons_of_loader, training_of_loader
+from lockstep.plan.monitor import resolve_monitor
 from lockstep.plan.order import OrderPlan, order_note, resolve_order
 from lockstep.plan.plan import Choice, LoaderPlan, Plan, ResumePoint, TaskFacts
 from lockstep.plan.refusals import refuse_contradictions
-from lockstep.plan.remarks import strategy_notes
+from lockstep.plan.remarks import module_notes, optimizer_notes, strategy_notes
 from lockstep.plan.workers import Recommendation, choose_workers
 
 #: Time of a step in exact mode against fast, as measured by ``benchmarks/exact_cost.py`` with 8 lanes on CPU cores.
@@ -39,18 +40,22 @@ def make_plan(
     """
     refuse_contradictions(config, placement, facts)
     held = resume.global_batch if resume and resume.hold else config.training.global_batch_size
+    of_module: list[str] = []
     if facts.loader is not None:
+        of_module = list(module_notes(config))
         training = training_of_loader(config, facts.loader, held=held, devices=placement.world_size)
         config = config.model_copy(update={"training": training})
     sync_batchnorm, synced = _sync_batchnorm(config, placement, facts)
     batch, sized = _batch(config, placement, facts, held=held, sync_batchnorm=sync_batchnorm)
     order, ordered = _order(config, facts, resume)
-    course = resolve_course(config, batch, resume)
+    course = resolve_course(config, batch, resume, facts.optimizer_lr)
     threads, threaded = _threads(config, placement, cores)
     loader, loaded = _loader(config, placement, facts, cores, workers)
     in_shards, saved = _checkpoints(config, placement, facts)
+    judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on what it likes
+    monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
     choices = [*_placed(placement), *sized, ordered, *course.choices]
-    choices += [_reproducibility(config), synced, threaded, loaded, *saved]
+    choices += [_reproducibility(config), synced, threaded, loaded, *saved, judging]
     return Plan(
         task=facts,
         placement=placement.as_dict(),
@@ -69,8 +74,10 @@ def make_plan(
         seed=config.training.seed,
         overfit_samples=batch.samples if config.debug.overfit_batches else None,
         sharded_checkpoints=in_shards,
+        monitor=monitor,
+        mode=mode,
         choices=tuple(choices if facts.loader is None else _choices_of_loader(choices, facts.loader)),
-        notes=tuple(_notes(config, placement, facts, batch, order, course, resume)),
+        notes=(*_notes(config, placement, facts, batch, order, course, resume), *of_module),
     )
 
 
@@ -97,6 +104,8 @@ def _sync_batchnorm(config: RunConfig, placement: Placement, facts: TaskFacts) -
         on, reason = False, "the model has no BatchNorm"
     elif config.training.reproducibility == "exact":
         on, reason = False, "exact mode computes statistics per lane and merges them in a fixed order"
+    elif placement.strategy == "dp":
+        on, reason = False, "dp gives each GPU a part of the micro-batch, with statistics of its own"
     elif ranks == 1:
         on, reason = False, "one rank sees the whole micro-batch"
     elif setting == "auto":
@@ -104,8 +113,6 @@ def _sync_batchnorm(config: RunConfig, placement: Placement, facts: TaskFacts) -
         reason = f"auto: with {ranks} ranks, statistics of the whole micro-batch keep the result of one device"
     else:
         on, reason = setting == "on", "as configured"
-    elif placement.strategy == "dp":
-        on, reason = False, "dp gives each GPU a part of the micro-batch, with statistics of its own"
     return on, Choice(name="sync batchnorm", value="on" if on else "off", reason=reason)
 
 
@@ -222,6 +229,12 @@ def _notes(
     of_order = order_note(config.data, order, batch.global_batch)
     notes = [*placement.notes, *filter(None, (of_lr, of_order)), *_resume_notes(resume, batch)]
     notes += strategy_notes(config, placement, batch)
+    notes += optimizer_notes(config, facts)
+    if facts.has_batchnorm and placement.strategy == "dp":
+        notes.append(
+            f"BatchNorm does not see whole micro-batches: each of the {len(placement.devices)} GPUs normalises its part "
+            "alone, and the running statistics are those of the first one. dp cannot synchronise them; ddp does."
+        )
     if facts.has_batchnorm and batch.accumulate > 1 and config.training.reproducibility != "exact":
         notes.append(
             f"BatchNorm sees micro-batches, not the global batch of {batch.global_batch}: with accumulation its "
@@ -229,12 +242,6 @@ def _notes(
         )
     return notes
 
-    notes += optimizer_notes(config, facts)
-    if facts.has_batchnorm and placement.strategy == "dp":
-        notes.append(
-            f"BatchNorm does not see whole micro-batches: each of the {len(placement.devices)} GPUs normalises its part "
-            "alone, and the running statistics are those of the first one. dp cannot synchronise them; ddp does."
-        )
 
 def _resume_notes(resume: ResumePoint | None, batch: BatchPlan) -> list[str]:
     if resume is None:

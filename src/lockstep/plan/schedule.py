@@ -19,6 +19,8 @@ from lockstep.config import SchedulerConfig
 class Schedule(BaseModel):
     """``at(step)`` gives the learning rate of the step that follows ``step`` finished ones.
 
+    ``lr`` is the highest one, in which ``scale`` is what scaling by the batch multiplied it by.
+
     ``offset`` moves the origin when a resume changes the global batch (``--rescale-batch``), so that
     the schedule goes on at the same share of the data.
     """
@@ -27,6 +29,7 @@ class Schedule(BaseModel):
 
     name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant"]
     lr: float
+    scale: float = 1.0
     total_steps: int
     steps_per_epoch: int
     warmup_steps: int = 0
@@ -39,20 +42,30 @@ class Schedule(BaseModel):
     decay_steps: int = 10_000
     offset: int = 0
 
+    @property
+    def base_lr(self) -> float:
+        """The highest rate before scaling: what an optimizer is made with."""
+        return self.lr / self.scale
+
     def at(self, step: int) -> float:
         step += self.offset
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
-        return max(min(self.min_lr, self.lr), self._after_warmup(step))
+        return max(self._floor, self._after_warmup(step))
+
+    @property
+    def _floor(self) -> float:
+        """A floor above the peak is none: no rate is raised to it."""
+        return min(self.min_lr, self.lr)
 
     def _after_warmup(self, step: int) -> float:
         done = step - self.warmup_steps
         share = min(1.0, done / max(1, self.total_steps - self.warmup_steps))
         epoch = step / self.steps_per_epoch
         if self.name == "cosine":  # Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, without restarts
-            return self.min_lr + (self.lr - self.min_lr) * 0.5 * (1 + math.cos(math.pi * share))
+            return self._floor + (self.lr - self._floor) * 0.5 * (1 + math.cos(math.pi * share))
         if self.name == "poly":
-            return float(self.min_lr + (self.lr - self.min_lr) * (1 - share) ** self.power)
+            return float(self._floor + (self.lr - self._floor) * (1 - share) ** self.power)
         if self.name == "step":
             return float(self.lr * self.gamma ** math.floor(epoch / self.step_epochs))
         if self.name == "multistep":
@@ -63,7 +76,7 @@ class Schedule(BaseModel):
 
 
 def resolve_schedule(
-    config: SchedulerConfig, *, lr: float, total_steps: int, steps_per_epoch: int, offset: int = 0
+    config: SchedulerConfig, *, lr: float, total_steps: int, steps_per_epoch: int, scale: float = 1.0, offset: int = 0
 ) -> tuple[Schedule, str]:
     """The schedule of a run and the reason of its warm-up length."""
     if config.warmup_steps is not None:
@@ -76,6 +89,7 @@ def resolve_schedule(
     schedule = Schedule(
         name=config.name,
         lr=lr,
+        scale=scale,
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,
         warmup_steps=warmup,

@@ -1,0 +1,37 @@
+"""The learning rate that a plan shows is the one that runs, also where a task makes its own optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.config import resolve
+from lockstep.plan import BatchPlan
+from lockstep.plan.course import Course, resolve_course
+
+BATCH = BatchPlan(samples=640, global_batch=64, batch_size=32, accumulate=1, ranks=2)
+
+
+def course(own_lr: float | None, **optimizer: Any) -> Course:
+    return resolve_course(resolve({"optimizer": optimizer}), BATCH, None, own_lr)
+
+
+def rate(course: Course) -> tuple[str, str]:
+    (choice,) = [choice for choice in course.choices if choice.name == "learning rate"]
+    return choice.value, choice.reason
+
+
+def test_the_rate_of_a_tasks_own_optimizer_is_shown_and_scaled() -> None:
+    assert rate(course(0.1, lr=0.5)) == ("0.1", "the task's own optimizer (its first parameter group)")
+    value, reason = rate(course(0.1, lr=0.5, lr_scaling="linear"))
+    assert (value, "the task's own optimizer" in reason) == ("0.2", True)
+    assert "0.1 × 64/32 (linear scaling)" in reason
+
+
+@pytest.mark.parametrize("own_lr", [None, 0.5])
+@pytest.mark.parametrize("scaling", ["none", "linear", "sqrt"])
+def test_a_schedule_knows_the_rate_before_scaling(own_lr: float | None, scaling: str) -> None:
+    schedule = course(own_lr, lr=0.5, lr_scaling=scaling).schedule
+    assert schedule.base_lr == pytest.approx(0.5)
+    assert schedule.lr == pytest.approx({"none": 0.5, "linear": 1.0, "sqrt": 0.5 * 2**0.5}[scaling])
