@@ -94,7 +94,7 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """An evaluation between epochs (``validation.every_steps``)."""
+    """An evaluation between epochs (``validation.every_steps``); ``improved``: it is the best so far."""
 
     attempt: int
     epoch: int
@@ -104,6 +104,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
+    improved: bool
     step: int
     path: Path
     best: bool
@@ -141,7 +142,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The attempt is over. ``status`` is completed, stopped or failed."""
+    """The attempt is over. ``status`` is completed, stopped or failed.
+
+    ``duration_s``: seconds of training, earlier attempts included as far as this one goes on from them.
+    """
 
     status: str
     step: int

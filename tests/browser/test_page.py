@@ -134,6 +134,21 @@ def test_a_loss_that_was_not_finite_is_a_gap_in_its_curve(server: Address, open_
     assert not page.evaluate(PAINTED, ["Loss", 0.5])
 
 
+def test_evaluations_between_epochs_are_points_beside_the_epochs(server: Address, open_page: OpenPage) -> None:
+    run = make_run(runs_of(server), "between", "completed", steps=20)
+    rows = [{"attempt": 1, "step": step, "epoch": 1, "improved": False, "val_loss": 5.0} for step in (5, 25)]
+    run.evaluations_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    page = open_page(server.url)
+    page.get_by_role("link", name=re.compile("^between")).click()
+    chart = page.get_by_role("img", name=re.compile("^Loss per evaluation against step: .*Val loss 5 at step 25", re.I))
+    expect(chart).to_be_visible()
+    expect(chart).to_have_attribute("data-points", "4")  # two epochs' ends, at 10 and 20
+    other = make_run(runs_of(server), "only ends", "completed", steps=20)
+    page.evaluate("ids => { location.hash = `#/compare/${ids}` }", f"{run.path.name},{other.path.name}")
+    both = re.compile("^Val loss per evaluation against step: between 5 at step 25; only ends 1.5 at step 20", re.I)
+    expect(page.get_by_role("img", name=both)).to_be_visible()
+
+
 def test_each_device_of_a_node_has_its_line_and_it_moves(server: Address, open_page: OpenPage) -> None:
     run = RunDir.open(next(path.parent for path in runs_of(server).glob("*/run.json") if "first" in path.read_text()))
     for second in range(3):

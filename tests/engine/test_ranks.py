@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lockstep
-from lockstep.engine.ranks import JUDGED_ROWS, OwnTime, memory, slow_message, slow_rank
-from lockstep.events import RankState
+from lockstep.engine.collectives import Collectives
+from lockstep.engine.ranks import JUDGED_ROWS, OwnTime, RankWatch, memory, slow_message, slow_rank
+from lockstep.events import RanksLogged, RankState, RecordingSink
+from lockstep.hardware.world import World
 from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.throughput import Throughput
 from tests.toys import Toy
 
 
@@ -74,6 +77,23 @@ def test_own_time_ends_with_the_last_gradient_and_leaves_no_hook() -> None:
     model(torch.ones(1, 2)).backward()
     assert own.stop() != own.stop(), "no gradient was seen: not a number"
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_a_step_takes_the_time_since_the_last_row_also_after_an_epochs_end() -> None:
+    now, heard = 0.0, RecordingSink()
+    speed = Throughput(clock=lambda: now)
+    watch = RankWatch(Collectives(World()), torch.device("cpu"), (), speed, heard.emit, attempt=1, step=0)
+    for step in range(1, 101):
+        now += 2.0
+        speed.add(32, waited_s=0.5)
+        if step % 50 == 0:
+            watch.log(step, 1 + step // 40)
+        if step % 40 == 0:
+            watch.end_epoch(step, step // 40)
+    found = [event for event in heard.events if isinstance(event, RanksLogged)]
+    assert [event.step for event in found] == [40, 50, 80, 100]
+    assert [event.ranks[0].step_s for event in found] == pytest.approx([2.0] * 4)
+    assert [event.ranks[0].wait_s for event in found] == pytest.approx([0.5] * 4)
 
 
 def test_memory_of_a_process() -> None:

@@ -163,6 +163,26 @@ def test_many_ranks_and_a_long_run_stay_readable(runs: Path, tmp_path: Path) -> 
     assert [line.get_ydata()[0] for line in picture.figure.axes[0].lines] == pytest.approx([100.0, 19600.0, 39100.0])
 
 
+def test_evaluations_between_epochs_stand_beside_those_at_their_ends(runs: Path, cli: Cli, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(runs / name, tmp_path / name, symlinks=True)
+    run = RunDir.open(tmp_path / "a")
+    ends = run.epochs()
+    between = {"attempt": 1, "step": 15, "epoch": 1, "improved": False, "val_accuracy": 0.25, "val_loss": 4.0}
+    run.evaluations_file.write_text(json.dumps(between) + "\n")
+    drawn = {picture.name: picture.figure.axes[0] for picture in pictures([read_run(run)])}
+    (accuracy,) = drawn["val_accuracy"].lines
+    points = sorted([(15, 0.25), *((row["step"], row["val_accuracy"]) for row in ends)])
+    assert drawn["val_accuracy"].get_xlabel() == "step"
+    assert list(zip(accuracy.get_xdata(), accuracy.get_ydata(), strict=True)) == points
+    assert (15, 4.0) in zip(drawn["loss"].lines[1].get_xdata(), drawn["loss"].lines[1].get_ydata(), strict=True)
+    found = json.loads(cli("compare", run.path, tmp_path / "b", "--json")[1])["evaluations"]
+    assert list(found.values()) == [[between], []]
+    assert json.loads(cli("show", run.path, "--json")[1])["metrics"]["evaluations"] == [between]
+    shown = cli("show", run.path)[1]
+    assert re.search(r"^last evaluation between epochs *\nattempt +1\nstep +15$", shown, re.MULTILINE)
+
+
 def test_a_run_is_held_against_its_forecast(runs: Path, cli: Cli, tmp_path: Path) -> None:
     run = RunDir.open(shutil.copytree(runs / "a", tmp_path / "a", symlinks=True))
     row = {"gpus": 1, "samples_per_s": 1e9, "samples_per_s_low": 9e8, "samples_per_s_high": 2e9}

@@ -133,6 +133,23 @@ def test_history_then_deltas_then_a_resume(address: Address, run: RunDir) -> Non
         assert page.steps() == [row["step"] for row in run.steps()]
 
 
+def test_evaluations_between_epochs_are_a_stream_and_rows(address: Address, run: RunDir) -> None:
+    rows = [
+        {"attempt": 1, "step": number, "epoch": 1, "improved": True, "val_loss": 1.0 / number} for number in (20, 40)
+    ]
+    run.evaluations_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with address.live() as tab:
+        page = Page(tab)
+        page.ask(type="subscribe", run="run-0000000a")
+        page.until(lambda: "evaluations" in page.columns)
+        assert page.columns["evaluations"]["step"] == [20.0, 40.0]
+        assert page.columns["evaluations"]["val_loss"] == pytest.approx([0.05, 0.025])
+        run.begin_attempt({"epochs": 3}, {"devices": ["cpu"], "strategy": "single"}, resumed_from_step=30)
+        page.until(lambda: page.columns["evaluations"]["step"] == [20.0])
+    assert address.get("/api/runs/run-0000000a/metrics")["evaluations"] == rows[:1]
+    assert address.get("/api/runs/run-0000000a")["streams"] == ["evaluations"]
+
+
 def test_a_long_run_is_shown_coarsely_then_thinned_out_and_in_full_in_parts(address: Address, run: RunDir) -> None:
     rows = 120_000
     with run.steps_file.open("w") as file:

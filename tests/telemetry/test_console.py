@@ -31,7 +31,7 @@ SPEED = {"samples_per_s": 800.0, "duration_s": 8.0}
 RUN: list[Event] = [
     RunStarted(Path("runs/run-0123abcd"), 1, 0, 200, PLAN),
     StepLogged(1, 50, 1, 3200, 2.5, 1e-3, 0.75, 812.4, 0.02, 0, {"entropy": 0.5}),
-    Evaluated(1, 1, 50, {"val_loss": 1.25}),
+    Evaluated(1, 1, 50, {"val_loss": 1.25}, False),
     Note("warning", "the loss [bold]jumped"),
     CheckpointSaved(100, Path("checkpoints/step-00000100"), True),
     EpochEnded(1, 1, 100, {"epoch": 1, "train_loss": 2.0, "val_accuracy": 0.61, **SPEED}, True),

@@ -82,6 +82,21 @@ def test_the_best_so_far_is_known_during_the_run(run: RunDir) -> None:
     assert record.best_metric == {"val_loss": 2.0, "val_accuracy": 0.6}
 
 
+def test_evaluations_between_epochs_are_rows_and_may_be_the_best(run: RunDir) -> None:
+    between = [Evaluated(1, 1, 5, {"val_loss": 1.5}, True), Evaluated(1, 2, 15, {"val_loss": 1.75}, False)]
+    sink = RunFolderSink(run)
+    for event in (started(run), between[0], ended_epoch(1, 1, improved=False), between[1]):
+        sink.emit(event)
+    assert run.evaluations() == [
+        {"attempt": 1, "step": 5, "epoch": 1, "improved": True, "val_loss": 1.5},
+        {"attempt": 1, "step": 15, "epoch": 2, "improved": False, "val_loss": 1.75},
+    ]
+    assert (run.read().best_epoch, run.read().best_metric) == (1, {"val_loss": 1.5})
+    send(RunFolderSink(run), started(run, step=10), Evaluated(2, 2, 15, {"val_loss": 1.25}, True))
+    assert [(row["attempt"], row["step"], row["val_loss"]) for row in run.evaluations()] == [(1, 5, 1.5), (2, 15, 1.25)]
+    assert run.read().best_metric == {"val_loss": 1.25}
+
+
 def test_a_step_row_has_the_keys_of_the_design(run: RunDir) -> None:
     send(RunFolderSink(run), started(run), logged(1, 5, scalars={"entropy": 0.3}))
     (row,) = run.steps()
@@ -127,12 +142,12 @@ def test_a_resumed_run_is_running_again(run: RunDir) -> None:
 
 def test_training_results_in_the_form_of_document_001(run: RunDir) -> None:
     send(RunFolderSink(run), started(run), *(ended_epoch(1, n) for n in (1, 2)))
-    send(RunFolderSink(run), started(run, step=20), ended_epoch(2, 3), ended(duration_s=8.0))
+    send(RunFolderSink(run), started(run, step=20), ended_epoch(2, 3), ended(duration_s=20.0))
     results = json.loads((run.path / "training_results.json").read_text())
     assert results["best_epoch"] == 2
     assert results["best_val_acc"] == pytest.approx(0.7)
     assert (results["test_loss"], results["test_acc"]) == (0.8, 0.75)
-    assert results["total_time_minutes"] == pytest.approx((6 + 6 + 8) / 60)
+    assert results["total_time_minutes"] == pytest.approx(20 / 60), "earlier attempts are in the event's seconds"
     assert results["history"]["epoch"] == [1, 2, 3]
     assert results["history"]["val_acc"] == pytest.approx([0.6, 0.7, 0.8])
     assert RunConfig.model_validate(results["config"]) == run.config()
@@ -175,7 +190,7 @@ def events_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_reads_what_the_sink_writes(run: RunDir) -> None:
     send(
         TensorBoardSink(run.logs), started(run), logged(1, 5, scalars={"entropy": 0.25}, grad_norm=None),
-        Evaluated(1, 1, 7, {"val_loss": 1.5}), ended_epoch(1, 1), Note("info", "x"), ended(),
+        Evaluated(1, 1, 7, {"val_loss": 1.5}, False), ended_epoch(1, 1), Note("info", "x"), ended(),
     )  # fmt: skip
     found = events_of(run.logs)
     assert found["train/loss"] == [(5, pytest.approx(0.2))]
@@ -192,6 +207,12 @@ def test_tensorboard_of_a_resumed_run_hides_what_is_superseded(run: RunDir) -> N
     send(TensorBoardSink(run.logs), started(run), *(logged(1, step, loss=1.0) for step in (5, 10, 15)))
     send(TensorBoardSink(run.logs), started(run, step=10), *(logged(2, step, loss=2.0) for step in (15, 20)))
     assert events_of(run.logs)["train/loss"] == [(5, 1.0), (10, 1.0), (15, 2.0), (20, 2.0)]
+
+
+def test_tensorboard_of_a_run_that_begins_again_hides_all_that_was(run: RunDir) -> None:
+    send(TensorBoardSink(run.logs), started(run), *(logged(1, step, loss=1.0) for step in (5, 10)))
+    send(TensorBoardSink(run.logs), started(run), logged(2, 5, loss=2.0))
+    assert events_of(run.logs)["train/loss"] == [(5, 2.0)]
 
 
 def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ def compare(
             "summary": dict(summary),
             "differences": dict(differing),
             "epochs": {run.label: run.epochs for run in found},
+            "evaluations": {run.label: run.evaluations for run in found},
             "files": [str(path) for path in written],
         }
         print_json(document, sys.stdout)

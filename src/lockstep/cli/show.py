@@ -38,7 +38,7 @@ def describe(run: RunDir) -> dict[str, Any]:
     return {
         **summary(run),
         "plan": plan,
-        "metrics": {"epochs": run.epochs()},
+        "metrics": {"epochs": run.epochs(), "evaluations": run.evaluations()},
         "checkpoints": _checkpoints(run),
         "logs": sorted(str(file) for file in run.logs.glob("*.log")),
         "config": str(run.config_file),
@@ -105,11 +105,10 @@ def _print(details: dict[str, Any]) -> None:
     print_table(("", ""), [(name, value_text(value)) for name, value in rows if value not in (None, "")], sys.stdout)
     say("", sys.stdout)
     print_plan(details["plan"], sys.stdout)
-    epochs = details["metrics"]["epochs"]
-    if epochs:
-        say("", sys.stdout)
-        last = [(name, value_text(value)) for name, value in epochs[-1].items()]
-        print_table(("last epoch", ""), last, sys.stdout)
+    for title, rows in zip(("last epoch", "last evaluation between epochs"), details["metrics"].values(), strict=True):
+        if rows:
+            say("", sys.stdout)
+            print_table((title, ""), [(name, value_text(value)) for name, value in rows[-1].items()], sys.stdout)
     say("", sys.stdout)
     files = [(_checkpoint_label(saved), saved["path"]) for saved in details["checkpoints"]]
     files += [("log", path) for path in details["logs"]]

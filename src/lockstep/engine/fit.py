@@ -121,7 +121,7 @@ class Fit:
         untimed = self.config.training.compile or self.strategy.is_sharded
         timed = () if untimed else self.strategy.module.parameters()
         self._ranks = RankWatch(
-            self.collectives, self.device, timed, self._emit, attempt=self.attempt, step=self.state.step
+            self.collectives, self.device, timed, self._speed, self._emit, attempt=self.attempt, step=self.state.step
         )
 
     # Around every step.
@@ -193,7 +193,7 @@ class Fit:
                 scalars=dict(self.scalars),
             )
         )
-        self._ranks.log(result.step, result.window.epoch + 1, speed)
+        self._ranks.log(result.step, result.window.epoch + 1)
         self._interval, self._interval_sums = self._speed.mark(), (total, count)
         if self.writer is not None:
             self.writer.poll()
@@ -220,7 +220,7 @@ class Fit:
         total, count = self._meter.read()
         speed = self._speed.since(self._epoch_mark)
         epoch = result.window.epoch + 1
-        self._ranks.end_epoch(result.step, epoch, self._speed.since(self._interval))
+        self._ranks.end_epoch(result.step, epoch)
         row: dict[str, float] = {"train_loss": total / count if count else math.nan}
         last = result.step >= self.plan.total_steps
         improved = False
@@ -232,7 +232,8 @@ class Fit:
         if result.epoch_ended:  # max_steps may end a run in mid-epoch, and a resume goes on there
             self.state.epoch, self.state.position = self.state.epoch + 1, 0
             self._meter.reset()
-            self._interval_sums = (0.0, 0.0)
+            before_total, before_count = self._interval_sums
+            self._interval_sums = before_total - total, before_count - count  # of what the next log tells
         self._epoch_mark = self._speed.mark()
         self._emit(EpochEnded(self.attempt, epoch, result.step, row, improved))
         self.save(best=improved)
@@ -240,9 +241,10 @@ class Fit:
     def _validate_between_epochs(self) -> None:
         if self.datasets.val is None:
             return
-        metrics = self._validate()
-        self._emit(Evaluated(self.attempt, self.state.epoch + 1, self.state.step, metrics))
-        if self._judge(metrics, self.state.epoch + 1):
+        metrics, epoch = self._validate(), self.state.epoch + 1
+        improved = self._judge(metrics, epoch)
+        self._emit(Evaluated(self.attempt, epoch, self.state.step, metrics, improved))
+        if improved:
             self.save(best=True)
 
     def _validate(self) -> dict[str, float]:

@@ -103,6 +103,7 @@ class Recorder(Checkpoint):
             trainer.strategy.root_device,
             pl_module.parameters(),
             self._sink.emit,
+            self._speed,
             attempt=self._attempt,
             step=state.step,
         )
@@ -148,7 +149,8 @@ class Recorder(Checkpoint):
             # The Trainer has divided it for the accumulation.
             self._losses.append((loss.detach() * trainer.accumulate_grad_batches, stop - start))
         self._micro += 1
-        if self._micro == len(self._step.mine):
+        stepped = self._micro == len(self._step.mine)
+        if stepped:
             self._finish_step(trainer, self._step)
             self._step, self._micro = None, 0
         self._left_at = time.perf_counter()
@@ -162,10 +164,6 @@ class Recorder(Checkpoint):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pulse.at(Activity.EVALUATING)
         self._paused.enter_context(self._speed.paused())
-        if self._collectives.size > 1:
-            # DDP hands out rank 0's buffers before each forward pass; all ranks are to evaluate with them too.
-            for buffer in pl_module.buffers():
-                dist.broadcast(buffer, 0)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pulse.at(Activity.HOOKS)
@@ -178,8 +176,9 @@ class Recorder(Checkpoint):
             return  # the epoch's row judges it
         metrics = _of_validation(_numbers(trainer.callback_metrics))
         epoch = self._state.epoch + 1
-        self._sink.emit(Evaluated(self._attempt, epoch, self._state.step, metrics))
-        if self._judge(metrics, epoch):
+        improved = self._judge(metrics, epoch)
+        self._sink.emit(Evaluated(self._attempt, epoch, self._state.step, metrics, improved))
+        if improved:
             self._due = True
         trainer.should_stop = trainer.should_stop or self.ended_by is not None
 
@@ -197,8 +196,7 @@ class Recorder(Checkpoint):
         if self._plan.batch.window(state.position) is None:
             state.epoch, state.position, state.epoch_loss, state.epoch_count = epoch, 0, 0.0, 0.0
             self._epoch_sums.zero_()
-            self._interval_sums.zero_()
-        self._ranks.end_epoch(state.step, epoch, self._speed.since(self._interval))
+        self._ranks.end_epoch(state.step, epoch)
         self._epoch_mark = self._speed.mark()
         self._sink.emit(EpochEnded(self._attempt, epoch, state.step, row, improved))
         self._due = improved
@@ -207,6 +205,7 @@ class Recorder(Checkpoint):
             self.ended_by = "completed"
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self._interval_sums -= self._epoch_sums  # of what the next log tells
         self._ranks.flush()
         if self._due is None and self.ended_by != "completed":
             self._due = False
@@ -291,7 +290,7 @@ class Recorder(Checkpoint):
                 scalars=_numbers(trainer.logged_metrics),
             )
         )
-        self._ranks.log(state.step, state.epoch + 1, speed)
+        self._ranks.log(state.step, state.epoch + 1)
         self._interval, self._interval_sums = self._speed.mark(), self._epoch_sums.clone()
         self._poll()
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lockstep.engine.collectives import Collectives
 from lockstep.events import Event, Note, RanksLogged, RankState
-from lockstep.telemetry.throughput import Speed
+from lockstep.telemetry.throughput import Throughput
 
 #: Rows that a verdict on the slow rank rests on.
 JUDGED_ROWS = 5
@@ -97,6 +97,7 @@ class RankWatch:
 
     Args:
         parameters: whose gradients tell when a rank's own work of a step is done; empty: it is not timed.
+        speed: counts seconds of training and of waiting for input.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class RankWatch:
         collectives: Collectives,
         device: torch.device,
         parameters: Iterable[nn.Parameter],
+        speed: Throughput,
         emit: Callable[[Event], None],
         *,
         attempt: int,
@@ -114,16 +116,17 @@ class RankWatch:
         self._pending: tuple[int, int, list[Tensor], dist.Work | None] | None = None
         self._history: deque[tuple[RankState, ...]] = deque(maxlen=JUDGED_ROWS)
         self._named: set[int] = set()
-        self._step = step
+        self._speed, self._mark, self._step = speed, speed.mark(), step
 
     def before_logged_step(self) -> None:
         """The step that begins now will be logged."""
         if self._own is not None:
             self._own.start()
 
-    def log(self, step: int, epoch: int, speed: Speed) -> None:
+    def log(self, step: int, epoch: int) -> None:
         """Send this rank's numbers since the last call, and emit what all ranks sent at that one."""
-        steps, self._step = max(1, step - self._step), step
+        speed, steps = self._speed.since(self._mark), max(1, step - self._step)
+        self._mark, self._step = self._speed.mark(), step
         step_s = speed.seconds / steps
         own_s = self._own.stop() if self._own is not None else _UNKNOWN
         mine = torch.tensor([step_s, speed.data_wait_share * step_s, own_s, *memory(self._device)], dtype=torch.float64)
@@ -136,10 +139,10 @@ class RankWatch:
         work = dist.all_gather(rows, mine, group=self._collectives.group, async_op=True)
         self._pending = step, epoch, rows, work
 
-    def end_epoch(self, step: int, epoch: int, speed: Speed) -> None:
+    def end_epoch(self, step: int, epoch: int) -> None:
         """Log this step too, if that has not been done; on a GPU, peaks begin anew."""
         if step != self._step:
-            self.log(step, epoch, speed)
+            self.log(step, epoch)
         self.flush()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

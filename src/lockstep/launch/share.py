@@ -29,7 +29,9 @@ CHUNK_BYTES = 32 << 20
 #: Of a longer log only the end is gathered.
 MAX_LOG_BYTES = 64 << 20
 #: What of a run folder makes the others' copies of it complete, besides checkpoints.
-_HISTORY = ("run.json", "config.yaml", "metrics.json", "steps.jsonl", "plan.json", "attempts/*/*.json")
+_HISTORY = (
+    "run.json", "config.yaml", "metrics.json", "steps.jsonl", "evaluations.jsonl", "plan.json", "attempts/*/*.json",
+)  # fmt: skip
 #: In rank 0's run folder: what other nodes wrote.
 NODES = "nodes"
 

@@ -68,9 +68,11 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
         UnsupportedError: matplotlib is not installed.
     """
     require_matplotlib()
+    # Evaluations between epochs have a step, but no epoch of their own.
+    against = "step" if any(run.evaluations for run in runs) else "epoch"
     made = [
         _curves("loss", "Loss", _loss(runs), "step", log=True),
-        *(_curves(name, name, _epoch_lines(runs, (name,)), "epoch") for name in _metrics(runs)),
+        *(_curves(name, name, _metric_lines(runs, name, against), against) for name in _metrics(runs)),
         _curves("lr", "Learning rate", _step_lines(runs, "lr"), "step"),
         _curves("throughput", "Throughput, samples/s", _step_lines(runs, "samples_per_s"), "step"),
         _curves("data_wait", "Share of time waiting for data", _step_lines(runs, "data_wait_share"), "step"),
@@ -162,7 +164,7 @@ def _loss(runs: Sequence[RunData]) -> list[Line]:
     for index, run in enumerate(runs):
         lines.append(Line(_named(runs, run, "train"), index, *_points(run.steps, "step", "loss")))
         lines.append(
-            Line(_named(runs, run, "validation"), index, *_points(run.epochs, "step", "val_loss"), dashed=True)
+            Line(_named(runs, run, "validation"), index, *_points(_evaluated(run), "step", "val_loss"), dashed=True)
         )
     return lines
 
@@ -171,12 +173,14 @@ def _step_lines(runs: Sequence[RunData], name: str) -> list[Line]:
     return [Line(_named(runs, run), index, *_points(run.steps, "step", name)) for index, run in enumerate(runs)]
 
 
-def _epoch_lines(runs: Sequence[RunData], names: Sequence[str]) -> list[Line]:
-    return [
-        Line(_named(runs, run), index, *_points(run.epochs, "epoch", name))
-        for index, run in enumerate(runs)
-        for name in names
-    ]
+def _metric_lines(runs: Sequence[RunData], name: str, against: str) -> list[Line]:
+    return [Line(_named(runs, run), index, *_points(_evaluated(run), against, name)) for index, run in enumerate(runs)]
+
+
+def _evaluated(run: RunData) -> list[Row]:
+    """Rows of epochs and of the evaluations between them, by step."""
+    rows = [*run.epochs, *run.evaluations]
+    return sorted(rows, key=lambda row: row["step"] if _is_number(row.get("step")) else math.inf)
 
 
 _SHOWN_ELSEWHERE = frozenset({"val_loss"})
@@ -184,7 +188,7 @@ _SHOWN_ELSEWHERE = frozenset({"val_loss"})
 
 def _metrics(runs: Sequence[RunData]) -> list[str]:
     """Names of validation metrics, as in ``metrics.json``."""
-    names = {name for run in runs for row in run.epochs for name, value in row.items() if _is_number(value)}
+    names = {name for run in runs for row in _evaluated(run) for name, value in row.items() if _is_number(value)}
     return sorted(name for name in names if name.startswith("val_") and name not in _SHOWN_ELSEWHERE)
 
 

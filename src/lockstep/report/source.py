@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.report.score import in_words, score_of
-from lockstep.telemetry.files import read_json, sparse_rows
+from lockstep.telemetry.files import names_in, read_bytes, read_json, sparse_rows
 from lockstep.telemetry.records import RunRecord
 from lockstep.telemetry.rundir import RunDir
 
@@ -18,6 +18,7 @@ Row = dict[str, Any]
 
 #: Beyond so many points a curve is thinned: no picture shows more.
 MAX_POINTS = 4000
+MAX_PICTURE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class RunData:
     config: Row
     plan: Row
     epochs: Sequence[Row]
+    evaluations: Sequence[Row]
     steps: Sequence[Row]
     ranks: Sequence[Row]
     system: Mapping[str, Sequence[Row]]
@@ -73,6 +75,7 @@ def read_run(run: RunDir) -> RunData:
         epochs=safely(run.epochs, []),
         steps=thinned(safely(run.steps, [])),
         ranks=thinned(safely(run.ranks, [])),
+        evaluations=thinned(safely(run.evaluations, [])),
         system={
             file.stem.removeprefix("system-"): thinned(safely(lambda file=file: sparse_rows(file, MAX_POINTS), []))
             for file in sorted(run.path.glob("system-*.jsonl"))

@@ -175,9 +175,10 @@ def _run_routes(router: APIRouter, studio: Studio) -> None:
 
 
 def _number_routes(router: APIRouter, studio: Studio) -> None:
-    @router.get("/runs/{name}/metrics", summary="Rows of metrics.json, one an epoch")
+    @router.get("/runs/{name}/metrics", summary="Rows of metrics.json, one an epoch, and of evaluations.jsonl")
     def metrics(name: RunName) -> Response:
-        return ok({"epochs": details.read_epochs(studio.index.run_folder(name))})
+        run = studio.index.run_folder(name)
+        return ok({"epochs": details.read_epochs(run), "evaluations": details.read_evaluations(run)})
 
     @router.get("/runs/{name}/steps", summary="Rows of steps.jsonl as columns")
     def steps(

@@ -39,7 +39,9 @@ def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> di
         "versions": record.versions if record is not None else {},
         "resumable": record is not None and summary["status"] not in LIVE | {"completed"},
         "streams": sorted(
-            file.stem for pattern in ("steps", "ranks", "system-*") for file in run.path.glob(f"{pattern}.jsonl")
+            file.stem
+            for pattern in ("steps", "evaluations", "ranks", "system-*")
+            for file in run.path.glob(f"{pattern}.jsonl")
         ),
     }
 
@@ -86,6 +88,14 @@ def read_epochs(run: RunDir) -> list[dict[str, Any]]:
 
 def form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What the form must hold to start such a run again, and the settings of it that are not the page's.
+def read_evaluations(run: RunDir) -> list[dict[str, Any]]:
+    """Rows of ``evaluations.jsonl``; none when they are damaged."""
+    try:
+        return run.evaluations()
+    except RunFolderError:
+        return []
+
+
 
     The form stands on the task's defaults: what equals a general default may differ from them. A name is not part of
     it, since the copy gets one of its own.

@@ -18,7 +18,7 @@ from lockstep.telemetry.rundir import RunDir
 _STATE_S = 0.5
 #: Read in one look while a long file is being caught up with.
 _CHUNKS = 4
-STREAMS = ("steps", "ranks", "system")
+STREAMS = ("steps", "evaluations", "ranks", "system")
 
 
 class Feed:
@@ -147,8 +147,9 @@ class Feed:
 
     def _find(self) -> Iterator[tuple[str, Path, str]]:
         yield "steps", self._run.steps_file, "step"
-        if (ranks := self._run.path / "ranks.jsonl").exists():
-            yield "ranks", ranks, "step"
+        for file in (self._run.evaluations_file, self._run.ranks_file):
+            if file.exists():
+                yield file.stem, file, "step"
         for file in sorted(self._run.path.glob("system-*.jsonl"))[:64]:
             yield file.stem, file, "time"
 

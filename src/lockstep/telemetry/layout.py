@@ -36,6 +36,10 @@ class Layout:
         return self.path / "ranks.jsonl"
 
     @property
+    @property
+    def evaluations_file(self) -> Path:
+        return self.path / "evaluations.jsonl"
+
     def profile(self) -> Path:
         return self.path / "profile"
 

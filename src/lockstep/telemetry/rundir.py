@@ -323,6 +323,10 @@ class RunDir(Layout):
         """Rows of ``steps.jsonl``, one a log interval; see :meth:`epochs`."""
         return surviving(read_jsonl(self.steps_file), self.resumed_from())
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Rows of ``evaluations.jsonl``: what an evaluation between epochs found; see :meth:`epochs`."""
+        return surviving(read_jsonl(self.evaluations_file), self.resumed_from())
+
     def write_epochs(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace the rows of ``metrics.json``. Raises :class:`StorageError`."""
         write_json(self.metrics_file, {"epochs": list(rows)})

@@ -15,6 +15,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.events import (
     EpochEnded,
+    Evaluated,
     Event,
     Fanout,
     RanksLogged,
@@ -27,7 +28,7 @@ from lockstep.events import (
 from lockstep.telemetry.background import BackgroundSink
 from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.csv import CsvSink
-from lockstep.telemetry.files import JsonLines
+from lockstep.telemetry.files import JsonLines, make_folders, write_bytes
 from lockstep.telemetry.mlflow import MlflowSink
 from lockstep.telemetry.records import is_whole
 from lockstep.telemetry.rundir import RunDir, utc_now, write_json
@@ -103,7 +104,7 @@ def _require(package: str) -> None:
 
 
 class RunFolderSink:
-    """Writes ``run.json``, ``metrics.json``, ``steps.jsonl`` and ``training_results.json``.
+    """Writes ``run.json``, ``metrics.json``, the rows of ``*.jsonl`` and ``training_results.json``.
 
     A sink of the *essential* kind: what it cannot write raises :class:`~lockstep.errors.StorageError`.
     """
@@ -112,7 +113,7 @@ class RunFolderSink:
         self._run = run_dir
         self._ranks = JsonLines(run_dir.ranks_file)
         self._rows: list[dict[str, Any]] = []
-        self._earlier_s = 0.0
+        self._evaluations = JsonLines(run_dir.evaluations_file)
         self._config: RunConfig | None = None
 
     def emit(self, event: Event) -> None:
@@ -127,6 +128,8 @@ class RunFolderSink:
                 self._epoch(event)
             case Restarted():
                 self._run.update(restarts=[*self._run.read().restarts, {**asdict(event), "at": utc_now()}])
+            case Evaluated():
+                self._between_epochs(event)
             case RunEnded():
                 self._end(event)
             case _:
@@ -139,7 +142,6 @@ class RunFolderSink:
         # Epochs that ended after the checkpoint that this attempt goes on from are run again; rows that say nothing
         # usable, in a damaged file, go.
         self._rows = [row for row in self._run.epochs() if is_whole(row) and row.get("step", 0) <= event.step]
-        self._earlier_s = sum(row.get("duration_s") or 0.0 for row in self._rows)
         self._config = self._run.config()
         self._run.write_epochs(self._rows)
         started_at = self._run.read().started_at or utc_now()
@@ -150,11 +152,19 @@ class RunFolderSink:
         self._rows = [*(kept for kept in self._rows if kept["epoch"] != event.epoch), row]
         self._run.write_epochs(self._rows)
         if event.improved:
-            best = {key: value for key, value in event.row.items() if key.startswith("val_")}
+            best = {key: value for key, value in metrics.items() if key.startswith("val_")}
             self._run.update(best_epoch=event.epoch, best_metric=best)
 
+        self._judged(event, event.row)
+
+    def _between_epochs(self, event: Evaluated) -> None:
+        place = {"attempt": event.attempt, "step": event.step, "epoch": event.epoch, "improved": event.improved}
+        self._evaluations.append({**place, **event.metrics})
+        self._judged(event, event.metrics)
+
+    def _judged(self, event: EpochEnded | Evaluated, metrics: Mapping[str, float]) -> None:
     def _end(self, event: RunEnded) -> None:
-        results = training_results(self._rows, event, self._config or self._run.config(), self._earlier_s)
+        results = training_results(self._rows, event, self._config or self._run.config())
         write_json(self._run.path / RESULTS_FILE, results)
         best = {} if event.best_epoch is None else {"best_epoch": event.best_epoch, "best_metric": event.best_metric}
         self._run.update(
@@ -183,14 +193,11 @@ def step_row(event: StepLogged) -> dict[str, Any]:
     }
 
 
-def training_results(
-    rows: Sequence[Mapping[str, Any]], event: RunEnded, config: RunConfig, earlier_s: float
-) -> dict[str, Any]:
+def training_results(rows: Sequence[Mapping[str, Any]], event: RunEnded, config: RunConfig) -> dict[str, Any]:
     """What document 001's ``training_results.json`` holds, derived from the same rows as all else.
 
     ``best_<metric>`` are the values at the best epoch, ``test_<metric>`` those of the test set; ``accuracy``
     is spelled ``acc``, as that format does. ``history`` maps each name to its value per epoch.
-    ``earlier_s``: seconds that earlier attempts spent on epochs that still count.
     """
     best_row = next((row for row in rows if row["epoch"] == event.best_epoch), {})
     best = {key: value for key, value in best_row.items() if key.startswith("val_")} | dict(event.best_metric)
@@ -200,7 +207,7 @@ def training_results(
         **{f"best_{_short(key)}": value for key, value in best.items()},
         "best_epoch": event.best_epoch,
         **{_short(key): value for key, value in test.items()},
-        "total_time_minutes": (earlier_s + event.duration_s) / 60,
+        "total_time_minutes": event.duration_s / 60,
         "history": {_short(name): [row.get(name) for row in rows] for name in names},
         "config": config.model_dump(mode="json"),
     }

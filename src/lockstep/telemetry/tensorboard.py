@@ -42,8 +42,7 @@ class TensorBoardSink:
         if isinstance(event, RunStarted):
             from torch.utils.tensorboard import SummaryWriter
 
-            purge = event.step + 1 if event.step else None
-            self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=purge)
+            self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=event.step + 1)
         if self._writer is None:
             return
         step, values = named_scalars(event)

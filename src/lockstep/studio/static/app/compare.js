@@ -3,7 +3,7 @@
 import { html, useEffect, useState } from "./html.js";
 import { get } from "./api.js";
 import { Chart, ChartTools } from "./charts.js";
-import { epochLines, STEP_CHARTS, useRun } from "./curves.js";
+import { epochLines, linesOverSteps, STEP_CHARTS, useRun } from "./curves.js";
 import { number, words } from "./format.js";
 import { runs } from "./live.js";
 import { go, route } from "./route.js";
@@ -65,6 +65,9 @@ function Source({ id, onLines }) {
       if (line) lines.set(`step ${name}`, line);
     }
     for (const [name, line] of epochLines(epochs)) lines.set(`epoch ${name}`, line);
+    const between = data.stream("evaluations");
+    for (const [name, line] of linesOverSteps(epochs, between)) lines.set(`evaluation ${name}`, line);
+    lines.evaluated = Boolean(between?.rows);
     onLines(id, lines);
   }, [data, version, epochs]);
   return null;
@@ -74,11 +77,14 @@ function Overlay({ ids, lines }) {
   const text = (id) => label((runs.value ?? []).find((run) => run.id === id) ?? { id });
   const labels = ids.map((id) => (ids.filter((other) => text(other) === text(id)).length > 1 ? `${text(id)} (${id})` : text(id)));
   const series = (name) => ids.map((id, index) => ({ label: labels[index], index, ...lines[id]?.get(name) })).filter(({ y }) => y);
-  const quantities = new Set(ids.flatMap((id) => [...(lines[id]?.keys() ?? [])]).filter((name) => name.startsWith("epoch ")));
-  const epochs = [...quantities].filter((name) => !/^epoch (lr|.*_s|.*_share|samples_seen)$/.test(name));
+  // Of runs that were evaluated between epochs too, all that was found is laid out over steps.
+  const [kind, against] = ids.some((id) => lines[id]?.evaluated) ? ["evaluation", "step"] : ["epoch", "epoch"];
+  const names = ids.flatMap((id) => [...(lines[id]?.keys() ?? [])]).filter((name) => name.startsWith(`${kind} `));
+  const quantities = [...new Set(names)].map((name) => name.slice(kind.length + 1));
+  const metrics = quantities.filter((name) => !/^(lr|.*_s|.*_share|samples_seen)$/.test(name));
   const charts = [
     ...STEP_CHARTS.map(([title, column, options]) => ({ title, against: "step", series: series(`step ${column}`), ...options })),
-    ...epochs.map((name) => ({ title: `${words(name.slice(6))} per epoch`, against: "epoch", series: series(name) })),
+    ...metrics.map((name) => ({ title: `${words(name)} per ${kind}`, against, series: series(`${kind} ${name}`) })),
   ].filter((chart) => chart.series.length);
   if (!charts.length) return html`<p class="empty">These runs have no measurements yet.</p>`;
   return html`<${ChartTools} />

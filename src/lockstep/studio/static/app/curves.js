@@ -17,13 +17,28 @@ export function useRun(id) {
   return data?.id === id ? data : null;
 }
 
-/** Columns of metrics.json as lines over epochs. */
-export function epochLines(rows) {
-  const x = rows.map((row) => row.epoch);
+/** Columns of metrics.json as lines over epochs, or over the `step` at which they ended. */
+export function epochLines(rows, against = "epoch") {
+  const x = rows.map((row) => row[against]);
   const names = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((name) => !["epoch", "step", "attempt"].includes(name));
   return new Map(
     names.map((name) => [name, { x, y: rows.map((row) => (typeof row[name] === "number" ? row[name] : NaN)) }]).filter(([, { y }]) => y.some((value) => !Number.isNaN(value))),
   );
+}
+
+/** What was measured at the ends of epochs and by the evaluations `between` them (a stream), as lines over steps. */
+export function linesOverSteps(rows, between) {
+  const lines = epochLines(rows, "step");
+  for (const name of between?.names().filter((name) => !["epoch", "attempt"].includes(name)) ?? []) {
+    const line = between.line(name);
+    if (line) lines.set(name, lines.has(name) ? merged(lines.get(name), line) : line);
+  }
+  return lines;
+}
+
+function merged(...lines) {
+  const points = lines.flatMap(({ x, y }) => Array.from(x, (at, index) => [at, y[index]])).sort(([a], [b]) => a - b);
+  return { x: points.map(([at]) => at), y: points.map(([, value]) => value) };
 }
 
 /** Metrics of metrics.json grouped for charts: training and validation of one quantity share one. */
@@ -164,7 +179,9 @@ export function Curves({ id }) {
   // Reading the version draws this again when rows have arrived.
   if (!data || data.version.value < 0) return null;
   const steps = data.stream("steps");
-  const metrics = epochCharts(epochLines(data.epochs.value));
+  const between = data.stream("evaluations");
+  const against = between?.rows ? "step" : "epoch";
+  const metrics = epochCharts(between?.rows ? linesOverSteps(data.epochs.value, between) : epochLines(data.epochs.value));
   const scalars = steps?.names().filter((name) => name.startsWith("scalars.")) ?? [];
   const notes = [
     steps?.preview && "a first sample; the whole file is being read",
@@ -183,7 +200,10 @@ export function Curves({ id }) {
       STEP_CHARTS.map(
         ([title, column, options]) => html`<${StreamChart} key=${title} run=${id} name="steps" stream=${steps} columns=${[[column, words(column)]]} title=${title} ...${options} />`,
       )}
-      ${metrics.map(([quantity, series]) => html`<${Chart} key=${`epoch-${quantity}`} title=${`${words(quantity)} per epoch`} series=${series} against="epoch" />`)}
+      ${metrics.map(
+        ([quantity, series]) =>
+          html`<${Chart} key=${`${against} ${quantity}`} title=${`${words(quantity)} per ${between?.rows ? "evaluation" : "epoch"}`} series=${series} against=${against} />`,
+      )}
       ${scalars.slice(0, MOST_SCALARS).map(
         (column) => html`<${StreamChart} key=${column} run=${id} name="steps" stream=${steps} columns=${[[column, column.slice(8)]]} title=${column.slice(8)} />`,
       )}

@@ -72,7 +72,7 @@ const send = (message) => {
 /** Asks for a run once more, after an error. */
 export const followAgain = (id) => send(subscription(id));
 
-const subscription = (id) => ({ type: "subscribe", run: id, streams: ["steps", "system", "ranks"], points: POINTS });
+const subscription = (id) => ({ type: "subscribe", run: id, streams: ["steps", "evaluations", "system", "ranks"], points: POINTS });
 
 /** Starts watching a run; the second value ends it. */
 export function look(id) {
