@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,6 +243,40 @@ def test_a_closed_stream_is_an_error_once_and_leaves_no_bar() -> None:
     with pytest.raises(ValueError, match="closed"):
         sink.emit(RUN[3])
     sink.close()
+
+
+def test_a_bar_in_a_notebook_writes_over_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by what a kernel leaves in the process; carriage returns are all that a notebook's output knows."""
+    shell = SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    stream = io.StringIO()
+    assert resolve_mode("auto", stream) == "plain", "not what the notebook shows"
+    monkeypatch.setattr(sys, "stdout", stream)
+    sink = ConsoleSink(stream, clock=Clock())
+    drawn = []
+    for event in RUN:
+        sink.emit(event)
+        drawn.append(as_notebook(stream.getvalue()))
+    sink.close()
+    assert re.fullmatch(r"epoch 1/2 ━{5}─{15} 50/200  812 samples/s  loss 2\.5000 .*left  lr 0\.001", drawn[1][-1])
+    assert drawn[3][-2:] == ["warning: the loss [bold]jumped", drawn[1][-1]], "the bar stays below"
+    end = drawn[-1]
+    assert "\x1b" not in stream.getvalue()
+    assert not [line for line in end if "━" in line or "─" in line], "it is gone at the end"
+    assert "epoch 2/2  train_loss 1.0000  val_accuracy 0.6000  800 samples/s  8.0 s" in end
+    del shell.kernel
+    assert resolve_mode("auto", stream) == "plain", "IPython on a terminal is no notebook"
+
+
+def as_notebook(output: str) -> list[str]:
+    """The lines that stand after every carriage return has brought writing back to the beginning of its line."""
+    lines = []
+    for text in output.split("\n"):
+        line = ""
+        for part in text.split("\r"):
+            line = part + line[len(part) :]
+        lines.append(line.rstrip())
+    return lines
 
 
 def test_modes() -> None:

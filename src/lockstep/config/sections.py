@@ -260,8 +260,8 @@ class TelemetryConfig(Section):
     tensorboard: Switch = Field("auto", description="auto: on when it is installed")
     progress: Annotated[Literal["auto", "bar", "plain", "off", "silent"], BeforeValidator(_switch)] = Field(
         "auto",
-        description="auto: a bar on a terminal, plain lines elsewhere; off: warnings and the summary only; silent: "
-        "nothing",
+        description="auto: a bar on a terminal and in a notebook, plain lines elsewhere; off: warnings and the "
+        "summary only; silent: nothing",
     )
     upload_to: str | None = Field(
         None, description="copy the run folder to this path or URL (anything that fsspec knows), in the background"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ class ConsoleSink:
     Args:
         stream: where to write, usually standard output.
         mode: ``bar`` draws a progress bar, ``plain`` writes a line per log interval and epoch, ``off`` shows
-            warnings and the end only; ``auto`` is a bar on a terminal and plain lines elsewhere.
+            warnings and the end only; ``auto`` is a bar on a terminal and in a notebook, plain lines elsewhere.
         clock: seconds from any fixed point, for the remaining time.
     """
 
@@ -155,28 +156,13 @@ class ConsoleSink:
 
 
 class _Bar:
-    """One line at the bottom of a terminal. A thread moves it on between events, by a look at the run's counter."""
+    """One line below all others. A thread moves it on between events, by a look at the run's counter."""
 
     def __init__(self, stream: TextIO, started: RunStarted, seconds_left: Callable[[int], float | None]) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self._progress: Progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            console=rich_console(stream),
-            auto_refresh=False,
-            transient=True,
-            expand=True,
-        )
+        place = _Notebook if is_notebook(stream) else _Terminal
+        self._place: _Notebook | _Terminal = place(stream, started)
         self._epochs = started.plan.get("epochs")
         self._total = started.total_steps
-        self._task: TaskID = self._progress.add_task(
-            "starting", total=started.total_steps, completed=started.step, status=""
-        )
-        self._progress.start()
-        self._progress.refresh()
         self._position, self._seconds_left = started.position, seconds_left
         self._shown = started.step
         self._newest: StepLogged | None = None
@@ -210,32 +196,109 @@ class _Bar:
         if newest is not None:
             parts.append(f"lr {newest.lr:.2g}")
         label = "starting" if newest is None else epoch_label(newest.epoch, self._epochs)
-        room = self._progress.console.width - len(label) - len(f"{self._total}") * 2 - _BAR_ROOM
+        room = self._place.width - len(label) - len(f"{self._total}") * 2 - _BAR_ROOM
         status = fitting(parts, room) if parts else ""
+        self._place.draw(label, step, status)
+
+    def print(self, text: str, style: str) -> None:
+        self._place.print(text, style)
+
+    def stop(self) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._place.stop()
+
+
+class _Terminal:
+    """Keeps the bar in the last line by moving the cursor."""
+
+    def __init__(self, stream: TextIO, started: RunStarted) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress: Progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=rich_console(stream),
+            auto_refresh=False,
+            transient=True,
+            expand=True,
+        )
+        self._task: TaskID = self._progress.add_task(
+            "starting", total=started.total_steps, completed=started.step, status=""
+        )
+        self._progress.start()
+        self._progress.refresh()
+
+    @property
+    def width(self) -> int:
+        return self._progress.console.width
+
+    def draw(self, label: str, step: int, status: str) -> None:
         self._progress.update(self._task, completed=step, description=label, status=status, refresh=True)
 
     def print(self, text: str, style: str) -> None:
         print_styled(self._progress.console, text, style)
 
     def stop(self) -> None:
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join()
         self._progress.stop()
+
+
+class _Notebook:
+    """Writes the bar over itself: a notebook's output knows carriage returns, but moves no cursor and has no width."""
+
+    width = 90
+
+    def __init__(self, stream: TextIO, started: RunStarted) -> None:
+        self._stream, self._total, self._shown = stream, started.total_steps, ""
+        self._writing = threading.Lock()  # the thread that moves the bar writes, too
+        self.draw("starting", started.step, "")
+
+    def draw(self, label: str, step: int, status: str) -> None:
+        done = _CELLS * step // self._total
+        line = f"{label} {'━' * done}{'─' * (_CELLS - done)} {step}/{self._total}  {status}"
+        with self._writing:
+            self._put(line)
+            self._shown = line
+
+    def print(self, text: str, style: str) -> None:
+        with self._writing:
+            self._put(text, f"\n{self._shown}")
+
+    def stop(self) -> None:
+        with self._writing:
+            self._put("", "\r")
+
+    def _put(self, text: str, then: str = "") -> None:
+        """``text`` in the place of what is shown, which may be longer."""
+        self._stream.write(f"\r{text.ljust(len(self._shown))}{then}")
+        self._stream.flush()
 
 
 #: Drawing takes about half a millisecond, so a bar costs a run some 0.2 %.
 _BAR_INTERVAL_S = 0.25
+#: Of a bar in a notebook, characters.
+_CELLS = 20
 #: Blanks, the slash of ``step/total``, and the shortest bar that still says something.
 _BAR_ROOM = 12
 _TABLE_OMITS = frozenset({"epoch", "step", "attempt", "lr", "samples_per_s", "duration_s"})
 
 
 def resolve_mode(mode: ProgressMode, stream: TextIO) -> ProgressMode:
-    """``auto`` is a bar on a terminal that can move its cursor, plain lines elsewhere."""
+    """``auto`` is a bar on a terminal that can move its cursor and in a notebook, plain lines elsewhere."""
     if mode != "auto":
         return mode
-    return "bar" if is_terminal(stream) and os.environ.get("TERM", "") not in {"", "dumb"} else "plain"
+    moves = is_terminal(stream) and os.environ.get("TERM", "") not in {"", "dumb"}
+    return "bar" if moves or is_notebook(stream) else "plain"
+
+
+def is_notebook(stream: TextIO) -> bool:
+    """Whether an IPython kernel runs this process, and shows what is written to ``stream``."""
+    ipython = sys.modules.get("IPython")  # a kernel has imported it
+    shell = ipython.get_ipython() if ipython is not None else None
+    return hasattr(shell, "kernel") and stream is sys.stdout
 
 
 def print_plan(plan: Mapping[str, Any], stream: TextIO) -> None:
