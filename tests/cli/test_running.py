@@ -1,6 +1,7 @@
 """The verbs that train and what follows, on a task of the user's own, in real processes."""
 
 import json
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,12 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.cli.main import main
+from lockstep.launch.afterwards import load_model
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import cli_environment
 
 TASK = """
+import os
+from pathlib import Path
+
 import torch
 from torch import nn
 from torchmetrics import MetricCollection
@@ -40,10 +46,31 @@ class Tiny(Task):
 
     def evaluate(self, model, batch):
         x, y = batch
+        if "SEEN" in os.environ:
+            with Path(os.environ["SEEN"], os.environ.get("RANK", "alone")).open("a") as file:
+                print(len(x), file=file)
         return model(x), y
 
     def metrics(self):
         return MetricCollection({"accuracy": MulticlassAccuracy(2, average="micro")})
+
+
+class Masking(nn.Linear):
+    def forward(self, x, *, mask, scale=None):
+        return super().forward(x * mask)
+
+
+class Masked(Tiny):
+    def model(self):
+        return Masking(8, 2)
+
+    def loss(self, model, batch):
+        x, y = batch
+        return Loss(nn.functional.cross_entropy(model(x, mask=x > 0), y, reduction="sum"), len(y))
+
+    def evaluate(self, model, batch):
+        x, y = batch
+        return model(x, mask=x > 0), y
 
 
 class Broken(Tiny):
@@ -119,12 +146,54 @@ def test_evaluate_agrees_with_the_run(here: Path, capsys: pytest.CaptureFixture[
     assert "val_accuracy" in capsys.readouterr().out
 
 
+def test_evaluate_on_two_ranks_gives_the_metrics_of_one(
+    here: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEEN", str(tmp_path))
+    before = sorted((here / "run").rglob("*"))
+    results = []
+    for devices in ("cpu", "cpu,cpu"):
+        assert main(["evaluate", "run", "--json", "--devices", devices]) == 0
+        results.append(json.loads(capfd.readouterr().out))
+    assert results[1]["metrics"] == pytest.approx(results[0]["metrics"])
+    assert [found["samples"] for found in results] == [256, 256]
+    seen = {file.name: sum(map(int, file.read_text().split())) for file in tmp_path.iterdir()}
+    assert seen == {"alone": 256, "0": 128, "1": 128}
+    assert sorted((here / "run").rglob("*")) == before, "the run is only read"
+
+
+def test_evaluate_refuses_a_device_that_is_not_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "run", "--devices", "cpu,gpu:77"]) == 2
+    assert "there is no gpu:77" in capsys.readouterr().err
+
+
 def test_export_writes_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "run", "--out", "weights", "--no-program"]) == 0
     assert "weights.safetensors" in capsys.readouterr().out
     assert (here / "weights" / "weights.safetensors").exists()
+    # As a user goes on from the example: the hint in its last line, with a model.
+    example = here / "weights" / "load_example.py"
+    text = example.read_text().replace("# model = YourModel(…)", "model = torch.nn.Linear(8, 2)")
+    example.write_text(f"{text}print(model)\n")
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("2 tensors, 18 values\nLinear("), done.stderr
     assert main(["export", "run", "--out", "weights"]) == 2, "an export never overwrites"
     assert "fix: " in capsys.readouterr().err
+
+
+def test_the_program_of_a_model_with_keyword_arguments_takes_any_batch(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert main(["train", "tiny.py:Masked", *PLAIN, "--max-steps", "2", "--save-dir", str(folder)]) == 0
+    assert main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    runpy.run_path(str(tmp_path / "out" / "load_example.py"))
+    assert capsys.readouterr().out == "output: (2, 2)\n"
+    _, model = load_model(RunDir.open(folder))
+    x, mask = torch.randn(5, 8), torch.ones(5, 8, dtype=torch.bool)
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    assert torch.equal(program(x, mask=mask), model(x, mask=mask))
 
 
 def test_a_finished_run_is_not_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

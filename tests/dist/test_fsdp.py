@@ -32,6 +32,7 @@ from lockstep.engine.update import Update, build_optimizer
 from lockstep.errors import UnsupportedError
 from lockstep.events import Note, RecordingSink
 from lockstep.hardware.world import World
+from lockstep.launch.run import evaluate
 from lockstep.plan import BatchPlan, Plan
 from lockstep.plan.schedule import resolve_schedule
 from lockstep.telemetry.rundir import RunDir
@@ -381,11 +382,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 def test_a_run_goes_on_as_ddp_and_on_one_device_and_sees_each_sample_once(alone: RunDir, tmp_path: Path) -> None:
     """Stopped in mid-epoch on three ranks that divide the model, on with two that copy it, then with one.
 
-    The three write their parts of checkpoints themselves; what they leave is one checkpoint like any other.
+    The three write their parts of checkpoints themselves; what they leave is one checkpoint like any other, and is
+    evaluated alike on one device and on two that divide it.
     """
     run = train(TOY, tmp_path / "run", "cpu,cpu,cpu", merge(SAME, merge(SHARDED, up_to(3))))
     assert run.plan()["placement"]["strategy"] == "fsdp"
     assert shards_of(run) == 3
+    whole, parts = (evaluate(run, devices=devices, checkpoint="last") for devices in ("cpu", "cpu,cpu"))
+    assert parts["metrics"] == pytest.approx(whole["metrics"])
     go_on(run, "cpu,cpu", {"hardware": {"strategy": "ddp"}, **up_to(9)})
     assert shards_of(run) == 0
     go_on(run, "cpu", {"hardware": {"strategy": "auto"}, **up_to(None)})

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, TensorDataset, default_collate, random_split
 
 
 class Classifier(pl.LightningModule):
@@ -100,6 +100,18 @@ class Numbered(pl.LightningDataModule):
 
     def test_dataloader(self) -> Any:
         return DataLoader(_numbered(11, 3), batch_size=self.hparams.batch_size)
+
+
+class Ragged(Numbered):
+    """Training samples that only their own loader can put together."""
+
+    def train_dataloader(self) -> Any:
+        samples = [(*sample, [0] * number) for number, sample in enumerate(self.train)]
+        return DataLoader(samples, batch_size=self.hparams.batch_size, collate_fn=_even)
+
+
+def _even(samples: list[Any]) -> Any:
+    return default_collate([sample[:3] for sample in samples])
 
 
 def _numbered(samples: int, seed: int) -> TensorDataset:

@@ -124,13 +124,15 @@ def test_moments_are_restored_in_the_layout_of_their_weights(tmp_path: Path) -> 
 
 
 def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(tmp_path: Path) -> None:
-    config = settings(tmp_path, epochs=1) | {"hardware": ONE, "task": {"datamodule": f"{FILE}:Numbered"}}
+    config = settings(tmp_path, epochs=1) | {"hardware": ONE, "task": {"datamodule": f"{FILE}:Ragged"}}
     lockstep.train(MODULE, config)
     run = RunDir.open(tmp_path / "run")
     tested, validated = evaluate(run), evaluate(run, split="val", checkpoint="last")
     assert (tested["samples"], tested["metrics"]) == (11, {"test_number": 5.0})
     assert (validated["samples"], validated["step"]) == (5, 7)
     assert validated["metrics"]["val_loss"] == pytest.approx(run.epochs()[-1]["val_loss"])
+    with pytest.raises(UnsupportedError, match="evaluated on one device, not on cpu, cpu"):
+        evaluate(run, devices="cpu,cpu")
     export(run, tmp_path / "out")
     done = subprocess.run([sys.executable, str(tmp_path / "out" / "load_example.py")], capture_output=True, text=True)
     assert done.stdout == "output: (2, 2)\n", done.stderr

@@ -34,7 +34,11 @@ def evaluate(
         str, Parameter(metavar="best|last|STEP", help="Which weights to evaluate. Default: best.")
     ] = "best",
     devices: Annotated[
-        str | None, Parameter(help="The device to compute on. Default: the first one of the run.", metavar="DEVICE")
+        str | None,
+        Parameter(
+            help="Devices by name, comma-separated: any number gives the same metrics. Default: the first of the run.",
+            metavar="DEVICE,...",
+        ),
     ] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,

@@ -1,82 +1,21 @@
-"""What people do with a finished run: evaluate one of its checkpoints, export its weights."""
+"""Opening a finished run again: its checkpoints, its task, its model and what the model takes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from torch.utils._pytree import tree_map
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
-from lockstep.config import RunConfig, resolve
-from lockstep.engine.collectives import Collectives
-from lockstep.engine.evaluate import evaluate
+from lockstep.config import RunConfig
 from lockstep.engine.lightning_task import ModuleTask
-from lockstep.engine.precision import Precision
 from lockstep.engine.resume import load_weights, restoring
-from lockstep.engine.runtime import rank_device
 from lockstep.engine.task import Datasets, Task
-from lockstep.errors import CheckpointError, DataError, RunFolderError
-from lockstep.hardware.world import World
+from lockstep.errors import CheckpointError, DataError
 from lockstep.launch.folder import refuse_unknown_code
-from lockstep.launch.prepare import place, settle
-from lockstep.plan import Plan
+from lockstep.launch.prepare import settle
 from lockstep.telemetry.rundir import RunDir
-
-
-def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpoint: str | int) -> dict[str, Any]:
-    """Metrics of one checkpoint on one split, computed on one device in this process."""
-    refuse_unknown_code(run)
-    wanted = devices.split(",")[0] if devices else None
-    config = run.config()
-    if wanted is not None or config.hardware.selected_devices:
-        first = wanted or (config.hardware.selected_devices or ("cpu",))[0]
-        config = resolve(
-            config.model_dump(mode="json"), {"hardware": {"selected_devices": [first], "strategy": "auto"}}
-        )
-    snapshot = find_checkpoint(run, checkpoint)
-    task, datasets = reopen(config, snapshot)
-    about = {"run": run.read().id, "split": split, "step": snapshot.step}
-    if isinstance(task, ModuleTask):
-        from lockstep.engine.lightning_evaluate import evaluate_module
-
-        placement = place(config, World())
-        load_weights(task.module, snapshot.model, run.path)
-        device = rank_device(placement.devices, World())
-        values, samples = evaluate_module(task, split, device, placement.precision, config.training.seed)
-        return {**about, "samples": samples, "metrics": values}
-    dataset = getattr(datasets, split, None)
-    if dataset is None:
-        raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
-    placement = place(config, World())
-    plan = _plan_of(run)
-    device = rank_device(placement.devices, World())
-    model = task.model()
-    load_weights(model, snapshot.model, run.path)
-    values = evaluate(
-        task,
-        model.to(device),
-        dataset,
-        Collectives(World()),
-        batch_size=plan.eval_batch_size,
-        device=device,
-        precision=Precision(placement.precision, device, 1.0),
-        loader=plan.loader,
-        seed=plan.seed,
-    )
-    named = {f"{split}_{name}": value for name, value in values.items()}
-    return {**about, "samples": len(dataset), "metrics": named}
-
-
-def _plan_of(run: RunDir) -> Plan:
-    try:
-        return Plan.model_validate(run.plan())
-    except ValidationError as error:
-        raise RunFolderError(
-            f"{run.plan_file} is damaged",
-            why=str(error)[:300],
-            fix=f"copy the newest plan.json of {run.attempts} over it",
-        ) from None
 
 
 def reopen(config: RunConfig, snapshot: Snapshot) -> tuple[Task, Datasets]:
@@ -111,6 +50,11 @@ def find_checkpoint(run: RunDir, checkpoint: str | int) -> Snapshot:
     Raises:
         CheckpointError: there is none, or it is corrupt.
     """
+    return CheckpointStore(run.checkpoints).load(find_step(run, checkpoint))
+
+
+def find_step(run: RunDir, checkpoint: str | int) -> int:
+    """The step that ``best``, ``last`` or a step number means. Raises :class:`CheckpointError`: there is none."""
     store = CheckpointStore(run.checkpoints)
     text = str(checkpoint)
     step = int(text) if text.isdigit() else store.step_of(text)
@@ -123,10 +67,10 @@ def find_checkpoint(run: RunDir, checkpoint: str | int) -> Snapshot:
             why=f"its steps are: {have}",
             fix="name one, or best, or last",
         )
-    return store.load(step)
+    return step
 
 
-def example_batch(task: Task, datasets: Datasets, size: int = 2) -> Any:
+def _example_batch(task: Task, datasets: Datasets, size: int = 2) -> Any:
     """A small batch of training data, as the task's loss takes it."""
     import numpy as np
 
@@ -135,8 +79,8 @@ def example_batch(task: Task, datasets: Datasets, size: int = 2) -> Any:
     return fetch(datasets.train, task.collate, 0, 0, np.arange(min(size, len(datasets.train)), dtype=np.int64))
 
 
-def model_inputs(task: Task, model: torch.nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the task passes to ``model.forward`` for ``batch``, found by watching it.
+def model_inputs(task: Task, model: torch.nn.Module, datasets: Datasets) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the task passes to ``model.forward`` for a small batch, found by watching it.
 
     Raises:
         DataError: the task's evaluation does not call the model itself; a ``LightningModule`` has no
@@ -144,6 +88,7 @@ def model_inputs(task: Task, model: torch.nn.Module, batch: Any) -> tuple[tuple[
     """
     if isinstance(task, ModuleTask):
         return _example_of(model)
+    batch = _example_batch(task, datasets)
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def watch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -160,9 +105,9 @@ def model_inputs(task: Task, model: torch.nn.Module, batch: Any) -> tuple[tuple[
             "the task's evaluate() does not call the model itself, so there is no program to export",
             fix="export the weights alone (--no-program)",
         )
-    args, kwargs = seen[0]
     # Tensors made in inference mode cannot be traced.
-    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args), kwargs
+    args, kwargs = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, seen[0])
+    return args, kwargs
 
 
 def _example_of(module: torch.nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:

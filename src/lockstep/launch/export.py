@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.errors import RunFolderError, UnsupportedError
-from lockstep.launch.afterwards import example_batch, find_checkpoint, model_inputs, reopen
+from lockstep.launch.afterwards import find_checkpoint, model_inputs, reopen
 from lockstep.launch.folder import refuse_unknown_code
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
+
+if TYPE_CHECKING:
+    from torch import nn
 
 EXAMPLE = '''"""Loads what `lockstep export` wrote; needs torch{extra}, not Lockstep."""
 from pathlib import Path
@@ -30,7 +34,7 @@ print("output:", tuple(output.shape) if isinstance(output, torch.Tensor) else ty
 
 WEIGHTS_BODY = """weights = load_file(here / "weights.safetensors")
 print(len(weights), "tensors,", sum(w.numel() for w in weights.values()), "values")
-# model = YourModel(…); model.load_state_dict(snapshot.model)
+# model = YourModel(…); model.load_state_dict(weights)
 """
 
 
@@ -94,17 +98,10 @@ def _write_program(run: RunDir, snapshot: Snapshot, folder: Path) -> None:
     task, datasets = reopen(run.config(), snapshot)
     model = task.model()
     model.load_state_dict(snapshot.model)
-    args, kwargs = model_inputs(task, model.eval(), example_batch(task, datasets))
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-
-    def first_dynamic(value: Any) -> Any:
-        return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() and len(tensors) else None
-
-    shapes = (tuple(first_dynamic(a) for a in args), {k: first_dynamic(v) for k, v in kwargs.items()})
+    args, kwargs = model_inputs(task, model.eval(), datasets)
     try:
-        exported = torch.export.export(
-            model, args, kwargs or None, dynamic_shapes=shapes[0] if not kwargs else (*shapes[0], shapes[1])
-        )
+        shapes = _dynamic_shapes(model, args, kwargs)
+        exported = torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)
     except Exception as error:  # torch.export has many error types of its own
         raise UnsupportedError(
             "torch cannot export this model as a program",
@@ -113,6 +110,18 @@ def _write_program(run: RunDir, snapshot: Snapshot, folder: Path) -> None:
         ) from error
     torch.export.save(exported, folder / "model.pt2")
     torch.save({"args": args, "kwargs": kwargs}, folder / "example_inputs.pt")
+
+
+def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What torch.export is to take as any size: each tensor's first dimension, by the names of forward's arguments."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    def first(value: Any) -> Any:
+        return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
+
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    return {name: tree_map(first, value) for name, value in bound.arguments.items()}
 
 
 def _write_example(folder: Path, program: bool) -> None:

@@ -256,12 +256,15 @@ def _begin_again(run: RunDir, plan: Plan, sink: Sink) -> None:
 def evaluate(
     run: RunDir, *, split: str = "test", devices: str | None = None, checkpoint: str | int = "best"
 ) -> dict[str, Any]:
-    """Metrics of a checkpoint on the ``val`` or ``test`` data, on one device.
+    """Metrics of a checkpoint on the ``val`` or ``test`` data, the same on any number of devices.
+
+    Args:
+        devices: as ``--devices``; ``None``: the first one of the run.
 
     Raises:
-        UsageError: no such split, checkpoint or device.
+        UsageError: no such split, checkpoint or device. RunError: a rank failed.
     """
-    from lockstep.launch.afterwards import evaluate_checkpoint
+    from lockstep.launch.evaluation import evaluate_checkpoint
 
     return evaluate_checkpoint(run, split=split, devices=devices, checkpoint=checkpoint)
 

@@ -1,0 +1,204 @@
+"""The metrics of a checkpoint: on one device in this process, on several on a rank for each.
+
+The ranks are started as those of a training, in a temporary folder: the run's own is only read.
+``python -m lockstep.launch.evaluation FOLDER`` is one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from lockstep.checkpoint.store import CheckpointStore, Snapshot
+from lockstep.config import RunConfig, resolve
+from lockstep.engine.attempt import open_data
+from lockstep.engine.collectives import Collectives, shared
+from lockstep.engine.divide import divide
+from lockstep.engine.evaluate import evaluate
+from lockstep.engine.lightning_task import ModuleTask
+from lockstep.engine.precision import Precision
+from lockstep.engine.resume import load_shared, load_weights, restoring
+from lockstep.engine.runtime import rank_device, runtime
+from lockstep.engine.task import Datasets, Task
+from lockstep.errors import DataError, RankFailed, RunFolderError, UnsupportedError
+from lockstep.hardware.host import usable_cores
+from lockstep.hardware.world import World
+from lockstep.launch import elastic, failure
+from lockstep.launch.afterwards import find_step, reopen
+from lockstep.launch.carry import load_task, pack_task
+from lockstep.launch.folder import refuse_unknown_code, warn
+from lockstep.launch.prepare import place, settle
+from lockstep.launch.signals import StopRequest
+from lockstep.launch.temporary import temporary_folder
+from lockstep.launch.worker import main
+from lockstep.plan import Plan
+from lockstep.telemetry.pulse import Activity, pulse
+from lockstep.telemetry.rundir import RunDir, read_json, write_json
+
+#: In the folder of the ranks: what is asked for, and what rank 0 has found.
+REQUEST_FILE, RESULT_FILE = "evaluation.json", "result.pkl"
+#: How long a rank may take to end after a stop: it keeps nothing.
+STOP_GRACE_S = 5.0
+
+
+def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpoint: str | int) -> dict[str, Any]:
+    """Metrics of one checkpoint on one split, the same on any number of devices.
+
+    Each sample counts once. Every rank holds the whole model; of a run with ``strategy: fsdp`` its part of it.
+
+    Args:
+        devices: as ``--devices``; ``None``: the first one of the run.
+
+    Raises:
+        LockstepError: no such split, checkpoint or device; several devices for a ``LightningModule``; a rank failed.
+    """
+    refuse_unknown_code(run)
+    step = find_step(run, checkpoint)
+    plan = _plan_of(run)
+    config = _config_on(run.config(), devices, divided=plan.sharded)
+    placement = place(config, World())
+    for note in placement.notes:
+        warn(note)
+    threads = min(plan.threads, max(1, usable_cores() // placement.world_size))
+    plan = plan.model_copy(update={"placement": placement.as_dict(), "threads": threads})
+    compute = _here if placement.world_size == 1 else _on_ranks
+    return {"run": run.read().id, "split": split, "step": step, **compute(run, config, plan, split, step)}
+
+
+def _plan_of(run: RunDir) -> Plan:
+    try:
+        return Plan.model_validate(run.plan())
+    except ValidationError as error:
+        raise RunFolderError(
+            f"{run.plan_file} is damaged",
+            why=str(error)[:300],
+            fix=f"copy the newest plan.json of {run.attempts} over it",
+        ) from None
+
+
+def _config_on(config: RunConfig, devices: str | None, *, divided: bool) -> RunConfig:
+    """The run's configuration on other devices, which decide how their ranks talk."""
+    chosen: Any = devices
+    if chosen is None and config.hardware.selected_devices is not None:
+        chosen = config.hardware.selected_devices[:1]
+    hardware = {"selected_devices": chosen, "strategy": "fsdp" if divided else "auto"}
+    return resolve(config.model_dump(mode="json"), {"hardware": hardware, "distributed": {"backend": "auto"}})
+
+
+def _here(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int) -> dict[str, Any]:
+    snapshot = CheckpointStore(run.checkpoints).load(step)
+    task, datasets = reopen(config, snapshot)
+    if isinstance(task, ModuleTask):
+        from lockstep.engine.lightning_evaluate import evaluate_module
+
+        load_weights(task.module, snapshot.model, run.path)
+        device = rank_device(tuple(plan.placement["devices"]), World())
+        values, samples = evaluate_module(task, split, device, plan.placement["precision"], config.training.seed)
+        return {"samples": samples, "metrics": values}
+    return _measure(run, task, datasets, config, plan, snapshot, split, World(), Collectives(World()))
+
+
+def _measure(
+    run: RunDir,
+    task: Task,
+    datasets: Datasets,
+    config: RunConfig,
+    plan: Plan,
+    snapshot: Snapshot,
+    split: str,
+    world: World,
+    collectives: Collectives,
+) -> dict[str, Any]:
+    """What one rank does, with the others; the result is the same on all of them. Collective."""
+    dataset = getattr(datasets, split, None)
+    if dataset is None:
+        raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
+    device = rank_device(tuple(plan.placement["devices"]), world)
+    precision = Precision(plan.placement["precision"], device, 1.0)
+    model, evaluated = task.model(), task
+    if plan.sharded:
+        divided = divide(task, model, config, plan, datasets, device, world, collectives)
+        evaluated = divided.strategy(task, precision, plan, world).evaluating(task)
+    else:
+        model = model.to(device)
+    load_weights(model, snapshot.model, run.path)
+    with pulse.during(Activity.EVALUATING):
+        values = evaluate(
+            evaluated,
+            model,
+            dataset,
+            collectives,
+            batch_size=plan.eval_batch_size,
+            device=device,
+            precision=precision,
+            loader=plan.loader,
+            seed=plan.seed,
+            ghosts=plan.sharded,
+        )
+    return {"samples": len(dataset), "metrics": {f"{split}_{name}": value for name, value in values.items()}}
+
+
+def _on_ranks(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int) -> dict[str, Any]:
+    """Start a rank for each device and wait for what they find.
+
+    Raises:
+        LockstepError: as the rank said that failed. KeyboardInterrupt: a stop was asked for.
+    """
+    task, _ = settle(config.task.name, config)
+    if isinstance(task, ModuleTask):
+        raise UnsupportedError(
+            f"a LightningModule is evaluated on one device, not on {', '.join(plan.placement['devices'])}",
+            why="what it logs are means over batches of its own, which several ranks would share out differently",
+            fix=f"name one: --devices {plan.placement['devices'][0]}",
+        )
+    with temporary_folder("lockstep-evaluate-") as folder:
+        ranks = RunDir.create(folder / "ranks", config, run_id=run.read().id, command=sys.argv)
+        ranks.begin_attempt(plan.as_dict(), plan.placement)
+        pack_task(ranks, task, config)
+        write_json(ranks.path / REQUEST_FILE, {"run": str(run.path), "split": split, "step": step})
+        # What the ranks say is not the result, which may be wanted as JSON.
+        with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr):
+            code = elastic.launch(
+                ranks,
+                int(plan.placement["world_size"]),
+                environ={"LOCKSTEP_THREADS": str(plan.threads)},
+                stop_grace_s=STOP_GRACE_S,
+                hang_timeout_s=config.launch.hang_timeout_s,
+                worker_module=__name__,
+            )
+        if stop.requested is not None or code >= 128:
+            raise KeyboardInterrupt
+        if code:
+            report = failure.collect(ranks)
+            raise report.as_error() if report is not None else RankFailed(f"the ranks ended with exit code {code}")
+        result: dict[str, Any] = pickle.loads((ranks.path / RESULT_FILE).read_bytes())
+        return result
+
+
+def rank_main(ranks: RunDir, world: World) -> int:
+    """One of the ranks of an evaluation; rank 0 leaves the result in the folder that they were started with."""
+    asked = read_json(ranks.path / REQUEST_FILE)
+    run, config, plan = RunDir(Path(asked["run"])), ranks.config(), Plan.model_validate(ranks.plan())
+    task = load_task(ranks, config)
+    device = rank_device(tuple(plan.placement["devices"]), world)
+    timeout_s = config.distributed.timeout_s
+    with runtime(plan, device, world, timeout_s, detect_anomaly=False), shared(world, timeout_s):
+        collectives = Collectives(world, timeout_s=timeout_s)
+        store = CheckpointStore(run.checkpoints)
+        snapshot = load_shared(store, asked["step"], collectives, in_pieces=plan.sharded)
+        with restoring(f"the checkpoint of step {snapshot.step}"):
+            task.load_state_dict(snapshot.trainer["task"])
+        datasets = open_data(task, config, collectives)
+        found = _measure(run, task, datasets, config, plan, snapshot, asked["split"], world, collectives)
+        if world.is_main:
+            (ranks.path / RESULT_FILE).write_bytes(pickle.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], rank_main))
