@@ -100,11 +100,11 @@ class Evaluated:
     epoch: int
     step: int
     metrics: Mapping[str, float]
+    improved: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    improved: bool
     step: int
     path: Path
     best: bool

@@ -231,9 +231,9 @@ class Fit:
         row |= {"lr": result.lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         if result.epoch_ended:  # max_steps may end a run in mid-epoch, and a resume goes on there
             self.state.epoch, self.state.position = self.state.epoch + 1, 0
-            self._meter.reset()
             before_total, before_count = self._interval_sums
             self._interval_sums = before_total - total, before_count - count  # of what the next log tells
+            self._meter.reset()
         self._epoch_mark = self._speed.mark()
         self._emit(EpochEnded(self.attempt, epoch, result.step, row, improved))
         self.save(best=improved)

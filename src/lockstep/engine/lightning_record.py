@@ -102,8 +102,8 @@ class Recorder(Checkpoint):
             self._collectives,
             trainer.strategy.root_device,
             pl_module.parameters(),
-            self._sink.emit,
             self._speed,
+            self._sink.emit,
             attempt=self._attempt,
             step=state.step,
         )
@@ -195,6 +195,7 @@ class Recorder(Checkpoint):
             trainer.should_stop = True
         if self._plan.batch.window(state.position) is None:
             state.epoch, state.position, state.epoch_loss, state.epoch_count = epoch, 0, 0.0, 0.0
+            self._interval_sums -= self._epoch_sums  # of what the next log tells
             self._epoch_sums.zero_()
         self._ranks.end_epoch(state.step, epoch)
         self._epoch_mark = self._speed.mark()
@@ -205,7 +206,6 @@ class Recorder(Checkpoint):
             self.ended_by = "completed"
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            self._interval_sums -= self._epoch_sums  # of what the next log tells
         self._ranks.flush()
         if self._due is None and self.ended_by != "completed":
             self._due = False

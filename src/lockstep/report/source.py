@@ -73,9 +73,9 @@ def read_run(run: RunDir) -> RunData:
         config={key: value for key, value in flat(config).items() if key != "save_dir"},
         plan=flat(plan),
         epochs=safely(run.epochs, []),
+        evaluations=thinned(safely(run.evaluations, [])),
         steps=thinned(safely(run.steps, [])),
         ranks=thinned(safely(run.ranks, [])),
-        evaluations=thinned(safely(run.evaluations, [])),
         system={
             file.stem.removeprefix("system-"): thinned(safely(lambda file=file: sparse_rows(file, MAX_POINTS), []))
             for file in sorted(run.path.glob("system-*.jsonl"))

@@ -86,8 +86,6 @@ def read_epochs(run: RunDir) -> list[dict[str, Any]]:
         return []
 
 
-def form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What the form must hold to start such a run again, and the settings of it that are not the page's.
 def read_evaluations(run: RunDir) -> list[dict[str, Any]]:
     """Rows of ``evaluations.jsonl``; none when they are damaged."""
     try:
@@ -96,6 +94,8 @@ def read_evaluations(run: RunDir) -> list[dict[str, Any]]:
         return []
 
 
+def form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What the form must hold to start such a run again, and the settings of it that are not the page's.
 
     The form stands on the task's defaults: what equals a general default may differ from them. A name is not part of
     it, since the copy gets one of its own.

@@ -32,14 +32,14 @@ class Layout:
         return self.path / "steps.jsonl"
 
     @property
+    def evaluations_file(self) -> Path:
+        return self.path / "evaluations.jsonl"
+
+    @property
     def ranks_file(self) -> Path:
         return self.path / "ranks.jsonl"
 
     @property
-    @property
-    def evaluations_file(self) -> Path:
-        return self.path / "evaluations.jsonl"
-
     def profile(self) -> Path:
         return self.path / "profile"
 

@@ -112,8 +112,8 @@ class RunFolderSink:
     def __init__(self, run_dir: RunDir) -> None:
         self._run = run_dir
         self._ranks = JsonLines(run_dir.ranks_file)
-        self._rows: list[dict[str, Any]] = []
         self._evaluations = JsonLines(run_dir.evaluations_file)
+        self._rows: list[dict[str, Any]] = []
         self._config: RunConfig | None = None
 
     def emit(self, event: Event) -> None:
@@ -126,10 +126,10 @@ class RunFolderSink:
                 self._ranks.append(asdict(event))
             case EpochEnded():
                 self._epoch(event)
-            case Restarted():
-                self._run.update(restarts=[*self._run.read().restarts, {**asdict(event), "at": utc_now()}])
             case Evaluated():
                 self._between_epochs(event)
+            case Restarted():
+                self._run.update(restarts=[*self._run.read().restarts, {**asdict(event), "at": utc_now()}])
             case RunEnded():
                 self._end(event)
             case _:
@@ -151,10 +151,6 @@ class RunFolderSink:
         row = {"epoch": event.epoch, **event.row, "step": event.step, "attempt": event.attempt}
         self._rows = [*(kept for kept in self._rows if kept["epoch"] != event.epoch), row]
         self._run.write_epochs(self._rows)
-        if event.improved:
-            best = {key: value for key, value in metrics.items() if key.startswith("val_")}
-            self._run.update(best_epoch=event.epoch, best_metric=best)
-
         self._judged(event, event.row)
 
     def _between_epochs(self, event: Evaluated) -> None:
@@ -163,6 +159,10 @@ class RunFolderSink:
         self._judged(event, event.metrics)
 
     def _judged(self, event: EpochEnded | Evaluated, metrics: Mapping[str, float]) -> None:
+        if event.improved:
+            best = {key: value for key, value in metrics.items() if key.startswith("val_")}
+            self._run.update(best_epoch=event.epoch, best_metric=best)
+
     def _end(self, event: RunEnded) -> None:
         results = training_results(self._rows, event, self._config or self._run.config())
         write_json(self._run.path / RESULTS_FILE, results)
