@@ -23,7 +23,7 @@ from lockstep.forecast.collectives import (
     measured_cluster,
     ring_all_reduce,
 )
-from lockstep.forecast.memory import check_strategy, choose_strategy, largest_batch, parse_memory
+from lockstep.forecast.memory import MEMORY_STRATEGIES, check_strategy, choose_strategy, largest_batch, parse_memory
 from lockstep.forecast.roofline import Work, gpu_machine, seconds
 from lockstep.forecast.scaling import Setting, Step, expected_max, predict, with_error_bars
 
@@ -271,8 +271,10 @@ def test_other_amounts_are_refused(text: str) -> None:
 
 
 def test_a_strategy_without_an_estimate_is_refused() -> None:
-    with pytest.raises(UsageError, match="pipeline"):
-        check_strategy("pipeline")
+    for name in ("pipeline", "dp"):
+        with pytest.raises(UsageError, match=f"no prediction for strategy {name}"):
+            check_strategy(name)
+    assert check_strategy("dp", MEMORY_STRATEGIES) == "dp"
 
 
 def test_operators_are_bound_by_the_slowest_of_three() -> None:

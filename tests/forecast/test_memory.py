@@ -127,6 +127,28 @@ def test_hybrid_sharding_is_within_a_node_of_devices_that_are_here() -> None:
     assert within.kinds["optimizer"] == here.kinds["optimizer"]
 
 
+def test_the_first_gpu_of_dp_is_the_fullest() -> None:
+    """Deep returns 16 numbers a sample; its batch is as large."""
+    subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu"]}, "training": {"batch_size": 256}})
+    found = estimate_memory(subject, gpus=4, limit=80e9, strategy="dp")
+    ddp = estimate_memory(subject, gpus=4, limit=80e9, strategy="ddp")["strategies"]["ddp"]
+    first, other = found["strategies"]["dp"], found["strategies"]["dp, each other"]
+    assert found["chosen"]["strategy"] == "dp"
+    outputs = 256 * 16 * 4
+    assert first["gathered"] == 3 * first["batch"] + 4 * 2 * outputs
+    assert first["gradients"] == 2 * other["gradients"] == 2 * ddp["gradients"]
+    assert first["optimizer"] == ddp["optimizer"] > other["optimizer"] == 0
+    assert first["total"] > ddp["total"] > other["total"]
+    assert list(found["largest_batch"]) == ["dp"]
+
+
+@pytest.mark.parametrize("gpus", [None, 1])
+def test_dp_without_several_gpus_is_refused(gpus: int | None) -> None:
+    subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu", "cpu"]}})
+    with pytest.raises(UnsupportedError, match="dp needs several GPUs"):
+        estimate_memory(subject, gpus=gpus, strategy="dp")
+
+
 def test_gpus_that_are_not_here_share_a_global_batch_anew() -> None:
     def found(gpus: int) -> tuple[int, int]:
         training = {"batch_size": 32, "global_batch_size": 512}

@@ -11,8 +11,16 @@ import numpy as np
 
 from lockstep.bench.subject import Subject
 from lockstep.data.loader import fetch
+from lockstep.errors import UnsupportedError
 from lockstep.forecast.footprint import Footprint, count_step
-from lockstep.forecast.memory import Estimate, choose_strategy, device_memory, gigabytes, largest_batch
+from lockstep.forecast.memory import (
+    Estimate,
+    choose_strategy,
+    data_parallel_memory,
+    device_memory,
+    gigabytes,
+    largest_batch,
+)
 from lockstep.hardware.detect import detect_devices
 from lockstep.plan.batch import BatchPlan, resolve_batch
 from lockstep.telemetry.tables import print_table, say
@@ -21,6 +29,8 @@ from lockstep.telemetry.tables import print_table, say
 GPU_BLOCK = 512
 #: GPUs of a machine that is not here.
 GPUS_PER_NODE = 8
+#: Of ``dp``, the devices beside the first one.
+_OTHERS = "dp, each other"
 _KINDS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "gathered", "device")
 
 
@@ -102,8 +112,13 @@ class Counting:
         )
 
     def memory(self, strategy: str, ranks: int, size: int) -> Estimate:
-        """What one of ``ranks`` devices holds. A rank with several micro-batches keeps its gradients between them."""
+        """What one of ``ranks`` devices holds, with ``dp`` the first one.
+
+        A rank with several micro-batches keeps its gradients between them.
+        """
         base = self.subject.base
+        if strategy == "dp":
+            return self.data_parallel(ranks, size)[0]
         if strategy == "fsdp":
             settings = base.config.fsdp
             footprint = self.footprint(size, True, settings.activation_checkpointing)
@@ -114,6 +129,10 @@ class Counting:
             )
         keeps = strategy != "single" or self.shared.accumulate > 1
         return device_memory(self.footprint(size, keeps), strategy, ranks, on_gpu=self.on_gpu)
+
+    def data_parallel(self, devices: int, size: int) -> tuple[Estimate, Estimate]:
+        """What the first device and each other one of ``dp`` hold."""
+        return data_parallel_memory(self.footprint(size, True), devices, accumulates=self.shared.accumulate > 1)
 
 
 def estimate_memory(
@@ -131,10 +150,18 @@ def estimate_memory(
     """
     base, counting = subject.base, Counting(subject, gpus, None if gpus is None else GPUS_PER_NODE)
     ranks, size = counting.ranks, counting.size
+    if strategy == "dp" and not (counting.on_gpu and ranks > 1):
+        raise UnsupportedError(
+            "strategy dp needs several GPUs",
+            why="it copies the model from the first one to the others",
+            fix="name some with --devices, or so many that are not here: --gpus 2",
+        )
     devices = list(base.placement.devices) if gpus is None else [f"{gpus} GPU{'s' * (gpus > 1)}"]
     limit = _free(devices) if limit is None and gpus is None else limit
     wanted = (strategy,) if strategy else ("single",) if ranks == 1 else ("ddp", "fsdp")
     estimates = {name: counting.memory(name, ranks, size) for name in wanted}
+    if strategy == "dp":
+        estimates[_OTHERS] = counting.data_parallel(ranks, size)[1]
     chosen, reason = (
         (strategy, "as set") if strategy else choose_strategy({n: e.total for n, e in estimates.items()}, ranks, limit)
     )
@@ -192,6 +219,11 @@ def _notes(counting: Counting, size: int, estimates: Mapping[str, Estimate]) -> 
             notes.append(f"fsdp.sharding hybrid: nodes of {counting.per_node} GPUs are assumed")
         if fsdp.cpu_offload and counting.on_gpu:
             notes.append("fsdp.cpu_offload: parameters, gradients and optimizer are in host memory")
+    if "dp" in estimates:
+        notes.append(
+            "dp: the first GPU has the optimizer, batch and outputs of all GPUs with their gradients (gathered), and "
+            "the sum of the gradients beside its own: it is the fullest"
+        )
     if "ddp" in estimates:
         notes.append("ddp: its buckets are where the gradients live, so they take no more room")
     return notes
@@ -216,5 +248,7 @@ def print_memory(found: Mapping[str, Any], stream: TextIO) -> None:
 
 
 def _largest(found: Mapping[str, Any], name: str) -> str:
-    size = found["largest_batch"][name]
+    size = found["largest_batch"].get(name)
+    if size is None:
+        return "-"
     return f"{size} (all of the data)" if size == found["most"] else str(size)

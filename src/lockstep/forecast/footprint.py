@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.config import RunConfig
 from lockstep.engine.facts import blueprint
@@ -39,6 +39,7 @@ class Footprint:
         kinds: parameters, buffers, gradients, optimizer, batch, activations (what operators made in between).
         gradients: bytes of each gradient, in the order in which the backward finishes them.
         blocks: bytes of the parameters of each part that fsdp would shard by itself; last, the rest (may be 0).
+        outputs: bytes of what the model returns to the loss.
         forward, backward, optimizer: the work of each part of the step.
         ready: of each gradient, how many operators of ``backward`` came before it was there.
         on: ``fake`` or ``real`` tensors.
@@ -48,6 +49,7 @@ class Footprint:
     kinds: dict[str, int]
     gradients: tuple[int, ...]
     blocks: tuple[int, ...]
+    outputs: int
     on: str
     forward: Sequence[Work] = field(default=(), repr=False)
     backward: Sequence[Work] = field(default=(), repr=False)
@@ -145,11 +147,18 @@ def _count(
 
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(finished)
+        outputs = [0]
+
+        def returned(_: nn.Module, __: Any, output: Any) -> None:
+            outputs[0] += sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+        model.register_forward_hook(returned)
         precision = Precision(config.hardware.precision, _CPU, 1.0)
         parts: list[Sequence[Work]] = []
         for _ in range(2):
             order.clear()
             ready.clear()
+            outputs[0] = 0
             parts = list(_step(ledger, task, model, optimizer, precision, batch, trained, keep_gradients))
     sizes = [parameter.numel() * parameter.element_size() for parameter in order]
     return Footprint(
@@ -157,6 +166,7 @@ def _count(
         {str(kind): size for kind, size in ledger.peak.items()},
         tuple(sizes),
         tuple(_blocks(task, model)),
+        outputs[0],
         "real" if fake is None else "fake",
         parts[0],
         parts[1],

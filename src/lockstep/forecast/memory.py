@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import UnsupportedError, UsageError
 from lockstep.forecast.footprint import Footprint
 
 STRATEGIES = ("single", "ddp", "fsdp")
+#: Strategies of which memory, but not speed, is predicted, too.
+MEMORY_STRATEGIES = (*STRATEGIES, "dp")
 #: More devices than any cluster has.
 MOST = 1_000_000
 #: What a GPU needs before the first tensor (context, libraries' workspaces), and the share that its allocator loses to
@@ -55,9 +57,32 @@ def device_memory(
         *blocks, root = footprint.blocks
         largest = max(blocks, default=0)
         kinds["gathered"] = max(root + 4 * largest, 2 * root + largest)
+    return _on_device(strategy, ranks, footprint.batch_size, kinds, on_gpu=on_gpu)
+
+
+def data_parallel_memory(footprint: Footprint, devices: int, *, accumulates: bool) -> tuple[Estimate, Estimate]:
+    """The memory of the first GPU of ``dp``, and of each other one (torch.nn.DataParallel, its source).
+
+    Each holds a replica of parameters and buffers, its part of the batch, activations, and the gradients of its
+    replica until the backward of all is over. On the first one there are also the optimizer, the batch and the outputs
+    of all, the outputs' gradients, and the sum of all replicas' gradients.
+
+    Args:
+        footprint: of one device's part of the batch, gradients kept.
+        accumulates: there are several micro-batches, so that the gradients of those before are there as well.
+    """
+    kinds: dict[str, float] = dict(footprint.kinds)
+    other = {**kinds, "optimizer": 0.0}
+    gathered = (devices - 1) * kinds["batch"] + 2 * devices * footprint.outputs
+    first = {**kinds, "gradients": (2 + accumulates) * kinds["gradients"], "gathered": gathered}
+    size = footprint.batch_size
+    return _on_device("dp", devices, size, first, on_gpu=True), _on_device("dp", devices, size, other, on_gpu=True)
+
+
+def _on_device(strategy: str, ranks: int, batch_size: int, kinds: dict[str, float], *, on_gpu: bool) -> Estimate:
     if on_gpu:
         kinds["device"] = GPU_CONTEXT + GPU_LOSS * sum(kinds.values())
-    return Estimate(strategy, ranks, footprint.batch_size, kinds)
+    return Estimate(strategy, ranks, batch_size, kinds)
 
 
 def largest_batch(memory_of: Callable[[int], float], limit: float, first: int, most: int) -> int:
@@ -113,22 +138,22 @@ def choose_strategy(totals: Mapping[str, float], ranks: int, limit: float | None
     )
 
 
-def check_strategy(name: str | None) -> str | None:
+def check_strategy(name: str | None, known: Sequence[str] = STRATEGIES) -> str | None:
     """``None`` for ``auto``.
 
     Raises:
-        UnsupportedError: a strategy of which nothing is predicted.
+        UnsupportedError: a strategy that is not among ``known``.
     """
     if name in (None, "auto"):
         return None
-    if name not in STRATEGIES:
+    if name not in known:
         raise UnsupportedError(
-            f"memory and speed of strategy {name} are not predicted",
+            f"there is no prediction for strategy {name}",
             why={
-                "dp": "it copies the model to its GPUs in every step, from one process",
+                "dp": "how long its one process takes to copy the model to all GPUs, in every step, is not known",
                 "pipeline": "its devices hold different stages, cut by times that are measured on them",
             }.get(name, "it is not known"),
-            fix=f"name one of {', '.join(STRATEGIES)}, or leave --strategy out",
+            fix=f"name one of {', '.join(known)}, leave --strategy out, or measure it with `lockstep bench scaling`",
         )
     return name
 
