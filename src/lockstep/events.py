@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,17 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureDrawn:
+    """A task's picture of an evaluation. ``pixels``: grey (height, width) or RGB (height, width, 3), from 0 to 255."""
+
+    attempt: int
+    epoch: int
+    step: int
+    name: str
+    pixels: npt.NDArray[np.uint8] = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved:
     step: int
     path: Path
@@ -156,7 +171,18 @@ class RunEnded:
     error: str | None = None
 
 
-Event = RunStarted | StepLogged | RanksLogged | EpochEnded | Evaluated | CheckpointSaved | Restarted | Note | RunEnded
+Event = (
+    RunStarted
+    | StepLogged
+    | RanksLogged
+    | EpochEnded
+    | Evaluated
+    | PictureDrawn
+    | CheckpointSaved
+    | Restarted
+    | Note
+    | RunEnded
+)
 
 
 class Sink(Protocol):

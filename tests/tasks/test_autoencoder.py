@@ -9,10 +9,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep import train
 from lockstep.errors import ConfigError
 from lockstep.models.autoencoder import Autoencoder
+from lockstep.report.source import read_run
 from lockstep.tasks.autoencoder import AutoencoderConfig, AutoencoderTask, load_digits
 from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT
@@ -86,7 +89,7 @@ def test_a_folder_is_refused() -> None:
 
 
 def test_it_learns_and_its_run_folder_is_uploaded(tmp_path: Path) -> None:
-    """The copy is a run folder in which `last` and `best` mean what they meant."""
+    """The copy is a run folder in which `last` and `best` mean what they meant; pictures show what it reconstructs."""
     settings = {
         "save_dir": str(tmp_path / "run"),
         "hardware": {"selected_devices": ["cpu"]},
@@ -99,6 +102,17 @@ def test_it_learns_and_its_run_folder_is_uploaded(tmp_path: Path) -> None:
     run, copy = RunDir.open(tmp_path / "run"), RunDir.open(tmp_path / "copy")
     assert copy.read() == run.read()
     assert copy.epochs() == run.epochs()
+    files = sorted(path.name for path in run.pictures.iterdir())
+    assert files == [f"reconstructions-epoch-000{epoch}.png" for epoch in range(1, 7)]
+    assert files == sorted(path.name for path in copy.pictures.iterdir())
+    with Image.open(run.pictures / files[-1]) as picture:
+        drawn = np.asarray(picture, dtype=np.float64)[::8, ::8] / 255
+    images = load_digits("val").images[:12, 0]
+    np.testing.assert_allclose(drawn[:8], np.concatenate(list(images), axis=1), atol=1 / 255)
+    assert 0 < ((drawn[:8] - drawn[8:]) ** 2).mean() < 0.7 * drawn[:8].var()
+    logged = EventAccumulator(str(run.logs), {"images": 0}).Reload().Images("reconstructions")
+    assert [(image.step, image.width, image.height) for image in logged] == [(44 * k, 768, 128) for k in range(1, 7)]
+    assert read_run(run).drawn == {"reconstructions": (run.pictures / files[-1]).read_bytes()}
     more = {**settings, "save_dir": str(copy.path), "telemetry": {"upload_to": None}}
     more["training"] = {"epochs": 7, "threads": 1}
     assert train("autoencoder", more, resume=True).step == 7 * 44

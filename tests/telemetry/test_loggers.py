@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.config import resolve
@@ -21,6 +22,7 @@ from lockstep.events import (
     Event,
     Fanout,
     Note,
+    PictureDrawn,
     RanksLogged,
     RankState,
     RecordingSink,
@@ -52,6 +54,7 @@ def events(folder: Path, *, first: int = 0, status: str = "completed") -> list[E
         step(first + 5, 0.5),
         RanksLogged(1, first + 5, 1, RANKS),
         EpochEnded(1, 1, first + 10, {"train_loss": 0.75, "val_accuracy": 0.5, "lr": 1e-3}, True),
+        PictureDrawn(1, 1, first + 10, "drawn", np.zeros((4, 6), dtype=np.uint8)),
         RunEnded(status, first + 10, {"val_accuracy": 0.5, "test_accuracy": 0.25}, 1, {"val_accuracy": 0.5}, 3.0),
     ]
 
@@ -160,12 +163,13 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert config["training"]["epochs"] == 3
     assert config["plan"] == {"strategy": "ddp"}
     rows = [
-        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for record in records["history"]
     ]
-    assert [row["step"] for row in rows] == [5, 5, 10, 10]
+    assert [row["step"] for row in rows] == [5, 5, 10, 10, 10]
     assert rows[0]["train/loss"] == 0.5
-    assert rows[3]["test/accuracy"] == 0.25
+    assert (rows[3]["drawn/width"], rows[3]["drawn/height"]) == (6, 4)
+    assert rows[4]["test/accuracy"] == 0.25
     assert records["exit"][0].exit.exit_code == 0
 
 
@@ -195,6 +199,8 @@ def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.data.params["plan.strategy"] == "ddp"
     history = client.get_metric_history(found.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(5, 0.5), (15, 0.5)]
+    (picture,) = client.list_artifacts(found.info.run_id, "pictures")
+    assert picture.path == "pictures/drawn-epoch-0001.png"
     assert found.data.metrics["test/accuracy"] == 0.25
 
 

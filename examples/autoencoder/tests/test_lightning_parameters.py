@@ -7,9 +7,9 @@ import torch
 import yaml
 from src.data.lightning_datamodule import DigitsDataModule
 from src.model.lightning_module import AutoencoderModule
-from src.model.lightning_picture import draw
 
 from lockstep.models.autoencoder import Autoencoder as NativeAutoencoder
+from lockstep.tasks.autoencoder import draw
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "config" / "config.yaml").read_text())
 
@@ -37,7 +37,7 @@ class ParametersTest(unittest.TestCase):
         reconstructions = self.module(batch)
         self.assertEqual(reconstructions.shape, batch.shape)
         self.assertTrue(reconstructions.min() >= 0 and reconstructions.max() <= 1)
-        self.assertEqual(draw(batch[:5], reconstructions[:5].detach(), zoom=2).size, (80, 32))
+        self.assertEqual(draw(batch[:5], reconstructions[:5].detach(), zoom=2).shape, (32, 80))
 
     def test_all_parameters_are_on_one_device(self):
         self.assertEqual({p.device.type for p in self.module.parameters()}, {"cpu"})

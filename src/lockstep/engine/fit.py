@@ -29,8 +29,9 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trace import Trace
 from lockstep.engine.update import Update
 from lockstep.errors import NonFiniteError
-from lockstep.events import EpochEnded, Evaluated, Note, RunStarted, Sink, StepLogged
+from lockstep.events import EpochEnded, Evaluated, Note, PictureDrawn, RunStarted, Sink, StepLogged
 from lockstep.plan import Plan
+from lockstep.telemetry.pictures import check_picture
 from lockstep.telemetry.pulse import Activity, pulse
 from lockstep.telemetry.throughput import Throughput
 
@@ -253,6 +254,9 @@ class Fit:
             values = self._evaluate(self.datasets.val, self._chunks)
         for remark in self.task.remarks():
             self._emit(Note("info", remark))
+        for name, pixels in self.task.pictures().items():
+            check_picture(name, pixels)
+            self._emit(PictureDrawn(self.attempt, self.state.epoch + 1, self.state.step, name, pixels))
         return {f"val_{name}": value for name, value in values.items() if isinstance(value, float | int)}
 
     def _judge(self, metrics: Mapping[str, float], epoch: int) -> bool:

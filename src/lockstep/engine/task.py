@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from torch.optim import Optimizer
 
@@ -158,6 +159,14 @@ class Task:
     def remarks(self) -> Sequence[str]:
         """Lines for people about the last evaluation, such as examples; asked on the main rank."""
         return ()
+
+    def pictures(self) -> Mapping[str, NDArray[np.uint8]]:
+        """Pictures of the last evaluation by name, such as inputs and outputs; asked on the main rank.
+
+        Pixels from 0 to 255: grey (height, width) or RGB (height, width, 3). Written to ``pictures/`` of the run,
+        and logged.
+        """
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """State of the task itself that a checkpoint should keep."""

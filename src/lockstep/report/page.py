@@ -56,6 +56,7 @@ def page(
             f'<figure role="img" aria-label="{escape(picture.title)}">{picture.svg()}</figure>' for picture in pictures
         )
         parts += ["<h2>Curves</h2>", f'<div class="pictures">{"".join(figures)}</div>']
+    parts += [_drawn(run) for run in runs if run.drawn]
     if len(runs) > 1:
         parts += ["<h2>What differs</h2>", differing(runs)]
     parts += [_bench(folder, report) for folder, report in benches.items()]
@@ -169,7 +170,7 @@ def _bench(folder: Path, report: Row) -> str:
     body = [(text(row.get(names[0])), [row.get(name) for name in names[1:]]) for row in plain] if names else []
     machine = report.get("machine")
     about = ", ".join(map(str, machine.values())) if isinstance(machine, dict) else str(machine or "")
-    images = "".join(map(_image, sorted(folder.glob("*.png"))))
+    images = "".join(_image(file.stem, file.read_bytes()) for file in sorted(folder.glob("*.png")))
     notes = "".join(
         f"<p>{escape(str(note))}</p>" for note in _as_list(report.get("verdict")) + _as_list(report.get("notes"))
     )
@@ -180,9 +181,15 @@ def _bench(folder: Path, report: Row) -> str:
     )
 
 
-def _image(file: Path) -> str:
-    content = base64.b64encode(file.read_bytes()).decode()
-    return f'<figure><img alt="{escape(file.stem)}" src="data:image/png;base64,{content}"></figure>'
+def _drawn(run: RunData) -> str:
+    """What the run's task drew of the newest validation."""
+    images = "".join(_image(name, png) for name, png in run.drawn.items())
+    return f'<h2>Drawn by {escape(run.label)}</h2><div class="pictures">{images}</div>'
+
+
+def _image(name: str, png: bytes) -> str:
+    content = base64.b64encode(png).decode()
+    return f'<figure><img alt="{escape(name)}" src="data:image/png;base64,{content}"></figure>'
 
 
 def _as_list(value: Any) -> list[Any]:

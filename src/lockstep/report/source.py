@@ -44,6 +44,8 @@ class RunData:
     tables: Mapping[str, Sequence[Sequence[float]]]
     problems: tuple[str, ...] = field(default=())
     forecast: str | None = None
+    #: The newest of each of the task's pictures by name, as PNG.
+    drawn: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def read_run(run: RunDir) -> RunData:
@@ -82,8 +84,16 @@ def read_run(run: RunDir) -> RunData:
         },
         tables={name: table for name, table in tables.items() if is_matrix(table)} if isinstance(tables, dict) else {},
         forecast=in_words(scored) if scored is not None else None,
+        drawn=safely(lambda: _drawn(run), {}),
         problems=tuple(problems),
     )
+
+
+def _drawn(run: RunDir) -> dict[str, bytes]:
+    """The newest of each of the task's pictures. Raises :class:`RunFolderError`."""
+    files = (run.pictures / name for name in sorted(names_in(run.pictures)) if name.endswith(".png"))
+    newest = {file.stem.rpartition("-epoch-")[0]: file for file in files}
+    return {name: read_bytes(file, max_bytes=MAX_PICTURE_BYTES) for name, file in newest.items()}
 
 
 def is_bench(folder: Path) -> bool:

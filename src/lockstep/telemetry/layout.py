@@ -20,6 +20,11 @@ class Layout:
         return self.path / "config.yaml"
 
     @property
+    def cli_config_file(self) -> Path:
+        """Of LightningCLI; only its runs have one."""
+        return self.path / "cli_config.yaml"
+
+    @property
     def heartbeat_file(self) -> Path:
         return self.path / "heartbeat.json"
 
@@ -66,6 +71,10 @@ class Layout:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def pictures(self) -> Path:
+        return self.path / "pictures"
 
     @property
     def logs(self) -> Path:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from lockstep.config import RunConfig
-from lockstep.events import Event, RunEnded, RunStarted
+from lockstep.events import Event, PictureDrawn, RunEnded, RunStarted
+from lockstep.telemetry.pictures import loggers_take_pictures
 from lockstep.telemetry.scalars import flattened, named_scalars, plan_values
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class MlflowSink:
         step, values = named_scalars(event)
         if values:
             self._log(self._client, step, values)
+        if isinstance(event, PictureDrawn) and loggers_take_pictures():
+            file = f"pictures/{event.name}-epoch-{event.epoch:04d}.png"
+            self._client.log_image(self._there, event.pixels, artifact_file=file)
         if isinstance(event, RunEnded):
             self._end(_STATUS.get(event.status, "FAILED"))
 

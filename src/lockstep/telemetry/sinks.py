@@ -18,6 +18,7 @@ from lockstep.events import (
     Evaluated,
     Event,
     Fanout,
+    PictureDrawn,
     RanksLogged,
     Restarted,
     RunEnded,
@@ -30,6 +31,7 @@ from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.csv import CsvSink
 from lockstep.telemetry.files import JsonLines, make_folders, write_bytes
 from lockstep.telemetry.mlflow import MlflowSink
+from lockstep.telemetry.pictures import encode_png
 from lockstep.telemetry.records import is_whole
 from lockstep.telemetry.rundir import RunDir, utc_now, write_json
 from lockstep.telemetry.tensorboard import TensorBoardSink, tensorboard_wanted
@@ -128,6 +130,8 @@ class RunFolderSink:
                 self._epoch(event)
             case Evaluated():
                 self._between_epochs(event)
+            case PictureDrawn():
+                self._picture(event)
             case Restarted():
                 self._run.update(restarts=[*self._run.read().restarts, {**asdict(event), "at": utc_now()}])
             case RunEnded():
@@ -162,6 +166,11 @@ class RunFolderSink:
         if event.improved:
             best = {key: value for key, value in metrics.items() if key.startswith("val_")}
             self._run.update(best_epoch=event.epoch, best_metric=best)
+
+    def _picture(self, event: PictureDrawn) -> None:
+        make_folders(self._run.pictures)
+        file = self._run.pictures / f"{event.name}-epoch-{event.epoch:04d}.png"
+        write_bytes(file, encode_png(event.pixels), durable=False)
 
     def _end(self, event: RunEnded) -> None:
         results = training_results(self._rows, event, self._config or self._run.config())

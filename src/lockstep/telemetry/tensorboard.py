@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
-from lockstep.events import EpochEnded, Event, RunEnded, RunStarted
+from lockstep.events import EpochEnded, Event, PictureDrawn, RunEnded, RunStarted
+from lockstep.telemetry.pictures import loggers_take_pictures
 from lockstep.telemetry.scalars import named_scalars
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class TensorBoardSink:
         step, values = named_scalars(event)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        if isinstance(event, PictureDrawn) and loggers_take_pictures():
+            form = "HW" if event.pixels.ndim == 2 else "HWC"
+            self._writer.add_image(event.name, event.pixels, event.step, dataformats=form)
         if isinstance(event, EpochEnded | RunEnded):
             self._writer.flush()
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lockstep.config import RunConfig
-from lockstep.events import Event, RunEnded, RunStarted
+from lockstep.events import Event, PictureDrawn, RunEnded, RunStarted
 from lockstep.telemetry.background import CLOSE_TIMEOUT_S
 from lockstep.telemetry.files import plain
+from lockstep.telemetry.pictures import loggers_take_pictures
 from lockstep.telemetry.scalars import named_scalars, plan_values
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class WandbSink:
         step, values = named_scalars(event)
         if values:
             self._run.log({"step": step, **values})
+        if isinstance(event, PictureDrawn) and loggers_take_pictures():
+            import wandb
+
+            self._run.log({"step": event.step, event.name: wandb.Image(event.pixels)})
         if isinstance(event, RunEnded):
             self._run.summary.update({**plain(event.final_metrics), "status": event.status})
             if event.best_epoch is not None:

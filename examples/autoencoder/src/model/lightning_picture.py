@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 
+from lockstep.tasks.autoencoder import draw
 from src.data.pytorch_dataset import DigitsDataset
 
 
@@ -28,22 +29,10 @@ class ReconstructionPicture(L.Callback):
         images = DigitsDataset("val").images[: self.images]
         with torch.no_grad():
             reconstructions = pl_module.model(images.to(pl_module.device)).cpu()
-        picture = draw(images, reconstructions, self.zoom)
+        pixels = draw(images, reconstructions, self.zoom)
         path = Path(trainer.default_root_dir) / "reconstructions.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
+        Image.fromarray(pixels).save(path)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-                shape = (picture.height, picture.width)
-                logger.experiment.add_image(
-                    "reconstructions", pixels.view(shape), trainer.global_step, dataformats="HW"
-                )
-
-
-def draw(images, reconstructions, zoom):
-    """Two rows of images (n, 1, 8, 8) with pixels from 0 to 1, as a grey picture."""
-    rows = [torch.cat(list(part.squeeze(1)), dim=1) for part in (images, reconstructions)]
-    pixels = (torch.cat(rows) * 255).round().to(torch.uint8)
-    picture = Image.fromarray(pixels.numpy())
-    return picture.resize((picture.width * zoom, picture.height * zoom), Image.Resampling.NEAREST)
+                logger.experiment.add_image("reconstructions", pixels, trainer.global_step, dataformats="HW")

@@ -5,17 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: How many images a picture shows.
+EXAMPLES = 12
+
 
 class PixelErrors:
     """Mean squared error of a pixel, and the peak signal-to-noise ratio in decibels, of images from 0 to 1."""
 
     def __init__(self) -> None:
+        #: The first :data:`EXAMPLES` images with their reconstructions.
+        self.examples: list[tuple[Tensor, Tensor]] = []
         self._squares, self._pixels = torch.zeros((), dtype=torch.float64), 0
 
     def update(self, reconstructions: Tensor, images: Tensor) -> None:
         """Take rows: ``reconstructions`` and ``images``, both (rows, …)."""
         self._squares = self._squares + (reconstructions - images).square().sum(dtype=torch.float64)
         self._pixels += images.numel()
+        missing = EXAMPLES - len(self.examples)
+        self.examples += zip(images[:missing], reconstructions[:missing], strict=True)
 
     def compute(self) -> dict[str, Tensor]:
         """``mse``, and ``psnr`` = 10·log₁₀(1 / mse); not a number before any row has come."""

@@ -1,10 +1,13 @@
-"""The autoencoder task: settings, data, model, loss and scores."""
+"""The autoencoder task: settings, data, model, loss, scores and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,6 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.autoencoder import Autoencoder
 from lockstep.tasks.autoencoder.digits import load_digits
 from lockstep.tasks.autoencoder.metrics import PixelErrors
+from lockstep.tasks.autoencoder.picture import draw
 
 
 class AutoencoderConfig(TaskConfig):
@@ -35,6 +39,8 @@ class AutoencoderTask(Task):
     }
     monitor = ("val_loss", "min")
     config: AutoencoderConfig
+    #: Of the last evaluation, where it was scored.
+    _scores: PixelErrors | None = None
 
     def datasets(self) -> Datasets:
         """Images ``(1, 8, 8)`` from 0 to 1."""
@@ -75,4 +81,12 @@ class AutoencoderTask(Task):
 
     def metrics(self) -> Metrics:
         """Mean squared error of a pixel, and the peak signal-to-noise ratio in decibels."""
-        return PixelErrors()
+        self._scores = PixelErrors()
+        return self._scores
+
+    def pictures(self) -> dict[str, NDArray[np.uint8]]:
+        """The first images of the last evaluation, and their reconstructions below."""
+        if self._scores is None or not self._scores.examples:
+            return {}
+        images, reconstructions = map(torch.stack, zip(*self._scores.examples, strict=True))
+        return {"reconstructions": draw(images, reconstructions)}
