@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lockstep.data.loader import child_signal_kept
 from lockstep.engine.lightning_data import SharedBatches, epoch_steps, evaluation_loader
@@ -121,6 +128,9 @@ def numbers(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(count))
 
 
+OWN_BATCHES = BatchSampler(RandomSampler(range(4)), 2, drop_last=False)
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(4))
@@ -133,6 +143,7 @@ class Stream(IterableDataset[int]):
         (DataLoader(Stream()), "iterable"),
         ([DataLoader(numbers(4)), DataLoader(numbers(4))], "ConcatDataset"),
         (DataLoader(numbers(4), batch_sampler=[[0, 1], [2, 3]]), "list"),
+        (DataLoader(numbers(4), batch_sampler=OWN_BATCHES), "BatchSampler"),
     ],
 )
 def test_a_loader_whose_order_cannot_be_lockstep_s_is_refused(loader: Any, words: str) -> None:
@@ -140,8 +151,11 @@ def test_a_loader_whose_order_cannot_be_lockstep_s_is_refused(loader: Any, words
         check_loader(loader)
 
 
-def test_an_evaluation_loader_with_a_sampler_of_its_own_stays_on_one_rank_and_is_refused_on_two() -> None:
-    loader = DataLoader(numbers(4), sampler=WeightedRandomSampler([1.0] * 4, 4))
+@pytest.mark.parametrize("own", [{"sampler": WeightedRandomSampler([1.0] * 4, 4)}, {"batch_sampler": OWN_BATCHES}])
+def test_an_evaluation_loader_with_a_sampler_of_its_own_stays_on_one_rank_and_is_refused_on_two(
+    own: dict[str, Any],
+) -> None:
+    loader = DataLoader(numbers(4), **own)
     assert evaluation_loader(loader, World(), 1) is loader
     with pytest.raises(UnsupportedError, match="sampler of its own"):
         evaluation_loader(loader, World(size=2, local_size=2), 1)

@@ -10,16 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
+from lockstep.engine.lightning_evaluate import evaluate_module
+from lockstep.engine.lightning_store import plain_values
+from lockstep.engine.lightning_task import ModuleTask
 from lockstep.errors import ConfigError, DeviceError, TaskError, UnsupportedError
 from lockstep.launch.export import export
 from lockstep.launch.run import evaluate, resume
 from lockstep.lightning import fit
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start, wait_for_step, weights
+from tests.engine.test_fit import interval_means
 from tests.gloo import ROOT, clean_environment
 from tests.lightning import own
 
@@ -79,7 +86,8 @@ def test_one_device_trains_the_object_itself_and_fills_the_run_folder(tmp_path: 
 def test_a_named_module_stopped_on_two_ranks_goes_on_with_one_and_three(tmp_path: Path) -> None:
     """Every epoch uses every sample once, whatever number of ranks takes which part of it."""
     (noted(tmp_path) / "slow").touch()
-    model = ("--set", f"task.model.seen={tmp_path / 'seen'}")
+    model = ("--set", f"task.model.seen={tmp_path / 'seen'}", "--set", "task.model.unused=true")
+    model += ("--set", "distributed.find_unused_parameters=true")
     common = ("--set", "task.data.samples=253", "--epochs", "2", "--log-interval", "1")
     command = ("train", MODULE, "--devices", "cpu,cpu", "--save-dir", "run", *DATA, *model, *common)
     process = start(*command, cwd=tmp_path)
@@ -124,8 +132,8 @@ def test_moments_are_restored_in_the_layout_of_their_weights(tmp_path: Path) -> 
 
 
 def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(tmp_path: Path) -> None:
-    config = settings(tmp_path, epochs=1) | {"hardware": ONE, "task": {"datamodule": f"{FILE}:Ragged"}}
-    lockstep.train(MODULE, config)
+    task = {"datamodule": f"{FILE}:Ragged", "model": {"batchnorm": True}, "data": {"samples": 51}}
+    lockstep.train(MODULE, settings(tmp_path, epochs=1) | {"hardware": ONE, "task": task})
     run = RunDir.open(tmp_path / "run")
     tested, validated = evaluate(run), evaluate(run, split="val", checkpoint="last")
     assert (tested["samples"], tested["metrics"]) == (11, {"test_number": 5.0})
@@ -136,6 +144,11 @@ def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(tmp_path: 
     export(run, tmp_path / "out")
     done = subprocess.run([sys.executable, str(tmp_path / "out" / "load_example.py")], capture_output=True, text=True)
     assert done.stdout == "output: (2, 2)\n", done.stderr
+    again = own.Classifier.load_from_checkpoint(tmp_path / "out" / "module.ckpt")
+    assert again.hparams == {"seen": None, "manual": False, "batchnorm": True, "unused": False}
+    for name, value in weights(tmp_path / "run").items():
+        assert torch.equal(again.state_dict()[name], value)
+    assert own.Ragged.load_from_checkpoint(tmp_path / "out" / "module.ckpt").hparams.samples == 51
 
 
 SCRIPT = """
@@ -219,9 +232,27 @@ def test_validations_in_mid_epoch_decide_what_is_best_and_when_to_stop(tmp_path:
     config["checkpoint"] = {"monitor": "val_score", "mode": "min"}
     result = fit(Told(), own.Numbered(), hardware=ONE, config=config)
     run = RunDir.open(tmp_path / "run")
-    assert (result.status, result.step) == ("completed", 8), "seven steps an epoch; without gain at 6 and 8"
+    assert (result.status, result.step) == ("completed", 7), "seven steps an epoch; without gain at 6 and at its end"
     assert result.best_metric["val_score"] == 1.0
+    assert run.epochs()[0]["val_score"] == 2.0
     assert (run.checkpoints / "best").readlink() == Path("step-00000004")
+    assert [(row["step"], row["improved"]) for row in run.evaluations()] == [(2, True), (4, True), (6, False)]
+
+
+def test_validations_between_epochs_come_besides_those_at_their_ends(tmp_path: Path) -> None:
+    """Four steps an epoch, of two micro-batches each."""
+    steps: list[int] = []
+
+    class Watch(pl.Callback):
+        def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            steps.append(trainer.global_step)
+
+    config = settings(tmp_path, accumulate=2) | {"validation": {"every_steps": 3, "every_epochs": 2, "sanity_steps": 0}}
+    fit(own.Classifier(), own.Numbered(), hardware=ONE, config=config, trainer={"callbacks": [Watch()]})
+    assert steps == [3, 6, 8]
+    with pytest.raises(ConfigError, match="check_val_every_n_epoch are both given"):
+        config["save_dir"] = str(tmp_path / "other")
+        fit(own.Classifier(), own.Numbered(), hardware=ONE, config=config, trainer={"check_val_every_n_epoch": 1})
 
 
 @pytest.mark.parametrize("stopped_after", [3, 7])
@@ -274,6 +305,8 @@ def test_workers_change_nothing(tmp_path: Path) -> None:
     [
         ({"trainer": {"devices": 2}}, ConfigError, "selected_devices"),
         ({"trainer": {"use_distributed_sampler": True}}, ConfigError, "order"),
+        ({"trainer": {"limit_train_batches": 3}}, ConfigError, "max_steps; .*Subset"),
+        ({"trainer": {"min_epochs": 2}}, ConfigError, "early_stopping_patience"),
         ({"hardware": {"selected_devices": ["gpu:900"]}}, DeviceError, "gpu:900"),
         ({"training": {"reproducibility": "exact"}}, UnsupportedError, "exact"),
         ({"training": {"engine": "native"}}, ConfigError, "native"),
@@ -307,10 +340,17 @@ def test_the_trainers_own_callbacks_profiler_and_sanity_check_are_there(tmp_path
             trainer.should_stop = True
 
     config = settings(tmp_path) | {"lightning": {"profiler": "simple"}, "validation": {"sanity_steps": 2}}
-    result = fit(own.Classifier(), own.Numbered(), hardware=ONE, config=config, trainer={"callbacks": [Watch()]})
+    config |= {"optimizer": {"lr": 0.5}, "data": {"num_workers": 3}}
+    given = {"callbacks": [Watch()], "enable_checkpointing": False}
+    result = fit(own.Classifier(), own.Numbered(), hardware=ONE, config=config, trainer=given)
     assert calls == ["sanity", "epoch"]
     assert (result.status, result.step) == ("completed", 7)
     assert "run_training_epoch" in next((tmp_path / "run" / "logs").glob("*profile*")).read_text()
+    run = RunDir.open(tmp_path / "run")
+    assert (run.checkpoints / "last").exists(), "the run keeps its checkpoints, not the Trainer"
+    notes = " ".join(run.plan()["notes"])
+    assert "optimizer.lr has no effect" in notes
+    assert "data.num_workers has no effect" in notes
 
 
 def test_a_failure_in_the_module_is_the_runs_error(tmp_path: Path) -> None:
@@ -323,3 +363,38 @@ def test_a_failure_in_the_module_is_the_runs_error(tmp_path: Path) -> None:
     run = RunDir.open(tmp_path / "run")
     assert run.status() == "failed"
     assert "as it was told to" in (run.read().error or "")
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(own._numbered(5, 2))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_validation_data_of_unknown_size_are_evaluated(several: bool) -> None:
+    class Streamed(own.Numbered):
+        def val_dataloader(self) -> Any:
+            loader = super().val_dataloader()
+            return CombinedLoader([loader], "sequential") if several else DataLoader(Endless(), batch_size=2)
+
+    task = ModuleTask(module=own.Classifier(), datamodule=Streamed())
+    values, samples = evaluate_module(task, "val", torch.device("cpu"), "32", seed=1)
+    assert (values["val_number"], samples) == (2.0, None)
+
+
+def test_only_plain_hyper_parameters_are_kept() -> None:
+    kept = {"width": 3, "lr": 0.1, "act": None, "shape": (1, [2, "x"]), "more": {"deep": {"on": True}}}
+    left_out = {"net": torch.nn.Linear(1, 1), "folder": Path("x"), "sizes": [np.float64(1)], "by": {Path("x"): 1}}
+    assert plain_values({**kept, **left_out}) == kept
+
+
+def test_the_loss_of_an_interval_takes_in_the_steps_before_an_epochs_end(tmp_path: Path) -> None:
+    rows = []
+    for interval in (1, 3):
+        config = settings(tmp_path / str(interval)) | {"hardware": ONE, "task": {"datamodule": f"{FILE}:Numbered"}}
+        config["telemetry"]["log_interval"] = interval
+        lockstep.train(MODULE, config)
+        rows.append(RunDir.open(tmp_path / str(interval) / "run").steps())
+    each, some = rows
+    assert [row["step"] for row in some] == [3, 6, 9, 12, 14], "of seven steps an epoch: the third is in both"
+    assert [row["loss"] for row in some] == pytest.approx(interval_means(each, some), rel=1e-6)

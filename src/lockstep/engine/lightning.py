@@ -91,7 +91,7 @@ def run_in_trainer(fit: Fit, world: World, steps: Iterator[StepResult], finish: 
         state.epoch, state.position = state.epoch + 1, 0
     with quiet_trainer():
         trainer = pl.Trainer(
-            **rank_arguments(fit.plan, world, config.distributed.timeout_s, bare=True),
+            **rank_arguments(fit.plan, world, config.distributed, bare=True),
             max_epochs=fit.plan.epochs,
             limit_val_batches=0,
             reload_dataloaders_every_n_epochs=1,

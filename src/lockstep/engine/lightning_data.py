@@ -120,14 +120,27 @@ class SeededLoader(DataLoader[Any]):
     """The user's DataLoader with another batch sampler; its generator and its workers are seeded anew each epoch.
 
     A generator or ``worker_init_fn`` of the user's own stays.
+
+    Args:
+        batch_sampler: by name: to predict, Lightning makes the loader again, with one around it that notes the indices.
+        defaults: arguments of a ``DataLoader`` that a batch sampler leaves at their defaults; Lightning gives them.
     """
 
-    def __init__(self, loader: DataLoader[Any], batches: Any, seed: int, rank: int, epoch: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        seed: int,
+        rank: int,
+        epoch: Callable[[], int],
+        *,
+        batch_sampler: Any,
+        **defaults: Any,
+    ) -> None:
         self._seeding = (seed, rank, epoch)
         self._own_generator, self._own_init = loader.generator is None, loader.worker_init_fn is None
         super().__init__(
             loader.dataset,
-            batch_sampler=batches,
+            batch_sampler=batch_sampler,
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
@@ -137,6 +150,7 @@ class SeededLoader(DataLoader[Any]):
             generator=torch.Generator() if loader.generator is None else loader.generator,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
+            **defaults,
         )
 
     def __iter__(self) -> Any:
@@ -164,7 +178,7 @@ def training_loader(
         )
     order: SampleOrder = Order(samples, seed) if isinstance(loader.sampler, RandomSampler) else InOrder()
     batches = OrderedBatches(batch, order, world.rank, state)
-    return SeededLoader(loader, batches, seed, world.rank, lambda: state.epoch)
+    return SeededLoader(loader, seed, world.rank, lambda: state.epoch, batch_sampler=batches)
 
 
 def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
@@ -175,6 +189,7 @@ def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
     """
     plain = (
         isinstance(loader, DataLoader)
+        and loader.batch_size is not None  # else the batch sampler is the user's
         and isinstance(loader.sampler, (RandomSampler, SequentialSampler))
         and type(loader.batch_sampler) is BatchSampler
     )
@@ -186,9 +201,8 @@ def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
             why="its samples could not be shared out so that each counts once",
             fix="use a DataLoader of a map-style data set with batch_size and no sampler, or one device",
         )
-    assert loader.batch_size is not None
     batches = SharedBatches(len(loader.dataset), loader.batch_size, world)
-    return SeededLoader(loader, batches, seed, world.rank, lambda: 0)
+    return SeededLoader(loader, seed, world.rank, lambda: 0, batch_sampler=batches)
 
 
 Change = Callable[[Any], Any]

@@ -17,8 +17,10 @@ from lockstep.telemetry.scalars import as_row
 
 def evaluate_module(
     task: ModuleTask, split: str, device: torch.device, precision: str, seed: int
-) -> tuple[dict[str, float], int]:
+) -> tuple[dict[str, float], int | None]:
     """What ``task.module`` logs over ``split``, by the names of rows, and how many samples there were.
+
+    Their number is ``None`` where a loader does not say it: of an iterable data set, or several loaders in one.
 
     Raises:
         DataError: neither the module nor its data module has such a loader.
@@ -32,10 +34,10 @@ def evaluate_module(
             why=f"neither it nor its data module defines {hook}()",
             fix="choose --split val or --split test, or write the hook",
         )
-    sizes: list[int] = []
+    sizes: list[int | None] = []
 
     def counted(loader: Any) -> Any:
-        sizes.append(len(loader.dataset))
+        sizes.append(_size(loader))
         return evaluation_loader(loader, World(), seed)
 
     with quiet_trainer(), replaced_loaders([data, module], lambda loader: loader, counted, seed=seed):
@@ -50,4 +52,13 @@ def evaluate_module(
         )
         run = trainer.validate if split == "val" else trainer.test
         results = run(module, datamodule=data, verbose=False)
-    return as_row({name: value for result in results for name, value in result.items()}), sum(sizes)
+    known = [size for size in sizes if size is not None]
+    samples = sum(known) if len(known) == len(sizes) else None
+    return as_row({name: value for result in results for name, value in result.items()}), samples
+
+
+def _size(loader: Any) -> int | None:
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError):
+        return None

@@ -26,7 +26,7 @@ from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.resume import check_fits, load_initial_weights, manifest_of
 from lockstep.engine.runtime import pins
 from lockstep.engine.state import TrainState
-from lockstep.errors import UnsupportedError
+from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.events import Note, RunEnded, Sink
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -65,6 +65,7 @@ class ModuleFit:
         if self.config.telemetry.profile is not None:
             text = "telemetry.profile is for tasks; a LightningModule is profiled with lightning.profiler"
             self.sink.emit(Note("warning", text))
+        self._refuse_two_intervals()
         self._saving_best = False
         self.task.renew()
         self.state = TrainState(position=self.config.debug.start_position)
@@ -84,6 +85,15 @@ class ModuleFit:
             save=self._save,
             poll=self.writer.poll if self.writer else lambda: None,
         )
+
+    def _refuse_two_intervals(self) -> None:
+        given = sorted({"val_check_interval", "check_val_every_n_epoch"} & self.task.trainer_arguments.keys())
+        if given and self.config.validation.every_steps is not None:
+            raise ConfigError(
+                f"validation.every_steps and the Trainer's {given[0]} are both given",
+                why="both say when to validate",
+                fix=f"leave {given[0]} out: validation.every_epochs says how often at the end of epochs",
+            )
 
     @property
     def elapsed_s(self) -> float:
@@ -128,10 +138,9 @@ class ModuleFit:
 
     def _trainer(self, store: StoreIO) -> pl.Trainer:
         config, given = self.config, dict(self.task.trainer_arguments)
-        ranks = rank_arguments(self.plan, self.world, config.distributed.timeout_s, bare=False)
+        ranks = rank_arguments(self.plan, self.world, config.distributed, bare=False)
         callbacks = [self.recorder, KeptSignals(), *_as_list(given.pop("callbacks", None))]
         batch, validation = self.plan.batch, config.validation
-        between = validation.every_steps and validation.every_steps * batch.accumulate
         position = self.state.position
         ragged = position and round(position / batch.global_batch) + batch.steps_left(position) != batch.steps_per_epoch
         settings = {
@@ -141,12 +150,10 @@ class ModuleFit:
             "accumulate_grad_batches": batch.accumulate,
             "gradient_clip_val": config.training.max_grad_norm,
             "precision": _precision(self.plan.placement["precision"]),
-            "check_val_every_n_epoch": None if between else validation.every_epochs,
-            "val_check_interval": between or 1.0,
+            # With validation.every_steps, the recorder says after each batch whether to validate.
+            "check_val_every_n_epoch": 1 if validation.every_steps else validation.every_epochs,
             "num_sanity_val_steps": 0 if self.snapshot else validation.sanity_steps,
             "limit_val_batches": 1 if config.debug.fast_dev_run else config.debug.limit_eval_batches or 1.0,
-            # An epoch that goes on with another global batch has another number of batches than the next one.
-            "reload_dataloaders_every_n_epochs": int(bool(ragged)),
             "log_every_n_steps": config.telemetry.log_interval,
             "enable_progress_bar": False,
             "enable_model_summary": False,
@@ -154,6 +161,10 @@ class ModuleFit:
             "detect_anomaly": config.debug.detect_anomaly,
             "default_root_dir": self.run_dir.logs,
         }
+        given.pop("enable_checkpointing", None)  # the run keeps checkpoints, by a callback that is one to the Trainer
+        if ragged:
+            # An epoch that goes on with another global batch has another number of batches than the next one.
+            given["reload_dataloaders_every_n_epochs"] = 1
         plugins = [*ranks.pop("plugins"), store, *_as_list(given.pop("plugins", None))]
         return pl.Trainer(**{**settings, **given}, **ranks, callbacks=callbacks, plugins=plugins)
 

@@ -14,9 +14,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torch.distributed import ReduceOp
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
+from lockstep.config.sections import DistributedConfig
+from lockstep.engine.lightning_ddp import SharedDDPStrategy
 from lockstep.engine.runtime import rank_device
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -64,34 +65,11 @@ class RankEnvironment(ClusterEnvironment):
         return self._world.node_rank
 
 
-class RankedDdp(DDPStrategy):
-    """Lightning's DDP in a process group that exists already; evaluation goes past the DDP wrapper.
-
-    DDP's forward may broadcast buffers, so ranks with different numbers of validation batches would wait for
-    each other for ever.
-    """
+class RankedDdp(SharedDDPStrategy):
+    """Lightning's DDP in a process group that exists already."""
 
     def _configure_launcher(self) -> None:
         """Nothing to launch, and the plan has decided the number of threads."""
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        with self.precision_plugin.val_step_context():
-            return self.lightning_module.validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        with self.precision_plugin.test_step_context():
-            return self.lightning_module.test_step(*args, **kwargs)
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """As Lightning's, but the mean of whole numbers is not rounded down.
-
-        ``self.log(…, sync_dist=True)`` divides by the mean of the ranks' samples: for 3 and 2 that is 2.5, not 2.
-        """
-        if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
-            tensor = tensor.double()
-        return super().reduce(tensor, group, reduce_op)
 
 
 class BareRanks(RankedDdp):
@@ -129,10 +107,11 @@ def local_devices(plan: Plan, world: World) -> list[torch.device]:
     return [rank_device(tuple(names), node) for node in nodes]
 
 
-def rank_arguments(plan: Plan, world: World, timeout_s: float, *, bare: bool) -> dict[str, Any]:
+def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig, *, bare: bool) -> dict[str, Any]:
     """Arguments of a ``Trainer`` for this rank: accelerator, devices, strategy, nodes, cluster environment.
 
     Args:
+        distributed: how DDP reduces, unless ``bare``, and how long a collective may wait.
         bare: Lockstep moves the model and reduces its gradients; otherwise Lightning does.
     """
     devices = local_devices(plan, world)
@@ -145,7 +124,9 @@ def rank_arguments(plan: Plan, world: World, timeout_s: float, *, bare: bool) ->
             parallel_devices=devices,
             cluster_environment=environment,
             process_group_backend=plan.placement["backend"],
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=distributed.timeout_s),
+            find_unused_parameters=distributed.find_unused_parameters,
+            bucket_cap_mb=distributed.bucket_cap_mb,
         )
     elif bare:
         strategy = BareDevice(device=devices[0])

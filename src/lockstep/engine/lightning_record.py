@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -153,7 +154,17 @@ class Recorder(Checkpoint):
         if stepped:
             self._finish_step(trainer, self._step)
             self._step, self._micro = None, 0
+        if self._config.validation.every_steps is not None:
+            # Lightning knows validations every so many batches, or at the ends of epochs; this asks it for both.
+            trainer.val_check_batch = 1 if stepped and self._validates() else sys.maxsize
         self._left_at = time.perf_counter()
+
+    def _validates(self) -> bool:
+        """Whether a validation follows this step: at the end of every so many epochs, and every so many steps."""
+        every, state = self._config.validation, self._state
+        if self._plan.batch.window(state.position) is None:
+            return (state.epoch + 1) % every.every_epochs == 0
+        return every.every_steps is not None and state.step % every.every_steps == 0
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         pulse.at(Activity.EVALUATING)

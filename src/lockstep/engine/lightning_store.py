@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -14,8 +14,20 @@ from lockstep.engine.state import TrainState
 
 #: What stands for the run's own checkpoints where Lightning wants a path.
 OWN = "lockstep"
-#: The module is made again from its class or object, and the loops from the run's own state.
-_NOT_KEPT = ("loops", "hyper_parameters", "datamodule_hyper_parameters", "hparams_name", "hparams_type")
+#: The loops are made again from the run's own state; the types of hyper-parameters would need pickle.
+_NOT_KEPT = ("loops", "hparams_type", "datamodule_hparams_type")
+#: Where Lightning keeps what ``save_hyperparameters()`` of module and data module took.
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+#: What ``load_from_checkpoint`` wants, besides the weights.
+_OF_A_FILE = (
+    "pytorch-lightning_version",
+    "epoch",
+    "global_step",
+    "hparams_name",
+    "datamodule_hparams_name",
+    *_HYPER_PARAMETERS,
+)
+_SCALARS = (bool, int, float, str, type(None))
 
 
 class StoreIO(TorchCheckpointIO):
@@ -44,6 +56,7 @@ class StoreIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         rest = {key: value for key, value in checkpoint.items() if key not in (*_NOT_KEPT, "state_dict")}
+        rest |= {key: plain_values(rest[key]) for key in _HYPER_PARAMETERS if key in rest}
         self._write(checkpoint["state_dict"], rest)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -71,6 +84,32 @@ class StoreIO(TorchCheckpointIO):
             _set(progress, ready=global_step, completed=global_step)
             progress["current"] = dict.fromkeys(progress["current"], steps)
         return loops
+
+
+def plain_values(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are numbers, text, or lists, tuples and mappings of such: what is read again without pickle."""
+    return {str(name): _plain(value) for name, value in hyper_parameters.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(type(key) in _SCALARS and _is_plain(part) for key, part in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _SCALARS
+
+
+def _plain(value: Any) -> Any:
+    """With every mapping as a ``dict``."""
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def checkpoint_file(snapshot: Snapshot) -> dict[str, Any]:
+    """A checkpoint of a module's run as ``LightningModule.load_from_checkpoint`` reads one."""
+    state = snapshot.trainer["lightning"]
+    return {**{key: state[key] for key in _OF_A_FILE if key in state}, "state_dict": dict(snapshot.model)}
 
 
 def _set(progress: dict[str, Any], **counters: int) -> None:

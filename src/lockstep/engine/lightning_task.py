@@ -29,6 +29,9 @@ DECIDED = {
     "max_epochs": "training.epochs",
     "max_steps": "training.max_steps",
     "max_time": "training.max_time_s",
+    "min_epochs": "training.epochs and training.early_stopping_patience",
+    "min_steps": "training.epochs and training.early_stopping_patience",
+    "limit_train_batches": "training.max_steps; an epoch is the whole data set, which may be a torch.utils.data.Subset",
     "accumulate_grad_batches": "training.accumulate",
     "gradient_clip_val": "training.max_grad_norm",
     "use_distributed_sampler": "nothing: the order is Lockstep's",
@@ -181,9 +184,16 @@ _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 def is_module_class(kind: type) -> bool:
     """Whether ``kind`` is a ``LightningModule``, found out without importing Lightning."""
-    return any(
-        base.__name__ == "LightningModule" and base.__module__.partition(".")[0] in _LIGHTNING for base in kind.__mro__
-    )
+    return _inherits(kind, "LightningModule")
+
+
+def is_datamodule_class(kind: type) -> bool:
+    """Whether ``kind`` is a ``LightningDataModule``, found out without importing Lightning."""
+    return _inherits(kind, "LightningDataModule")
+
+
+def _inherits(kind: type, name: str) -> bool:
+    return any(base.__name__ == name and base.__module__.partition(".")[0] in _LIGHTNING for base in kind.__mro__)
 
 
 def module_task(kind: type, find_class: Callable[[str], type]) -> type[ModuleTask]:
@@ -252,7 +262,7 @@ def check_loader(loader: Any) -> None:
     replaced = isinstance(loader.sampler, RandomSampler) and (
         loader.sampler.replacement or loader.sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
     )
-    if not known or replaced or type(loader.batch_sampler) is not BatchSampler:
+    if not known or replaced or loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         what = type(loader.sampler if not known or replaced else loader.batch_sampler).__name__
         raise UnsupportedError(
             f"the training loader draws its samples by {what}",

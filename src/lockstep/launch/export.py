@@ -11,6 +11,7 @@ from lockstep.checkpoint.store import Snapshot
 from lockstep.errors import RunFolderError, UnsupportedError
 from lockstep.launch.afterwards import find_checkpoint, model_inputs, reopen
 from lockstep.launch.folder import refuse_unknown_code
+from lockstep.launch.lightning_cli import refuse_lightning_cli
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
 
@@ -41,7 +42,8 @@ print(len(weights), "tensors,", sum(w.numel() for w in weights.values()), "value
 def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: bool = True) -> dict[str, Any]:
     """Write ``weights.safetensors``, ``model.pt2`` (torch.export), metadata and ``load_example.py`` to ``out``.
 
-    The program's first dimension is dynamic: any batch size.
+    The program's first dimension is dynamic: any batch size. The run of a ``LightningModule`` has a
+    ``module.ckpt``, too, for its ``load_from_checkpoint``.
 
     Raises:
         RunFolderError: ``out`` holds something already. UnsupportedError: torch cannot export the model.
@@ -50,6 +52,7 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
         raise RunFolderError(
             f"{out} is not empty", why="an export never overwrites", fix="give another folder with --out"
         )
+    refuse_lightning_cli(run, "export")
     refuse_unknown_code(run)
     snapshot = find_checkpoint(run, checkpoint)
     building = out.with_name(out.name + ".partial")
@@ -63,6 +66,8 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
         )
         if program:
             _write_program(run, snapshot, building)
+        if "lightning" in snapshot.trainer:
+            _write_module(snapshot, building)
         record = run.read()
         metadata = {
             "run": record.id,
@@ -122,6 +127,15 @@ def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     return {name: tree_map(first, value) for name, value in bound.arguments.items()}
+
+
+def _write_module(snapshot: Snapshot, folder: Path) -> None:
+    """``module.ckpt`` for ``LightningModule.load_from_checkpoint``: the weights, and what the module was made with."""
+    import torch
+
+    from lockstep.engine.lightning_store import checkpoint_file
+
+    torch.save(checkpoint_file(snapshot), folder / "module.ckpt")
 
 
 def _write_example(folder: Path, program: bool) -> None:

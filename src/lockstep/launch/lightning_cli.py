@@ -1,0 +1,54 @@
+"""Runs of ``lockstep lightning fit``: Lightning's commands read their checkpoints, and Lockstep's verbs say which."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Literal
+
+from lockstep.errors import UnsupportedError
+from lockstep.telemetry.rundir import RunDir
+
+
+def refuse_lightning_cli(run: RunDir, verb: Literal["resume", "evaluate", "export"], *, split: str = "test") -> None:
+    """Let a run of LightningCLI be resumed, evaluated or exported by what can read it.
+
+    Args:
+        split: of ``evaluate``: "test" or "val".
+
+    Raises:
+        UnsupportedError: it is such a run; the command to use instead.
+    """
+    if not run.cli_config_file.exists():
+        return
+    if verb == "resume":
+        fix = resume_command(run)
+    elif verb == "evaluate":
+        fix = _command(run, "validate" if split == "val" else "test")
+    else:
+        kind = run.read().task.rpartition(":")[2]
+        fix = f"in Python: {kind}.load_from_checkpoint({str(_checkpoint(run))!r})"
+    raise UnsupportedError(
+        f"`lockstep {verb}` cannot read the checkpoints of run {run.read().id}",
+        why="`lockstep lightning fit` made it, and its checkpoints are Lightning's",
+        fix=fix,
+    )
+
+
+def resume_command(run: RunDir) -> str:
+    """What goes on with a run of LightningCLI in its folder, from its newest checkpoint."""
+    return _command(run, "fit", "--run_dir", str(run.path))
+
+
+def _command(run: RunDir, subcommand: str, *more: str) -> str:
+    words = ["lockstep", "lightning", subcommand, "--config", str(run.cli_config_file), *more]
+    command = shlex.join([*words, "--ckpt_path", str(_checkpoint(run))])
+    if run.read().command[1:2] != ["lightning"]:
+        command += " (or the program that started it, with these arguments, if it names the model's class itself)"
+    return command
+
+
+def _checkpoint(run: RunDir) -> Path:
+    """The newest one in the run folder; where the run's own callbacks save elsewhere, a word for theirs."""
+    found = sorted(run.checkpoints.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
+    return found[-1] if found else Path("YOUR_CHECKPOINT.ckpt")
