@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
+from lockstep.cli.main import main
+from lockstep.tasks.known import remember
 from tests.conftest import RunCli
 from tests.gloo import ROOT
 
@@ -49,3 +52,23 @@ def test_a_class_in_a_file_needs_to_have_been_named_by_the_user(run_cli: RunCli,
         assert "Traceback" not in refused.err
         assert not canary.exists(), verb
     assert run_cli("show", "sent", env=stranger).code == 0, "looking at a run needs none of its code"
+
+
+def test_the_fix_for_an_unknown_module_and_its_data_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    shutil.copy(ROOT / "tests" / "lightning" / "own.py", folder / "theirs.py")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    module, data = (f"{folder / 'theirs.py'}:{name}" for name in ("Classifier", "Numbered"))
+    Path("config.yaml").write_text(f"task:\n  name: {module}\n  datamodule: {data}\n")
+    remember({module})
+    assert main(["plan", "--config", "config.yaml"]) == 2
+    fix = capsys.readouterr().err.partition("say so once: ")[2].strip()
+    assert shlex.split(fix) == ["lockstep", "plan", module, "--set", f"task.datamodule={data}"]
+    assert main([*shlex.split(fix)[1:], "--config", "config.yaml"]) == 0, "what the command line names is named"
+    assert main(["plan", "--config", "config.yaml"]) == 0, "and remembered"
+    assert main(["plan", data]) == 2
+    assert f"--set task.datamodule={data}" in capsys.readouterr().err, "alone it is no task"

@@ -324,23 +324,20 @@ def to_mapping(
         )
     if isinstance(section, dict) or section is None:
         mapping["task"] = {**(section or {}), "name": name}
-    _refuse_unknown_code(settings.config or (), task, mapping)
+    _refuse_unknown_code(settings.set or (), task, mapping)
     resolve(mapping)  # the task's own defaults are still missing, but what is wrong now is said before torch is loaded
     return name, mapping
 
 
-def _refuse_unknown_code(files: Sequence[Path], task: str | None, mapping: dict[str, Any]) -> None:
+def _refuse_unknown_code(sets: Sequence[str], task: str | None, mapping: dict[str, Any]) -> None:
     """Raises :class:`TaskError` when a file names a class that the command line does not, nor has before."""
     from lockstep.config import load
-
-    section = load(files).get("task")
-    if not isinstance(section, dict):
-        return
     from lockstep.tasks.known import class_paths, require_known
 
-    named = class_paths(section) & class_paths(mapping["task"])
-    given = class_paths({"name": task})
-    require_known(named - given, "the configuration")
+    section, given = mapping["task"], load(sets=sets).get("task")
+    if isinstance(section, dict):
+        by_set = class_paths(given) if isinstance(given, dict) else set()
+        require_known(section, "the configuration", class_paths({"name": task}) | by_set)
 
 
 def _weights_folder(ref: str, runs_dir: Path) -> str:

@@ -18,7 +18,7 @@ from lockstep.engine.task import DataSettings, Task
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.launch.foreseen import read_forecast
 from lockstep.launch.slurm_job import is_own_job
-from lockstep.tasks.known import class_paths, require_known
+from lockstep.tasks.known import require_known
 from lockstep.tasks.registry import make_task
 from lockstep.telemetry.files import storage_error, write_json
 from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
@@ -162,7 +162,7 @@ def changed_config(run: RunDir, changes: Mapping[str, Any]) -> RunConfig:
 
 def refuse_unknown_code(run: RunDir) -> None:
     """Raises :class:`TaskError` when the run's task is a class that the user has never named on this machine."""
-    require_known(class_paths(run.config().task.model_dump()), f"run {run.read().id}")
+    require_known(run.config().task.model_dump(), f"run {run.read().id}")
 
 
 def warn(message: str) -> None:

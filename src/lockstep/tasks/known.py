@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+import shlex
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import TaskError
 
 
-def class_paths(task: dict[str, Any]) -> set[str]:
+def class_paths(task: Mapping[str, Any]) -> set[str]:
     """The class paths in the section ``task`` of a configuration: its name, and a data module's.
 
     Files are named by their whole paths; built-in tasks have none.
@@ -35,22 +36,33 @@ def remember(paths: Iterable[str]) -> None:
                 file.write("".join(f"{path}\n" for path in new))
 
 
-def require_known(paths: Iterable[str], source: str) -> None:
+def require_known(task: Mapping[str, Any], source: str, given: Collection[str] = ()) -> None:
     """Refuse to import what only a file names.
 
     Args:
-        source: who names them, for the error.
+        task: the section ``task`` of a configuration.
+        source: who names the classes, for the error.
+        given: class paths that the user names just now.
 
     Raises:
         TaskError: the user has never named one of them.
     """
-    unknown = sorted(set(paths) - _known())
+    unknown = sorted(class_paths(task) - _known() - set(given))
     if unknown:
         raise TaskError(
             f"{source} names the class {unknown[0]}, which you have not trained on this machine",
             why="importing it runs its code, and a file from elsewhere could name anything",
-            fix=f"if you trust it, say so once: lockstep plan {unknown[0]}",
+            fix=f"if you trust it, say so once: {_naming(task)}",
         )
+
+
+def _naming(task: Mapping[str, Any]) -> str:
+    """The command that names the classes of ``task``, and starts nothing."""
+    name, data = task.get("name"), task.get("datamodule")
+    command = ["lockstep", "plan", _whole(str(name))]
+    if isinstance(data, str) and ":" in data:
+        command += ["--set", f"task.datamodule={_whole(data)}"]
+    return shlex.join(command)
 
 
 def _whole(name: str) -> str:

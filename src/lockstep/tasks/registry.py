@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config.load import explain
-from lockstep.engine.lightning_task import is_module_class, module_task
+from lockstep.engine.lightning_task import is_datamodule_class, is_module_class, module_task
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, TaskError
 
@@ -41,6 +41,12 @@ def find_task(name: str) -> type[Task]:
     found = find_class(where)
     if is_module_class(found):
         return module_task(found, find_class)
+    if is_datamodule_class(found):
+        raise TaskError(
+            f"{found.__name__} is a LightningDataModule, not a task",
+            why="it has the data of a LightningModule, which is what is trained",
+            fix=f"name the module, and this beside it: lockstep train FILE.py:MODULE --set task.datamodule={where}",
+        )
     check_task_class(found)
     return found
 
