@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import yaml
 
 from lockstep.cli.main import main
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RunFolderError
 from lockstep.lightning.cli import run
+from lockstep.lightning.folder import outcome_recorded
+from lockstep.studio.details import describe
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import RunCli, cli_environment
 from tests.gloo import ROOT
+from tests.telemetry.runs import make_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -44,7 +48,9 @@ def write_config(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def test_a_fit_leaves_a_run_folder_and_other_subcommands_use_its_checkpoint(config: Path, tmp_path: Path) -> None:
+def test_a_fit_leaves_a_run_folder_and_other_subcommands_use_its_checkpoint(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["fit", "-c", str(config), "--run_dir", "out"]) == 0
     folder = RunDir.open(tmp_path / "out")
     record = folder.read()
@@ -58,10 +64,29 @@ def test_a_fit_leaves_a_run_folder_and_other_subcommands_use_its_checkpoint(conf
     # The configuration that was saved is the configuration that was given: it may be used again.
     saved = str(tmp_path / "out" / "logs" / "cli_config.yaml")
     assert run(["validate", "-c", saved, "--ckpt_path", str(last), "--weights_only", "false"]) == 0
+    # What goes on with it is the command that Lockstep's own verbs name.
+    commands = {verb: advice(verb, capsys) for verb in ("resume", "evaluate", "export")}
+    kept = str(tmp_path / "out" / "cli_config.yaml")
+    assert commands["evaluate"].startswith(f"lockstep lightning test --config {kept} --ckpt_path {last}")
+    assert commands["export"] == f"in Python: Probe.load_from_checkpoint({str(last)!r})"
+    assert describe(folder, {"status": "stopped"}, None)["resumable"] is False
+    command = shlex.split(commands["resume"].partition(" (")[0])
+    assert command == shlex.split(
+        f"lockstep lightning fit --config {kept} --run_dir {tmp_path / 'out'} --ckpt_path {last}"
+    )
     more = ["--trainer.max_epochs", "3", "--model", "tests.lightning.trainings.Held"]
-    assert run(["fit", "-c", saved, *more, "--ckpt_path", str(last), "--weights_only", "false"]) == 0
+    assert run([*command[2:], *more, "--weights_only", "false"]) == 0
     assert [(row["epoch"], row["attempt"]) for row in folder.epochs()] == [(1, 1), (2, 1), (3, 2)]
     assert folder.read().best_metric == {"val_loss": 1.0}
+
+
+def advice(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `lockstep VERB out` says to do instead."""
+    capsys.readouterr()
+    assert main([verb, "./out"]) == 2
+    error = capsys.readouterr().err
+    assert "its checkpoints are Lightning's" in error
+    return error.partition("fix: ")[2].strip()
 
 
 def test_print_config_round_trips(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -120,9 +145,54 @@ def test_the_help_lists_everything(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_old_run_folder_is_not_written_into(config: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(Exception, match="out"):
+    with pytest.raises(RunFolderError, match="out") as caught:
         run(["fit", "-c", str(config), "--run_dir", "out"])
+    assert "another --run_dir" in caught.value.fix
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("where", ["init", "setup"])
+def test_a_fit_that_fails_before_its_first_step_says_so_and_may_be_repeated(
+    config: Path, tmp_path: Path, where: str
+) -> None:
+    write_config(tmp_path, model={"class_path": "tests.lightning.trainings.Breaking"})
+    (tmp_path / "broken").write_text(where)
+    command = ["fit", "-c", str(config), "--run_dir", "out"]
+    with pytest.raises(ValueError, match=f"no luck in {where}"):
+        run(command)
+    failed = RunDir.open(tmp_path / "out").read()
+    assert (failed.status, failed.attempt) == ("failed", 0)
+    assert f"ValueError: no luck in {where}" in (failed.error or "")
+    (tmp_path / "broken").unlink()
+    assert run(command) == 0
+    done = RunDir.open(tmp_path / "out").read()
+    assert (done.id, done.status, done.attempt, done.error) == (failed.id, "completed", 1, None)
+    with pytest.raises(RunFolderError, match="which is completed") as caught:
+        run(command)
+    assert "another --run_dir" in caught.value.fix
+    assert f"--ckpt_path {tmp_path}/out/checkpoints/last.ckpt" in caught.value.fix
+
+
+def test_ctrl_c_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "out")
+    with pytest.raises(SystemExit), outcome_recorded(folder):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)  # as Lightning does
+    assert folder.read().status == "stopped"
+
+
+def test_predictions_come_with_the_indices_of_their_samples(config: Path, tmp_path: Path) -> None:
+    settings = {**CONFIG["trainer"], "callbacks": [{"class_path": "tests.lightning.trainings.Written"}]}
+    write_config(tmp_path, model={"class_path": "tests.lightning.trainings.Numbers"}, trainer=settings)
+    assert run(["predict", "-c", str(config)]) == 0
+    assert predicted(tmp_path, 0) == [[[0, 1], [0, 10]], [[2, 3], [20, 30]], [[4], [40]]]
+
+
+def predicted(folder: Path, rank: int) -> list[Any]:
+    """Of each batch, the indices of its samples, and its predictions."""
+    return [json.loads(line) for line in (folder / f"predicted-{rank}.jsonl").read_text().splitlines()]
 
 
 def test_several_nodes_are_refused_before_anything_starts(config: Path) -> None:
@@ -136,9 +206,7 @@ def test_several_nodes_are_refused_before_anything_starts(config: Path) -> None:
 
 def test_ddp_from_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
     ddp = {**CONFIG["trainer"], "accelerator": "cpu", "devices": 2, "strategy": "ddp"}
-    config = write_config(
-        tmp_path, hardware={}, trainer=ddp, model={"class_path": "tests.lightning.trainings.Held", "init_args": {}}
-    )
+    config = write_config(tmp_path, hardware={}, trainer=ddp, model={"class_path": "tests.lightning.trainings.Unequal"})
     env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     result = run_cli("lightning", "fit", "-c", config, "--run_dir", "out", env=env)
     assert result.code == 0, result.err
@@ -147,6 +215,8 @@ def test_ddp_from_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
     record = folder.read()
     assert (record.status, record.placement["world_size"]) == ("completed", 2)
     assert [row["step"] for row in folder.epochs()] == [4, 8]
+    assert [row["val_loss"] for row in folder.epochs()] == [2.0, 2.0], "the mean of 0 to 4, unequally shared"
+    assert all(row["val_most"] == row["val_least"] != 0.0 for row in folder.epochs()), "rank 0's buffers"
     assert sorted(path.name for path in folder.logs.glob("rank-*.log")) == ["rank-0.log", "rank-1.log"]
     assert not (tmp_path / "out" / "lightning.pkl").exists()
 
@@ -163,10 +233,16 @@ class Own(Probe):
         pass
     def val_dataloader(self):
         return torch.utils.data.DataLoader(torch.arange(5), batch_size=2)
+    predict_dataloader = val_dataloader
     def validation_step(self, batch, batch_idx):
         with open(f"seen-{self.global_rank}", "a") as file:
             file.writelines(f"{int(sample)}\\n" for sample in batch)
-sys.exit(run({"validate": SETTINGS}, model_class=Own))
+    def predict_step(self, batch, batch_idx):
+        return batch.tolist()
+settings = SETTINGS
+writer = {"class_path": "tests.lightning.trainings.Written"}
+predicting = {**settings, "trainer": {**settings["trainer"], "callbacks": [writer]}}
+sys.exit(run({"validate": settings}, model_class=Own) or run({"predict": predicting}, model_class=Own))
 """
 
 SERVER = """
@@ -205,6 +281,8 @@ def test_ddp_from_a_notebook_like_parent_counts_each_sample_once(tmp_path: Path)
     assert (tmp_path / "executed").read_text() == "once\n"
     seen = [(tmp_path / f"seen-{rank}").read_text().split() for rank in (0, 1)]
     assert sorted(seen[0] + seen[1]) == ["0", "1", "2", "3", "4"]
+    assert [predicted(tmp_path, rank) for rank in (0, 1)] == [[[[0, 1], [0, 1]], [[3], [3]]], [[[2], [2]], [[4], [4]]]]
+    assert "custom batch sampler" not in done.stderr
     assert not (tmp_path / "runs").exists(), "only a fit has a run folder"
 
 

@@ -94,10 +94,11 @@ def test_micro_batches_that_batchnorm_cannot_take_are_fewer_and_larger(tmp_path:
     assert flat(seen(tmp_path), 0) == in_order(0)
 
 
-def test_a_loader_that_cannot_be_ordered_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "sampler"), [("Weighted", "WeightedRandomSampler"), ("Batched", "BatchSampler")])
+def test_a_loader_that_cannot_be_ordered_is_refused(tmp_path: Path, kind: str, sampler: str) -> None:
     path = configuration(tmp_path)
-    path.write_text(path.read_text().replace("trainings.Numbers", "trainings.Weighted"))
-    with pytest.raises(UnsupportedError, match="WeightedRandomSampler"):
+    path.write_text(path.read_text().replace("trainings.Numbers", f"trainings.{kind}"))
+    with pytest.raises(UnsupportedError, match=sampler):
         run(["fit", "-c", str(path), "--run_dir", "out"])
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from lockstep.errors import RunFolderError
 from lockstep.launch.folder import claimed
@@ -64,6 +65,40 @@ class Held(Probe):
             pass
 
 
+class Unequal(Held):
+    """Five validation samples, 0 to 4, one by one, logged as they are; its buffers are DDP's to hand out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", batch.double().mean(), sync_dist=True)
+        self.log("val_most", self.layer[0].running_mean.mean(), sync_dist=True, reduce_fx="max")
+        self.log("val_least", self.layer[0].running_mean.mean(), sync_dist=True, reduce_fx="min")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.arange(32.0).view(16, 2)), batch_size=2)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.arange(5))  # type: ignore[arg-type]
+
+
+class Breaking(Probe):
+    """Fails before its first step while there is a file ``broken``, which says where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._break("init")
+
+    def setup(self, stage: str) -> None:
+        self._break("setup")
+
+    def _break(self, where: str) -> None:
+        if Path("broken").exists() and Path("broken").read_text() == where:
+            raise ValueError(f"no luck in {where}")
+
+
 class Numbers(LightningModule):
     """Learns from the numbers 0 to ``samples`` - 1, and writes down which of them it saw, per rank and epoch."""
 
@@ -89,6 +124,25 @@ class Numbers(LightningModule):
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(torch.arange(4), batch_size=2)  # type: ignore[arg-type]
 
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.arange(5), batch_size=2)  # type: ignore[arg-type]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return (10 * batch).tolist()
+
+
+class Written(BasePredictionWriter):
+    """Writes the predictions of each batch, with the indices of its samples, to a file a rank."""
+
+    def __init__(self) -> None:
+        super().__init__("batch")
+
+    def write_on_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, prediction: Any, batch_indices: Any, *_: Any
+    ) -> None:
+        with Path(f"predicted-{trainer.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps([batch_indices, prediction]) + "\n")
+
 
 class Weighted(Numbers):
     """Draws its samples by weight."""
@@ -96,6 +150,14 @@ class Weighted(Numbers):
     def train_dataloader(self) -> DataLoader[Any]:
         sampler = WeightedRandomSampler([1.0] * self.samples, self.samples)
         return DataLoader(torch.arange(self.samples), batch_size=self.batch_size, sampler=sampler)  # type: ignore[arg-type]
+
+
+class Batched(Numbers):
+    """Puts its batches together itself."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        batches = BatchSampler(RandomSampler(range(self.samples)), self.batch_size, drop_last=False)
+        return DataLoader(torch.arange(self.samples), batch_sampler=batches)  # type: ignore[arg-type]
 
 
 def make_trainer(folder: Path, callbacks: list[Any], **settings: Any) -> Trainer:

@@ -29,6 +29,7 @@ from lockstep.launch.folder import (
     task_of_run,
     warn,
 )
+from lockstep.launch.lightning_cli import refuse_lightning_cli
 from lockstep.launch.nodes import train_as_node_rank, train_on_nodes
 from lockstep.launch.outside import train_as_rank
 from lockstep.launch.pace import measured_workers
@@ -105,8 +106,10 @@ def resume(
 
     Raises:
         RunFolderError: the run is still going, or its task lives in a script.
+        UnsupportedError: it is a run of LightningCLI.
     """
     refuse_running(run)
+    refuse_lightning_cli(run, "resume")
     if run.config().task.name.startswith("__main__:"):
         raise RunFolderError(
             "this run's task lives in a script or notebook",
@@ -266,6 +269,7 @@ def evaluate(
     """
     from lockstep.launch.evaluation import evaluate_checkpoint
 
+    refuse_lightning_cli(run, "evaluate", split=split)
     return evaluate_checkpoint(run, split=split, devices=devices, checkpoint=checkpoint)
 
 

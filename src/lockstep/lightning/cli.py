@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property, partial
@@ -19,11 +20,11 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lockstep.config import resolve as resolve_config
-from lockstep.engine.lightning_data import evaluation_loader, replaced_loaders
+from lockstep.engine.lightning_data import SharedBatches, evaluation_loader, replaced_loaders
+from lockstep.engine.lightning_ddp import shared_ddp
 from lockstep.hardware.detect import detect_devices
-from lockstep.hardware.world import World, read_world
-from lockstep.launch.folder import claimed, create_folder, refuse_running, warn
+from lockstep.hardware.world import read_world
+from lockstep.launch.folder import claimed, warn
 from lockstep.launch.signals import exit_code
 from lockstep.lightning.callbacks import (
     ConfigurationCheck,
@@ -33,6 +34,7 @@ from lockstep.lightning.callbacks import (
     RunStatus,
     StopOnSignal,
 )
+from lockstep.lightning.folder import fit_folder, outcome_recorded
 from lockstep.lightning.hardware import DECIDED, Hardware, Resolved, resolve
 from lockstep.lightning.loading import check_is_file, refuse_other_classes, told_clearly
 from lockstep.lightning.order import TrainingOrder
@@ -115,14 +117,21 @@ class LockstepCLI(LightningCLI):
         defaults = {name: self._parser(self.subcommand).get_default(f"trainer.{name}") for name in DECIDED}
         self._resolved = resolve(hardware, trainer, defaults, world, detect_devices())
         if self.subcommand == "fit" and self.run_dir is None:
-            self.run_dir = _run_folder(settings, self._model_name(settings), world)
+            self.run_dir = fit_folder(settings.run_dir, settings.get("ckpt_path"), self._model_name(settings), world)
             if self.run_dir is not None and world.is_main:
-                self._claim.enter_context(claimed(self.run_dir))
+                self._claim_folder(self.run_dir)
         if world.launcher == "none":
             for note in self._resolved.notes:
                 warn(note)
             if self._resolved.ranks > 1:
                 raise RanksNeeded(self._resolved.ranks, self.run_dir, self._claim.pop_all())
+
+    def _claim_folder(self, run: RunDir) -> None:
+        self._claim.enter_context(claimed(run))
+        self._claim.enter_context(outcome_recorded(run))
+        if self.save_config_callback is not None:
+            kept = {"skip_none": False, "overwrite": True, "multifile": False}  # as Lightning keeps it beside its logs
+            self._parser("fit").save(self.config["fit"], str(run.cli_config_file), **kept)
 
     def _model_name(self, settings: Any) -> str:
         """Where the model's class is: ``package.module:Class``."""
@@ -138,20 +147,24 @@ class LockstepCLI(LightningCLI):
             partial(evaluation_loader, world=world, seed=seed),
             seed=seed,
         )
+        if subcommand == "predict":
+            # Lightning cannot know that these show all samples.
+            warnings.filterwarnings("ignore", f"You are using a custom batch sampler .{SharedBatches.__qualname__}.")
         with told_clearly(self._get(self.config, "ckpt_path")), loaders:
             super()._run_subcommand(subcommand)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         settings = self._get(self.config_init, "trainer")
         # Lightning's own sampler pads and forgets where it was: some samples would count twice.
-        arguments: dict[str, Any] = {"use_distributed_sampler": False}
+        arguments: dict[str, Any] = {**self._resolved.trainer, "use_distributed_sampler": False}
+        arguments["strategy"] = shared_ddp(arguments.get("strategy", settings.strategy), read_world(os.environ).size)
         if self.subcommand == "fit":
             callbacks = list(settings.callbacks or [])
             arguments["callbacks"] = [self.order, *callbacks]
             if self.run_dir is not None:
                 arguments["callbacks"] += self._listeners(self.run_dir, settings, callbacks)
                 arguments |= self._places(self.run_dir, settings)
-        return super().instantiate_trainer(**self._resolved.trainer, **arguments | kwargs)
+        return super().instantiate_trainer(**arguments | kwargs)
 
     @cached_property
     def order(self) -> TrainingOrder:
@@ -228,21 +241,3 @@ def run(
             return run_in_ranks(needed.run_dir, needed.ranks, cli_class, {"args": tokens, **options})
     except KeyboardInterrupt:
         return exit_code(signal.SIGINT)
-
-
-def _run_folder(settings: Any, task: str, world: World) -> RunDir | None:
-    """A new run folder, or that of the run that the checkpoint is of; ``None`` where the ranks cannot agree on one.
-
-    ``task`` is what the run's record names.
-    """
-    if world.from_outside and settings.run_dir is None:
-        if world.is_main:
-            warn(f"there is no run folder: under {world.launcher}, name one for all ranks with --run_dir")
-        return None
-    if not world.is_main:
-        return RunDir(Path(settings.run_dir))
-    if settings.run_dir is not None and settings.get("ckpt_path") and (Path(settings.run_dir) / "run.json").exists():
-        run = RunDir.open(Path(settings.run_dir))
-        refuse_running(run)
-        return run
-    return create_folder(resolve_config({"task": {"name": task}, "save_dir": settings.run_dir}))
