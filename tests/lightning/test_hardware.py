@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 
+from lockstep.engine.lightning_ddp import SharedDDPStrategy, shared_ddp
 from lockstep.errors import ConfigError, DeviceError, UnsupportedError
 from lockstep.hardware.device import Device
 from lockstep.hardware.resolve import resolve_hardware
@@ -53,6 +55,13 @@ def test_the_precision_goes_along() -> None:
     assert resolved(["gpu:1"], "bf16-mixed")["precision"] == "bf16-mixed"
 
 
+@pytest.mark.parametrize(("machine", "accelerator", "devices"), [(MACHINE, "gpu", [0]), (MACHINE[:1], "cpu", 1)])
+def test_a_precision_of_the_trainer_s_own_chooses_no_devices(machine: Any, accelerator: str, devices: Any) -> None:
+    found = resolved(None, machine=machine, precision="16-true")
+    assert (found["accelerator"], found["devices"], found["ranks"]) == (accelerator, devices, 1)
+    assert "precision" not in found, "the trainer's stays"
+
+
 @pytest.mark.parametrize(
     "trainer", [{"accelerator": "cpu"}, {"devices": 2}, {"strategy": "ddp"}, {"precision": "16-mixed"}]
 )
@@ -72,7 +81,7 @@ def test_both_sections_are_one_too_many(trainer: dict[str, Any], selected: Any, 
         ({"devices": "2,"}, 1),
         ({"devices": "2"}, 2),
         ({"devices": [0, 1]}, 2),
-        ({"devices": 2, "strategy": "ddp_spawn"}, 1),
+        ({"devices": 1, "strategy": "ddp_spawn"}, 1),
         ({"devices": 4, "accelerator": "tpu"}, 1),
     ],
 )
@@ -80,9 +89,10 @@ def test_settings_of_the_trainer_alone_stay(trainer: dict[str, Any], ranks: int)
     assert resolved(None, **trainer) == {"ranks": ranks}
 
 
-def test_several_nodes_need_a_launcher() -> None:
+@pytest.mark.parametrize("trainer", [{"devices": 2}, {"precision": "16-true"}, {}])
+def test_several_nodes_need_a_launcher(trainer: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="num_nodes is 2"):
-        resolved(None, devices=2, num_nodes=2)
+        resolved(None, num_nodes=2, **trainer)
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -92,3 +102,21 @@ def test_what_cannot_be_is_refused() -> None:
         resolved([])
     with pytest.raises(UnsupportedError, match="named twice"):
         resolved(["gpu:0", "gpu:0"])
+    with pytest.raises(UnsupportedError, match="ddp_fork would start processes"):
+        resolved(None, accelerator="cpu", devices=2, strategy="ddp_fork")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "becomes"),
+    [
+        ("ddp", 2, SharedDDPStrategy),
+        ("ddp_find_unused_parameters_true", 2, SharedDDPStrategy),
+        ("auto", 2, SharedDDPStrategy),
+        ("auto", 1, str),
+        ("ddp_spawn", 1, str),
+        ("fsdp", 2, str),
+        (DDPStrategy(), 2, DDPStrategy),
+    ],
+)
+def test_lightnings_ddp_by_name_is_made_for_unequal_shares(strategy: Any, ranks: int, becomes: type) -> None:
+    assert type(shared_ddp(strategy, ranks)) is becomes

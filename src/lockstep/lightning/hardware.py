@@ -23,7 +23,8 @@ class Hardware:
     Args:
         selected_devices: "cpu", "gpu:0", …; "all" alone means every GPU, else the CPU. "cpu" twice means two ranks on
             the CPU. Unset: gpu:0 if there is one, else cpu; unless trainer.accelerator, devices or strategy say it.
-        precision: 32, 16-mixed or bf16-mixed.
+        precision: 32, 16-mixed or bf16-mixed. With the section left out, trainer.precision may say another, and the
+            devices stay those of the default.
     """
 
     selected_devices: list[str] | None = None
@@ -57,18 +58,19 @@ def resolve(
     Raises:
         ConfigError: both sections decide, or several nodes without a launcher.
         DeviceError: a device that is not here, malformed or lacks the precision.
-        UnsupportedError: a GPU named twice.
+        UnsupportedError: a GPU named twice, or several processes that Lightning would start itself.
     """
     own = [name for name in DECIDED if trainer.get(name) != defaults.get(name)]
-    if own and hardware == Hardware():
-        return Resolved({}, _ranks_of(trainer, world, detected))
-    if own:
+    _check_nodes(trainer, world)
+    if own and hardware != Hardware():
         settings = ", ".join(f"trainer.{name}={trainer[name]}" for name in own)
         raise ConfigError(
             f"the hardware section and {settings} both say what to train on",
             why="hardware resolves to the trainer's accelerator, devices, strategy and precision",
             fix="leave one of the two out",
         )
+    if own and own != ["precision"]:
+        return Resolved({}, _ranks_of(trainer, detected))
     selected = None if hardware.selected_devices is None else tuple(hardware.selected_devices)
     config = HardwareConfig(selected_devices=selected, precision=hardware.precision)  # type: ignore[call-arg]
     placement = resolve_placement(config, DistributedConfig(), world, detected)  # type: ignore[call-arg]
@@ -84,29 +86,37 @@ def resolve(
         "devices": len(placement.devices) if on_cpu else [int(name.partition(":")[2]) for name in placement.devices],
         "strategy": "ddp" if placement.world_size > 1 else "auto",
         "num_nodes": placement.nodes,
-        "precision": placement.precision,
     }
+    if not own:  # else the trainer has a precision of its own
+        arguments["precision"] = placement.precision
     return Resolved(arguments, len(placement.devices), placement.notes)
 
 
-def _ranks_of(trainer: Mapping[str, Any], world: World, detected: Sequence[Device]) -> int:
-    """How many processes Lightning's own settings mean on this node; 1 where Lightning must start them itself."""
+def _check_nodes(trainer: Mapping[str, Any], world: World) -> None:
     if int(trainer.get("num_nodes") or 1) > 1 and not world.from_outside:
         raise ConfigError(
             f"trainer.num_nodes is {trainer['num_nodes']}, but this process is alone",
             why="ranks on other machines must be started there",
             fix="start the command with torchrun or srun on every node",
         )
+
+
+def _ranks_of(trainer: Mapping[str, Any], detected: Sequence[Device]) -> int:
+    """How many processes Lightning's own settings mean on this node; 1 where Lightning must start them itself."""
     strategy, accelerator, devices = (trainer.get(name) for name in ("strategy", "accelerator", "devices"))
-    if isinstance(strategy, str) and strategy.startswith(("ddp_spawn", "ddp_fork", "ddp_notebook")):
-        return 1
     gpus = sum(device.kind == "gpu" for device in detected)
     if accelerator == "auto":
         accelerator = "gpu" if gpus else "cpu"
     if accelerator not in ("cpu", "gpu", "cuda"):
         return 1
-    available = 1 if accelerator == "cpu" else gpus
-    return _count(devices, available)
+    ranks = _count(devices, available=1 if accelerator == "cpu" else gpus)
+    if ranks > 1 and isinstance(strategy, str) and strategy.startswith(("ddp_spawn", "ddp_fork", "ddp_notebook")):
+        raise UnsupportedError(
+            f"trainer.strategy={strategy} would start processes of its own",
+            why="samples are shared out among ranks that Lockstep's launcher starts; each of these would see them all",
+            fix="set it to ddp: the launcher starts ranks from notebooks and scripts without a main guard, too",
+        )
+    return ranks
 
 
 def _count(devices: Any, available: int) -> int:
