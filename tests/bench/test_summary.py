@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.bench.claims import claim_of
+from lockstep.bench.scaling import Point, lost_repeats
 from lockstep.bench.stopwatch import PARTS
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, summarise, with_waits
 from lockstep.bench.tables import table_of
@@ -88,3 +89,11 @@ def test_claims_stand_beside_the_task_and_devices_that_a_guide_speaks_of() -> No
     assert claim_of("speech", "ddp", 4)["claimed_speed_up"] == 3.5
     assert claim_of("autoencoder", "dp", 2) == {}
     assert not set(names) & set(table_of("scaling", [row])[0])
+
+
+def test_repeats_that_failed_beside_good_ones_are_told() -> None:
+    good, bad = {"status": "ok"}, {"status": "out of memory", "reason": "rank 1 was killed"}
+    (note,) = lost_repeats(Point(2, "fsdp", [], [[good, good], [bad], [good, bad]]))
+    assert note == "2 device(s), fsdp: 2 of 3 repeats ended early, the first one out of memory (rank 1 was killed)"
+    assert not list(lost_repeats(Point(2, "fsdp", [], [[good], [good]])))
+    assert not list(lost_repeats(Point(2, "fsdp", [], [[bad], [bad]]))), "its row says so"

@@ -26,7 +26,7 @@ _COMPUTE = ("forward", "backward", "optimizer", "other")
 
 
 @dataclass
-class _Point:
+class Point:
     """A number of devices with a strategy: its cases (a mode each), and the rows of each repeat."""
 
     ranks: int
@@ -76,14 +76,15 @@ def bench_scaling(
         for count in device_counts(len(devices))
         for strategy in (strategies if count > 1 else ("single",))
     ]
-    measured = [point for point in points if isinstance(point, _Point)]
-    refused = [row for point in points if not isinstance(point, _Point) for row in point]
+    measured = [point for point in points if isinstance(point, Point)]
+    refused = [row for point in points if not isinstance(point, Point) for row in point]
     with report.kept(), new_trials() as trials:
         for repeat, point in itertools.product(range(repeats), measured):
             say(f"repeat {repeat + 1} of {repeats}: {point.ranks} device(s), {point.strategy}")
             _measure(point, subject, trials)
     report.rows += _rows(measured, subject.name if claims else None) + refused
     _conclude(report)
+    report.notes += [note for point in measured for note in lost_repeats(point)]
     if claims and subject.name not in TASKS:
         report.notes.append(f"nothing is claimed for {subject.name}: the guides speak of {' and '.join(TASKS)}")
     return report
@@ -116,7 +117,7 @@ def _point(
     strategy: str,
     modes: Sequence[Mode],
     settings: Mapping[str, Any],
-) -> _Point | list[dict[str, Any]]:
+) -> Point | list[dict[str, Any]]:
     """What to measure; or rows that say why these devices refuse the strategy."""
     count, base = len(devices), subject.base.plan.batch
     samples: dict[Mode, int] = {"weak": base.batch_size * count, "strong": base.global_batch}
@@ -140,17 +141,17 @@ def _point(
         ]
     except LockstepError as error:
         return [{**label, "mode": mode, "status": "refused", "reason": str(error.what)} for mode in modes]
-    return _Point(count, strategy, cases)
+    return Point(count, strategy, cases)
 
 
-def _measure(point: _Point, subject: Subject, trials: Trials) -> None:
+def _measure(point: Point, subject: Subject, trials: Trials) -> None:
     rows, ended = measure_all(subject, trials, point.cases)
     point.rows.append(rows)
     if ended == "stopped":
         raise KeyboardInterrupt
 
 
-def _rows(points: Sequence[_Point], claimed: str | None) -> list[dict[str, Any]]:
+def _rows(points: Sequence[Point], claimed: str | None) -> list[dict[str, Any]]:
     """A row for each point and mode, over its repeats; with what is claimed for the task ``claimed``."""
     rows = [row for point in points for row in _merged(point)]
     for row in rows:
@@ -163,7 +164,17 @@ def _rows(points: Sequence[_Point], claimed: str | None) -> list[dict[str, Any]]
     return rows
 
 
-def _merged(point: _Point) -> Iterator[dict[str, Any]]:
+def lost_repeats(point: Point) -> Iterator[str]:
+    """A note where some repeats of ``point`` failed and others did not: its rows are of fewer than were asked for."""
+    failed = [row for rows in point.rows for row in rows if row["status"] != "ok"]
+    if failed and any(row["status"] == "ok" for rows in point.rows for row in rows):
+        yield (
+            f"{point.ranks} device(s), {point.strategy}: {len(failed)} of {len(point.rows)} repeats ended early, the "
+            f"first one {failed[0]['status']} ({failed[0]['reason']})"
+        )
+
+
+def _merged(point: Point) -> Iterator[dict[str, Any]]:
     for place, case in enumerate(point.cases):
         found = [rows[place] for rows in point.rows if len(rows) > place]
         good = [row for row in found if row["status"] == "ok"]
