@@ -28,6 +28,8 @@ def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) ->
             yield f"{', '.join(names)} has no effect: the strategy is {strategy}, not {owner}."
     if own["ddp"] and strategy == "ddp" and exact:
         yield f"{', '.join(own['ddp'])} has no effect: exact mode sums gradients along a tree of its own."
+    if strategy == "dp" and config.training.compile:
+        yield "training.compile has no effect: dp copies the model to its GPUs in every step, without compiled code."
     devices, parts = len(placement.devices) if placement.nodes == 1 else placement.world_size, batch.accumulate
     if strategy == "pipeline" and config.pipeline.in_process:
         yield f"One process: the {devices} devices take turns, so it is no faster than one."

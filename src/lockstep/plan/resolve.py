@@ -232,8 +232,8 @@ def _notes(
     notes += optimizer_notes(config, facts)
     if facts.has_batchnorm and placement.strategy == "dp":
         notes.append(
-            f"BatchNorm does not see whole micro-batches: each of the {len(placement.devices)} GPUs normalises its part "
-            "alone, and the running statistics are those of the first one. dp cannot synchronise them; ddp does."
+            f"BatchNorm does not see whole micro-batches: each of the {len(placement.devices)} GPUs normalises its "
+            "part alone, and the running statistics are those of the first one. dp cannot synchronise them; ddp does."
         )
     if facts.has_batchnorm and batch.accumulate > 1 and config.training.reproducibility != "exact":
         notes.append(
