@@ -25,7 +25,7 @@ from lockstep.engine.parts import gathered, own_part
 from lockstep.engine.precision import Precision
 from lockstep.engine.resume import load_shared, load_weights
 from lockstep.engine.saving import writing
-from lockstep.engine.strategy import Flags, SingleStrategy
+from lockstep.engine.strategy import Flags, Replica, SingleStrategy
 from lockstep.engine.switches import Watched
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.update import Update, build_optimizer
@@ -159,11 +159,11 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
     )
     optimizer = build_optimizer(OptimizerConfig(name=case.optimizer, lr=0.05), model, 0.05)  # type: ignore[arg-type]
     update = Update(model, optimizer, schedule, precision, case.max_norm, sharded)
+    replica = Replica(task, model, precision, CPU, 0, rank)
     if sharded is None:
-        strategy: SingleStrategy = SingleStrategy(task, model, precision, CPU, seed=0)
+        strategy = SingleStrategy(replica)
     else:
-        ranks_of: dict[str, Any] = {"rank": rank, "world_size": ranks, "sync_batchnorm": case.batchnorm}
-        strategy = FsdpStrategy(task, sharded, precision, CPU, seed=0, **ranks_of)
+        strategy = FsdpStrategy(replica, sharded, world_size=ranks, sync_batchnorm=case.batchnorm)
     source = Source(data_of(case), Weighted().collate, 0, InOrder())
     found: list[float] = []
     norms: list[float] = []

@@ -14,7 +14,7 @@ from lockstep.data.loader import InOrder, Source, windows
 from lockstep.engine.fsdp import ShardedModel
 from lockstep.engine.parts import gathered
 from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import Flags, SingleStrategy
+from lockstep.engine.strategy import Flags, Replica, SingleStrategy
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.hardware.world import World
 from lockstep.plan import BatchPlan
@@ -43,7 +43,7 @@ def train(rank: int, ranks: int, precision: str) -> tuple[list[float], list[Tens
     )
     scaling = Precision(precision, CPU, 2.0**-4)
     update = Update(model, build_optimizer(OptimizerConfig(), model, 0.01), schedule, scaling, 1.0, sharded)
-    strategy: Any = SingleStrategy(task, model, scaling, CPU, seed=0)
+    strategy: Any = SingleStrategy(Replica(task, model, scaling, CPU, 0))
     if sharded is not None:
         plan: Any = type("Seeded", (), {"seed": 0, "sync_batchnorm": False})
         strategy = sharded.strategy(task, scaling, plan, world)

@@ -17,7 +17,7 @@ from lockstep.data.loader import Request, Window
 from lockstep.engine.flat import FIRST_BUCKET_BYTES, FlatStrategy, fits, pack, unpack
 from lockstep.engine.precision import Precision
 from lockstep.engine.strategies import build_strategy
-from lockstep.engine.strategy import Flags
+from lockstep.engine.strategy import Flags, Replica
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.hardware.world import World
@@ -70,7 +70,7 @@ def strategy(rank: int) -> FlatStrategy:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model[1].running_mean.fill_(rank)  # type: ignore[operator, union-attr]
-    return FlatStrategy(Half(), model, Precision("32", CPU, 1.0), CPU, seed=0, rank=rank, collective_forward=False)
+    return FlatStrategy(Replica(Half(), model, Precision("32", CPU, 1.0), CPU, 0, rank), collective_forward=False)
 
 
 class Squares(Task):

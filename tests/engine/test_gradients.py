@@ -15,7 +15,7 @@ from lockstep.data.loader import InOrder, Source, windows
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.flat import FlatStrategy
 from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import DdpStrategy, Flags, SingleStrategy
+from lockstep.engine.strategy import DdpStrategy, Flags, Replica, SingleStrategy
 from lockstep.engine.task import Loss, Task
 from lockstep.plan import BatchPlan
 from tests.gloo import run_ranks
@@ -57,15 +57,13 @@ def gradients(
     if poison:
         dataset.tensors[0][0] = float("inf")
     strategy: SingleStrategy
-    task = Weighted()
+    replica = Replica(Weighted(), model, precision, CPU, 0, rank)
     if ranks == 1:
-        strategy = SingleStrategy(task, model, precision, CPU, seed=0)
+        strategy = SingleStrategy(replica)
     elif flat:
-        strategy = FlatStrategy(task, model, precision, CPU, seed=0, rank=rank, collective_forward=batchnorm)
+        strategy = FlatStrategy(replica, collective_forward=batchnorm)
     else:
-        strategy = DdpStrategy(
-            task, model, precision, CPU, seed=0, rank=rank, world_size=ranks, collective_forward=batchnorm
-        )
+        strategy = DdpStrategy(replica, world_size=ranks, collective_forward=batchnorm)
     source = Source(dataset, Weighted().collate, 0, InOrder())
     found = []
     for step, window in enumerate(windows(plan, rank=rank, epoch=0, position=0, epochs=1, ghosts=batchnorm)):

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.utils._pytree import tree_leaves
 
-from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import SeededDraws, SingleStrategy
-from lockstep.engine.task import Task
+from lockstep.engine.strategy import Replica, SeededDraws, SingleStrategy
 
 
 def devices_for(samples: int, devices: int, least: int) -> int:
@@ -46,16 +44,6 @@ class DataParallelStrategy(SingleStrategy):
     DataParallel wraps the model alone, so the task's loss must call the model itself, not other methods of it.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        module: nn.Module,
-        precision: Precision,
-        devices: list[torch.device],
-        *,
-        seed: int,
-        least_part: int,
-    ) -> None:
-        forward = ScatteredModel(module, devices, least_part)
-        super().__init__(task, module, precision, devices[0], seed=seed, forward=forward)
-        self._draw = SeededDraws(seed, devices, everything=False)
+    def __init__(self, replica: Replica, devices: list[torch.device], *, least_part: int) -> None:
+        super().__init__(replica._replace(forward=ScatteredModel(replica.module, devices, least_part)))
+        self._draw = SeededDraws(replica.seed, devices, everything=False)

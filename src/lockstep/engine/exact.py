@@ -11,37 +11,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.data.loader import Window
 from lockstep.engine.batchnorm import running_statistics, tracked_batches
 from lockstep.engine.buffers import Buffers
-from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SeededDraws, SingleStrategy
-from lockstep.engine.task import Task
+from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, Replica, SeededDraws, SingleStrategy
 from lockstep.engine.tree import Leaf, TreeAllReduce, TreeSum
 
 
 class ExactStrategy(SingleStrategy):
     """One or more ranks; a window's requests are this rank's lanes, empty ones included."""
 
-    def __init__(
-        self,
-        task: Task,
-        module: nn.Module,
-        precision: Precision,
-        device: torch.device,
-        *,
-        seed: int,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        super().__init__(task, module, precision, device, seed=seed, rank=rank)
+    def __init__(self, replica: Replica, *, world_size: int) -> None:
+        super().__init__(replica)
+        module = replica.module
         self._world_size = world_size
-        self._draw = SeededDraws(seed, [device], everything=True)
+        self._draw = SeededDraws(replica.seed, [replica.device], everything=True)
         self._statistics = running_statistics(module)
         self._tracked = tracked_batches(module)
-        self._all_reduce = TreeAllReduce(rank, world_size)
+        self._all_reduce = TreeAllReduce(replica.rank, world_size)
         self._buffers = Buffers(module)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:

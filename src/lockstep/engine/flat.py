@@ -17,9 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 
 from lockstep.data.loader import Window
-from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import Flags, RanksStrategy, Reduced
-from lockstep.engine.task import Task
+from lockstep.engine.strategy import Flags, RanksStrategy, Reduced, Replica
 from lockstep.engine.wire import wait
 
 #: DistributedDataParallel's first bucket (torch's ``_DEFAULT_FIRST_BUCKET_BYTES``).
@@ -45,31 +43,11 @@ def fits(model: nn.Module, device: torch.device) -> bool:
 class FlatStrategy(RanksStrategy):
     """One process a rank, and one all-reduce a step. All ranks start from rank 0's weights, as under DDP."""
 
-    def __init__(
-        self,
-        task: Task,
-        module: nn.Module,
-        precision: Precision,
-        device: torch.device,
-        *,
-        seed: int,
-        rank: int,
-        collective_forward: bool,
-        forward: nn.Module | None = None,
-    ) -> None:
-        super().__init__(
-            task,
-            module,
-            precision,
-            device,
-            seed=seed,
-            rank=rank,
-            collective_forward=collective_forward,
-            forward=forward,
-        )
+    def __init__(self, replica: Replica, *, collective_forward: bool) -> None:
+        super().__init__(replica, collective_forward=collective_forward)
         group = _get_default_group()
         _verify_param_shape_across_processes(group, list(self._parameters))
-        _sync_module_states(module, group, 250 * 2**20, 0, [])  # 250 MB at a time, as DDP does
+        _sync_module_states(replica.module, group, 250 * 2**20, 0, [])  # 250 MB at a time, as DDP does
         sizes = [p.numel() for p in self._parameters]
         length = len(pack(0.0, 0.0, Flags()))
         self._flat = torch.zeros(sum(sizes) + length, dtype=self._parameters[0].dtype)

@@ -35,7 +35,7 @@ from lockstep.engine.buffers import Buffers
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.parts import gathered, restored
 from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SingleStrategy
+from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, Replica, SingleStrategy
 from lockstep.engine.switches import Watched
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.trace import pick
@@ -127,16 +127,8 @@ class ShardedModel:
         flag.copy_(sent)
 
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> FsdpStrategy:
-        return FsdpStrategy(
-            task,
-            self,
-            precision,
-            self._device,
-            seed=plan.seed,
-            rank=world.rank,
-            world_size=world.size,
-            sync_batchnorm=plan.sync_batchnorm,
-        )
+        replica = Replica(task, self.module, precision, self._device, plan.seed, world.rank)
+        return FsdpStrategy(replica, self, world_size=world.size, sync_batchnorm=plan.sync_batchnorm)
 
     def adopt(self, optimizer: Optimizer) -> None:
         pass
@@ -172,26 +164,15 @@ class FsdpStrategy(SingleStrategy):
 
     is_sharded = True
 
-    def __init__(
-        self,
-        task: Task,
-        model: ShardedModel,
-        precision: Precision,
-        device: torch.device,
-        *,
-        seed: int,
-        rank: int,
-        world_size: int,
-        sync_batchnorm: bool,
-    ) -> None:
-        super().__init__(task, model.module, precision, device, seed=seed, rank=rank)
-        self._sharded = model
+    def __init__(self, replica: Replica, sharded: ShardedModel, *, world_size: int, sync_batchnorm: bool) -> None:
+        super().__init__(replica)
+        self._sharded = sharded
         self._world_size = world_size
         self._sync_batchnorm = sync_batchnorm
-        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
         self._samples_since_merge = 0
-        self._buffers = Buffers(model.module)
-        self._watching = task.watching if isinstance(task, Watched) else nullcontext
+        self._buffers = Buffers(replica.module)
+        self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._clear()

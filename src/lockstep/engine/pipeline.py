@@ -26,7 +26,7 @@ from lockstep.engine.collectives import Collectives
 from lockstep.engine.line import Line
 from lockstep.engine.placed import Inputs, as_inputs, ask, generators_of, inputs_of, set_states, states_of
 from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, SingleStrategy
+from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, Replica, SingleStrategy
 from lockstep.engine.switches import Watched
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.trace import pick
@@ -99,9 +99,8 @@ class PipelineModel:
 
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> PipelineStrategy:
         lines = Line(self._device, self._timeout_s), Line(self._device, self._timeout_s)
-        return PipelineStrategy(
-            task, self, precision, self._device, seed=plan.seed, world=world, kind=self._schedule, lines=lines
-        )
+        replica = Replica(task, self.module, precision, self._device, plan.seed)
+        return PipelineStrategy(replica, self, world=world, kind=self._schedule, lines=lines)
 
     def adopt(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -174,23 +173,14 @@ class PipelineStrategy(SingleStrategy):
     is_sharded = True
 
     def __init__(
-        self,
-        task: Task,
-        model: PipelineModel,
-        precision: Precision,
-        device: torch.device,
-        *,
-        seed: int,
-        world: World,
-        kind: str,
-        lines: tuple[Line, Line],
+        self, replica: Replica, model: PipelineModel, *, world: World, kind: str, lines: tuple[Line, Line]
     ) -> None:
-        super().__init__(task, model.module, precision, device, seed=seed)
+        super().__init__(replica)
         self._pipeline, self._world, self._kind = model, world, kind
         self._down, self._up = lines
-        self._generators = generators_of(device)
-        self._watching = task.watching if isinstance(task, Watched) else nullcontext
-        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
+        self._generators = generators_of(replica.device)
+        self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
+        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._clear()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import SeededDraws, SingleStrategy
+from lockstep.engine.strategy import Replica, SeededDraws, SingleStrategy
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.trace import pick
 from lockstep.errors import ConfigError, TaskError
@@ -263,7 +263,8 @@ class PlacedModel:
         self._chain = _Chain(stages, places)
 
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> SingleStrategy:
-        return PlacedStrategy(task, self.module, self._chain, precision, self._devices, seed=plan.seed)
+        replica = Replica(task, self.module, precision, self._devices[0], plan.seed, forward=self._chain)
+        return PlacedStrategy(replica, self._devices)
 
     def adopt(self, optimizer: Optimizer) -> None:
         pass
@@ -290,18 +291,9 @@ class PlacedModel:
 class PlacedStrategy(SingleStrategy):
     """One process that holds several devices, each with some stages; they take turns."""
 
-    def __init__(
-        self,
-        task: Task,
-        module: nn.Module,
-        chain: nn.Module,
-        precision: Precision,
-        devices: Sequence[torch.device],
-        *,
-        seed: int,
-    ) -> None:
-        super().__init__(task, module, precision, devices[0], seed=seed, forward=chain)
-        self._draw = SeededDraws(seed, devices, everything=False)
+    def __init__(self, replica: Replica, devices: Sequence[torch.device]) -> None:
+        super().__init__(replica)
+        self._draw = SeededDraws(replica.seed, devices, everything=False)
 
     def evaluating(self, task: Task) -> Task:
         return _ThroughPlaces(task, self._model)

@@ -13,7 +13,7 @@ from lockstep.engine.divide import Divided
 from lockstep.engine.flat import FlatStrategy, fits
 from lockstep.engine.precision import Precision
 from lockstep.engine.runtime import rank_device
-from lockstep.engine.strategy import DdpStrategy, SingleStrategy, Strategy
+from lockstep.engine.strategy import DdpStrategy, Replica, SingleStrategy, Strategy
 from lockstep.engine.task import Task
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -35,37 +35,29 @@ def build_strategy(
     Args:
         divided: the model's parts, where each rank or device has some of it.
     """
-    seed = plan.seed
+    replica = Replica(task, model, precision, device, plan.seed, world.rank)
     if plan.reproducibility == "exact":
         from lockstep.engine.exact import ExactStrategy
 
-        return ExactStrategy(task, model, precision, device, seed=seed, rank=world.rank, world_size=world.size)
-    compiled: Any = _compiled(model, config.training.compile_mode) if config.training.compile else model
+        return ExactStrategy(replica, world_size=world.size)
     if plan.placement["strategy"] == "dp":
         devices = [rank_device([name], World()) for name in plan.placement["devices"]]
-        return DataParallelStrategy(task, model, precision, devices, seed=seed, least_part=plan.batch.least_part)
+        return DataParallelStrategy(replica, devices, least_part=plan.batch.least_part)
     if divided is not None:
         return divided.strategy(task, precision, plan, world)
+    if config.training.compile:
+        replica = replica._replace(forward=_compiled(model, config.training.compile_mode))
     if world.size == 1:
-        return SingleStrategy(task, model, precision, device, seed=seed, forward=compiled)
-    ranks: dict[str, Any] = {
-        "seed": seed,
-        "rank": world.rank,
-        "collective_forward": plan.sync_batchnorm,
-        "forward": compiled,
-    }
-    distributed = config.distributed
-    if not distributed.find_unused_parameters and distributed.bucket_cap_mb is None and fits(model, device):
-        return FlatStrategy(task, model, precision, device, **ranks)
+        return SingleStrategy(replica)
+    unused, bucket_cap_mb = config.distributed.find_unused_parameters, config.distributed.bucket_cap_mb
+    if not unused and bucket_cap_mb is None and fits(model, device):
+        return FlatStrategy(replica, collective_forward=plan.sync_batchnorm)
     return DdpStrategy(
-        task,
-        model,
-        precision,
-        device,
+        replica,
         world_size=world.size,
-        find_unused_parameters=distributed.find_unused_parameters,
-        bucket_cap_mb=distributed.bucket_cap_mb,
-        **ranks,
+        collective_forward=plan.sync_batchnorm,
+        find_unused_parameters=unused,
+        bucket_cap_mb=bucket_cap_mb,
     )
 
 

@@ -134,33 +134,35 @@ class SeededDraws:
             np.random.seed(key % 2**32)
 
 
+class Replica(NamedTuple):
+    """What one process trains. ``forward`` stands in for ``module`` in the task's loss: compiled, or wrapped."""
+
+    task: Task
+    module: nn.Module
+    precision: Precision
+    device: torch.device
+    seed: int
+    rank: int = 0
+    forward: nn.Module | None = None
+
+
 class SingleStrategy:
     """One process. Also the arithmetic that the others build on."""
 
     is_sharded = False
 
-    def __init__(
-        self,
-        task: Task,
-        module: nn.Module,
-        precision: Precision,
-        device: torch.device,
-        *,
-        seed: int,
-        rank: int = 0,
-        forward: nn.Module | None = None,
-    ) -> None:
-        self.module = module
-        self._task = task
-        self._model = module if forward is None else forward
-        self._wrapped = self._model is not module
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._precision = precision
+    def __init__(self, replica: Replica) -> None:
+        self.module, device = replica.module, replica.device
+        self._task = replica.task
+        self._model = self.module if replica.forward is None else replica.forward
+        self._wrapped = self._model is not self.module
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._precision = replica.precision
         self._device = device
         self._moves = device.type != "cpu"
         self._side = SideStream(device) if device.type == "cuda" else None
-        self._draw = SeededDraws(seed, [device], everything=False)
-        self._rank = rank
+        self._draw = SeededDraws(replica.seed, [device], everything=False)
+        self._rank = replica.rank
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._clear()
@@ -225,22 +227,11 @@ class SingleStrategy:
 class RanksStrategy(SingleStrategy):
     """One process a rank: what there is to do besides reducing gradients."""
 
-    def __init__(
-        self,
-        task: Task,
-        module: nn.Module,
-        precision: Precision,
-        device: torch.device,
-        *,
-        seed: int,
-        rank: int,
-        collective_forward: bool,
-        forward: nn.Module | None = None,
-    ) -> None:
-        super().__init__(task, module, precision, device, seed=seed, rank=rank, forward=forward)
+    def __init__(self, replica: Replica, *, collective_forward: bool) -> None:
+        super().__init__(replica)
         self._collective_forward = collective_forward
         self._samples_since_merge = 0
-        self._buffers = Buffers(module)
+        self._buffers = Buffers(replica.module)
 
     def synchronise_buffers(self) -> None:
         """Merge running statistics by samples (synchronised BatchNorm agrees already) and declared buffers."""
@@ -270,38 +261,23 @@ class DdpStrategy(RanksStrategy):
 
     def __init__(
         self,
-        task: Task,
-        module: nn.Module,
-        precision: Precision,
-        device: torch.device,
+        replica: Replica,
         *,
-        seed: int,
-        rank: int,
         world_size: int,
         collective_forward: bool,
         find_unused_parameters: bool = False,
         bucket_cap_mb: float | None = None,
-        forward: nn.Module | None = None,
     ) -> None:
-        super().__init__(
-            task,
-            module,
-            precision,
-            device,
-            seed=seed,
-            rank=rank,
-            collective_forward=collective_forward,
-            forward=forward,
-        )
+        super().__init__(replica, collective_forward=collective_forward)
         self._ddp = DistributedDataParallel(
-            LossModule(task, self._model),
+            LossModule(replica.task, self._model),
             **_NO_BUFFER_BROADCAST,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,
             bucket_cap_mb=bucket_cap_mb,
         )
         self._world_size = world_size
-        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
         self._by_hand = False
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
