@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.attempt import open_data
@@ -25,14 +23,14 @@ from lockstep.engine.precision import Precision
 from lockstep.engine.resume import load_shared, load_weights, restoring
 from lockstep.engine.runtime import rank_device, runtime
 from lockstep.engine.task import Datasets, Task
-from lockstep.errors import DataError, RankFailed, RunFolderError, UnsupportedError
+from lockstep.errors import DataError, RankFailed, UnsupportedError
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World
 from lockstep.launch import elastic, failure
 from lockstep.launch.afterwards import find_step, reopen
 from lockstep.launch.carry import load_task, pack_task
 from lockstep.launch.folder import refuse_unknown_code, warn
-from lockstep.launch.prepare import place, settle
+from lockstep.launch.prepare import place, plan_of, settle
 from lockstep.launch.signals import StopRequest
 from lockstep.launch.temporary import temporary_folder
 from lockstep.launch.worker import main
@@ -59,7 +57,7 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
     """
     refuse_unknown_code(run)
     step = find_step(run, checkpoint)
-    plan = _plan_of(run)
+    plan = plan_of(run)
     config = _config_on(run.config(), devices, divided=plan.sharded)
     placement = place(config, World())
     for note in placement.notes:
@@ -68,17 +66,6 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
     plan = plan.model_copy(update={"placement": placement.as_dict(), "threads": threads})
     compute = _here if placement.world_size == 1 else _on_ranks
     return {"run": run.read().id, "split": split, "step": step, **compute(run, config, plan, split, step)}
-
-
-def _plan_of(run: RunDir) -> Plan:
-    try:
-        return Plan.model_validate(run.plan())
-    except ValidationError as error:
-        raise RunFolderError(
-            f"{run.plan_file} is damaged",
-            why=str(error)[:300],
-            fix=f"copy the newest plan.json of {run.attempts} over it",
-        ) from None
 
 
 def _config_on(config: RunConfig, devices: str | None, *, divided: bool) -> RunConfig:

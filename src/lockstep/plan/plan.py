@@ -95,8 +95,8 @@ class Plan(_Frozen):
     seed: int
     overfit_samples: int | None = None
     sharded_checkpoints: bool = False
-    monitor: str
-    mode: Mode
+    monitor: str = "val_loss"
+    mode: Mode = "min"
     choices: tuple[Choice, ...]
     notes: tuple[str, ...]
 
