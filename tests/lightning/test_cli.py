@@ -153,7 +153,7 @@ def test_an_old_run_folder_is_not_written_into(config: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("where", ["init", "setup"])
 def test_a_fit_that_fails_before_its_first_step_says_so_and_may_be_repeated(
-    config: Path, tmp_path: Path, where: str
+    config: Path, tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_config(tmp_path, model={"class_path": "tests.lightning.trainings.Breaking"})
     (tmp_path / "broken").write_text(where)
@@ -163,6 +163,7 @@ def test_a_fit_that_fails_before_its_first_step_says_so_and_may_be_repeated(
     failed = RunDir.open(tmp_path / "out").read()
     assert (failed.status, failed.attempt) == ("failed", 0)
     assert f"ValueError: no luck in {where}" in (failed.error or "")
+    assert "--ckpt_path YOUR_CHECKPOINT.ckpt" in advice("resume", capsys), "it has none of its own"
     (tmp_path / "broken").unlink()
     assert run(command) == 0
     done = RunDir.open(tmp_path / "out").read()

@@ -27,10 +27,11 @@ def refuse_lightning_cli(run: RunDir, verb: Literal["resume", "evaluate", "expor
         fix = _command(run, "validate" if split == "val" else "test")
     else:
         kind = run.read().task.rpartition(":")[2]
-        fix = f"in Python: {kind}.load_from_checkpoint({str(_checkpoint(run))!r})"
+        fix = f"in Python: {kind}.load_from_checkpoint({_named(run)!r})"
+    none_here = "" if newest_checkpoint(run) else f"; there is none in {run.checkpoints}"
     raise UnsupportedError(
         f"`lockstep {verb}` cannot read the checkpoints of run {run.read().id}",
-        why="`lockstep lightning fit` made it, and its checkpoints are Lightning's",
+        why=f"`lockstep lightning fit` made it, and its checkpoints are Lightning's{none_here}",
         fix=fix,
     )
 
@@ -42,13 +43,17 @@ def resume_command(run: RunDir) -> str:
 
 def _command(run: RunDir, subcommand: str, *more: str) -> str:
     words = ["lockstep", "lightning", subcommand, "--config", str(run.cli_config_file), *more]
-    command = shlex.join([*words, "--ckpt_path", str(_checkpoint(run))])
+    command = shlex.join([*words, "--ckpt_path", _named(run)])
     if run.read().command[1:2] != ["lightning"]:
         command += " (or the program that started it, with these arguments, if it names the model's class itself)"
     return command
 
 
-def _checkpoint(run: RunDir) -> Path:
-    """The newest one in the run folder; where the run's own callbacks save elsewhere, a word for theirs."""
+def newest_checkpoint(run: RunDir) -> Path | None:
+    """The newest one in the run folder; the run's own callbacks may save elsewhere."""
     found = sorted(run.checkpoints.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
-    return found[-1] if found else Path("YOUR_CHECKPOINT.ckpt")
+    return found[-1] if found else None
+
+
+def _named(run: RunDir) -> str:
+    return str(newest_checkpoint(run) or "YOUR_CHECKPOINT.ckpt")

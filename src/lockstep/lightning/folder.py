@@ -15,7 +15,7 @@ from lockstep.config import resolve as resolve_config
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.hardware.world import World
 from lockstep.launch.folder import create_folder, keep_config, refuse_running, warn
-from lockstep.launch.lightning_cli import resume_command
+from lockstep.launch.lightning_cli import newest_checkpoint, resume_command
 from lockstep.telemetry.heartbeat import announce
 from lockstep.telemetry.rundir import RunDir, utc_now
 
@@ -56,7 +56,8 @@ def _used_anew(run: RunDir, config: RunConfig) -> RunDir:
     """``run`` as a new one, where nothing has been trained in it. Raises :class:`RunFolderError`."""
     record = run.read()
     if record.attempt:
-        go_on = f", or go on with that run: {resume_command(run)}" if run.cli_config_file.exists() else ""
+        saved = run.cli_config_file.exists() and newest_checkpoint(run) is not None
+        go_on = f", or go on with that run: {resume_command(run)}" if saved else ""
         raise RunFolderError(
             f"{run.path} holds the run {record.id}, which is {run.judge(record)}",
             why="a run folder holds one run, and it is not overwritten",
