@@ -183,6 +183,11 @@ def test_last_lines_of_no_log(tmp_path: Path) -> None:
         ("OSError: [Errno 28] No space left on device: '/x'", "disk-full"),
         ("OSError: [Errno 24] Too many open files", "open-files"),
         ("torch.AcceleratorError: CUDA error: device-side assert triggered", "device-assert"),
+        ("RuntimeError: Expected to have finished reduction in the prior iteration", "unused-parameters"),
+        (
+            "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss",
+            "unused-parameters",
+        ),
         (f"RuntimeError: {LOST_PEER}", "lost-peer"),
         ("torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled cuda error", "nccl"),
     ],

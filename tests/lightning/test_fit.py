@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -307,6 +308,7 @@ def test_workers_change_nothing(tmp_path: Path) -> None:
         ({"trainer": {"use_distributed_sampler": True}}, ConfigError, "order"),
         ({"trainer": {"limit_train_batches": 3}}, ConfigError, "max_steps; .*Subset"),
         ({"trainer": {"min_epochs": 2}}, ConfigError, "early_stopping_patience"),
+        ({"trainer": {"callbacks": GradientAccumulationScheduler({0: 2})}}, ConfigError, "training.accumulate"),
         ({"hardware": {"selected_devices": ["gpu:900"]}}, DeviceError, "gpu:900"),
         ({"training": {"reproducibility": "exact"}}, UnsupportedError, "exact"),
         ({"training": {"engine": "native"}}, ConfigError, "native"),

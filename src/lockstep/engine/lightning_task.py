@@ -41,6 +41,8 @@ DECIDED = {
     "overfit_batches": "nothing",
     "barebones": "nothing",
 }
+#: Callbacks that would change the batches under the plan, by the names of their classes.
+_CHANGE_BATCHES = {"GradientAccumulationScheduler": "training.accumulate", "BatchSizeFinder": "the DataLoader"}
 
 
 class ModuleConfig(TaskConfig):
@@ -202,13 +204,22 @@ def module_task(kind: type, find_class: Callable[[str], type]) -> type[ModuleTas
 
 
 def _check_given(arguments: dict[str, Any]) -> None:
-    """Raises :class:`ConfigError` on arguments of the Trainer that the run decides."""
+    """Raises :class:`ConfigError` on arguments and callbacks of the Trainer for what the run decides."""
     for name in sorted(arguments.keys() & DECIDED.keys()):
         raise ConfigError(
             f"the Trainer's {name} is not to be given",
             why=f"the run decides it, by {DECIDED[name]}",
             fix=f"leave {name} out",
         )
+    callbacks = arguments.get("callbacks") or ()
+    for callback in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
+        for base in type(callback).__mro__:
+            if base.__name__ in _CHANGE_BATCHES:
+                raise ConfigError(
+                    f"the callback {type(callback).__name__} cannot be used",
+                    why=f"it changes the batches, which the plan has from {_CHANGE_BATCHES[base.__name__]}",
+                    fix="leave it out",
+                )
 
 
 def _make(kind: type, arguments: dict[str, Any], section: str) -> Any:

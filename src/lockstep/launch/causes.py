@@ -75,7 +75,7 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
             ),
         ),
         (
-            r"Expected to have finished reduction in the prior iteration",
+            r"Expected to have finished reduction|parameters that were not used in producing the loss",
             Cause(
                 "unused-parameters",
                 "some parameters took no part in the loss",
