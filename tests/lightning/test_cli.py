@@ -69,7 +69,8 @@ def test_a_fit_leaves_a_run_folder_and_other_subcommands_use_its_checkpoint(
     kept = str(tmp_path / "out" / "cli_config.yaml")
     assert commands["evaluate"].startswith(f"lockstep lightning test --config {kept} --ckpt_path {last}")
     assert commands["export"] == f"in Python: Probe.load_from_checkpoint({str(last)!r})"
-    assert describe(folder, {"status": "stopped"}, None)["resumable"] is False
+    details = describe(folder, {"status": "stopped"}, None)
+    assert (details["resumable"], details["checkpoints"]) == (False, []), "the studio offers none of the three"
     command = shlex.split(commands["resume"].partition(" (")[0])
     assert command == shlex.split(
         f"lockstep lightning fit --config {kept} --run_dir {tmp_path / 'out'} --ckpt_path {last}"
