@@ -27,7 +27,7 @@ def measure(devices: list[str], seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with monitored(folder, devices) as monitor:
-            while monitor.cpu_s == 0.0:
+            while monitor.cpu_s == 0.0 and monitor.error is None:
                 time.sleep(INTERVAL_S / 100)
             begin, begin_cpu = time.monotonic(), monitor.cpu_s
             time.sleep(seconds)

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from lockstep.cli.main import main
+from lockstep.config import resolve
 from lockstep.launch.afterwards import load_model
+from lockstep.launch.evaluation import _config_on
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import cli_environment
 
@@ -144,6 +146,12 @@ def test_evaluate_agrees_with_the_run(here: Path, capsys: pytest.CaptureFixture[
     assert found["metrics"]["test_accuracy"] == pytest.approx(final["test_accuracy"])
     assert main(["evaluate", "run", "--split", "val", "--checkpoint", "16"]) == 0
     assert "val_accuracy" in capsys.readouterr().out
+
+
+def test_evaluate_takes_one_device_of_a_run_on_all() -> None:
+    config = resolve({"hardware": {"selected_devices": ["all"]}})
+    assert _config_on(config, None, divided=False).hardware.selected_devices is None
+    assert _config_on(config, "all", divided=False).hardware.selected_devices == ("all",)
 
 
 def test_evaluate_on_two_ranks_gives_the_metrics_of_one(

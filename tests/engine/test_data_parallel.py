@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -63,6 +64,8 @@ def test_a_tail_of_three_stays_on_one_gpu_of_two(monkeypatch: pytest.MonkeyPatch
         sent.append([len(chunk) for chunk in inputs[0].chunk(len(device_ids))])
 
     monkeypatch.setattr(DataParallel, "scatter", on_host)
+    # Else it refuses the host's devices where there are GPUs.
+    monkeypatch.setattr(sys.modules[DataParallel.__module__], "_get_available_device_type", lambda: None)
     model = ScatteredModel(nn.Linear(4, 2), [torch.device("cpu")] * 2, plan.batch.least_part)
     for samples in (tail[1] - tail[0], 4, 64):
         model.scatter((torch.zeros(samples, 4),), {}, [0, 1])

@@ -121,6 +121,14 @@ def test_a_resume_goes_on_bit_for_bit_with_weights_that_are_not_row_major(name: 
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
+def test_the_rate_that_is_told_is_that_of_a_group_that_has_one() -> None:
+    model = nn.Linear(3, 1)
+    groups = [{"params": [model.weight], "lr": 0.0}, {"params": [model.bias], "lr": 0.1}]
+    schedule = Schedule(name="constant", lr=0.1, total_steps=4, steps_per_epoch=1)
+    update = Update(model, torch.optim.SGD(groups), schedule, Precision("32", CPU, 0.125), None)
+    assert (update.lr, update.optimizer.param_groups[0]["lr"]) == (pytest.approx(0.1), 0.0)
+
+
 def test_the_rates_of_all_groups_follow_the_schedule_and_its_scale_also_after_a_resume() -> None:
     schedule = Schedule(name="step", lr=0.2, scale=2.0, gamma=0.5, step_epochs=1, total_steps=4, steps_per_epoch=1)
 

@@ -142,10 +142,12 @@ def test_the_first_gpu_of_dp_is_the_fullest() -> None:
     assert list(found["largest_batch"]) == ["dp"]
 
 
-@pytest.mark.parametrize("gpus", [None, 1])
-def test_dp_without_several_gpus_is_refused(gpus: int | None) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "words"), [(None, "dp needs several GPUs"), (1, "dp needs several GPUs"), (9, "dp cannot use 9 GPUs")]
+)
+def test_dp_without_several_gpus_of_one_machine_is_refused(gpus: int | None, words: str) -> None:
     subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu", "cpu"]}})
-    with pytest.raises(UnsupportedError, match="dp needs several GPUs"):
+    with pytest.raises(UnsupportedError, match=words):
         estimate_memory(subject, gpus=gpus, strategy="dp")
 
 

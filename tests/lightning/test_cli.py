@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError, RunFolderError
+from lockstep.hardware.world import World
+from lockstep.launch.lightning_cli import newest_checkpoint
 from lockstep.lightning.cli import run
-from lockstep.lightning.folder import outcome_recorded
+from lockstep.lightning.folder import fit_folder, outcome_recorded
 from lockstep.studio.details import describe
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import RunCli, cli_environment
@@ -183,6 +186,30 @@ def test_ctrl_c_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
         except KeyboardInterrupt:
             sys.exit(1)  # as Lightning does
     assert folder.read().status == "stopped"
+
+
+def test_a_signal_to_end_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "out")
+    with pytest.raises(SIGTERMException), outcome_recorded(folder):
+        raise SIGTERMException
+    assert (folder.read().status, folder.read().error) == ("stopped", None)
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "module.ckpt"])
+def test_a_run_with_checkpoints_of_lockstep_stays_as_it_is(tmp_path: Path, ckpt_path: str | None) -> None:
+    make_run(tmp_path / "out").update(status="failed")
+    before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    with pytest.raises(RunFolderError, match="not of `lockstep lightning fit`"):
+        fit_folder(str(tmp_path / "out"), ckpt_path, "tests.lightning.trainings:Probe", World())
+    assert {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()} == before
+
+
+def test_a_link_to_a_checkpoint_that_is_gone_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "out")
+    (folder.checkpoints / "last.ckpt").symlink_to("gone.ckpt")
+    assert newest_checkpoint(folder) is None
+    (folder.checkpoints / "epoch=1.ckpt").touch()
+    assert newest_checkpoint(folder) == folder.checkpoints / "epoch=1.ckpt"
 
 
 def test_predictions_come_with_the_indices_of_their_samples(config: Path, tmp_path: Path) -> None:

@@ -254,6 +254,7 @@ def test_validations_between_epochs_come_besides_those_at_their_ends(tmp_path: P
     with pytest.raises(ConfigError, match="check_val_every_n_epoch are both given"):
         config["save_dir"] = str(tmp_path / "other")
         fit(own.Classifier(), own.Numbered(), hardware=ONE, config=config, trainer={"check_val_every_n_epoch": 1})
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("stopped_after", [3, 7])

@@ -13,7 +13,8 @@ from lockstep.plan.monitor import natural_mode, resolve_monitor
 @pytest.mark.parametrize(
     "name",
     ["val_loss", "val/wer", "val_cer", "val_rmse", "val-nll", "val.mape", "val_perplexity", "val_cross_entropy",
-     "val_MeanSquaredError", "val_top5_error", "val_ctcloss", "valLoss"],
+     "val_MeanSquaredError", "val_top5_error", "val_ctcloss", "valLoss", "val_nrmse", "val_wmae", "val_errorrate",
+     "testerrors"],
 )  # fmt: skip
 def test_losses_and_errors_are_better_the_lower_they_are(name: str) -> None:
     assert natural_mode(name) == "min"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lockstep.events import CheckpointSaved, EpochEnded, Evaluated, Event, Note, RunEnded, RunStarted, StepLogged
-from lockstep.telemetry.console import ConsoleSink, duration, number, resolve_mode
+from lockstep.telemetry.console import ConsoleSink, _Notebook, duration, number, resolve_mode
 
 PLAN: dict[str, Any] = {
     "task": {"name": "har"},
@@ -266,6 +266,13 @@ def test_a_bar_in_a_notebook_writes_over_itself(monkeypatch: pytest.MonkeyPatch)
     assert "epoch 2/2  train_loss 1.0000  val_accuracy 0.6000  800 samples/s  8.0 s" in end
     del shell.kernel
     assert resolve_mode("auto", stream) == "plain", "IPython on a terminal is no notebook"
+
+
+def test_nothing_of_a_notebooks_bar_stays_behind_a_message_of_several_lines() -> None:
+    stream = io.StringIO()
+    bar = _Notebook(stream, RUN[0])
+    bar.print("short\n" + 100 * "long ", "")
+    assert as_notebook(stream.getvalue())[:2] == ["short", (100 * "long ").rstrip()]
 
 
 def as_notebook(output: str) -> list[str]:

@@ -6,11 +6,23 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.config import RunConfig, resolve
 from lockstep.errors import ConfigError, StorageError
-from lockstep.events import EpochEnded, Evaluated, Event, Fanout, Note, RunEnded, RunStarted, Sink, StepLogged
+from lockstep.events import (
+    EpochEnded,
+    Evaluated,
+    Event,
+    Fanout,
+    Note,
+    PictureDrawn,
+    RunEnded,
+    RunStarted,
+    Sink,
+    StepLogged,
+)
 from lockstep.telemetry import sinks
 from lockstep.telemetry.rundir import RunDir, new_run_id
 from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
@@ -207,6 +219,14 @@ def test_tensorboard_of_a_resumed_run_hides_what_is_superseded(run: RunDir) -> N
     send(TensorBoardSink(run.logs), started(run), *(logged(1, step, loss=1.0) for step in (5, 10, 15)))
     send(TensorBoardSink(run.logs), started(run, step=10), *(logged(2, step, loss=2.0) for step in (15, 20)))
     assert events_of(run.logs)["train/loss"] == [(5, 1.0), (10, 1.0), (15, 2.0), (20, 2.0)]
+
+
+def test_pictures_of_epochs_that_are_run_again_are_not_the_newest(run: RunDir) -> None:
+    pixels = np.zeros((2, 3), dtype=np.uint8)
+    drawn = [PictureDrawn(1, epoch, epoch * 10, "drawn", pixels) for epoch in (1, 2, 3)]
+    send(RunFolderSink(run), started(run), *(ended_epoch(1, epoch) for epoch in (1, 2)), *drawn)
+    send(RunFolderSink(run), started(run, step=10))
+    assert sorted(file.name for file in run.pictures.iterdir()) == ["drawn-epoch-0001.png", "drawn-epoch-0002.png"]
 
 
 def test_tensorboard_of_a_run_that_begins_again_hides_all_that_was(run: RunDir) -> None:

@@ -64,11 +64,16 @@ class PeakMemory:
         return [_status("VmHWM")]
 
 
+#: What an NVML reading of the utilisation may span, seconds (nvmlUtilization_t: a sixth of a second to one).
+_NVML_WINDOW_S = 1.0
+
+
 class Utilisation:
     """How busy this rank's devices are, as shares; use it as a context manager.
 
-    On a GPU what its driver says of the last moments, at most a second (NVML); ``None`` where it does not say. On a
-    CPU the processor time of this process since :meth:`begin`, as a share of what ``threads`` threads can use.
+    On a GPU what its driver says of the last moments, at most a second (NVML); ``None`` where it does not say, and when
+    less than that has passed since :meth:`begin`, so that it would tell of what came before. On a CPU the processor
+    time of this process since :meth:`begin`, as a share of what ``threads`` threads can use.
     """
 
     def __init__(self, devices: list[torch.device], threads: int) -> None:
@@ -91,10 +96,12 @@ class Utilisation:
 
     def read(self) -> list[float | None]:
         """One share for each device."""
+        used, began = self._began
+        if self._gpus and time.perf_counter() - began < _NVML_WINDOW_S:
+            return [None] * len(self._gpus)
         if self._gpus:
             found = {device["id"]: device["utilisation"] for device in self._source.sample()["devices"]}
             return [found.get(name) for name in self._gpus]
-        used, began = self._began
         return [(time.process_time() - used) / (time.perf_counter() - began) / self._threads]
 
 

@@ -150,7 +150,8 @@ def scaling(
         int, Parameter(group=_BENCH, help="How often each point is measured, in turns with the others. Default: 3.")
     ] = 3,
     claims: Annotated[
-        bool, Parameter(group=_BENCH, negative="", help="Show a guide's claimed figures beside. Default: off.")
+        bool,
+        Parameter(group=_BENCH, negative="", help="Show what guides claim for har or speech. Default: off."),
     ] = False,
     steps: Steps = 30,
     warm_up: WarmUp = 5,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.checkpoint.reader import BROKEN
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
@@ -166,7 +167,9 @@ def _newest(run_dir: RunDir, collectives: Collectives, sink: Sink, *, in_pieces:
     if collectives.is_main:
         store.clean_temporary()
         step = store.newest_verified(lambda message: sink.emit(Note("warning", message)))
-        store.set_aside_after(step)
+        for broken in store.set_aside_after(step):
+            place = store.path_of(broken).with_name(store.path_of(broken).name + BROKEN)
+            sink.emit(Note("warning", f"{place} was set aside; remove it if its room is needed"))
     step = collectives.broadcast(step)
     return None if step is None else load_shared(store, step, collectives, in_pieces=in_pieces)
 

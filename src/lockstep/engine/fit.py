@@ -112,7 +112,8 @@ class Fit:
             self._emit(Note("info", note))
         if self.config.validation.sanity_steps and self.datasets.val is not None and self.state.step == 0:
             self._evaluate(self.datasets.val, chunks=self.config.validation.sanity_steps * self.collectives.size)
-            self.task.remarks()  # nobody wants to read what untrained weights say
+            if self.collectives.is_main:
+                self.task.remarks()  # nobody wants to read what untrained weights say
         self._interval = self._speed.mark()
         self._epoch_mark = self._speed.mark()
         self._interval_sums = self._meter.read()
@@ -252,11 +253,12 @@ class Fit:
         with self._speed.paused():
             self.strategy.synchronise_buffers()
             values = self._evaluate(self.datasets.val, self._chunks)
-        for remark in self.task.remarks():
-            self._emit(Note("info", remark))
-        for name, pixels in self.task.pictures().items():
-            check_picture(name, pixels)
-            self._emit(PictureDrawn(self.attempt, self.state.epoch + 1, self.state.step, name, pixels))
+        if self.collectives.is_main:  # which alone has made the metrics
+            for remark in self.task.remarks():
+                self._emit(Note("info", remark))
+            for name, pixels in self.task.pictures().items():
+                check_picture(name, pixels)
+                self._emit(PictureDrawn(self.attempt, self.state.epoch + 1, self.state.step, name, pixels))
         return {f"val_{name}": value for name, value in values.items() if isinstance(value, float | int)}
 
     def _judge(self, metrics: Mapping[str, float], epoch: int) -> bool:

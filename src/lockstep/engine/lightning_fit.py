@@ -26,7 +26,7 @@ from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.resume import check_fits, load_initial_weights, manifest_of
 from lockstep.engine.runtime import pins
 from lockstep.engine.state import TrainState
-from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.errors import UnsupportedError
 from lockstep.events import Note, RunEnded, Sink
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -65,7 +65,6 @@ class ModuleFit:
         if self.config.telemetry.profile is not None:
             text = "telemetry.profile is for tasks; a LightningModule is profiled with lightning.profiler"
             self.sink.emit(Note("warning", text))
-        self._refuse_two_intervals()
         self._saving_best = False
         self.task.renew()
         self.state = TrainState(position=self.config.debug.start_position)
@@ -85,15 +84,6 @@ class ModuleFit:
             save=self._save,
             poll=self.writer.poll if self.writer else lambda: None,
         )
-
-    def _refuse_two_intervals(self) -> None:
-        given = sorted({"val_check_interval", "check_val_every_n_epoch"} & self.task.trainer_arguments.keys())
-        if given and self.config.validation.every_steps is not None:
-            raise ConfigError(
-                f"validation.every_steps and the Trainer's {given[0]} are both given",
-                why="both say when to validate",
-                fix=f"leave {given[0]} out: validation.every_epochs says how often at the end of epochs",
-            )
 
     @property
     def elapsed_s(self) -> float:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NoReturn
 from pydantic import Field, field_validator
 from torch import nn
 
+from lockstep.config import RunConfig
 from lockstep.engine.runtime import seeded
 from lockstep.engine.task import Datasets, Task, TaskConfig
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
@@ -91,6 +92,16 @@ class ModuleTask(Task):
         self._facts: LoaderFacts | None = None
         self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
         _check_given(self.trainer_arguments)
+
+    def check_config(self, config: RunConfig) -> None:
+        """Raises :class:`ConfigError` when the run and the Trainer's arguments both say when to validate."""
+        given = sorted({"val_check_interval", "check_val_every_n_epoch"} & self.trainer_arguments.keys())
+        if given and config.validation.every_steps is not None:
+            raise ConfigError(
+                f"validation.every_steps and the Trainer's {given[0]} are both given",
+                why="both say when to validate",
+                fix=f"leave {given[0]} out: validation.every_epochs says how often at the end of epochs",
+            )
 
     @property
     def module(self) -> Any:

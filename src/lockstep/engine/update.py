@@ -64,7 +64,7 @@ class Update:
     optimizer itself leaves such a step out. On a CPU plain numbers are cheaper than tensors.
 
     ``optimizer``: made with the rates before scaling; those of all groups follow the schedule.
-    ``lr``: that of the first group.
+    ``lr``: that of the first group that has one.
     ``divided``: the model, where this process or its devices have parts of it.
     """
 
@@ -96,6 +96,8 @@ class Update:
         self._skipped: Tensor | int = 0
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
+        groups = optimizer.param_groups
+        self._shown = next((place for place, group in enumerate(groups) if group["initial_lr"]), 0)
         self._set_lr(0)
         self.grad_norm: Tensor | float | None = None
 
@@ -181,7 +183,7 @@ class Update:
         lr, base_lr = self._schedule.at(step), self._schedule.base_lr
         for group in self.optimizer.param_groups:
             group["lr"] = lr * (group["initial_lr"] / base_lr)
-        self.lr = float(self.optimizer.param_groups[0]["lr"])
+        self.lr = float(self.optimizer.param_groups[self._shown]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
         with compiler_not_imported():

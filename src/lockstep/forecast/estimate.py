@@ -156,6 +156,12 @@ def estimate_memory(
             why="it copies the model from the first one to the others",
             fix="name some with --devices, or so many that are not here: --gpus 2",
         )
+    if strategy == "dp" and counting.per_node is not None and ranks > counting.per_node:
+        raise UnsupportedError(
+            f"strategy dp cannot use {ranks} GPUs",
+            why=f"it is one process on one machine, which is taken to have {counting.per_node}",
+            fix=f"--gpus {counting.per_node}, or --strategy ddp",
+        )
     devices = list(base.placement.devices) if gpus is None else [f"{gpus} GPU{'s' * (gpus > 1)}"]
     limit = _free(devices) if limit is None and gpus is None else limit
     wanted = (strategy,) if strategy else ("single",) if ranks == 1 else ("ddp", "fsdp")

@@ -62,8 +62,12 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
     placement = place(config, World())
     for note in placement.notes:
         warn(note)
-    threads = min(plan.threads, max(1, usable_cores() // placement.world_size))
-    plan = plan.model_copy(update={"placement": placement.as_dict(), "threads": threads})
+    cores = usable_cores() // placement.world_size
+    loader = plan.loader
+    if loader.num_workers > cores:
+        loader = loader.model_copy(update={"num_workers": cores, "persistent_workers": cores > 0})
+    changed = {"placement": placement.as_dict(), "threads": min(plan.threads, max(1, cores)), "loader": loader}
+    plan = plan.model_copy(update=changed)
     compute = _here if placement.world_size == 1 else _on_ranks
     return {"run": run.read().id, "split": split, "step": step, **compute(run, config, plan, split, step)}
 
@@ -71,7 +75,7 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
 def _config_on(config: RunConfig, devices: str | None, *, divided: bool) -> RunConfig:
     """The run's configuration on other devices, which decide how their ranks talk."""
     chosen: Any = devices
-    if chosen is None and config.hardware.selected_devices is not None:
+    if chosen is None and config.hardware.selected_devices not in (None, ("all",)):
         chosen = config.hardware.selected_devices[:1]
     hardware = {"selected_devices": chosen, "strategy": "fsdp" if divided else "auto"}
     return resolve(config.model_dump(mode="json"), {"hardware": hardware, "distributed": {"backend": "auto"}})

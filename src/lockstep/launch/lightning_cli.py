@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 from typing import Literal
@@ -51,8 +52,11 @@ def _command(run: RunDir, subcommand: str, *more: str) -> str:
 
 def newest_checkpoint(run: RunDir) -> Path | None:
     """The newest one in the run folder; the run's own callbacks may save elsewhere."""
-    found = sorted(run.checkpoints.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
-    return found[-1] if found else None
+    found: list[tuple[float, Path]] = []
+    for file in run.checkpoints.glob("*.ckpt"):
+        with contextlib.suppress(OSError):  # the run may just have removed it
+            found.append((file.stat().st_mtime, file))
+    return max(found)[1] if found else None
 
 
 def _named(run: RunDir) -> str:

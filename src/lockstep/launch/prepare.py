@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.facts import blueprint, inspect_task
+from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.placed import stages_of
 from lockstep.engine.resume import restoring
 from lockstep.engine.task import Datasets, DataSettings, Task
@@ -79,6 +80,8 @@ def settle(
     section = {"name": _absolute(name), **built.config.model_dump(mode="json")}
     remember(class_paths(section))
     whole = resolve(kind.defaults, {**given, "task": section})
+    if isinstance(built, ModuleTask):
+        built.check_config(whole)
     if whole.training.engine == "lightning" and importlib.util.find_spec("lightning") is None:
         raise UnsupportedError(
             "engine: lightning needs Lightning, which is not installed",

@@ -45,11 +45,22 @@ def fit_folder(path: str | None, ckpt_path: str | None, task: str, world: World)
     if path is not None and (Path(path) / "run.json").exists():
         run = RunDir.open(Path(path))
         refuse_running(run)
+        _refuse_native(run)
         return run if ckpt_path else _used_anew(run, config)
     try:
         return create_folder(config)
     except RunFolderError as error:
         raise RunFolderError(error.what, why=error.why, fix=error.fix.replace("--save-dir", "--run_dir")) from None
+
+
+def _refuse_native(run: RunDir) -> None:
+    """Raise :class:`RunFolderError` for a run with Lockstep's own checkpoints, which would no longer be found."""
+    if not run.cli_config_file.exists() and newest_checkpoint(run) is None:
+        raise RunFolderError(
+            f"{run.path} holds the run {run.read().id}, which is not of `lockstep lightning fit`",
+            why="its checkpoints are Lockstep's, and a run folder holds one run",
+            fix="choose another --run_dir",
+        )
 
 
 def _used_anew(run: RunDir, config: RunConfig) -> RunDir:
@@ -83,8 +94,11 @@ def outcome_recorded(run: RunDir) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        from lightning.pytorch.utilities.exceptions import SIGTERMException
+
         # Lightning makes a SystemExit of Ctrl-C.
-        if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+        stops = (KeyboardInterrupt, SIGTERMException)
+        if isinstance(error, stops) or isinstance(error.__context__, stops):
             _end_pending(run, "stopped")
         else:
             clear = isinstance(error, LockstepError)

@@ -9,16 +9,20 @@ from lockstep.plan.plan import Choice, Mode
 
 #: Words of a metric's name that is better the lower it is.
 _LOWER_IS_BETTER = {
-    "bce", "brier", "cer", "cost", "deviance", "distance", "divergence", "ece", "eer", "entropy", "errors", "fid", "kl",
-    "kld", "losses", "mae", "mape", "mase", "mcd", "mer", "mse", "msle", "nll", "nmse", "perplexity", "ppl", "regret",
-    "rmse", "rmsle", "smape", "ter", "wer", "wil",
+    "bce", "brier", "cer", "cost", "deviance", "distance", "divergence", "ece", "eer", "entropy", "fid", "kl", "kld",
+    "losses", "mase", "mcd", "mer", "perplexity", "ppl", "regret", "ter", "wer", "wil",
 }  # fmt: skip
+#: And what such words end with: ``rmse``, ``smape``.
+_LOWER_ENDINGS = ("loss", "error", "errors", "mae", "mape", "mse", "msle", "nll")
 
 
 def natural_mode(monitor: str) -> Mode:
     """``min`` for losses, errors and their rates, else ``max``; by the words of the name, as ``val_cer`` has two."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", monitor)
-    lower = any(word in _LOWER_IS_BETTER or word.endswith(("loss", "error")) for word in map(str.lower, words))
+    lower = any(
+        word in _LOWER_IS_BETTER or word.startswith("error") or word.endswith(_LOWER_ENDINGS)
+        for word in map(str.lower, words)
+    )
     return "min" if lower else "max"
 
 

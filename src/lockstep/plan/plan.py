@@ -25,7 +25,7 @@ class TaskFacts(_Frozen):
     ``whole_batches``: a batch is one gather. ``quick_samples``: a sample is made in less time than another process
     needs to hand it over. ``lengths``: a hash of the lengths of the training samples, if the task gives them.
     ``loader``: the training loader that a ``LightningModule`` brings.
-    ``optimizer_lr``: the learning rate of the first parameter group of the task's own optimizer, if it has one.
+    ``optimizer_lr``: the learning rate of the task's own optimizer, if it has one: of the first group whose is not 0.
     ``monitor``: the task's metric that evaluations are judged by, and its mode.
     """
 

@@ -273,7 +273,8 @@ class _Notebook:
 
     def _put(self, text: str, then: str = "") -> None:
         """``text`` in the place of what is shown, which may be longer."""
-        self._stream.write(f"\r{text.ljust(len(self._shown))}{then}")
+        first, newline, rest = text.partition("\n")
+        self._stream.write(f"\r{first.ljust(len(self._shown))}{newline}{rest}{then}")
         self._stream.flush()
 
 

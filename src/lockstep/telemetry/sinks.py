@@ -148,6 +148,10 @@ class RunFolderSink:
         self._rows = [row for row in self._run.epochs() if is_whole(row) and row.get("step", 0) <= event.step]
         self._config = self._run.config()
         self._run.write_epochs(self._rows)
+        drawn = max((row["epoch"] for row in self._rows), default=0) + 1
+        for file in self._run.pictures.glob("*-epoch-*.png"):
+            if int(file.stem.rpartition("-")[2]) > drawn:
+                file.unlink(missing_ok=True)
         started_at = self._run.read().started_at or utc_now()
         self._run.update(status="running", started_at=started_at, completed_at=None, error=None, final_metrics={})
 

@@ -54,7 +54,7 @@ class SpeechConfig(TaskConfig):
     source: Literal["auto", "synthesised", "manifest", "librispeech"] = Field(
         "auto",
         description="auto: manifest when train_manifest is set, librispeech when data.data_dir holds it or download is "
-        "on, else digits and commands synthesised on this machine",
+        "on, else digits and commands synthesised on this machine; a data.data_dir with something else is refused",
     )
     train_manifest: Path | None = Field(None, description="JSON lines of audio_path, text and duration")
     val_manifest: Path | None = Field(None, description="the same, for validation")
