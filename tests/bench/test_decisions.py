@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lockstep.bench.batch_size import RESOLUTION, next_batch
 from lockstep.bench.loader import conclude, holds_up
 from lockstep.bench.lr import Ramp, Smoothed, has_diverged, propose
+from lockstep.bench.lr import conclude as conclude_lr
 from lockstep.bench.report import BenchReport
 from lockstep.bench.step import batch_sizes
 from lockstep.plan.workers import HEADROOM, recommend, worker_counts
@@ -116,6 +117,17 @@ def test_the_proposal_lies_where_the_loss_falls(best: float) -> None:
     assert found is not None
     assert best / 1000 < found.steepest < best / 10
     assert found.lr == min(found.steepest, found.tenth)
+
+
+@pytest.mark.parametrize(
+    ("own", "begins"), [(False, "use --lr 0.0"), (True, "make the task's own optimizer with lr=0.0")]
+)
+def test_the_verdict_names_where_the_rate_is_set(own: bool, begins: str) -> None:
+    report = BenchReport("lr", "toy", {"steps": 101, "global_batch": 32})
+    rates, losses = curve(0.5)
+    report.rows += [{"lr": lr, "loss": loss, "smoothed": loss} for lr, loss in zip(rates, losses, strict=True)]
+    conclude_lr(report, own_optimizer=own)
+    assert report.verdict.startswith(begins)
 
 
 @given(st.floats(1e-2, 1.0), st.integers(0, 1000))

@@ -157,7 +157,7 @@ def bench_lr(
             report.notes.append(f"the ranks failed: {outcome.error}")
         if outcome.ended == "stopped":
             raise KeyboardInterrupt
-    _conclude(report)
+    conclude(report, own_optimizer=case.plan.task.optimizer_lr is not None)
     if few:
         report.notes.append(f"the data set has only {samples} samples for a global batch of {wanted}")
     return report
@@ -183,7 +183,8 @@ def sweep(rank: Rank, case: Case, first: float, last: float) -> None:
                     break
 
 
-def _conclude(report: BenchReport) -> None:
+def conclude(report: BenchReport, *, own_optimizer: bool) -> None:
+    """The verdict, from the rows. ``own_optimizer``: the task makes one, which ``--lr`` does not reach."""
     rows: list[dict[str, Any]] = report.rows
     if len(rows) < LEAST_STEPS or report.notes:  # a note says that it was stopped, or has failed
         report.verdict = "no proposal: too little was measured"
@@ -195,7 +196,8 @@ def _conclude(report: BenchReport) -> None:
         report.notes.append("take more --steps, a larger batch, or another range of rates")
         return
     report.extra = {"proposal": found._asdict()}
-    report.verdict = f"use --lr {found.lr:.2g}: {found.reason}"
+    use = f"make the task's own optimizer with lr={found.lr:.2g}" if own_optimizer else f"use --lr {found.lr:.2g}"
+    report.verdict = f"{use}: {found.reason}"
     report.notes.append(
         f"steepest descent at {found.steepest:.2g}; a tenth of the rate with the least loss is {found.tenth:.2g}"
     )
