@@ -16,11 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lockstep.config import RunConfig, dump, resolve
-from lockstep.config.load import MAX_CONFIG_BYTES, parse_yaml
-from lockstep.errors import ConfigError, RunFolderError, StorageError
+from lockstep.config import RunConfig
+from lockstep.config.load import MAX_CONFIG_BYTES
+from lockstep.errors import RunFolderError, StorageError
 from lockstep.telemetry.creation import make_folder
 from lockstep.telemetry.files import (
     JsonLines,
@@ -37,6 +35,7 @@ from lockstep.telemetry.files import (
     write_json,
     write_text,
 )
+from lockstep.telemetry.frozen import NO_CONFIG, frozen_text, parse_frozen
 from lockstep.telemetry.heartbeat import Beat, Heartbeat, announce, is_alive, read_beat
 from lockstep.telemetry.layout import Layout
 from lockstep.telemetry.records import (
@@ -66,8 +65,6 @@ __all__ = [
 PENDING_GRACE_S = 15.0
 
 _MAX_RECORD_BYTES = 4 << 20
-#: What reading a configuration raises when there is none in the text, or none that may be used.
-_NO_CONFIG = (yaml.YAMLError, ValueError, TypeError, RuntimeError, ConfigError)
 _updating = threading.Lock()
 
 
@@ -98,7 +95,7 @@ class RunDir(Layout):
             RunFolderError: the folder holds a run or foreign files, or it cannot be written.
         """
         path = absolute(path)
-        content = cls(path)._config_as_text(config)
+        content = frozen_text(config, path)
         record = RunRecord(
             id=run_id,
             name=plain(config.name),
@@ -197,8 +194,8 @@ class RunDir(Layout):
         """The run's frozen configuration. Raises :class:`RunFolderError`."""
         content = read_bytes(self.config_file, max_bytes=MAX_CONFIG_BYTES)
         try:
-            return self._config_in(content)
-        except _NO_CONFIG as error:
+            return parse_frozen(content, self.path)
+        except NO_CONFIG as error:
             raise RunFolderError(
                 f"{self.config_file} is damaged", why=str(error)[:500], fix="restore the file, or start a new run"
             ) from None
@@ -210,50 +207,7 @@ class RunDir(Layout):
             ConfigError: it could not be read from the folder again; the old one is still there.
             StorageError: the folder cannot be written.
         """
-        write_text(self.config_file, self._config_as_text(config))
-
-    def _config_as_text(self, config: RunConfig) -> str:
-        """What :meth:`config` will read. Raises :class:`ConfigError` when it could not."""
-        content = dump(config)
-        try:
-            size = len(content.encode("utf-8"))
-            if size > MAX_CONFIG_BYTES:
-                raise ValueError(f"it has {size:,} bytes, and at most {MAX_CONFIG_BYTES:,} are read")
-            self._config_in(content)
-        except _NO_CONFIG as error:
-            raise ConfigError(
-                "the run could not read its configuration again",
-                why=str(error)[:500],
-                fix="name files of code by their whole paths, and keep long lists in a file that the task reads",
-            ) from None
-        return content
-
-    def _config_in(self, content: str | bytes) -> RunConfig:
-        """Raises one of ``_NO_CONFIG``."""
-        settings = parse_yaml(content)
-        if not isinstance(settings, dict):
-            raise ValueError("it holds no settings")
-        config = resolve(settings)
-        self._refuse_own_code(config)
-        return config
-
-    def _refuse_own_code(self, config: RunConfig) -> None:
-        """Raise :class:`ValueError` when a setting names a file of code that may have come with this folder.
-
-        Of what Lockstep itself imports, the task and a data module, it writes the whole, resolved path. Other settings
-        mean what the task takes them for, but no code of the user's lies in a run folder.
-        """
-        settings = config.task.settings
-        imported = (config.task.name, settings.get("datamodule"))
-        for setting in (config.task.name, *settings.values()):
-            place = setting.rpartition(":")[0] if isinstance(setting, str) else ""
-            if not place.endswith(".py"):
-                continue
-            file = Path(place).resolve()
-            if file.is_relative_to(self.path.resolve()):
-                raise ValueError(f"it names {place[:200]}, which is no file of yours: code in a run folder is not run")
-            if setting in imported and str(file) != place:
-                raise ValueError(f"it names {place[:200]}, which is not the whole path of a file")
+        write_text(self.config_file, frozen_text(config, self.path))
 
     def plan(self) -> dict[str, Any]:
         """The newest attempt's plan. Raises :class:`RunFolderError`."""
