@@ -221,7 +221,7 @@ class PipelineStrategy(SingleStrategy):
             return model.run(inputs)
 
         if model.is_last:
-            return inputs, ask(function, _Answer(run, self.module.training), batch)
+            return inputs, ask(function, Answer(run, self.module.training), batch)
         with self._watching():
             output = as_inputs(run())
         self._down.send((*states_of(self._generators), *output), rank + 1)
@@ -262,7 +262,7 @@ class PipelineStrategy(SingleStrategy):
             self._up.send(gradients, self._world.rank - 1)
 
 
-class _Answer(nn.Module):
+class Answer(nn.Module):
     """What a task calls on the last rank: the output of the stages for the one input that the first rank has seen.
 
     Evaluation may call it again with the same input, as ``loss`` and ``evaluate`` do one after the other.

@@ -11,6 +11,7 @@ import numpy as np
 
 from lockstep.bench.subject import Subject
 from lockstep.data.loader import fetch
+from lockstep.engine.placed import shares
 from lockstep.errors import UnsupportedError
 from lockstep.forecast.footprint import Footprint, count_step
 from lockstep.forecast.memory import (
@@ -21,6 +22,7 @@ from lockstep.forecast.memory import (
     gigabytes,
     largest_batch,
 )
+from lockstep.forecast.stages import StageCount, count_stages, pipeline_memory
 from lockstep.hardware.detect import detect_devices
 from lockstep.plan.batch import BatchPlan, resolve_batch
 from lockstep.telemetry.tables import print_table, say
@@ -31,7 +33,7 @@ GPU_BLOCK = 512
 GPUS_PER_NODE = 8
 #: Of ``dp``, the devices beside the first one.
 _OTHERS = "dp, each other"
-_KINDS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "gathered", "device")
+_KINDS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "gathered", "messages", "device")
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Counting:
 
     def __post_init__(self) -> None:
         self.footprint = lru_cache(maxsize=64)(self._footprint)
+        self.stages = lru_cache(maxsize=64)(self._stages)
 
     @property
     def on_gpu(self) -> bool:
@@ -111,14 +114,20 @@ class Counting:
             recompute=recompute,
         )
 
+    def _stages(self, size: int, devices: int) -> list[StageCount]:
+        base, block = self.subject.base, GPU_BLOCK if self.on_gpu else 1
+        return count_stages(base.task, base.config, self.batch(size), size, devices=devices, block=block)
+
     def memory(self, strategy: str, ranks: int, size: int) -> Estimate:
-        """What one of ``ranks`` devices holds, with ``dp`` the first one.
+        """What one of ``ranks`` devices holds: with ``dp`` the first one, with ``pipeline`` the fullest.
 
         A rank with several micro-batches keeps its gradients between them.
         """
         base = self.subject.base
         if strategy == "dp":
             return self.data_parallel(ranks, size)[0]
+        if strategy == "pipeline":
+            return max(self.pipeline(ranks, size), key=lambda estimate: estimate.total)
         if strategy == "fsdp":
             settings = base.config.fsdp
             footprint = self.footprint(size, True, settings.activation_checkpointing)
@@ -133,6 +142,27 @@ class Counting:
     def data_parallel(self, devices: int, size: int) -> tuple[Estimate, Estimate]:
         """What the first device and each other one of ``dp`` hold."""
         return data_parallel_memory(self.footprint(size, True), devices, accumulates=self.shared.accumulate > 1)
+
+    def pipeline(self, devices: int, size: int) -> list[Estimate]:
+        """What each device of a pipeline holds, with stages cut by what their operators compute and move."""
+        config, stages = self.subject.base.config, self.stages(size, devices)
+        return pipeline_memory(
+            stages,
+            shares([stage.cost for stage in stages], devices),
+            size,
+            batch=self.batch(size),
+            schedule=config.pipeline.schedule,
+            micro_batches=self.micro_batches(size),
+            on_gpu=self.on_gpu,
+        )
+
+    def micro_batches(self, size: int) -> int:
+        """Of a pipeline's step; one process has one of them at a time."""
+        config = self.subject.base.config
+        if config.pipeline.in_process:
+            return 1
+        wanted = config.training.global_batch_size
+        return config.training.accumulate if wanted is None else -(-wanted // size)
 
 
 def estimate_memory(
@@ -162,12 +192,20 @@ def estimate_memory(
             why=f"it is one process on one machine, which is taken to have {counting.per_node}",
             fix=f"--gpus {counting.per_node}, or --strategy ddp",
         )
+    if strategy == "pipeline" and ranks == 1:
+        raise UnsupportedError(
+            "strategy pipeline needs several devices",
+            why="each of them has some of the stages",
+            fix="name them with --devices cpu,cpu, or how many are not here: --gpus 2",
+        )
     devices = list(base.placement.devices) if gpus is None else [f"{gpus} GPU{'s' * (gpus > 1)}"]
     limit = _free(devices) if limit is None and gpus is None else limit
     wanted = (strategy,) if strategy else ("single",) if ranks == 1 else ("ddp", "fsdp")
     estimates = {name: counting.memory(name, ranks, size) for name in wanted}
     if strategy == "dp":
         estimates[_OTHERS] = counting.data_parallel(ranks, size)[1]
+    if strategy == "pipeline":
+        estimates |= {f"device {place}": each for place, each in enumerate(counting.pipeline(ranks, size), start=1)}
     chosen, reason = (
         (strategy, "as set") if strategy else choose_strategy({n: e.total for n, e in estimates.items()}, ranks, limit)
     )
@@ -230,8 +268,24 @@ def _notes(counting: Counting, size: int, estimates: Mapping[str, Estimate]) -> 
             "dp: the first GPU has the optimizer, batch and outputs of all GPUs with their gradients (gathered), and "
             "the sum of the gradients beside its own: it is the fullest"
         )
+    if "pipeline" in estimates:
+        notes += _pipeline_notes(counting, size)
     if "ddp" in estimates:
         notes.append("ddp: its buckets are where the gradients live, so they take no more room")
+    return notes
+
+
+def _pipeline_notes(counting: Counting, size: int) -> list[str]:
+    config, devices = counting.subject.base.config.pipeline, counting.ranks
+    stages, parts = len(counting.stages(size, devices)), counting.micro_batches(size)
+    notes = [
+        f"pipeline: the fullest device; {parts} micro-batch{'es' * (parts > 1)} a step ({config.schedule})",
+        "messages: what a device has received, and what it has sent and keeps until the step's end",
+    ]
+    if stages > devices:
+        notes.append(
+            f"{stages} stages are cut by what their operators compute and move; a training cuts by measured times"
+        )
     return notes
 
 

@@ -6,9 +6,9 @@ that asks for a value on the way runs on real ones. The second step is counted: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from lockstep.errors import LockstepError, TaskError, UnsupportedError
 from lockstep.forecast.ledger import Ledger
 from lockstep.forecast.roofline import Work
 from lockstep.hardware.host import usable_memory
+
+Result = TypeVar("Result")
 
 _CPU = torch.device("cpu")
 
@@ -83,17 +85,31 @@ def count_step(
         TaskError: the task cannot make a step. UnsupportedError: the step reads values, and is too large for real ones.
     """
     how = (batch_size, keep_gradients, block, recompute)
+    return counted(task, config, batch, batch_size, lambda shapes, fake: _count(task, config, shapes, *how, fake))
+
+
+def counted(
+    task: Task, config: RunConfig, batch: Any, batch_size: int, count: Callable[[Any, FakeTensorMode | None], Result]
+) -> Result:
+    """What ``count`` finds on tensors without memory like those of ``batch``, or where that fails on ``batch`` itself.
+
+    Args:
+        count: called with the batch and the mode of tensors without memory, if they are such.
+
+    Raises:
+        TaskError, UnsupportedError: as :func:`count_step`.
+    """
     try:
         with seeded(config.training.seed), FakeTensorMode() as fake:
             shapes = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-            return _count(task, config, shapes, *how, fake)
+            return count(shapes, fake)
     except LockstepError:
         raise
     except Exception as error:  # a shape rule that torch lacks, a value that the model reads: whatever the task met
         _check_room(task, error)
     try:
         with seeded(config.training.seed):
-            return _count(task, config, batch, *how, None)
+            return count(batch, None)
     except LockstepError:
         raise
     except Exception as error:
@@ -128,7 +144,7 @@ def _count(
 ) -> Footprint:
     ledger = Ledger(block)
     with ledger:
-        model = (_without_memory(task, fake) if fake is not None else task.model()).train()
+        model = model_of(task, fake)
         ledger.add(list(model.parameters()), "parameters")
         ledger.add(list(model.buffers()), "buffers")
         ledger.add(batch, "batch")
@@ -175,13 +191,15 @@ def _count(
     )
 
 
-def _without_memory(task: Task, fake: FakeTensorMode) -> nn.Module:
-    """The model with tensors that have shapes alone."""
+def model_of(task: Task, fake: FakeTensorMode | None) -> nn.Module:
+    """The model in training mode; with ``fake`` its tensors have shapes alone."""
+    if fake is None:
+        return task.model().train()
     with unset_fake_temporarily():
         model = blueprint(task)
     # What to_empty() does, for parameters on the meta device and for real ones.
     model._apply(lambda tensor: torch.empty_like(fake.from_tensor(tensor), device="cpu"))
-    return model
+    return model.train()
 
 
 def _step(

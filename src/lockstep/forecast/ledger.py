@@ -41,6 +41,11 @@ class Ledger(TorchDispatchMode):
         self._live = dict.fromkeys(KINDS, 0)
         self.reset()
 
+    @property
+    def live(self) -> Mapping[Kind, int]:
+        """Bytes by kind now."""
+        return dict(self._live)
+
     def reset(self) -> None:
         """Forget the peak and the work; what is alive stays so."""
         self.peak: Mapping[Kind, int] = dict(self._live)

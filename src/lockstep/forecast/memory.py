@@ -11,7 +11,7 @@ from lockstep.forecast.footprint import Footprint
 
 STRATEGIES = ("single", "ddp", "fsdp")
 #: Strategies of which memory, but not speed, is predicted, too.
-MEMORY_STRATEGIES = (*STRATEGIES, "dp")
+MEMORY_STRATEGIES = (*STRATEGIES, "dp", "pipeline")
 #: More devices than any cluster has.
 MOST = 1_000_000
 #: What a GPU needs before the first tensor (context, libraries' workspaces), and the share that its allocator loses to
@@ -57,7 +57,7 @@ def device_memory(
         *blocks, root = footprint.blocks
         largest = max(blocks, default=0)
         kinds["gathered"] = max(root + 4 * largest, 2 * root + largest)
-    return _on_device(strategy, ranks, footprint.batch_size, kinds, on_gpu=on_gpu)
+    return on_device(strategy, ranks, footprint.batch_size, kinds, on_gpu=on_gpu)
 
 
 def data_parallel_memory(footprint: Footprint, devices: int, *, accumulates: bool) -> tuple[Estimate, Estimate]:
@@ -76,10 +76,11 @@ def data_parallel_memory(footprint: Footprint, devices: int, *, accumulates: boo
     gathered = (devices - 1) * kinds["batch"] + 2 * devices * footprint.outputs
     first = {**kinds, "gradients": (2 + accumulates) * kinds["gradients"], "gathered": gathered}
     size = footprint.batch_size
-    return _on_device("dp", devices, size, first, on_gpu=True), _on_device("dp", devices, size, other, on_gpu=True)
+    return on_device("dp", devices, size, first, on_gpu=True), on_device("dp", devices, size, other, on_gpu=True)
 
 
-def _on_device(strategy: str, ranks: int, batch_size: int, kinds: dict[str, float], *, on_gpu: bool) -> Estimate:
+def on_device(strategy: str, ranks: int, batch_size: int, kinds: dict[str, float], *, on_gpu: bool) -> Estimate:
+    """The estimate, on GPUs with an allowance for what no tensor shows."""
     if on_gpu:
         kinds["device"] = GPU_CONTEXT + GPU_LOSS * sum(kinds.values())
     return Estimate(strategy, ranks, batch_size, kinds)
