@@ -177,6 +177,8 @@ def test_evaluate_refuses_a_device_that_is_not_here(here: Path, capsys: pytest.C
 
 def test_export_writes_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "run", "--out", "weights", "--no-program"]) == 0
+    modes = {file.stat().st_mode & 0o777 for file in Path("weights").iterdir()}
+    assert len(modes) == 1, "who may read one may read all"
     assert "weights.safetensors" in capsys.readouterr().out
     assert (here / "weights" / "weights.safetensors").exists()
     # As a user goes on from the example: the hint in its last line, with a model.

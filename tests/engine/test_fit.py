@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import lockstep
+from lockstep.launch.run import resume
 from lockstep.telemetry.rundir import RunDir
 from tests.toys import Toy
 
@@ -62,3 +63,11 @@ def test_evaluations_between_epochs_are_kept_and_judged(tmp_path: Path) -> None:
     assert [row["step"] for row in epochs] == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
     best = max([*found, *epochs], key=lambda row: row["val_accuracy"])
     assert run.read().best_metric["val_accuracy"] == best["val_accuracy"]
+
+
+def test_a_resume_of_a_finished_run_leaves_it_finished(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run")
+    result = resume(run)
+    progress = run.progress()
+    assert progress is not None
+    assert (result.step, progress.step, progress.total) == (26, 26, 26)

@@ -129,3 +129,11 @@ def seen(folder: Path) -> dict[int, list[int]]:
         for row in map(json.loads, file.read_text().splitlines()):
             epochs.setdefault(row["epoch"], []).extend(row["samples"])
     return epochs
+
+
+class Unshown(Classifier):
+    """Without an example of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = None

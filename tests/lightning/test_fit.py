@@ -21,7 +21,7 @@ import lockstep
 from lockstep.engine.lightning_evaluate import evaluate_module
 from lockstep.engine.lightning_store import plain_values
 from lockstep.engine.lightning_task import ModuleTask
-from lockstep.errors import ConfigError, DeviceError, TaskError, UnsupportedError
+from lockstep.errors import ConfigError, DataError, DeviceError, TaskError, UnsupportedError
 from lockstep.launch.export import export
 from lockstep.launch.run import evaluate, resume
 from lockstep.lightning import fit
@@ -150,6 +150,17 @@ def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(tmp_path: 
     for name, value in weights(tmp_path / "run").items():
         assert torch.equal(again.state_dict()[name], value)
     assert own.Ragged.load_from_checkpoint(tmp_path / "out" / "module.ckpt").hparams.samples == 51
+
+
+def test_a_module_that_does_not_show_its_input_is_exported_without_a_program(tmp_path: Path) -> None:
+    task = {"datamodule": f"{FILE}:Numbered"}
+    lockstep.train(f"{FILE}:Unshown", settings(tmp_path, epochs=1) | {"hardware": ONE, "task": task})
+    run = RunDir.open(tmp_path / "run")
+    with pytest.raises(DataError, match="does not say what its forward"):
+        export(run, tmp_path / "out", program=True)
+    export(run, tmp_path / "out")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {"weights.safetensors", "module.ckpt", "metadata.json", "load_example.py"}
 
 
 SCRIPT = """
@@ -285,7 +296,7 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(tmp_pa
 
 def test_the_command_line_cannot_resume_an_object_of_a_script(tmp_path: Path) -> None:
     fit(own.Classifier(), own.Numbered(), hardware=ONE, config=settings(tmp_path, max_steps=1))
-    with pytest.raises(TaskError, match="script or notebook"):
+    with pytest.raises(TaskError, match="was an object of a program"):
         resume(RunDir.open(tmp_path / "run"), overrides={"training": {"max_steps": 2}})
 
 

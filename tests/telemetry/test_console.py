@@ -275,6 +275,26 @@ def test_nothing_of_a_notebooks_bar_stays_behind_a_message_of_several_lines() ->
     assert as_notebook(stream.getvalue())[:2] == ["short", (100 * "long ").rstrip()]
 
 
+@pytest.mark.parametrize(
+    ("task", "status", "told"),
+    [("har", "stopped", True), ("har", "completed", False), ("__main__:Mine", "stopped", False)],
+)
+def test_a_stopped_run_says_how_to_go_on(task: str, status: str, told: bool) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, "off")
+    sink.emit(RunStarted(Path("runs/mine"), 1, 0, 200, {"task": {"name": task}}))
+    sink.emit(RunEnded(status, 50, {}, None, {}, 3.0))
+    assert ("lockstep resume runs/mine" in stream.getvalue()) == told
+
+
+def test_an_evaluation_between_epochs_says_when_it_is_the_best() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, "plain")
+    for step, improved in ((20, True), (40, False)):
+        sink.emit(Evaluated(1, 1, step, {"val_loss": 0.5}, improved))
+    assert stream.getvalue().splitlines() == ["step 20  val_loss 0.5000  best so far", "step 40  val_loss 0.5000"]
+
+
 def as_notebook(output: str) -> list[str]:
     """The lines that stand after every carriage return has brought writing back to the beginning of its line."""
     lines = []

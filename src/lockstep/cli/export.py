@@ -37,12 +37,13 @@ def export(
         str, Parameter(metavar="best|last|STEP", help="Which weights to export. Default: best.")
     ] = "best",
     program: Annotated[
-        bool,
+        bool | None,
         Parameter(
             negative="--no-program",
-            help="Also write the model as a torch.export program, which runs without the task's code. Default: on.",
+            help="Also write the model as a torch.export program, which runs without the task's code. Default: on, "
+            "unless it is a LightningModule without example_input_array.",
         ),
-    ] = True,
+    ] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:

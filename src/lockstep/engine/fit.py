@@ -107,6 +107,7 @@ class Fit:
     def start(self) -> None:
         total = self.plan.total_steps
         at = self.state.step
+        self.heartbeat(at, total)  # there may be no step left that would tell
         self._emit(RunStarted(self.run_dir, self.attempt, at, total, self.plan.as_dict(), lambda: self.state.step))
         for note in (*self.plan.notes, *self.remarks):
             self._emit(Note("info", note))

@@ -32,7 +32,7 @@ def evaluate_module(
         raise DataError(
             f"this module has no {split} data",
             why=f"neither it nor its data module defines {hook}()",
-            fix="choose --split val or --split test, or write the hook",
+            fix=f"write {hook}()" + (", or choose --split val" if split == "test" else ""),
         )
     sizes: list[int | None] = []
 

@@ -92,6 +92,7 @@ class ModuleFit:
     def run(self) -> RunResult:
         """Train until the plan is fulfilled or a stop is agreed on, and record how it ended."""
         recorder = self.recorder
+        self.heartbeat(self.state.step, self.plan.total_steps)  # there may be no step left that would tell
         if not recorder.is_over:
             self._fit()
         if self.writer is not None:

@@ -125,9 +125,11 @@ class ModuleTask(Task):
     def _build(self) -> Any:
         if self.module_class is None:
             raise TaskError(
-                "this run's LightningModule lives in a script or notebook",
-                why="only running that again can make it",
-                fix="call lockstep.lightning.fit(…, resume=True) there, with the same save_dir",
+                "this run's LightningModule was an object of a program, and only that can make it again",
+                why="lockstep.lightning.fit() was given the module itself; the run folder has its weights alone",
+                fix="to go on with the run, call fit(…, resume=True) there, with the same save_dir; to evaluate or "
+                "export it, use the module there: after fit() it has the trained weights. Runs of "
+                "`lockstep train FILE.py:MODULE` know how to make theirs",
             )
         return _make(self.module_class, self.config.model, "task.model")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.store import Snapshot
+from lockstep.engine.lightning_task import ModuleTask
 from lockstep.errors import RunFolderError, UnsupportedError
 from lockstep.launch.afterwards import find_checkpoint, model_inputs, reopen
 from lockstep.launch.folder import refuse_unknown_code
@@ -39,11 +40,14 @@ print(len(weights), "tensors,", sum(w.numel() for w in weights.values()), "value
 """
 
 
-def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: bool = True) -> dict[str, Any]:
+def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: bool | None = None) -> dict[str, Any]:
     """Write ``weights.safetensors``, ``model.pt2`` (torch.export), metadata and ``load_example.py`` to ``out``.
 
     The program's first dimension is dynamic: any batch size. The run of a ``LightningModule`` has a
     ``module.ckpt``, too, for its ``load_from_checkpoint``.
+
+    Args:
+        program: whether to write one; ``None``: unless it is a ``LightningModule`` without ``example_input_array``.
 
     Raises:
         RunFolderError: ``out`` holds something already. UnsupportedError: torch cannot export the model.
@@ -64,8 +68,7 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
         save_file(
             {key: value.contiguous().clone() for key, value in snapshot.model.items()}, building / "weights.safetensors"
         )
-        if program:
-            _write_program(run, snapshot, building)
+        program = program is not False and _write_program(run, snapshot, building, wanted=bool(program))
         if "lightning" in snapshot.trainer:
             _write_module(snapshot, building)
         record = run.read()
@@ -79,6 +82,8 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
             "task_state": _listed(snapshot.trainer["task"]),
         }
         write_json(building / "metadata.json", metadata)
+        # Else nobody but its owner could read it.
+        (building / "weights.safetensors").chmod((building / "metadata.json").stat().st_mode)
         _write_example(building, program)
         if out.exists():
             out.rmdir()
@@ -97,11 +102,14 @@ def _listed(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else state
 
 
-def _write_program(run: RunDir, snapshot: Snapshot, folder: Path) -> None:
+def _write_program(run: RunDir, snapshot: Snapshot, folder: Path, *, wanted: bool) -> bool:
+    """Whether there is one. ``wanted``: it is an error when there can be none."""
     import torch
 
     task, datasets = reopen(run.config(), snapshot)
     model = task.model()
+    if not wanted and isinstance(task, ModuleTask) and getattr(model, "example_input_array", None) is None:
+        return False
     model.load_state_dict(snapshot.model)
     args, kwargs = model_inputs(task, model.eval(), datasets)
     try:
@@ -115,6 +123,7 @@ def _write_program(run: RunDir, snapshot: Snapshot, folder: Path) -> None:
         ) from error
     torch.export.save(exported, folder / "model.pt2")
     torch.save({"args": args, "kwargs": kwargs}, folder / "example_inputs.pt")
+    return True
 
 
 def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

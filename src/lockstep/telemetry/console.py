@@ -78,7 +78,8 @@ class ConsoleSink:
             case EpochEnded():
                 self._epoch(event)
             case Evaluated() if self._mode != "off":
-                self._line(f"step {event.step}  {metrics_text(event.metrics)}")
+                best = ["best so far"] if event.improved else []
+                self._line("  ".join([f"step {event.step}", metrics_text(event.metrics), *best]))
             case Note():
                 self._note(event)
             case Restarted():
@@ -137,8 +138,16 @@ class ConsoleSink:
             ("time", duration(event.duration_s)),
             *([("samples/s", f"{samples / seconds:,.0f}")] if seconds > 0 else []),
             *([("run folder", str(self._started.run_dir))] if self._started else []),
+            *self._going_on(event),
         ]
         print_table(("summary", ""), rows, self._stream)
+
+    def _going_on(self, event: RunEnded) -> list[tuple[str, str]]:
+        """The command that goes on with a stopped run; with what a program made, only that program can."""
+        if self._started is None or event.status != "stopped":
+            return []
+        made = self._started.plan.get("task", {}).get("name", "").startswith(("__main__:", "lockstep.engine."))
+        return [] if made else [("go on with", f"lockstep resume {self._started.run_dir}")]
 
     def _line(self, text: str, style: str = "") -> None:
         if self._bar is not None:
