@@ -69,11 +69,12 @@ def begin_attempt(store: CheckpointStore) -> tuple[int | None, list[str]]:
 def test_an_attempt_sets_broken_checkpoints_aside(tmp_path: Path) -> None:
     store = checkpoints(tmp_path / "run", 4, 8)
     (store.path_of(8) / "model.safetensors").write_bytes(b"broken")
-    step, (warning,) = begin_attempt(store)
+    step, (warning, aside) = begin_attempt(store)
     assert step == 4 and "step 8 is broken" in warning
+    assert aside.startswith(f"{store.folder / 'step-00000008.broken'} was set aside")
     assert store.steps() == [4] and (store.folder / "step-00000008.broken" / "trainer.pt").is_file()
     (store.path_of(4) / "model.safetensors").write_bytes(b"broken")
-    step, (warning,) = begin_attempt(store)
+    step, (warning, _) = begin_attempt(store)
     assert step is None and "step 4 is broken" in warning
     assert store.steps() == [], "they would count among the newest that are kept"
 
