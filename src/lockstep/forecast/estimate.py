@@ -180,24 +180,7 @@ def estimate_memory(
     """
     base, counting = subject.base, Counting(subject, gpus, None if gpus is None else GPUS_PER_NODE)
     ranks, size = counting.ranks, counting.size
-    if strategy == "dp" and not (counting.on_gpu and ranks > 1):
-        raise UnsupportedError(
-            "strategy dp needs several GPUs",
-            why="it copies the model from the first one to the others",
-            fix="name some with --devices, or so many that are not here: --gpus 2",
-        )
-    if strategy == "dp" and counting.per_node is not None and ranks > counting.per_node:
-        raise UnsupportedError(
-            f"strategy dp cannot use {ranks} GPUs",
-            why=f"it is one process on one machine, which is taken to have {counting.per_node}",
-            fix=f"--gpus {counting.per_node}, or --strategy ddp",
-        )
-    if strategy == "pipeline" and ranks == 1:
-        raise UnsupportedError(
-            "strategy pipeline needs several devices",
-            why="each of them has some of the stages",
-            fix="name them with --devices cpu,cpu, or how many are not here: --gpus 2",
-        )
+    _refuse(strategy, counting)
     devices = list(base.placement.devices) if gpus is None else [f"{gpus} GPU{'s' * (gpus > 1)}"]
     limit = _free(devices) if limit is None and gpus is None else limit
     wanted = (strategy,) if strategy else ("single",) if ranks == 1 else ("ddp", "fsdp")
@@ -227,6 +210,28 @@ def estimate_memory(
         "chosen": {"strategy": chosen, "reason": reason},
         "notes": _notes(counting, size, estimates),
     }
+
+
+def _refuse(strategy: str | None, counting: Counting) -> None:
+    """Raise :class:`UnsupportedError` when these devices cannot have ``strategy``."""
+    if strategy == "dp" and not (counting.on_gpu and counting.ranks > 1):
+        raise UnsupportedError(
+            "strategy dp needs several GPUs",
+            why="it copies the model from the first one to the others",
+            fix="name some with --devices, or so many that are not here: --gpus 2",
+        )
+    if strategy == "dp" and counting.per_node is not None and counting.ranks > counting.per_node:
+        raise UnsupportedError(
+            f"strategy dp cannot use {counting.ranks} GPUs",
+            why=f"it is one process on one machine, which is taken to have {counting.per_node}",
+            fix=f"--gpus {counting.per_node}, or --strategy ddp",
+        )
+    if strategy == "pipeline" and counting.ranks == 1:
+        raise UnsupportedError(
+            "strategy pipeline needs several devices",
+            why="each of them has some of the stages",
+            fix="name them with --devices cpu,cpu, or how many are not here: --gpus 2",
+        )
 
 
 def _total(counting: Counting, strategy: str, ranks: int, size: int) -> float:
@@ -278,8 +283,9 @@ def _notes(counting: Counting, size: int, estimates: Mapping[str, Estimate]) -> 
 def _pipeline_notes(counting: Counting, size: int) -> list[str]:
     config, devices = counting.subject.base.config.pipeline, counting.ranks
     stages, parts = len(counting.stages(size, devices)), counting.micro_batches(size)
+    how = f"{parts} micro-batch{'es' * (parts > 1)} a step ({config.schedule})"
     notes = [
-        f"pipeline: the fullest device; {parts} micro-batch{'es' * (parts > 1)} a step ({config.schedule})",
+        f"pipeline: the fullest device; {'one micro-batch at a time' if config.in_process else how}",
         "messages: what a device has received, and what it has sent and keeps until the step's end",
     ]
     if stages > devices:

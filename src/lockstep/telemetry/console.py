@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import sys
 import threading
 import time
@@ -147,7 +148,7 @@ class ConsoleSink:
         if self._started is None or event.status != "stopped":
             return []
         made = self._started.plan.get("task", {}).get("name", "").startswith(("__main__:", "lockstep.engine."))
-        return [] if made else [("go on with", f"lockstep resume {self._started.run_dir}")]
+        return [] if made else [("go on with", f"lockstep resume {shlex.quote(str(self._started.run_dir))}")]
 
     def _line(self, text: str, style: str = "") -> None:
         if self._bar is not None:
