@@ -12,8 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep import Loss
-from tests.toys import Toy
+from lockstep import Datasets, Loss
+from lockstep.data.arrays import ArrayDataset
+from tests.toys import SampleBySample, Toy, arrays
+
+
+class Stuck(SampleBySample):
+    """Reads from a disk that answers rank 1 for some time."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads += 1
+        if self.reads > 40 and os.environ["RANK"] == "1" and is_first_start():
+            time.sleep(600)  # of the disk
+        return super().__getitem__(index)
 
 
 class Faulty(Toy):
@@ -23,6 +36,11 @@ class Faulty(Toy):
         slow: bool = False
         evaluating: bool = False
         save_s: float = 0.0
+
+    def datasets(self) -> Datasets:
+        if self.config.fault != "data":
+            return super().datasets()
+        return Datasets(Stuck(*arrays(self.config.samples, 1)), ArrayDataset(*arrays(53, 2)))
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         result = super().loss(model, batch)
@@ -62,6 +80,10 @@ def hook() -> None:
 
 def saving() -> None:
     """The save does it."""
+
+
+def data() -> None:
+    """The data set does it."""
 
 
 def sleep() -> None:

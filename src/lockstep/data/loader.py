@@ -146,6 +146,11 @@ class Source:
         return type(self.dataset) is ArrayDataset
 
     @property
+    def is_at_hand(self) -> bool:
+        """Whether batches are rows of arrays in memory."""
+        return self.gathers and self.dataset.is_in_memory
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a sample, where batches are rows of arrays; else 0."""
         return self.dataset.row_bytes if self.gathers else 0
@@ -199,7 +204,7 @@ def make_loader(source: Source, requests: Iterable[Request], plan: LoaderPlan, r
         return WorkerLoader(source, requests, plan, rank)
     # A plan may have been made where there was a GPU.
     pin = plan.pin_memory and torch.cuda.is_available()
-    if not pin and source.gathers and source.dataset.is_in_memory and largest * source.row_bytes <= IN_PLACE_BYTES:
+    if not pin and source.is_at_hand and largest * source.row_bytes <= IN_PLACE_BYTES:
         return InPlaceLoader(source, requests)
     return ThreadLoader(source, requests, depth=plan.prefetch_factor, pin=pin)
 

@@ -59,6 +59,8 @@ def evaluate(
     place = (0, 1) if together else (collectives.rank, collectives.size)
     rounds = list(_rounds(len(dataset), batch_size, *place, chunks, ghosts))
     source = Source(dataset, task.collate, seed, InOrder())
+    if source.is_at_hand:  # to start processes for it takes longer than its rows
+        loader = loader.model_copy(update={"num_workers": 0, "persistent_workers": False})
     batches = make_loader(source, rounds, loader, collectives.rank, largest=batch_size)
     try:
         # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.

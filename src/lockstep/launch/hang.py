@@ -29,12 +29,16 @@ _STATES = {
 }
 
 
+_FIX_LOADER = "try --num-workers 0 to see where the data set stops"
+_FIX_WORKERS = "mend what its worker does there, or try --num-workers 0"
+
+
 class Standstill(BaseModel):
     """Where one rank was when no rank moved any more. ``stack``: ``file:line in function``, innermost first.
 
     ``state``: ``running``, ``stopped`` (by a signal or a debugger) or ``blocked`` (in the kernel).
     ``in_framework``: its innermost call is torch's or Lockstep's, as that of a rank which waits for others.
-    ``node``: its host, where there are several.
+    ``node``: its host, where there are several. ``workers``: where its loader's workers are, if it waits for them.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -51,10 +55,18 @@ class Standstill(BaseModel):
     in_framework: bool = False
     stack: tuple[str, ...] = ()
     node: str = ""
+    workers: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, rank: int, sign: Sign, *, silent_s: float, state: str = "running", stack: stacks.Stack = ()
+        cls,
+        rank: int,
+        sign: Sign,
+        *,
+        silent_s: float,
+        state: str = "running",
+        stack: stacks.Stack = (),
+        workers: tuple[str, ...] = (),
     ) -> Standstill:
         """``stack``: of its main thread, innermost call first."""
         return cls(
@@ -62,14 +74,20 @@ class Standstill(BaseModel):
             step=sign.step,
             doing=sign.activity.phrase(sign.step),
             ahead=sign.activity in (Activity.STEP, Activity.WAITING_FOR_DATA),
-            waits_for_data=sign.activity is Activity.WAITING_FOR_DATA,
+            waits_for_data=waits_for_data(sign, stack),
             waits_for_save=sign.activity is Activity.AWAITING_SAVE,
             silent_s=silent_s,
             state=state,
             place=stacks.place(stack),
             in_framework=bool(stack) and stack[0].is_framework,
             stack=tuple(map(str, stacks.own_part(stack))),
+            workers=workers,
         )
+
+    @property
+    def where(self) -> str:
+        """The line that it stands at: that of its loader's first worker, if it waits for one."""
+        return self.workers[0] if self.workers else self.place
 
     @property
     def name(self) -> str:
@@ -108,7 +126,7 @@ class HangReport(BaseModel):
         verb = "has" if len(behind) == 1 else "have"
         if first.state == "stopped":
             return f"{names} {verb} given no sign of life for {silent}, in {first.doing}"
-        return f"{names} {verb} made no progress for {silent}, in {first.doing}{first.place and f': {first.place}'}"
+        return f"{names} {verb} made no progress for {silent}, in {first.doing}{first.where and f': {first.where}'}"
 
     @property
     def cause(self) -> Cause:
@@ -126,7 +144,7 @@ class HangReport(BaseModel):
             return Cause(
                 "hang",
                 "its loader brings no batch; the other ranks wait for it",
-                f"try --num-workers 0 to see where the data set stops; {slow}",
+                f"{_FIX_WORKERS if behind[0].workers else _FIX_LOADER}; {slow}",
             )
         if behind and not behind[0].in_framework:
             return Cause(
@@ -146,6 +164,7 @@ class HangReport(BaseModel):
             state = "" if rank.state == "running" else f" ({rank.state})"
             where = rank.place or ("no stack: the process does not answer" if not rank.stack else rank.stack[0])
             lines.append(f"  rank {rank.name}{state}: silent for {rank.silent_s:.0f} s in {rank.doing}; {where}")
+            lines += [f"    {worker}" for worker in rank.workers]
         behind = self.behind
         for rank in (*behind, *(other for other in self.ranks if other not in behind)):
             if rank.stack:
@@ -154,6 +173,11 @@ class HangReport(BaseModel):
                 )
                 lines += [f"  {frame}" for frame in rank.stack]
         return "\n".join(lines)
+
+
+def waits_for_data(sign: Sign, stack: stacks.Stack) -> bool:
+    """Whether a rank waits for its loader, in training or in an evaluation."""
+    return sign.activity is Activity.WAITING_FOR_DATA or any(frame.is_loader for frame in stack)
 
 
 class HangWatch:
@@ -217,10 +241,22 @@ class HangWatch:
         states = {rank: _state(self._pids[rank]) for rank in signs}
         answering = {rank: self._pids[rank] for rank in signs if states[rank] != "stopped"}
         found = stacks.ask(answering, self._logs, f"has made no progress for {self._timeout_s:g} s; its threads are at")
+        workers = {
+            rank: stacks.ask_workers(self._pids[rank], rank, self._logs)
+            for rank, stack in found.items()
+            if waits_for_data(signs[rank], stack)
+        }
         # What they have written to answer is no progress.
         self._seen |= {rank: (self._progress(rank, sign), self._seen[rank][1]) for rank, sign in signs.items()}
         return tuple(
-            Standstill.of(rank, sign, silent_s=now - self._seen[rank][1], state=states[rank], stack=found.get(rank, ()))
+            Standstill.of(
+                rank,
+                sign,
+                silent_s=now - self._seen[rank][1],
+                state=states[rank],
+                stack=found.get(rank, ()),
+                workers=workers.get(rank, ()),
+            )
             for rank, sign in signs.items()
         )
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+import psutil
+
 from lockstep.launch.output import MARK, log_file
 
 #: Asks a rank for its stacks. SIGUSR1 is what batch systems announce a preemption with.
@@ -28,6 +30,7 @@ WAIT_S = 2.0
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_LOADER = str(Path(_PACKAGE, "data", "loader.py"))
 _START = f"{_PACKAGE}{os.sep}launch{os.sep}"
 #: Names that torch's own decorators have in a stack.
 _DECORATORS = frozenset({"wrapper", "decorate_context", "_fn"})
@@ -46,6 +49,11 @@ class Frame(NamedTuple):
     def is_framework(self) -> bool:
         """Whether it belongs to Lockstep, torch or Lightning: where ranks wait for each other."""
         return self.file.startswith(_PACKAGE) or any(f"/{name}/" in self.file for name in ("torch", "lightning"))
+
+    @property
+    def is_loader(self) -> bool:
+        """Whether it is where a rank takes its next batch."""
+        return self.file == _LOADER
 
     @property
     def is_library(self) -> bool:
@@ -91,6 +99,41 @@ def ask(pids: Mapping[int, int], logs: Path, title: str) -> dict[int, Stack]:
         time.sleep(0.1)  # also for what comes after the first lines
         found = {rank: stack for rank, start in starts.items() if (stack := parse(_read(log_file(logs, rank), start)))}
     return found
+
+
+def ask_workers(pid: int, rank: int, logs: Path) -> tuple[str, ...]:
+    """Where each loader worker of ``rank``, the process ``pid``, is: ``its loader's worker 4711 is at …``.
+
+    Workers are forked, so they have the rank's answer to :data:`SIGNAL`, and write to the rank's log; one after the
+    other, as long as they answer.
+    """
+    found: list[str] = []
+    begun = time.monotonic()
+    for worker in _workers(pid):
+        if time.monotonic() > begun + WAIT_S:  # who asks watches the ranks, too
+            break
+        with contextlib.suppress(psutil.Error):
+            title = f"waits for its loader's worker {worker.pid}; that one's threads are at"
+            stack = ask({rank: worker.pid}, logs, title).get(rank, ())
+            where = f"is at {place(stack)}" if stack else f"does not answer; its state: {worker.status()}"
+            found.append(f"its loader's worker {worker.pid} {where}")
+    return tuple(found)
+
+
+def _workers(pid: int) -> list[psutil.Process]:
+    """The loader workers among the children of ``pid``: torch names them, and the signal would end any other child."""
+    with contextlib.suppress(psutil.Error):
+        children = psutil.Process(pid).children()
+        return [child for child in children if child.name().startswith("pt_data_worker") and _catches(child.pid)]
+    return []
+
+
+def _catches(pid: int) -> bool:
+    """Whether a process has a handler for :data:`SIGNAL`; see proc_pid_status(5)."""
+    with contextlib.suppress(OSError, ValueError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (SIGNAL - 1) & 1)
+    return False
 
 
 def parse(text: str) -> Stack:

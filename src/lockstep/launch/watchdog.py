@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from lockstep.errors import LockstepError, RankFailed
 from lockstep.hardware.world import World
 from lockstep.launch import stacks
-from lockstep.launch.hang import OWN_PAUSE_S, HangReport, Standstill, saving_progress
+from lockstep.launch.hang import OWN_PAUSE_S, HangReport, Standstill, saving_progress, waits_for_data
 from lockstep.launch.output import MARK, log_file
 from lockstep.launch.worker import leave
 from lockstep.telemetry.pulse import Activity, pulse
@@ -57,10 +58,17 @@ class Watchdog(threading.Thread):
         store: where the ranks have met; used over a connection of its own. ``None``: there is one rank.
         timeout_s: how long no rank may move; one at something untimed moves.
         hung: called once, with what is known of every rank, and whether this rank is the one to tell it.
+        ask_workers: where the workers of this rank's loader are.
     """
 
     def __init__(
-        self, world: World, store: Store | None, *, timeout_s: float, hung: Callable[[HangReport, bool], None]
+        self,
+        world: World,
+        store: Store | None,
+        *,
+        timeout_s: float,
+        hung: Callable[[HangReport, bool], None],
+        ask_workers: Callable[[], tuple[str, ...]],
     ) -> None:
         super().__init__(name="lockstep-watchdog", daemon=True)
         self._world = world
@@ -68,6 +76,8 @@ class Watchdog(threading.Thread):
         self._timeout_s = timeout_s
         self._interval_s = max(_LEAST_INTERVAL_S, timeout_s / _TOLD_IN_TIMEOUT)
         self._hung = hung
+        self._ask_workers = ask_workers
+        self._workers: tuple[str, ...] | None = None
         self._ended = threading.Event()
         self._told = 0
         self._seen: object = None
@@ -113,8 +123,12 @@ class Watchdog(threading.Thread):
             self._seen, self._moved_at = progress, now
         silent_s = now - self._moved_at
         stack = main_stack() if silent_s >= self._timeout_s / 2 else ()
+        if not stack:
+            self._workers = None
+        elif self._workers is None:
+            self._workers = self._ask_workers() if waits_for_data(sign, stack) else ()
         self._told += 1
-        at = Standstill.of(self._world.rank, sign, silent_s=silent_s, stack=stack)
+        at = Standstill.of(self._world.rank, sign, silent_s=silent_s, stack=stack, workers=self._workers or ())
         return _Word(number=self._told, untimed=sign.activity.is_untimed, at=at)
 
     def _others(self, now: float) -> dict[int, _Word]:
@@ -171,15 +185,33 @@ def watched(run: RunDir, world: World, store: Store | None, *, timeout_s: float,
             time.sleep(_TELL_S)
         leave(1)
 
-    watchdog = Watchdog(world, store, timeout_s=timeout_s, hung=hung)
+    watchdog = Watchdog(
+        world,
+        store,
+        timeout_s=timeout_s,
+        hung=hung,
+        ask_workers=lambda: stacks.ask_workers(os.getpid(), world.rank, run.logs),
+    )
     before, pulse.is_watched = pulse.is_watched, True
     watchdog.start()
     try:
-        yield
+        with _answering(log_file(run.logs, world.rank)):
+            yield
     finally:
         watchdog.end()
         pulse.is_watched = before
         os.close(terminal)
+
+
+@contextmanager
+def _answering(path: Path) -> Iterator[None]:
+    """Inside, this process and the loader workers that it starts tell their stacks when they are asked to."""
+    with contextlib.ExitStack() as inside:
+        with contextlib.suppress(OSError):  # the folder may not be this node's to write, and the run goes on
+            log = inside.enter_context(path.open("a", encoding="utf-8"))
+            if signal.getsignal(stacks.SIGNAL) == signal.SIG_DFL:  # else it is the script's that trains here
+                inside.enter_context(stacks.told_on_request(log))
+        yield
 
 
 def _write_log(path: Path, rank: int, error: RankFailed) -> None:
