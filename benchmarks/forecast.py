@@ -4,14 +4,15 @@
     .venv/bin/python benchmarks/forecast.py published
 
 ``ranks``: in each round, within seconds of each other and in the same processes: one rank's steps by itself, all
-ranks' steps without a word to each other, an all-reduce of several sizes, and the real thing, DDP among all ranks. The
-forecast sees the first three.
+ranks' steps without a word to each other and with some short messages in the forward, an all-reduce of several sizes,
+and the real thing, DDP or FSDP among all ranks. The forecast sees the rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,24 @@ from lockstep.bench.subject import Subject
 from lockstep.bench.summary import summarise
 from lockstep.bench.trials import new_trials
 from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
+from lockstep.forecast.estimate import Counting
 from lockstep.forecast.measure import gradients_of, take_turns, timed_steps
-from lockstep.forecast.project import blocking_messages, cases, contention, joint_message, step_of
+from lockstep.forecast.project import blocking_messages, cases, joint_message, step_of
 from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
+from lockstep.forecast.sharing import contention, meeting
 
 SIZES = (4096, 65_536, 1 << 20, 4 << 20)
-#: Name, task, settings: one bound by computation, one with many parameters for its work.
+_MLP = {"task": {"model": "mlp", "hidden": [1024, 1024]}, "training": {"batch_size": 256}}
+_SPEECH = {"training": {"batch_size": 32}}
+#: Name, task, strategy, settings: some bound by computation, one with many parameters for its work.
 SUBJECTS = (
-    ("har cnn, batch 64", "har", {"training": {"batch_size": 64}}),
-    (
-        "har mlp 1024-1024, batch 256",
-        "har",
-        {"task": {"model": "mlp", "hidden": [1024, 1024]}, "training": {"batch_size": 256}},
-    ),
+    ("har cnn, batch 64", "har", "ddp", {"training": {"batch_size": 64}}),
+    ("har cnn, batch 128", "har", "ddp", {"training": {"batch_size": 128}}),
+    ("har cnn, batch 128", "har", "fsdp", {"training": {"batch_size": 128}}),
+    ("har mlp 1024-1024, batch 256", "har", "ddp", _MLP),
+    ("har mlp 1024-1024, batch 256", "har", "fsdp", _MLP),
+    ("speech tiny, batch 32", "speech", "ddp", _SPEECH),
+    ("speech tiny, batch 32", "speech", "fsdp", _SPEECH),
 )
 
 
@@ -54,20 +60,18 @@ def round_of_measurements(rank: Rank, together: Case, alone: Case, rounds: int) 
             rank.report({"round": number, "alone": rows, "messages": messages, "real": real})
 
 
-def predict_ranks(
-    rows: list[dict[str, Any]], ranks: int, batch_size: int, blocking: int, joint: bool
-) -> list[dict[str, Any]]:
-    """Predicted against measured milliseconds, by round."""
+def predict_ranks(rows: list[dict[str, Any]], ranks: int, shape: Step, setting: Setting) -> list[dict[str, Any]]:
+    """Predicted against measured milliseconds, by round; ``shape`` and ``setting``: what needs no measuring."""
+    waits = setting.blocking > 0 or setting.strategy == "fsdp"
     found = []
     for row in (row for row in rows if "round" in row):
         fit = fit_alpha_beta([m["bytes"] for m in row["messages"]], [m["latency_us"] / 1e6 for m in row["messages"]])
-        step = step_of(batch_size, [rows[0], *row["alone"]], None)
-        setting = Setting(
-            measured_cluster(fit.alpha_s, fit.beta_s_per_byte, ranks, max(0.1, fit.error)),
-            overlap=0.0,
-            contention={ranks: contention(row["alone"], ranks, blocking)},
-            blocking=blocking,
-            joint=joint,
+        step = replace(step_of(shape.batch_size, [rows[0], *row["alone"]], None), blocks=shape.blocks)
+        setting = replace(
+            setting,
+            cluster=measured_cluster(fit.alpha_s, fit.beta_s_per_byte, ranks, max(0.1, fit.error)),
+            contention={ranks: contention(row["alone"], ranks, waits)},
+            meeting_s=meeting(row["alone"], ranks, fit.alpha_s / 2),
         )
         bars = with_error_bars(step, ranks, setting)
         predicted, real = bars.middle, row["real"]
@@ -75,6 +79,7 @@ def predict_ranks(
             {
                 "one_ms": step.seconds * 1e3,
                 "contention": setting.contention[ranks],
+                "meeting_ms": setting.meeting_s * 1e3,
                 "predicted_ms": predicted.step_s * 1e3,
                 "predicted_parts_ms": {name: seconds * 1e3 for name, seconds in predicted.parts.items()},
                 "measured_ms": real["mean_ms"],
@@ -86,10 +91,10 @@ def predict_ranks(
 
 def ranks_of_this_machine(counts: list[int], rounds: int, steps: int) -> list[dict[str, Any]]:
     results = []
-    for name, task, settings in SUBJECTS:
+    for name, task, strategy, settings in SUBJECTS:
         for ranks in counts:
             subject = Subject(task, {**settings, "hardware": {"selected_devices": ["cpu"] * ranks}})
-            together, alone = cases(subject, ["cpu"] * ranks, steps)
+            together, alone = cases(subject, ["cpu"] * ranks, steps, strategy)
             with new_trials() as trials:
                 outcome = trials.run(
                     round_of_measurements,
@@ -101,12 +106,21 @@ def ranks_of_this_machine(counts: list[int], rounds: int, steps: int) -> list[di
                 )
             if outcome.ended != "done":
                 raise SystemExit(f"{name}, {ranks} ranks: {outcome.ended} ({outcome.error})")
-            blocking = blocking_messages(subject.base.task, subject.base.config)
-            joint = joint_message(subject.base.task, subject.base.config, "cpu")
-            found = predict_ranks(outcome.rows, ranks, subject.base.plan.batch.batch_size, blocking, joint)
-            ratio = statistics.median(row["ratio"] for row in found)
-            results.append({"subject": name, "ranks": ranks, "ratio": ratio, "rounds": found})
-            print(f"{name}, {ranks} ranks: predicted / measured {ratio:.2f} (of {len(found)} rounds)")
+            base, counting = subject.base, Counting(subject)
+            shape = Step(counting.size, 0.0, 0.0, 0.0, (), (), blocks=counting.footprint(counting.size, True).blocks)
+            setting = Setting(
+                cluster_of("25gbe", ranks),
+                strategy=strategy,
+                overlap=0.0,
+                blocking=blocking_messages(base.task, base.config),
+                joint=strategy == "ddp" and joint_message(base.task, base.config, "cpu"),
+            )
+            found = predict_ranks(outcome.rows, ranks, shape, setting)
+            ratios = [row["ratio"] for row in found]
+            ratio = statistics.median(ratios)
+            results.append({"subject": name, "strategy": strategy, "ranks": ranks, "ratio": ratio, "rounds": found})
+            print(f"{name}, {strategy}, {ranks} ranks: predicted / measured {ratio:.2f} "
+                  f"({min(ratios):.2f} to {max(ratios):.2f} of {len(found)} rounds)")  # fmt: skip
             for row in found:
                 print("   ", {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
     return results

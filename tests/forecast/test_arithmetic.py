@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from lockstep.forecast.collectives import (
 )
 from lockstep.forecast.memory import MEMORY_STRATEGIES, check_strategy, choose_strategy, largest_batch, parse_memory
 from lockstep.forecast.roofline import Work, gpu_machine, seconds
-from lockstep.forecast.scaling import Setting, Step, expected_max, predict, with_error_bars
+from lockstep.forecast.scaling import COUNT_BYTES, Setting, Step, expected_max, predict, with_error_bars
 
 SIZES = st.integers(1, 1 << 34)
 DEVICES = st.integers(1, 4096)
@@ -197,7 +198,8 @@ def test_of_fsdp_nothing_hides_the_root_and_the_ends_of_each_pass() -> None:
     found = predict(step, 16, Setting(cluster, strategy="fsdp"))
     first, _, last, root = (all_gather(size, 16, cluster) for size in sizes)
     # Gathered for both passes, and scattered at the end: the root and the first block; gathered there: the last block.
-    assert found.parts["communication"] == pytest.approx(3 * root + 2 * first + last)
+    short = all_reduce(COUNT_BYTES, 16, cluster)  # loss and count; the norm
+    assert found.parts["communication"] == pytest.approx(3 * root + 2 * first + last + 2 * short)
     assert found.parts["compute"] == pytest.approx(30 + 1 / 16), "each device updates its part of the weights"
 
 
@@ -220,6 +222,22 @@ def test_synchronised_batchnorm_waits_for_its_messages() -> None:
     more = predict(step, 2, replace(plain, blocking=6)).step_s - predict(step, 2, plain).step_s
     assert more == pytest.approx(6e-3, rel=0.01)
     assert predict(step, 1, replace(plain, blocking=6)).step_s == step.seconds
+
+
+def test_where_ranks_share_cores_each_message_in_mid_step_costs_a_meeting() -> None:
+    sizes = (4096, 4096, 0)  # two blocks, and nothing around them
+    step = Step(32, 0.01, 0.02, 0.0, sizes[:2], (0.5, 1.0), blocks=sizes)
+    cluster = measured_cluster(1e-3, 1e-9, 2, 0.1)
+
+    def costs(**setting: Any) -> float:
+        parts = [predict(step, 2, Setting(cluster, meeting_s=s, **setting)).parts for s in (0.0, 0.01)]
+        return parts[1]["communication"] - parts[0]["communication"]
+
+    assert costs() == pytest.approx(0.01), "the step's end"
+    assert costs(blocking=6) == pytest.approx(0.07)
+    assert costs(blocking=6, accumulate=2) == pytest.approx(0.13)
+    assert costs(strategy="fsdp") == pytest.approx(0.07), "two gathers and a scatter a block, and the norm"
+    assert predict(step, 1, Setting(cluster, meeting_s=1.0)).step_s == step.seconds
 
 
 def test_advice_names_what_helps() -> None:

@@ -13,8 +13,10 @@ import pytest
 from lockstep.bench.subject import Subject
 from lockstep.errors import ConfigError, UsageError
 from lockstep.forecast.collectives import measured_cluster
-from lockstep.forecast.project import Wish, contention, counts_beside, forecast
+from lockstep.forecast.measure import MEETINGS
+from lockstep.forecast.project import Wish, forecast
 from lockstep.forecast.scaling import Setting
+from lockstep.forecast.sharing import contention, counts_beside, meeting
 from lockstep.hardware.host import usable_cores
 from lockstep.launch.foreseen import read_forecast
 from lockstep.report.score import in_words, score
@@ -179,6 +181,17 @@ def test_a_run_is_scored_against_its_own_row() -> None:
 def test_ranks_that_wait_in_mid_step_take_turns_on_cores() -> None:
     rows = [{"count": 1, "step_ms": 10.0}, {"count": 8, "step_ms": 15.0}]
     ranks = 2 * usable_cores() + 1
-    assert contention(rows, ranks, blocking=0) == 1.5
-    assert contention(rows, ranks, blocking=6) == 3
-    assert contention(rows, 0, blocking=6) == 1.5
+    assert contention(rows, ranks, waits=False) == 1.5
+    assert contention(rows, ranks, waits=True) == 3
+    assert contention(rows, 0, waits=True) == 1.5
+
+
+def test_what_a_message_costs_ranks_that_share_cores_is_told_by_steps_with_messages() -> None:
+    steps = [(1, 0, 10.0), (2, 0, 12.0), (2, MEETINGS, 12.0 + 3 * MEETINGS)]
+    rows = [{"count": count, "meetings": meetings, "step_ms": time} for count, meetings, time in steps]
+    assert meeting(rows, 2, 0.001) == pytest.approx(0.002), "3 ms, of which the message takes one"
+    assert meeting(rows, 2, 0.004) == 0.0
+    assert meeting(rows[:2], 2, 0.001) == 0.0, "not measured"
+    assert contention(rows, 2, waits=True) == pytest.approx(1.2)
+    ranks = 2 * usable_cores() + 1  # a step takes three turns, which is no cost of a message
+    assert meeting(rows, ranks, 0.0) == pytest.approx((12e-3 + 3e-3 * MEETINGS - 30e-3) / MEETINGS)

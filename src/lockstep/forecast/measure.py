@@ -20,9 +20,11 @@ from lockstep.bench.summary import summarise
 from lockstep.bench.trials import TIMEOUT_S
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives
-from lockstep.engine.wire import Group
+from lockstep.engine.wire import Group, all_gather_rows
 from lockstep.hardware.world import World
 
+#: Messages in a forward by which it is measured what one costs ranks that share cores.
+MEETINGS = 8
 #: Steps in which the arrival of every single gradient is noted; the notes cost time, so these are not the timed ones.
 WATCHED = 8
 
@@ -43,23 +45,28 @@ def measure_alone(rank: Rank, together: Case, alone: Case, rounds: int) -> None:
 def take_turns(site: Site, case: Case, *, synced: bool) -> list[dict[str, Any]]:
     """A row for the first rank while the others wait, and one for all ranks at the same time; the same on each.
 
-    Nobody says a word to the others while steps are taken. ``step_ms`` and ``parts_ms`` are means without hiccups,
-    ``low_ms`` and ``high_ms`` quartiles; of several ranks the median.
+    Nobody says a word to the others while steps are taken; on a CPU a third row is of steps with short messages among
+    all ranks, ``meetings`` of them, at even distances in the forward. ``step_ms`` and ``parts_ms`` are means without
+    hiccups, ``low_ms`` and ``high_ms`` quartiles; of several ranks the median.
 
     Args:
         synced: several ranks compute their BatchNorm as if they synchronised it, which takes longer than torch's own.
     """
     rows = []
     group = dist.new_subgroups(1)[0] if synced and site.collectives.size > 1 else None
-    for count in sorted({1, site.collectives.size}):
+    ranks = site.collectives.size
+    # Hooks and compiled graphs do not go together.
+    meet = ranks > 1 and site.device.type == "cpu" and not case.config.training.compile
+    for count, meetings in ((1, 0), *([(ranks, 0)] if ranks > 1 else []), *([(ranks, MEETINGS)] if meet else [])):
         site.collectives.barrier()
         lone = group if count > 1 else None
-        steps = timed_steps(_by_itself(site), case, lone) if site.collectives.rank < count else []
+        steps = timed_steps(_by_itself(site), case, lone, meetings) if site.collectives.rank < count else []
         taken = [own for own in site.collectives.all_gather(steps) if own]
         found = [summarise([own], case.plan.batch.global_batch) for own in taken]
         rows.append(
             {
                 "count": count,
+                "meetings": meetings,
                 "step_ms": statistics.median(row["mean_ms"] for row in found),
                 "low_ms": statistics.median(row["step_ms_low"] for row in found),
                 "high_ms": statistics.median(row["step_ms_high"] for row in found),
@@ -75,17 +82,35 @@ def _by_itself(site: Site) -> Site:
     return site._replace(rank=replace(site.rank, world=world), collectives=Collectives(world, timeout_s=TIMEOUT_S))
 
 
-def timed_steps(site: Site, case: Case, synced: Group = None) -> list[dict[str, float]]:
-    """Seconds of each part of the steps of ``case`` after its warm-up; ``synced``: with BatchNorm over this group."""
+def timed_steps(site: Site, case: Case, synced: Group = None, meetings: int = 0) -> list[dict[str, float]]:
+    """Seconds of each part of the steps of ``case`` after its warm-up.
+
+    Args:
+        synced: with BatchNorm over this group.
+        meetings: short messages among all ranks in each forward.
+    """
     watch = Stopwatch(site.device)
     with training(site, case.config, case.plan, watch) as (fit, steps):
         if synced is not None:
             convert(fit.strategy.module, synced)
+        _let_meet(fit.strategy.module, meetings)
         for number, _ in zip(range(1, case.plan.total_steps + 1), steps, strict=False):
             site.rank.check()
             if number >= case.warm_up:
                 watch.next_step()
     return watch.steps()
+
+
+def _let_meet(model: nn.Module, meetings: int) -> None:
+    """Before layers at even distances in ``model``, all ranks wait for each other."""
+    layers = [module for module in model.modules() if not any(module.children())]
+    row = torch.zeros(64)
+    for place in range(meetings):
+        layers[place * len(layers) // meetings].register_forward_pre_hook(lambda *_: _meet(row))
+
+
+def _meet(row: Tensor) -> None:
+    all_gather_rows(row, None)
 
 
 def gradients_of(site: Site, case: Case) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from lockstep.forecast.measure import measure_alone
 from lockstep.forecast.memory import MOST, choose_strategy, gigabytes
 from lockstep.forecast.roofline import gpu_machine, seconds
 from lockstep.forecast.scaling import Setting, Step, as_row, step_buckets, with_error_bars
+from lockstep.forecast.sharing import contention, counts_beside, meeting
 from lockstep.hardware.host import usable_cores
 
 #: Quartiles lie this many standard deviations apart (normal distribution).
@@ -213,10 +214,9 @@ def _measured(subject: Subject, wish: Wish, cluster: Cluster | None, say: Say) -
     if fit is None:
         raise RunError("the messages between the devices could not be measured", why="; ".join(comm.notes))
     cluster = measured_cluster(fit["alpha_s"], fit["beta_s_per_byte"], len(devices), max(fit["error"], 0.1))
-    blocking = blocking_messages(base.task, base.config)
-    slowed = {
-        count: contention(rows, count if on_cpu else 0, blocking) for count, rows in zip(counts, found, strict=True)
-    }
+    waits = blocking_messages(base.task, base.config) > 0 or wish.strategy == "fsdp"
+    slowed = {count: contention(rows, count if on_cpu else 0, waits) for count, rows in zip(counts, found, strict=True)}
+    costs = meeting(found[-1], counts[-1], fit["alpha_s"] / 2) if on_cpu else 0.0
     spare = max(0.0, usable_cores() - len(devices) * (base.config.training.threads or 1)) / len(devices)
     overlap = min(1.0, spare) if on_cpu else 1.0
     notes.append(f"messages were measured between {', '.join(devices)}: {comm.verdict}")
@@ -225,12 +225,9 @@ def _measured(subject: Subject, wish: Wish, cluster: Cluster | None, say: Say) -
     ]
     if on_cpu and overlap < 1:
         notes.append(f"the ranks' cores carry the messages too: {overlap:.0%} of the backward hides them")
-    return step, Setting(cluster, overlap=overlap, contention=slowed), notes
-
-
-def counts_beside(gpus: Sequence[int], devices: int) -> list[int]:
-    """Numbers of the devices that are here to measure beside each other; all of them for every larger wish."""
-    return sorted({min(count, devices) for count in gpus if count > 1}) or [devices]
+    if costs > 0:
+        notes.append(f"a message in mid-step costs these ranks {costs * 1e3:.2g} ms beside its own time, measured")
+    return step, Setting(cluster, overlap=overlap, contention=slowed, meeting_s=costs), notes
 
 
 def _unless_stopped(report: BenchReport) -> BenchReport:
@@ -262,33 +259,17 @@ def _trial(subject: Subject, trials: Trials, devices: Sequence[str], wish: Wish)
     return outcome.rows
 
 
-def cases(subject: Subject, devices: Sequence[str], steps: int) -> tuple[Case, Case]:
+def cases(subject: Subject, devices: Sequence[str], steps: int, strategy: str = "auto") -> tuple[Case, Case]:
     """The same batch per device on all ``devices`` together, and on the first alone; a thread a rank on the CPU."""
     base = subject.base
     threads = base.config.training.threads or (1 if base.placement.accelerator == "cpu" else None)
     sized = {"batch_size": _batch(subject), "global_batch_size": None, "accumulate": 1, "threads": threads}
-    changes = {"training": sized, "hardware": {"selected_devices": list(devices), "strategy": "auto"}}
-    one = merge(changes, {"hardware": {"selected_devices": [devices[0]]}})
+    changes = {"training": sized, "hardware": {"selected_devices": list(devices), "strategy": strategy}}
+    one = merge(changes, {"hardware": {"selected_devices": [devices[0]], "strategy": "auto"}})
     # Nobody takes steps together: that all devices' batches are more than the data set is no matter.
     all_of_them = merge(changes, {"training": {"tail": "spread"}})
     together, alone = (subject.case({}, what, steps=steps, warm_up=WARM_UP) for what in (all_of_them, one))
     return together, alone
-
-
-def contention(rows: Sequence[dict[str, Any]], ranks: int, blocking: int) -> float:
-    """How many times longer a step takes beside others on one machine: the median over neighbours in time.
-
-    CPU ranks share cores by turns. Those that wait for each other in mid-step wait for whole turns: three ranks on
-    two cores then take twice as long as one, not 1.5 times.
-
-    Args:
-        ranks: on cores of this machine, one thread each; 0 for GPUs.
-        blocking: messages in mid-step that all wait for.
-    """
-    alone: list[float] = [row["step_ms"] for row in rows if row.get("count") == 1]
-    beside: list[float] = [row["step_ms"] for row in rows if row.get("count", 0) > 1]
-    turns = -(-ranks // usable_cores()) if blocking else 1
-    return max(1.0, turns, statistics.median(b / a for a, b in zip(alone, beside, strict=True)))
 
 
 def _loader_rate(subject: Subject, say: Say) -> float | None:

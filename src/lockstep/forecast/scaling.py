@@ -64,6 +64,8 @@ class Setting:
             numbers between take the nearest below.
         blocking: short messages of each micro-batch that computation waits for: two for every synchronised BatchNorm.
         half: ddp's gradients, fsdp's parameters travel in 16 bits.
+        meeting_s: what each message that computation waits for costs beside its own time, where ranks share cores: the
+            wait for the last rank, and being woken.
         joint: ddp's gradients and count travel in one message after the backward (`lockstep.engine.flat`).
         hybrid: fsdp divides the model within each node only.
     """
@@ -76,6 +78,7 @@ class Setting:
     overlap: float = 1.0
     contention: Mapping[int, float] = field(default_factory=dict)
     blocking: int = 0
+    meeting_s: float = 0.0
     joint: bool = False
     hybrid: bool = False
 
@@ -116,11 +119,21 @@ def _parts(step: Step, devices: int, setting: Setting) -> dict[str, float]:
     compute = k * (here.forward_s + here.backward_s + here.other_s) + here.optimizer_s / setting.holders(devices)
     waiting = _fsdp(here, devices, setting) if setting.strategy == "fsdp" else _ddp(here, devices, setting)
     waiting += k * setting.blocking * all_reduce(BLOCKING_BYTES, devices, setting.cluster)
+    waiting += meetings(step, setting) * setting.meeting_s if devices > 1 else 0.0
     straggler = here.jitter_s * math.sqrt(k) * expected_max(devices)
     busy = compute + waiting + straggler
     load = 0.0 if step.loader_rate is None else k * step.batch_size / step.loader_rate
     data = max(k * here.data_s, load - busy)
     return {"compute": compute, "communication": waiting, "straggler": straggler, "data": data}
+
+
+def meetings(step: Step, setting: Setting) -> int:
+    """Messages of a step that computation waits for where nothing hides them.
+
+    The last one: ddp's gradients, or the norm of fsdp's.
+    """
+    sharded = 3 * sum(size > 0 for size in step.blocks) if setting.strategy == "fsdp" else 0
+    return setting.accumulate * (sharded + setting.blocking) + 1
 
 
 def _ddp(step: Step, devices: int, setting: Setting) -> float:
@@ -165,7 +178,8 @@ def _fsdp(step: Step, devices: int, setting: Setting) -> float:
     hidden = sum(map(gather, blocks[1:])), sum(map(gather, blocks[:-1])) + sum(map(scatter, blocks[1:]))
     forward = gather(around) + ends[0] + max(0.0, hidden[0] - step.forward_s * setting.overlap)
     backward = gather(around) + ends[1] + max(0.0, hidden[1] - step.backward_s * setting.overlap)
-    return setting.accumulate * (forward + backward + last + scatter(around))
+    short = 2 * all_reduce(COUNT_BYTES, devices, setting.cluster)  # loss and count; the norm
+    return setting.accumulate * (forward + backward + last + scatter(around)) + short
 
 
 def _gathered(setting: Setting) -> float:
