@@ -31,7 +31,7 @@ from lockstep.forecast.estimate import Counting
 from lockstep.forecast.measure import gradients_of, take_turns, timed_steps
 from lockstep.forecast.project import blocking_messages, cases, joint_message, step_of
 from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
-from lockstep.forecast.sharing import contention, meeting
+from lockstep.forecast.sharing import contention, jitter, meeting
 
 SIZES = (4096, 65_536, 1 << 20, 4 << 20)
 _MLP = {"task": {"model": "mlp", "hidden": [1024, 1024]}, "training": {"batch_size": 256}}
@@ -60,18 +60,26 @@ def round_of_measurements(rank: Rank, together: Case, alone: Case, rounds: int) 
             rank.report({"round": number, "alone": rows, "messages": messages, "real": real})
 
 
-def predict_ranks(rows: list[dict[str, Any]], ranks: int, shape: Step, setting: Setting) -> list[dict[str, Any]]:
-    """Predicted against measured milliseconds, by round; ``shape`` and ``setting``: what needs no measuring."""
+def predict_ranks(
+    rows: list[dict[str, Any]], ranks: int, shape: Step, setting: Setting, alike: bool
+) -> list[dict[str, Any]]:
+    """Predicted against measured milliseconds, by round; ``shape`` and ``setting``: what needs no measuring.
+
+    How steps differ and what a message in mid-step costs is told by all rounds, the rest by its own.
+    """
+    turns = [turn for row in rows if "round" in row for turn in row["alone"]]
+    differ = jitter([turn for turn in turns if turn["count"] == 1], alike)
     waits = setting.blocking > 0 or setting.strategy == "fsdp"
     found = []
     for row in (row for row in rows if "round" in row):
         fit = fit_alpha_beta([m["bytes"] for m in row["messages"]], [m["latency_us"] / 1e6 for m in row["messages"]])
-        step = replace(step_of(shape.batch_size, [rows[0], *row["alone"]], None), blocks=shape.blocks)
+        step = step_of(shape.batch_size, [rows[0], *row["alone"]], None, alike=alike)
+        step = replace(step, blocks=shape.blocks, jitter_s=differ)
         setting = replace(
             setting,
             cluster=measured_cluster(fit.alpha_s, fit.beta_s_per_byte, ranks, max(0.1, fit.error)),
             contention={ranks: contention(row["alone"], ranks, waits)},
-            meeting_s=meeting(row["alone"], ranks, fit.alpha_s / 2),
+            meeting_s=meeting(turns, ranks, fit.alpha_s / 2),
         )
         bars = with_error_bars(step, ranks, setting)
         predicted, real = bars.middle, row["real"]
@@ -115,7 +123,7 @@ def ranks_of_this_machine(counts: list[int], rounds: int, steps: int) -> list[di
                 blocking=blocking_messages(base.task, base.config),
                 joint=strategy == "ddp" and joint_message(base.task, base.config, "cpu"),
             )
-            found = predict_ranks(outcome.rows, ranks, shape, setting)
+            found = predict_ranks(outcome.rows, ranks, shape, setting, base.plan.order.bucketed)
             ratios = [row["ratio"] for row in found]
             ratio = statistics.median(ratios)
             results.append({"subject": name, "strategy": strategy, "ranks": ranks, "ratio": ratio, "rounds": found})

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.bench.subject import Subject
@@ -16,7 +17,7 @@ from lockstep.forecast.collectives import measured_cluster
 from lockstep.forecast.measure import MEETINGS
 from lockstep.forecast.project import Wish, forecast
 from lockstep.forecast.scaling import Setting
-from lockstep.forecast.sharing import contention, counts_beside, meeting
+from lockstep.forecast.sharing import contention, counts_beside, jitter, meeting
 from lockstep.hardware.host import usable_cores
 from lockstep.launch.foreseen import read_forecast
 from lockstep.report.score import in_words, score
@@ -184,6 +185,16 @@ def test_ranks_that_wait_in_mid_step_take_turns_on_cores() -> None:
     assert contention(rows, ranks, waits=False) == 1.5
     assert contention(rows, ranks, waits=True) == 3
     assert contention(rows, 0, waits=True) == 1.5
+
+
+def test_steps_that_differ_alike_on_all_ranks_are_no_jitter() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.uniform(50, 150, 400)  # of the batches: the steps of a run, the same in every repetition
+    rows = [{"times_ms": (lengths + rng.normal(0, 2.0, 400)).tolist()} for _ in range(3)]
+    assert jitter(rows, alike=True) == pytest.approx(2e-3, rel=0.15)
+    assert jitter(rows, alike=False) > 20e-3
+    steady = [{"times_ms": rng.normal(50, 2.0, 400).tolist()} for _ in range(3)]
+    assert jitter(steady, alike=False) == pytest.approx(2e-3, rel=0.15)
 
 
 def test_what_a_message_costs_ranks_that_share_cores_is_told_by_steps_with_messages() -> None:

@@ -47,7 +47,7 @@ def take_turns(site: Site, case: Case, *, synced: bool) -> list[dict[str, Any]]:
 
     Nobody says a word to the others while steps are taken; on a CPU a third row is of steps with short messages among
     all ranks, ``meetings`` of them, at even distances in the forward. ``step_ms`` and ``parts_ms`` are means without
-    hiccups, ``low_ms`` and ``high_ms`` quartiles; of several ranks the median.
+    hiccups, of several ranks the median. ``times_ms``: of each step, on the first rank.
 
     Args:
         synced: several ranks compute their BatchNorm as if they synchronised it, which takes longer than torch's own.
@@ -68,9 +68,8 @@ def take_turns(site: Site, case: Case, *, synced: bool) -> list[dict[str, Any]]:
                 "count": count,
                 "meetings": meetings,
                 "step_ms": statistics.median(row["mean_ms"] for row in found),
-                "low_ms": statistics.median(row["step_ms_low"] for row in found),
-                "high_ms": statistics.median(row["step_ms_high"] for row in found),
                 "parts_ms": found[0]["parts_ms"],
+                "times_ms": [sum(parts.values()) * 1e3 for parts in taken[0]],
             }
         )
     return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -31,11 +30,9 @@ from lockstep.forecast.measure import measure_alone
 from lockstep.forecast.memory import MOST, choose_strategy, gigabytes
 from lockstep.forecast.roofline import gpu_machine, seconds
 from lockstep.forecast.scaling import Setting, Step, as_row, step_buckets, with_error_bars
-from lockstep.forecast.sharing import contention, counts_beside, meeting
+from lockstep.forecast.sharing import contention, counts_beside, jitter, meeting
 from lockstep.hardware.host import usable_cores
 
-#: Quartiles lie this many standard deviations apart (normal distribution).
-_QUARTILES = 1.349
 WARM_UP = 5
 
 Say = Callable[[str], None]
@@ -201,7 +198,7 @@ def _measured(subject: Subject, wish: Wish, cluster: Cluster | None, say: Say) -
         for count in counts or [1]:
             say(f"{wish.repeats} times {wish.steps} steps of {count} device(s), each by itself")
             found.append(_trial(subject, trials, devices[:count], wish))
-    step = step_of(_batch(subject), found[0], _loader_rate(subject, say))
+    step = step_of(_batch(subject), found[0], _loader_rate(subject, say), alike=base.plan.order.bucketed)
     notes = [
         f"the step was measured on {devices[0]}: {step.seconds * 1e3:.3g} ms (within {step.spread:.0%}), jitter "
         f"{step.jitter_s * 1e3:.2g} ms"
@@ -283,8 +280,8 @@ def _loader_rate(subject: Subject, say: Say) -> float | None:
     return rates[0] if rates else None
 
 
-def step_of(batch_size: int, measured: Sequence[dict[str, Any]], loader_rate: float | None) -> Step:
-    """A step from rows of :func:`~lockstep.forecast.measure.measure_alone`."""
+def step_of(batch_size: int, measured: Sequence[dict[str, Any]], loader_rate: float | None, *, alike: bool) -> Step:
+    """A step from rows of :func:`~lockstep.forecast.measure.measure_alone`; ``alike``: ranks' parts are equal work."""
     gradients = next(row for row in measured if "gradients" in row)
     rows = sorted((row for row in measured if row.get("count") == 1), key=lambda row: row["step_ms"])
     middle = rows[len(rows) // 2]
@@ -297,7 +294,7 @@ def step_of(batch_size: int, measured: Sequence[dict[str, Any]], loader_rate: fl
         backward_s=parts["backward"],
         optimizer_s=parts["optimizer"],
         other_s=parts["other"],
-        jitter_s=statistics.median(row["high_ms"] - row["low_ms"] for row in rows) / _QUARTILES / 1e3,
+        jitter_s=jitter(rows, alike),
         spread=(max(times) / min(times)) ** 0.5 - 1,
         gradients=tuple(gradients["gradients"]),
         ready=tuple(gradients["ready"]),

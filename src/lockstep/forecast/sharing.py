@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from lockstep.forecast.measure import MEETINGS
 from lockstep.hardware.host import usable_cores
+
+#: Quartiles lie this many standard deviations apart (normal distribution).
+QUARTILES = 1.349
 
 
 def counts_beside(gpus: Sequence[int], devices: int) -> list[int]:
@@ -41,6 +47,23 @@ def meeting(rows: Sequence[dict[str, Any]], ranks: int, message_s: float) -> flo
     turns = -(-ranks // usable_cores())
     times = [(met - max(b, turns * a)) / 1e3 / MEETINGS for a, b, met in _turns(rows) if met is not None]
     return max(0.0, statistics.median(times) - message_s) if times else 0.0
+
+
+def jitter(rows: Sequence[dict[str, Any]], alike: bool) -> float:
+    """Standard deviation, in seconds, by which steps of ranks at the same time differ, from its quartiles.
+
+    Args:
+        rows: of one device; the same steps in each.
+        alike: the ranks' parts of a step are equal work, so what differs from step to step is no jitter.
+    """
+    times = np.array([row["times_ms"] for row in rows]) / 1e3
+    if not alike or len(times) == 1:
+        low, high = np.quantile(times, (0.25, 0.75), axis=1)
+        return float(np.median(high - low)) / QUARTILES
+    times -= np.median(times, axis=1, keepdims=True)
+    times -= times.mean(axis=0)
+    low, high = np.quantile(times, (0.25, 0.75))
+    return float(high - low) / QUARTILES * math.sqrt(len(times) / (len(times) - 1))
 
 
 def _turns(rows: Sequence[dict[str, Any]]) -> list[tuple[float, float, float | None]]:
