@@ -35,3 +35,15 @@ def test_a_schedule_knows_the_rate_before_scaling(own_lr: float | None, scaling:
     schedule = course(own_lr, lr=0.5, lr_scaling=scaling).schedule
     assert schedule.base_lr == pytest.approx(0.5)
     assert schedule.lr == pytest.approx({"none": 0.5, "linear": 1.0, "sqrt": 0.5 * 2**0.5}[scaling])
+
+
+def test_a_run_that_ends_within_its_warm_up_says_so() -> None:
+    def notes(**changes: Any) -> list[str]:
+        found = resolve_course(resolve(changes), BATCH, None, None).notes
+        return [note for note in found if "Warm-up" in note]
+
+    assert notes(training={"epochs": 2}, scheduler={"warmup_epochs": 2})[0].startswith("Warm-up takes all 20 steps")
+    assert notes(training={"max_steps": 5}, scheduler={"warmup_steps": 9})
+    assert notes(training={"epochs": 3}, scheduler={"warmup_epochs": 2}) == []
+    assert notes(training={"epochs": 1}, scheduler={"warmup_epochs": 0}) == []
+    assert notes(training={"epochs": 1}, scheduler={"warmup_epochs": 2}, debug={"fast_dev_run": True}) == []

@@ -355,7 +355,10 @@ def assumptions(step: Step, setting: Setting) -> list[str]:
     if step.loader_rate is not None:
         lines.append(f"every rank's loader brings {step.loader_rate:,.0f} samples/s, as here: a node has cores enough")
     lines.append("steps vary independently of each other; a device that is always slow is not foreseen")
-    lines.append("error bars: measured spread, α and β of the links, jitter halved or doubled, overlap down to 80 %")
+    half = ", what a message in mid-step costs by half" if setting.meeting_s else ""
+    lines.append(
+        f"error bars: measured spread, α and β of the links, jitter halved or doubled, overlap down to 80 %{half}"
+    )
     return lines
 
 

@@ -219,7 +219,8 @@ class Bars(NamedTuple):
 def with_error_bars(step: Step, devices: int, setting: Setting) -> Bars:
     """Each uncertain input is moved to its low and its high by itself; the deviations add up in squares."""
     middle = predict(step, devices, setting)
-    pairs = [_pair(step, devices, setting, name) for name in ("step", "bandwidth", "latency", "jitter", "overlap")]
+    names = ("step", "bandwidth", "latency", "jitter", "overlap", "meeting")
+    pairs = [_pair(step, devices, setting, name) for name in names]
     rates = _propagate(middle.samples_per_s, [(bad.samples_per_s, good.samples_per_s) for bad, good in pairs])
     shares = _propagate(middle.efficiency, [(bad.efficiency, good.efficiency) for bad, good in pairs])
     # What fsdp divides of the optimizer's work may bring it above 1.
@@ -239,6 +240,9 @@ def _pair(step: Step, devices: int, setting: Setting, name: str) -> tuple[Predic
             predict(replace(step, jitter_s=2 * step.jitter_s), devices, setting),
             predict(replace(step, jitter_s=step.jitter_s / 2), devices, setting),
         )
+    if name == "meeting":
+        less, more = (replace(setting, meeting_s=share * setting.meeting_s) for share in (0.5, 1.5))
+        return predict(step, devices, more), predict(step, devices, less)
     if name == "overlap":
         # Messages and kernels share a GPU's memory and some of its multiprocessors.
         return predict(step, devices, replace(setting, overlap=0.8 * setting.overlap)), predict(step, devices, setting)

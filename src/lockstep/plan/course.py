@@ -8,17 +8,17 @@ from lockstep.config import RunConfig
 from lockstep.plan.batch import BatchPlan
 from lockstep.plan.lr import scale_lr
 from lockstep.plan.plan import Choice, ResumePoint
-from lockstep.plan.schedule import Schedule, resolve_schedule
+from lockstep.plan.schedule import Schedule, resolve_schedule, warmup_note
 
 
 class Course(NamedTuple):
-    """``note``: what the user should think about, if anything."""
+    """``notes``: what the user should think about."""
 
     epochs: int
     total_steps: int
     schedule: Schedule
     choices: tuple[Choice, ...]
-    note: str | None
+    notes: tuple[str, ...]
 
 
 def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None, own_lr: float | None) -> Course:
@@ -51,7 +51,8 @@ def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | No
         Choice(name="learning rate", value=f"{lr:g}", reason=lr_reason),
         Choice(name="schedule", value=config.scheduler.name, reason=schedule_reason),
     )
-    return Course(epochs, total, schedule, choices, note)
+    unfinished = None if config.debug.fast_dev_run else warmup_note(schedule)
+    return Course(epochs, total, schedule, choices, tuple(filter(None, (note, unfinished))))
 
 
 def _length(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None) -> tuple[int, int, int, str]:

@@ -225,9 +225,9 @@ def _notes(
     course: Course,
     resume: ResumePoint | None,
 ) -> list[str]:
-    of_lr = course.note if facts.loader is None else None  # a module's learning rate is its own
+    of_lr = course.notes if facts.loader is None else ()  # a module's learning rate is its own
     of_order = order_note(config.data, order, batch.global_batch)
-    notes = [*placement.notes, *filter(None, (of_lr, of_order)), *_resume_notes(resume, batch)]
+    notes = [*placement.notes, *of_lr, *filter(None, (of_order,)), *_resume_notes(resume, batch)]
     notes += strategy_notes(config, placement, batch)
     notes += optimizer_notes(config, facts)
     if facts.has_batchnorm and placement.strategy == "dp":

@@ -103,3 +103,13 @@ def resolve_schedule(
         offset=offset,
     )
     return schedule, f"{config.name} over {total_steps} optimizer steps; {reason}"
+
+
+def warmup_note(schedule: Schedule) -> str | None:
+    """What people should know of a run that ends before its warm-up does."""
+    if not 0 < schedule.total_steps <= schedule.warmup_steps:
+        return None
+    return (
+        f"Warm-up takes all {schedule.total_steps} steps: the learning rate grows to {schedule.lr:g} at the "
+        "last one, and the schedule never begins. Train longer, or set --warmup-epochs 0."
+    )
