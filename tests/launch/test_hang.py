@@ -41,6 +41,19 @@ with open(sys.argv[1], "a") as log, stacks.told_on_request(log):
     busy()
 """
 
+FORKING = """
+import os, subprocess, sys, time
+from lockstep.launch import stacks
+def reads():
+    time.sleep(600)
+with open(sys.argv[1], "a") as log, stacks.told_on_request(log):
+    other = subprocess.Popen(["sleep", "600"])
+    if os.fork() == 0:
+        reads()
+    print(other.pid, flush=True)
+    time.sleep(600)
+"""
+
 
 class Ranks:
     """Processes that take stacks and write in a thread, signs that a test sets, and a clock that it moves."""
@@ -89,6 +102,28 @@ def test_silence_of_all_ranks_is_a_hang_with_stacks(ranks: Ranks) -> None:
     assert report is not None
     assert [re.sub(r":\d+ ", " ", rank.stack[0]) for rank in report.ranks] == ["<string> in busy"] * 2
     assert "has made no progress for 60 s" in log_file(ranks.logs, 1).read_text()
+
+
+def test_the_forks_of_a_rank_are_asked_and_no_other_child(tmp_path: Path) -> None:
+    rank = subprocess.Popen(
+        [sys.executable, "-c", FORKING, str(log_file(tmp_path, 3))],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        start_new_session=True,
+    )
+    try:
+        assert rank.stdout is not None
+        other = psutil.Process(int(rank.stdout.readline()))
+        found: tuple[str, ...] = ()
+        while not any("in reads" in line for line in found):  # the fork may not have come so far
+            assert rank.poll() is None
+            found = stacks.ask_workers(rank.pid, 3, tmp_path)
+        assert len(found) == 1
+        assert re.fullmatch(r"its loader's worker \d+ is at <string>:\d+ in reads", found[0])
+        assert other.is_running() and other.status() != psutil.STATUS_ZOMBIE, "the signal would have ended it"
+    finally:
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.communicate()
 
 
 def test_one_rank_that_moves_is_enough(ranks: Ranks) -> None:

@@ -121,10 +121,11 @@ def ask_workers(pid: int, rank: int, logs: Path) -> tuple[str, ...]:
 
 
 def _workers(pid: int) -> list[psutil.Process]:
-    """The loader workers among the children of ``pid``: torch names them, and the signal would end any other child."""
+    """The forks of ``pid``, which are loader workers; to any other child the signal might be the end."""
     with contextlib.suppress(psutil.Error):
-        children = psutil.Process(pid).children()
-        return [child for child in children if child.name().startswith("pt_data_worker") and _catches(child.pid)]
+        rank = psutil.Process(pid)
+        command = rank.cmdline()
+        return [child for child in rank.children() if _catches(child.pid) and child.cmdline() == command]
     return []
 
 
