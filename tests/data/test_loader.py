@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import BucketedOrder
 from lockstep.data.loader import Request, SampleOrder, Source, _groups, make_loader, windows
 from lockstep.data.order import Order
+from lockstep.data.randomness import WorkerInit
 from lockstep.plan import BatchPlan, LoaderPlan
 from tests.sequences import Recordings, pad
 
@@ -201,6 +203,28 @@ def test_workers_and_gathers_take_the_dealt_items() -> None:
             assert [batch[0].tolist() for batch in loader] == expected
         finally:
             loader.close()
+
+
+@pytest.mark.usefixtures("sigchld")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_worker_that_does_not_come_up_is_replaced_and_no_batch_is_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As one that was forked while another thread held a lock."""
+    before, comes_up = set(multiprocessing.active_children()), WorkerInit.__call__
+
+    def hangs_once(init: WorkerInit, worker_id: int) -> None:
+        with suppress(FileExistsError):
+            (tmp_path / "hung").touch(exist_ok=False)
+            time.sleep(600)
+        comes_up(init, worker_id)
+
+    monkeypatch.setattr(WorkerInit, "__call__", hangs_once)
+    monkeypatch.setattr("lockstep.data.workers.START_S", (1.0, 10.0))
+    with pytest.warns(RuntimeWarning, match="a loader worker did not come up within 1 s"):
+        found = augmented(fast(37, 1, 10, 3), 2)
+    assert found == augmented(fast(37, 1, 10, 10), 0)
+    assert set(multiprocessing.active_children()) <= before
 
 
 def without_workers(source: Source, mine: list[Request], largest: int) -> list[list[int]]:

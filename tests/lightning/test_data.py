@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data.loader import child_signal_kept
+from lockstep.data.workers import child_signal_kept
 from lockstep.engine.lightning_data import SharedBatches, epoch_steps, evaluation_loader
 from lockstep.engine.lightning_task import check_loader
 from lockstep.errors import ConfigError, DataError, UnsupportedError

@@ -7,13 +7,11 @@ step, in a thread (data in memory) or in worker processes; small batches of arra
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, islice
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -23,8 +21,8 @@ import torch
 
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import deal
-from lockstep.data.randomness import sample_rng, worker_init
-from lockstep.hardware import lifetime
+from lockstep.data.randomness import sample_rng
+from lockstep.data.workers import WorkerLoader
 from lockstep.plan import BatchPlan, LoaderPlan
 
 Indices = npt.NDArray[np.int64]
@@ -293,70 +291,3 @@ def _pinned(batch: Any) -> Any:
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(batch)
-
-
-class _ByRequest:
-    """What worker processes hold: a data set whose keys are requests."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __getitem__(self, request: Request) -> Any:
-        return self._source.batch(request)
-
-
-class WorkerLoader:
-    """Fetches in processes, through torch's DataLoader; one iterator spans all epochs when workers persist."""
-
-    def __init__(self, source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int) -> None:
-        self._source, self._requests, self._plan, self._rank = source, requests, plan, rank
-        self._iterator: Any = None
-        self._batches = self._walk()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches
-
-    def _walk(self) -> Generator[Any, None, None]:
-        if self._plan.persistent_workers:
-            yield from self._run(self._requests)
-            return
-        for epoch, requests in groupby(self._requests, key=lambda request: request.epoch):
-            yield from self._run(requests, epoch)
-
-    def _run(self, requests: Iterable[Request], epoch: int = 0) -> Iterator[Any]:
-        from torch.utils.data import DataLoader
-
-        loader: DataLoader[Any] = DataLoader(
-            _ByRequest(self._source),  # type: ignore[arg-type]
-            sampler=requests,
-            batch_size=None,  # a key is a whole batch already
-            num_workers=self._plan.num_workers,
-            prefetch_factor=self._plan.prefetch_factor,
-            pin_memory=self._plan.pin_memory and torch.cuda.is_available(),
-            worker_init_fn=worker_init(self._source.seed, self._rank, epoch),
-        )
-        with child_signal_kept():
-            with lifetime.sigterm_held_back():
-                self._iterator = iter(loader)
-            try:
-                yield from self._iterator
-            finally:
-                # Dropping the iterator is DataLoader's own way of ending its workers.
-                self._iterator = None
-
-    def close(self) -> None:
-        self._batches.close()
-
-
-@contextmanager
-def child_signal_kept() -> Iterator[None]:
-    """DataLoader installs a SIGCHLD handler for good; the process that training was called from gets its own back."""
-    from torch.utils.data._utils import signal_handling
-
-    before, was_set = signal.getsignal(signal.SIGCHLD), signal_handling._SIGCHLD_handler_set
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread() and not was_set:
-            signal.signal(signal.SIGCHLD, before)
-            signal_handling._SIGCHLD_handler_set = False

@@ -13,7 +13,7 @@ from lockstep.checkpoint.policy import retained
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
-from lockstep.data.loader import child_signal_kept
+from lockstep.data.workers import child_signal_kept
 from lockstep.engine.attempt import RunResult
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives

@@ -30,7 +30,7 @@ WAIT_S = 2.0
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-_LOADER = str(Path(_PACKAGE, "data", "loader.py"))
+_LOADERS = tuple(str(Path(_PACKAGE, "data", name)) for name in ("loader.py", "workers.py"))
 _START = f"{_PACKAGE}{os.sep}launch{os.sep}"
 #: Names that torch's own decorators have in a stack.
 _DECORATORS = frozenset({"wrapper", "decorate_context", "_fn"})
@@ -53,7 +53,7 @@ class Frame(NamedTuple):
     @property
     def is_loader(self) -> bool:
         """Whether it is where a rank takes its next batch."""
-        return self.file == _LOADER
+        return self.file in _LOADERS
 
     @property
     def is_library(self) -> bool:
