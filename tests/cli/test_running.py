@@ -150,8 +150,8 @@ def test_evaluate_agrees_with_the_run(here: Path, capsys: pytest.CaptureFixture[
 
 def test_evaluate_takes_one_device_of_a_run_on_all() -> None:
     config = resolve({"hardware": {"selected_devices": ["all"]}})
-    assert _config_on(config, None, divided=False).hardware.selected_devices is None
-    assert _config_on(config, "all", divided=False).hardware.selected_devices == ("all",)
+    assert _config_on(config, None, "auto").hardware.selected_devices is None
+    assert _config_on(config, "all", "auto").hardware.selected_devices == ("all",)
 
 
 def test_evaluate_on_two_ranks_gives_the_metrics_of_one(

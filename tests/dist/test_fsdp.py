@@ -60,6 +60,7 @@ class Case(NamedTuple):
     poison: bool = False
     max_norm: float | None = 0.05
     optimizer: str = "adamw"
+    offload: bool = False
 
 
 class Outcome(NamedTuple):
@@ -146,7 +147,11 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
         model = convert(model, None)
     task: Task = Watched(Weighted(), model, ("dropout",)) if case.dropout else Weighted()
     if not alone:
-        config = FsdpConfig(activation_checkpointing=case.checkpointing, sharding=case.sharding)  # type: ignore[arg-type]
+        config = FsdpConfig(
+            activation_checkpointing=case.checkpointing,
+            sharding=case.sharding,  # type: ignore[arg-type]
+            cpu_offload=case.offload,
+        )
         nodes = 2 if case.sharding == "hybrid" else 1
         world = World(rank, ranks, rank % (ranks // nodes), ranks // nodes)
         sharded = ShardedModel(task, model, config, "32", CPU, world)
@@ -224,6 +229,7 @@ CASES = [
     Case(25, checkpointing=True, max_norm=None),
     Case(13, checkpointing=True, dropout=True),
     Case(25, optimizer="sgd"),
+    Case(25, accumulate=2, offload=True),  # a run refuses it on a CPU, which has no other memory; FSDP2 does the same
 ]
 
 

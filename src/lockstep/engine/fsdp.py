@@ -97,7 +97,7 @@ class ShardedModel:
             checkpoint_activations(model, blocks)
         root = _Root(model)
         self.reduce_scatter = _ReduceScatter()
-        offload = CPUOffloadPolicy(pin_memory=True) if config.cpu_offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy()
         for module in (*blocks, root):
             fully_shard(
                 module,

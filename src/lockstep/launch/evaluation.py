@@ -58,8 +58,11 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
     refuse_unknown_code(run)
     step = find_step(run, checkpoint)
     plan = plan_of(run)
-    config = _config_on(run.config(), devices, divided=plan.sharded)
+    config = _config_on(run.config(), devices, "auto")
     placement = place(config, World())
+    if plan.sharded and placement.world_size > 1:  # one device has nothing to divide, and nobody asked it to
+        config = _config_on(run.config(), devices, "fsdp")
+        placement = place(config, World())
     for note in placement.notes:
         warn(note)
     cores = usable_cores() // placement.world_size
@@ -72,12 +75,12 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
     return {"run": run.read().id, "split": split, "step": step, **compute(run, config, plan, split, step)}
 
 
-def _config_on(config: RunConfig, devices: str | None, *, divided: bool) -> RunConfig:
+def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConfig:
     """The run's configuration on other devices, which decide how their ranks talk."""
     chosen: Any = devices
     if chosen is None and config.hardware.selected_devices not in (None, ("all",)):
         chosen = config.hardware.selected_devices[:1]
-    hardware = {"selected_devices": chosen, "strategy": "fsdp" if divided else "auto"}
+    hardware = {"selected_devices": chosen, "strategy": strategy}
     return resolve(config.model_dump(mode="json"), {"hardware": hardware, "distributed": {"backend": "auto"}})
 
 

@@ -58,7 +58,7 @@ class Watchdog(threading.Thread):
         store: where the ranks have met; used over a connection of its own. ``None``: there is one rank.
         timeout_s: how long no rank may move; one at something untimed moves.
         hung: called once, with what is known of every rank, and whether this rank is the one to tell it.
-        ask_workers: where the workers of this rank's loader are.
+        ask_workers: where the workers of this rank's loader are, if it may have some.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Watchdog(threading.Thread):
         *,
         timeout_s: float,
         hung: Callable[[HangReport, bool], None],
-        ask_workers: Callable[[], tuple[str, ...]],
+        ask_workers: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         super().__init__(name="lockstep-watchdog", daemon=True)
         self._world = world
