@@ -35,7 +35,7 @@ class Machine:
         process = subprocess.Popen(
             [*inside, "sh", sys.executable, *command],
             cwd=cwd,
-            env=clean_environment(PYTHONPATH=str(ROOT), **environ),
+            env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}", **environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

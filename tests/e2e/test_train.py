@@ -29,7 +29,7 @@ def start(*arguments: str, module: tuple[str, ...] = ("lockstep",), cwd: Path) -
     return subprocess.Popen(
         [sys.executable, *(("-m",) if module else ()), *module, *arguments],
         cwd=cwd,
-        env=clean_environment(PYTHONPATH=str(ROOT)),
+        env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -20,6 +20,8 @@ from lockstep.events import RanksLogged, RankState, RecordingSink
 from lockstep.hardware.world import World
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.throughput import Throughput
+from tests.attempts import attempt
+from tests.gloo import run_ranks
 from tests.toys import Toy
 
 
@@ -154,3 +156,28 @@ def test_one_process_writes_its_epochs_memory(tmp_path: Path) -> None:
     assert [(row["step"], row["epoch"], len(row["ranks"])) for row in found] == [(13, 1, 1), (26, 2, 1)]
     assert {row["ranks"][0]["own_s"] for row in found} == {None}
     assert list((tmp_path / "run").glob("system-0.jsonl"))
+
+
+class FrozenFirst(Toy):
+    """Fine-tuning: the first layer keeps its weights."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_submodule("0").requires_grad_(False)
+        return model
+
+
+def trained_frozen(rank: int, ranks: int, folder: Path) -> list[Any]:
+    kinds = ({}, {"distributed": {"bucket_cap_mb": 1}}, {"training": {"reproducibility": "exact"}})
+    return [
+        attempt(FrozenFirst, folder / str(number), rank, ranks, **sections)[0] for number, sections in enumerate(kinds)
+    ]
+
+
+def test_frozen_parameters_train_on_several_ranks_as_on_one(tmp_path: Path) -> None:
+    """In one all-reduce, under DDP and in exact mode; every step is logged, so ranks time their own work."""
+    alone, _ = attempt(FrozenFirst, tmp_path / "alone", training={"batch_size": 32})
+    for found in run_ranks(trained_frozen, 2, tmp_path)[0]:
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value)

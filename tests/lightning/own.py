@@ -17,11 +17,17 @@ class Classifier(pl.LightningModule):
     """Writes down the samples of every step, for tests to see who saw what; slow while there is a file ``slow``."""
 
     def __init__(
-        self, seen: str | None = None, manual: bool = False, batchnorm: bool = False, unused: bool = False
+        self,
+        seen: str | None = None,
+        manual: bool = False,
+        batchnorm: bool = False,
+        unused: bool = False,
+        frozen: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if batchnorm else nn.Tanh(), nn.Linear(8, 2))
+        self.net[0].requires_grad_(not frozen)
         self.idle = nn.Linear(4, 1) if unused else None
         self.automatic_optimization = not manual
         self.example_input_array = torch.zeros(2, 4)

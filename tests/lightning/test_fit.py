@@ -88,6 +88,7 @@ def test_a_named_module_stopped_on_two_ranks_goes_on_with_one_and_three(tmp_path
     """Every epoch uses every sample once, whatever number of ranks takes which part of it."""
     (noted(tmp_path) / "slow").touch()
     model = ("--set", f"task.model.seen={tmp_path / 'seen'}", "--set", "task.model.unused=true")
+    model += ("--set", "task.model.frozen=true")
     model += ("--set", "distributed.find_unused_parameters=true")
     common = ("--set", "task.data.samples=253", "--epochs", "2", "--log-interval", "1")
     command = ("train", MODULE, "--devices", "cpu,cpu", "--save-dir", "run", *DATA, *model, *common)
@@ -197,7 +198,7 @@ def test_a_program_on_standard_input_trains_a_class_of_its_own_on_two_ranks_from
     done = subprocess.run(
         [sys.executable, "-"],
         cwd=tmp_path,
-        env=clean_environment(PYTHONPATH=str(ROOT)),
+        env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"),
         input=SCRIPT,
         capture_output=True,
         text=True,

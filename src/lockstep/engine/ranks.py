@@ -46,7 +46,8 @@ class OwnTime:
         """The step begins that :meth:`stop` ends."""
         self.stop()
         self._clock.begin()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._clock.mark) for p in self._parameters]
+        trained = [p for p in self._parameters if p.requires_grad]  # now: it may change between steps
+        self._hooks = [p.register_post_accumulate_grad_hook(self._clock.mark) for p in trained]
 
     def stop(self) -> float:
         """Seconds, or NaN when no gradient came; waits for the GPU."""

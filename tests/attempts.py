@@ -1,0 +1,68 @@
+"""Whole attempts on the ranks that :func:`tests.gloo.run_ranks` has started: several trainings for one start-up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config.load import merge
+from lockstep.engine.attempt import run_attempt
+from lockstep.engine.task import Task
+from lockstep.events import Event, Fanout, RecordingSink
+from lockstep.hardware.world import World
+from lockstep.launch.folder import changed_config, create_folder, keep_config
+from lockstep.launch.prepare import place, plan_for, resume_point, settle
+from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.sinks import RunFolderSink
+
+QUIET = {"tensorboard": "off", "progress": "off", "monitor": False, "log_interval": 1}
+
+
+def attempt(
+    task: type[Task], folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False, **sections: Any
+) -> tuple[dict[str, Tensor], list[Event]]:
+    """Train ``task`` on CPU ranks, or resume the run in ``folder``: the saved weights, and the events of rank 0.
+
+    Called on each rank alike; only an error on all ranks may be caught.
+    """
+    if ranks > 1:
+        os.environ["RANK"] = str(rank)  # for tasks that look
+    world = World(rank, ranks, rank, ranks)
+    given = [_prepared(task, folder, world, sections, resume=resume) if rank == 0 else None]
+    if ranks > 1:
+        dist.broadcast_object_list(given)
+    assert given[0] is not None
+    config, plan, number = given[0]
+    run, heard = RunDir(folder), RecordingSink()
+    sink = Fanout([RunFolderSink(run), heard]) if rank == 0 else Fanout()
+    run_attempt(
+        *(run, world, settle(task, config)[0], config, plan),
+        attempt=number,
+        sink=sink,
+        stop_signal=lambda: None,
+    )
+    store = CheckpointStore(run.checkpoints)
+    return dict(store.load(store.step_of("last") or 0).model), heard.events
+
+
+def _prepared(task: type[Task], folder: Path, world: World, sections: Mapping[str, Any], *, resume: bool) -> Any:
+    devices = ",".join(["cpu"] * world.size)
+    mine: Any = {"save_dir": str(folder), "hardware": {"selected_devices": devices}, "training": {"threads": 1}}
+    mine = merge(merge(mine, {"telemetry": QUIET}), dict(sections))
+    run, point = RunDir(folder), None
+    built, config = settle(task, mine)
+    if resume:
+        config, point = changed_config(run, mine), resume_point(run, hold=True, report=print)
+    prepared = plan_for(built, config, place(config, World()), built.datasets(), point)
+    if resume:
+        keep_config(run, config)
+    else:
+        create_folder(config)
+    number = run.begin_attempt(prepared.plan.as_dict(), prepared.placement.as_dict(), point.step if point else 0)
+    return config, prepared.plan, number
