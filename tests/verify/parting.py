@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +38,32 @@ class PaddedShard(SampleBySample):
 class PaddingSampler(Toy):
     def datasets(self) -> Datasets:
         return Datasets(PaddedShard(*arrays(self.config.samples, 1)), ArrayDataset(*arrays(53, 2)))
+
+
+class Noisy(SampleBySample):
+    """Augmentation in ``__getitem__`` from a generator of the data set's own."""
+
+    def __init__(self, seed: int | None) -> None:
+        super().__init__(*arrays(200, 1))
+        self._generator = np.random.default_rng(seed)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, label = super().__getitem__(index)
+        return inputs + 1e-8 * float(self._generator.normal()), label
+
+
+class UnseededAugmentation(Toy):
+    """So little noise that the losses agree: samples that differ are a fault all the same."""
+
+    def datasets(self) -> Datasets:
+        return Datasets(Noisy(None), ArrayDataset(*arrays(53, 2)))
+
+
+class KeptGenerator(Toy):
+    """Seeded, but what a sample gets depends on the samples read before it."""
+
+    def datasets(self) -> Datasets:
+        return Datasets(Noisy(0), ArrayDataset(*arrays(53, 2)))
 
 
 class UnseededDropout(Toy):

@@ -54,12 +54,14 @@ def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], o
         pytest.param(Toy, {**NORM, "training": {"accumulate": 2}}, "batchnorm", marks=pytest.mark.drill),
         (parting.WrongCountAndDraws, {"task": {"samples": 203}}, "denominator"),
         (parting.PaddingSampler, {}, "order"),
-        pytest.param(parting.UnseededDropout, {}, "unseeded dropout", marks=pytest.mark.drill),
-        pytest.param(parting.RankDropout, {}, "random draws", marks=pytest.mark.drill),
-        pytest.param(parting.ScaledRate, {}, "learning rate", marks=pytest.mark.drill),
+        (parting.UnseededAugmentation, {}, "unseeded-data"),
+        (parting.KeptGenerator, {}, "stateful-data"),
+        pytest.param(parting.UnseededDropout, {}, "unseeded-forward", marks=pytest.mark.drill),
+        pytest.param(parting.RankDropout, {}, "random-draws", marks=pytest.mark.drill),
+        pytest.param(parting.ScaledRate, {}, "learning-rate", marks=pytest.mark.drill),
         pytest.param(parting.HandMadeNorm, {}, "grouping", marks=pytest.mark.drill),
         (parting.RankValidation, {"training": {"reproducibility": "exact"}}, "unknown"),
-        pytest.param(parting.OwnStart, {}, "initial weights", marks=pytest.mark.drill),
+        pytest.param(parting.OwnStart, {}, "initial-weights", marks=pytest.mark.drill),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -80,9 +82,9 @@ def test_the_report_is_written_and_printed(tmp_path: Path) -> None:
     printed = json.loads(output[output.index("{") :])
     written = json.loads((tmp_path / "report" / "report.json").read_text())
     assert printed["causes"] == written["causes"]
-    assert written["causes"][0]["code"] == "learning rate"
+    assert written["causes"][0]["code"] == "learning-rate"
     assert [row["step"] for row in written["steps"]] == [1, 2, 3, 4, 5, 6]
-    assert "likely cause: learning rate" in (tmp_path / "report" / "report.md").read_text()
+    assert "likely cause: learning-rate" in (tmp_path / "report" / "report.md").read_text()
     assert not list(tmp_path.glob("runs*")), "the runs that were compared are gone"
 
 

@@ -15,7 +15,17 @@ from lockstep.engine.task import Task
 from lockstep.errors import UnsupportedError, UsageError
 from lockstep.hardware.world import read_world
 from lockstep.launch.prepare import prepare
-from lockstep.verify.diagnose import FACTOR, Cause, evidence, experiments, grouping, other_draws, unknown, unseeded
+from lockstep.verify.diagnose import (
+    FACTOR,
+    Cause,
+    evidence,
+    experiments,
+    grouping,
+    other_draws,
+    other_samples,
+    unknown,
+    unseeded,
+)
 from lockstep.verify.lab import Lab, Variant
 from lockstep.verify.report import BLIND, Comparison, Outcome, VerifyReport
 from lockstep.verify.trajectory import ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
@@ -89,6 +99,10 @@ class _Verification:
         as_configured = gap_between(one, many)
         configured = Comparison((), one, many, as_configured)
         causes: list[Cause] = []
+        cause = other_samples(lab, one, many)
+        if cause is not None:
+            # Nothing else can be compared: neither the losses nor what rounding makes of them.
+            return self._conclude(configured, floor_of([], one), as_configured, "different", [cause])
         if _identical(one, many):
             floor = floor_of([], one)
             return self._conclude(configured, floor, as_configured, "identical", causes)
@@ -123,8 +137,14 @@ class _Verification:
             )
             return floor_of(gaps, base)
         for arrangement in ("reversed", "shuffled"):
-            gap = gap_between(base, self._lab.run(Variant("one", quiet, trace=arrangement)))
-            if gap.loss[0] > NOT_ROUNDING:
+            arranged = self._lab.run(Variant("one", quiet, trace=arrangement))
+            gap = gap_between(base, arranged)
+            if base.first_other_samples(arranged) is not None:
+                self._notes.append(
+                    f"with the samples of each batch {arrangement} the data set returns other samples: each depends "
+                    "on those read before it, so that run says nothing about rounding"
+                )
+            elif gap.loss[0] > NOT_ROUNDING:
                 self._notes.append(
                     f"with the samples of each batch {arrangement} the first loss differs by {gap.loss[0]:.1e}: it "
                     "depends on their order, so that run says nothing about rounding"
@@ -135,7 +155,7 @@ class _Verification:
 
     def _causes(self, compared: Comparison, floor: Floor, quiet: tuple[str, ...]) -> list[Cause]:
         found = list(evidence(compared.one, compared.many, self._lab.devices))
-        if any(cause.code in {"initial weights", "order"} for cause in found):
+        if any(cause.code == "initial-weights" for cause in found):
             return found
         # A wrong count or rate may be there without having made the difference: what an experiment shows comes first.
         found = [*experiments(self._lab, quiet, floor), *found]
@@ -206,6 +226,9 @@ def _verdict(outcome: Outcome, comparison: Comparison, floor: Floor, as_configur
             f"most {most:.1e} apart (noise floor {noise:.1e}); with dropout {as_configured.loss.max():.1e}, since in "
             "fast mode each rank draws its own masks (--reproducibility exact makes them the same)"
         )
+    other = comparison.one.first_other_samples(comparison.many)
+    if other is not None:
+        return f"DIFFERENT: from step {other} on the samples of {devices} devices are not those of one"
     quantity, place = floor.parting(gap, FACTOR) or ("weights", steps - 1)
     since = f"in validation {place + 1}" if quantity == "validation loss" else f"from step {place + 1} on"
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -18,11 +19,28 @@ FACTOR = 30.0
 UNSEEDED = 1e-4
 
 
+#: What a cause is called, in reports and JSON; docs/same-result.md explains each.
+Code = Literal[
+    "order",
+    "unseeded-data",
+    "stateful-data",
+    "initial-weights",
+    "unseeded-forward",
+    "denominator",
+    "learning-rate",
+    "batchnorm",
+    "precision",
+    "random-draws",
+    "grouping",
+    "unknown",
+]
+
+
 @dataclass(frozen=True)
 class Cause:
-    """Why two runs part: a stable ``code``, what was seen, and how to mend it."""
+    """Why two runs differ: a stable ``code``, what was seen, and how to fix it."""
 
-    code: str
+    code: Code
     what: str
     fix: str
 
@@ -30,23 +48,54 @@ class Cause:
         return {"code": self.code, "what": self.what, "fix": self.fix}
 
 
-def unseeded(one: Trajectory, again: Trajectory) -> Cause | None:
-    """Whether the very same run on one device comes out differently when it is repeated."""
-    if not np.array_equal(one.digest, again.digest):
+def other_samples(lab: Lab, one: Trajectory, many: Trajectory) -> Cause | None:
+    """Why the two runs were given other samples, if they were. Runs one device again, up to twice."""
+    if one.first_other_samples(many) is None:
+        return None
+    keyed = (
+        "draw from `random`, `numpy.random` or torch's global generator, which Lockstep seeds for each sample, or in "
+        "`sample(index, rng)` from the generator that is passed in"
+    )
+    if one.first_other_samples(lab.run(Variant("one", repeat=1))) is not None:
         return Cause(
-            "unseeded data",
+            "unseeded-data",
+            "one device that repeats its run gets other samples too: the data set returns something else "
+            "each time, for example random draws in `__getitem__` from an unseeded generator, or the time",
+            keyed,
+        )
+    if one.first_other_samples(lab.run(Variant("one", trace="reversed"))) is not None:
+        return Cause(
+            "stateful-data",
+            "one device that reads the samples of each batch in reverse order gets other samples too: a sample "
+            "depends on those read before it, for example random draws in `__getitem__` from a generator that the data "
+            "set keeps",
+            keyed,
+        )
+    return Cause(
+        "order",
+        "one device always gets the same samples: the data set depends on the rank or the number of ranks "
+        "(a sampler, a shard or padding inside it), or on the process that opened it",
+        "return sample i for index i in every process; Lockstep divides the samples among the ranks",
+    )
+
+
+def unseeded(one: Trajectory, again: Trajectory) -> Cause | None:
+    """Whether the same run on one device gives another result when it is repeated."""
+    if one.first_other_samples(again) is not None:
+        return Cause(
+            "unseeded-data",
             "the data set returns other samples when the same run is repeated: it draws random numbers without a seed",
-            "draw in `sample(index, rng)` from the generator that it is given",
+            "draw in `sample(index, rng)` from the generator that is passed in",
         )
     if not np.array_equal(one.weights[0], again.weights[0]):
         return Cause(
-            "initial weights",
+            "initial-weights",
             "a repeated run starts from other weights: model() draws random numbers without a seed",
             "draw from torch's, NumPy's or Python's global generators, which are seeded before model() is called",
         )
     if gap_between(one, again).loss[:1].max(initial=0) > UNSEEDED:
         return Cause(
-            "unseeded dropout",
+            "unseeded-forward",
             "the same run, repeated, has another loss at step 1: dropout or another random draw of the forward pass "
             "has no seed",
             "draw from torch's global generator (nn.Dropout does), which is seeded at every step",
@@ -55,22 +104,13 @@ def unseeded(one: Trajectory, again: Trajectory) -> Cause | None:
 
 
 def evidence(one: Trajectory, many: Trajectory, devices: int) -> Iterator[Cause]:
-    """What the two runs were given that ought to be the same and is not."""
+    """What the two runs were given that should be the same and is not, beside the samples."""
     steps = min(len(one), len(many))
     if not np.array_equal(one.weights[0], many.weights[0]):
         yield Cause(
-            "initial weights",
+            "initial-weights",
             "the runs start from other weights: model() depends on the rank or on something without a seed",
             "build the same model on every rank, from torch's, NumPy's or Python's global generators",
-        )
-    other = np.flatnonzero((one.digest[:steps] != many.digest[:steps]) | (one.samples[:steps] != many.samples[:steps]))
-    if len(one) != len(many) or other.size:
-        step = int(other[0]) + 1 if other.size else steps + 1
-        yield Cause(
-            "order",
-            f"from step {step} on, the {devices} devices did not get the samples of the one: the data set depends on "
-            "the rank or the number of ranks (a sampler, a shard or padding inside it)",
-            "let the data set return sample i for index i; Lockstep divides the samples among the ranks",
         )
     counts = np.flatnonzero(one.count[:steps] != many.count[:steps])
     if counts.size:
@@ -85,10 +125,10 @@ def evidence(one: Trajectory, many: Trajectory, devices: int) -> Iterator[Cause]
     if rates.size:
         step = int(rates[0])
         yield Cause(
-            "learning rate",
+            "learning-rate",
             f"at step {step + 1} the optimizer's learning rate is {one.lr[step].tolist()} on one device and "
             f"{many.lr[step].tolist()} on {devices}",
-            "do not scale it in the task; optimizer.lr_scaling does it where everybody sees it",
+            "leave it to optimizer.lr_scaling, which the plan shows, and do not scale it in the task",
         )
 
 
@@ -115,7 +155,7 @@ def other_draws(draws: tuple[str, ...], plan: Plan) -> Iterator[Cause]:
     others = sorted(set(draws) - {"dropout"})
     if others and plan.reproducibility == "fast":
         yield Cause(
-            "random draws",
+            "random-draws",
             f"the forward pass draws random numbers ({', '.join(others)}), and in fast mode each rank draws its own",
             "--reproducibility exact draws per lane, the same on any devices",
         )

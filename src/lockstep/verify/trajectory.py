@@ -43,6 +43,14 @@ class Trajectory:
     def __len__(self) -> int:
         return len(self.loss)
 
+    def first_other_samples(self, other: Trajectory) -> int | None:
+        """The first step, from 1, whose samples are not those of ``other``; ``None``: there is none."""
+        steps = min(len(self), len(other))
+        differs = (self.digest[:steps] != other.digest[:steps]) | (self.samples[:steps] != other.samples[:steps])
+        if differs.any():
+            return int(np.argmax(differs)) + 1
+        return None if len(self) == len(other) else steps + 1
+
 
 def read_trajectory(path: Path) -> Trajectory:
     """The trajectory of a finished run that was trained with ``debug.trace``."""
