@@ -117,14 +117,22 @@ def test_any_split_gives_the_gradient_of_one_process(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_synchronised_batchnorm_gives_the_gradient_of_the_whole_batch(ranks: int) -> None:
-    """Windows of every size from two samples on: with fewer samples than ranks one of them replays a ghost."""
+    """Windows of every size from two samples on: with fewer samples than ranks one of them replays a ghost.
+
+    A sample too few for a step joins the one before, and several micro-batches are those of one process.
+    """
+    sizes = [(4, 1, samples) for samples in (2, 3, 4 * ranks, 4 * ranks + 1, 4 * ranks + 2, 4 * ranks + 3)]
+    sizes += [(batch, 2, samples) for batch in (1, 3) for samples in (ranks + 1, 2 * batch * ranks + 1, 11)]
     plans = [
-        BatchPlan(samples=samples, global_batch=4 * ranks, batch_size=4, accumulate=1, ranks=ranks, least_window=2)
-        for samples in (2, 3, 4 * ranks, 4 * ranks + 2, 4 * ranks + 3)
-    ]
+        BatchPlan(
+            samples=samples, global_batch=batch * accumulate * ranks, batch_size=batch, accumulate=accumulate,
+            ranks=ranks, least_window=2,
+        )
+        for batch, accumulate, samples in sizes
+    ]  # fmt: skip
     by_rank = run_ranks(all_gradients, ranks, plans, True, timeout_s=120.0)
     for index, plan in enumerate(2 * plans):
-        whole = plan.model_copy(update={"ranks": 1, "batch_size": plan.global_batch})
+        whole = plan.model_copy(update={"ranks": 1, "batch_size": plan.batch_size * ranks, "least_part": 2})
         alone = gradients(0, 1, whole, True)
         for rank in range(ranks):
             for ours, theirs in zip(by_rank[rank][index], alone, strict=True):

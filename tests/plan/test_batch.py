@@ -1,5 +1,7 @@
 """Windows and splits: every sample once, on any ranks, and the same steps on all of them."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,3 +162,54 @@ def test_a_global_batch_smaller_than_the_devices_is_refused():
 def test_a_global_batch_of_one_is_refused_under_batchnorm():
     with pytest.raises(ConfigError, match="too small for a model with BatchNorm"):
         resolve(ranks=1, batch_size=1, has_batchnorm=True)
+
+
+def micro_batches(plan: BatchPlan, size: int) -> list[tuple[int, int]]:
+    """What all ranks normalise together, micro-batch by micro-batch."""
+    spans = [[span for span in spans if span[0] < span[1]] for spans in zip(*plan.split(size), strict=True)]
+    assert all(a[1] == b[0] for together in spans for a, b in pairwise(together))
+    return [(together[0][0], together[-1][1]) for together in spans]
+
+
+@given(
+    samples=st.integers(2, 200),
+    batch_size=st.integers(1, 9),
+    accumulate=st.integers(1, 4),
+    ranks=st.integers(2, 6),
+    others=st.integers(1, 6),
+    tail=st.sampled_from(["spread", "merge"]),
+)
+def test_synchronised_batchnorm_normalises_the_same_samples_on_any_ranks(
+    samples, batch_size, accumulate, ranks, others, tail
+):
+    plan = resolve(
+        samples=samples, ranks=ranks, batch_size=batch_size, accumulate=accumulate, tail=tail,
+        has_batchnorm=True, sync_batchnorm=True,
+    )  # fmt: skip
+    together = -(-plan.global_batch // plan.accumulate)
+    if plan.global_batch < others:
+        return
+    other = resolve(
+        samples=samples, ranks=others, batch_size=-(-together // others), global_batch_size=plan.global_batch,
+        tail=tail, has_batchnorm=True, sync_batchnorm=others > 1,
+    )  # fmt: skip
+    windows = all_windows(plan)
+    assert windows == all_windows(other)
+    for size in {stop - start for start, stop in windows}:
+        found = micro_batches(plan, size)
+        assert [start for start, _ in found] + [size] == [0, *[stop for _, stop in found]]
+        sizes = [stop - start for share in plan.split(size) for start, stop in share]
+        assert max(sizes) <= batch_size + (size == plan.global_batch + 1)
+        # The plan of another number of devices may need more micro-batches; with as many, they are the same.
+        if other.accumulate == plan.accumulate:
+            assert micro_batches(other, size) == found
+
+
+def test_a_merged_sample_makes_a_micro_batch_larger_and_no_further_one():
+    """25 samples in steps of 24: one device normalised 13 and 12 of them, two devices 7 + 6 and 6 + 6."""
+    for ranks in (1, 2, 3):
+        for sync in (True, False):
+            plan = resolve(
+                samples=25, ranks=ranks, batch_size=24 // ranks, has_batchnorm=True, sync_batchnorm=sync and ranks > 1
+            )
+            assert [len(share) for share in plan.split(25)] == [1] * ranks

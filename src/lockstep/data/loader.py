@@ -101,11 +101,13 @@ def _layout(
     shares = batch.split(size)
     mine = shares[rank]
     most = max(map(len, shares))
-    first_part = rank * len(mine) if batch.lanes else 0
-    spans = [(first_part + place, a, b, False) for place, (a, b) in enumerate(mine)]
-    irregular = batch.lanes is None and any(len(share) != most for share in shares)
-    if irregular and ghosts:
-        spans += [(place, 0, batch.least_part, True) for place in range(len(mine), most)]
+    if batch.lanes is not None:
+        return tuple([(rank * len(mine) + place, a, b, False) for place, (a, b) in enumerate(mine)]), False
+    irregular = any(len(share) != most or any(a == b for a, b in share) for share in shares)
+    empty = (0, 0)
+    spans = [(place, *span, False) for place, span in enumerate((*mine, *[empty] * (most - len(mine))))]
+    spans = [span if span[1] < span[2] else (span[0], 0, batch.least_part, True) for span in spans]
+    spans = [span for span in spans if ghosts or not span[3]]
     return tuple(spans), irregular
 
 

@@ -57,15 +57,18 @@ class FlatStrategy(RanksStrategy):
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._clear()
         total, count = 0.0, 0.0
-        real = [request for request in window.requests if not request.ghost]
-        for place, request in enumerate(real):
+        ran = False
+        for place, request in enumerate(window.requests):
+            if request.ghost:
+                self._ghost(next(batches))
+                continue
+            ran = True
             loss, number = self._forward_pass(next(batches), step, self._rank + (place << 16))
             self._backward(loss)
             total += loss.item()
             count += float(number)
             self._samples_since_merge += request.size
-        self._ghosts(len(window.requests) - len(real), batches)
-        return self._reduce(pack(total, count, flags), ran=bool(real))
+        return self._reduce(pack(total, count, flags), ran=ran)
 
     def _reduce(self, numbers: Sequence[float], *, ran: bool) -> Reduced:
         if ran:

@@ -238,16 +238,13 @@ class RanksStrategy(SingleStrategy):
         self._buffers.synchronise(self._samples_since_merge, merge_statistics=not self._collective_forward)
         self._samples_since_merge = 0
 
-    def _ghosts(self, number: int, batches: Iterator[Any]) -> None:
-        """Join the collective forwards of ranks that have more samples; leave no trace in the gradients."""
-        if number == 0:
-            return
+    def _ghost(self, batch: Any) -> None:
+        """Join the collective forward of ranks that have samples; leave no trace in the gradients."""
         kept = [parameter.grad for parameter in self._parameters]
-        for _ in range(number):
-            self._clear()
-            with ghost(self.module):
-                total, _ = self._forward_pass(next(batches), 0, 0)
-                self._backward(total)
+        self._clear()
+        with ghost(self.module):
+            total, _ = self._forward_pass(batch, 0, 0)
+            self._backward(total)
         for parameter, gradient in zip(self._parameters, kept, strict=True):
             parameter.grad = gradient
 
@@ -287,10 +284,12 @@ class DdpStrategy(RanksStrategy):
             self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
         work: dist.Work | None = None
         self._by_hand = window.irregular
-        real = [request for request in window.requests if not request.ghost]
-        for place, request in enumerate(real):
-            last = place == len(real) - 1 and not window.irregular
+        for place, request in enumerate(window.requests):
+            last = place == len(window.requests) - 1 and not window.irregular
             batch = next(batches)
+            if request.ghost:
+                self._ghost(batch)
+                continue
             # What no_sync() does, without a context manager per micro-batch.
             self._ddp.require_backward_grad_sync = last
             total, count = self._forward_pass(batch, step, self._rank + (place << 16))
@@ -301,7 +300,6 @@ class DdpStrategy(RanksStrategy):
             self._backward(total)
             self._samples_since_merge += request.size
         if window.irregular:
-            self._ghosts(len(window.requests) - len(real), batches)
             self._reduce_by_hand()
             work = dist.all_reduce(self._sums, async_op=True)
         wait(work)

@@ -1,8 +1,9 @@
 """Which samples of an epoch make a step, and who puts which of them through the model.
 
 Pure arithmetic on positions. An epoch is a line of ``samples`` positions; a step takes a *window* of it;
-a window falls into contiguous *parts* (ranks, or lanes in exact mode), a part into *micro-batches*.
-Item j of n goes to part ⌊jP/n⌋, so the split over P·Q parts refines the split over P parts.
+a window falls into contiguous *parts* (ranks, or lanes in exact mode), a part into *micro-batches*; with
+synchronised BatchNorm a window falls into micro-batches, and each of them into ranks. Item j of n goes to
+part ⌊jP/n⌋, so the split over P·Q parts refines the split over P parts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Tail = Literal["spread", "merge", "drop"]
 
 
 class BatchPlan(BaseModel):
-    """Sizes in samples. ``batch_size`` is the largest micro-batch of one device.
+    """Sizes in samples. ``batch_size`` is the largest micro-batch of one device, before samples that are merged.
 
     ``ranks`` processes share every window; each holds ``devices_per_rank`` devices (more than one
     under ``dp`` only). ``least_window`` and ``least_part`` are 2 where BatchNorm needs two samples.
@@ -65,17 +66,38 @@ class BatchPlan(BaseModel):
         return position, position + self.global_batch
 
     def split(self, size: int) -> tuple[tuple[Span, ...], ...]:
-        """Micro-batches of each rank, as spans within a window of ``size`` items; () for an empty rank."""
-        if self.lanes is None:
-            return _split_ranks(size, self.ranks, self.batch_size * self.devices_per_rank, self.least_part)
-        return _split_lanes(size, self.ranks, self.lanes, self.least_part)
+        """Micro-batches of each rank, as spans within a window of ``size`` items.
+
+        An empty span is an empty lane, or a rank without samples in a micro-batch of all ranks; () is an empty rank.
+        """
+        if self.lanes is not None:
+            return _split_lanes(size, self.ranks, self.lanes, self.least_part)
+        # Samples that would be too few for a step make its micro-batches larger, not more of them.
+        merged = 0 < size - self.global_batch < self.least_window
+        if self.least_part < self.least_window:
+            limit = -(-self.global_batch // self.accumulate)
+            number = -(-(self.global_batch if merged else size) // limit)
+            return _split_micro_batches(size, self.ranks, number, self.least_window, self.least_part)
+        most = self.accumulate if merged else size
+        return _split_ranks(size, self.ranks, self.batch_size * self.devices_per_rank, self.least_part, most)
 
 
 @lru_cache(maxsize=256)
-def _split_ranks(size: int, ranks: int, limit: int, least: int) -> tuple[tuple[Span, ...], ...]:
+def _split_micro_batches(
+    size: int, ranks: int, number: int, least_window: int, least_part: int
+) -> tuple[tuple[Span, ...], ...]:
+    """Micro-batches first, and each of them into ranks: synchronised BatchNorm sees the same ones on any ranks."""
+    spans = [(start, stop) for start, stop in parts(size, number, least_window) if stop > start]
+    shares = [[(start + a, start + b) for a, b in parts(stop - start, ranks, least_part)] for start, stop in spans]
+    return tuple(zip(*shares, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _split_ranks(size: int, ranks: int, limit: int, least: int, most: int) -> tuple[tuple[Span, ...], ...]:
+    """Ranks first; each cuts its share into micro-batches of at most ``limit``, but no more than ``most``."""
     shares = parts(size, ranks, least)
     longest = max(stop - start for start, stop in shares)
-    micro_batches = -(-longest // limit)
+    micro_batches = min(most, -(-longest // limit))
     return tuple(
         tuple((start + a, start + b) for a, b in parts(stop - start, micro_batches, least) if b > a)
         for start, stop in shares

@@ -237,8 +237,8 @@ def _notes(
         )
     if facts.has_batchnorm and batch.accumulate > 1 and config.training.reproducibility != "exact":
         notes.append(
-            f"BatchNorm sees micro-batches, not the global batch of {batch.global_batch}: with accumulation its "
-            "statistics depend on how the batch is divided. reproducibility: exact keeps them the same on any devices."
+            f"BatchNorm normalises micro-batches, not the global batch of {batch.global_batch}: its statistics depend "
+            f"on accumulate ({batch.accumulate}). reproducibility: exact keeps them the same on any devices."
         )
     return notes
 
