@@ -14,6 +14,7 @@ import torch
 
 import lockstep
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
+from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT, clean_environment
 from tests.toys import MeanLoss, Streaming, Toy
 
@@ -39,7 +40,7 @@ def run(*arguments: str, cwd: Path, stdin: str | None = None) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env=clean_environment(PYTHONPATH=str(ROOT)),
+        env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"),
         input=stdin,
         capture_output=True,
         text=True,
@@ -54,6 +55,19 @@ def test_a_script_without_a_main_guard_trains_a_class_of_its_own_on_two_ranks(tm
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     assert "accuracy" in run("script.py", cwd=tmp_path)
+
+
+def test_a_script_under_torchrun_trains_twice(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import lockstep\nfrom tests.toys import Toy\n"
+        "for name in ('first', 'second'):\n"
+        "    result = lockstep.train(Toy, {'save_dir': name, 'hardware': {'selected_devices': 'cpu,cpu'}, "
+        "'training': {'epochs': 1}})\n"
+        "    assert result.status == 'completed', result\n"
+    )
+    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "script.py", cwd=tmp_path)
+    assert RunDir.open(tmp_path / "second").read().status == "completed"
 
 
 @pytest.mark.drill

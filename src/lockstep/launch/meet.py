@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,8 @@ T = TypeVar("T")
 #: Settings that may differ between nodes: where its files are, and its devices.
 OWN_SETTINGS = ("save_dir", "runs_dir", "init_from", "hardware.selected_devices", "data.data_dir", "launch.rdzv")
 _COMPARED_VERSIONS = ("lockstep", "torch", "python")
+#: Numbers this process's trainings: every rank of a script runs the same ones.
+_trainings = count()
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,8 @@ def _open_store(world: World, timeout_s: float) -> Store:
             fix="check that MASTER_ADDR is the node of rank 0 and that no firewall stands between; "
             "`lockstep doctor` under the same launcher looks closer",
         ) from error
-    return store
+    # A script may train several times: the store keeps the addresses of the groups before.
+    return PrefixStore(f"training-{next(_trainings)}", store)
 
 
 def _introduce(world: World, config: RunConfig) -> Member:
