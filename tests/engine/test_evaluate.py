@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torchmetrics.classification import BinaryAUROC, ConfusionMatrix
 from lockstep import Loss, Task
 from lockstep.data.arrays import ArrayDataset
 from lockstep.engine.collectives import Collectives
-from lockstep.engine.evaluate import evaluate
+from lockstep.engine.evaluate import evaluate, evaluating, train_mode
 from lockstep.engine.precision import Precision
 from lockstep.errors import TaskError
 from lockstep.hardware.world import World
@@ -42,7 +44,16 @@ class Shuffled(Scores):
         return (batch[1][:1],)
 
 
-def run(rank: int, ranks: int, samples: int, batch_size: int, task: Task) -> dict[str, Any]:
+class Drawing(Scores):
+    """Draws in evaluation, as Monte Carlo dropout and the sampling of a VAE do, and where its numbers are shown."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+        scores, labels = super().evaluate(model, batch)
+        noise = torch.rand(len(scores)) + random.random() + float(np.random.rand())
+        return (scores + noise) / 4, labels
+
+
+def run(rank: int, ranks: int, samples: int, batch_size: int, task: Task, step: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(samples)
     scores = torch.randn(samples, 1, generator=generator)
     labels = (torch.arange(samples) % 2).float()
@@ -57,20 +68,55 @@ def run(rank: int, ranks: int, samples: int, batch_size: int, task: Task) -> dic
         precision=Precision("32", CPU, 1.0),
         loader=LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False),
         seed=0,
+        step=step,
     )
 
 
 def sizes(rank: int, ranks: int, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    return [run(rank, ranks, samples, batch, Scores()) for samples, batch in cases]
+    random.seed(rank)
+    np.random.seed(rank)
+    return [run(rank, ranks, samples, batch, task) for samples, batch in cases for task in (Scores(), Drawing())]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.drill)])
 def test_metrics_equal_those_of_one_process_bit_for_bit(ranks: int) -> None:
     cases = [(5, 1), (5, 2), (5, 32), (37, 4), (64, 4)]
-    alone = [run(0, 1, samples, batch, Scores()) for samples, batch in cases]
+    alone = sizes(0, 1, cases)
     assert run_ranks(sizes, ranks, cases) == [alone] * ranks
-    assert [sum(map(sum, result["confusion"])) for result in alone] == [5, 5, 5, 37, 64]
+    assert [sum(map(sum, result["confusion"])) for result in alone[::2]] == [5, 5, 5, 37, 64]
+
+
+def states() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+def test_evaluation_draws_by_step_and_leaves_the_generators_as_they_were() -> None:
+    first = run(0, 1, 37, 4, Drawing())  # seeds torch's generator at its beginning
+    random.random(), np.random.rand()
+    before = states()
+    assert run(0, 1, 37, 4, Drawing()) == first
+    assert run(0, 1, 37, 4, Drawing(), step=1) != first
+    assert states() == before
+
+
+def test_each_module_has_its_own_mode_back() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1), nn.Dropout())
+    model[1].eval()
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
+def test_training_begins_with_what_the_task_froze_in_evaluation_mode() -> None:
+    backbone = nn.Sequential(nn.Linear(1, 1), nn.Dropout()).eval().requires_grad_(False)
+    pretrained = nn.Sequential(nn.Linear(1, 1), nn.Dropout()).eval()
+    model = nn.ModuleDict({"backbone": backbone, "norm": nn.BatchNorm1d(1).eval(), "pretrained": pretrained})
+    train_mode(model)
+    modes = {name for name, module in model.named_modules() if module.training}
+    assert modes == {"", "pretrained", "pretrained.0", "pretrained.1"}
+    train_mode(model.eval())
+    assert model["norm"].training and not backbone.training, "a whole model in evaluation mode is trained"
 
 
 def test_rows_that_are_not_one_per_sample_are_refused() -> None:

@@ -36,13 +36,13 @@ def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key))
 
 
-def dropout_seed(seed: int, step: int, part: int, place: int = 0) -> int:
+def dropout_seed(seed: int, step: int, part: int, place: int = 0, purpose: str = "dropout") -> int:
     """A seed in [0, 2**64) for ``torch.manual_seed``, before ``part`` of optimizer step ``step`` runs.
 
-    ``part`` is the lane in exact mode, the rank in fast mode; ``place`` is the device among those of one
-    rank. All bits are mixed, since torch's CPU generator takes only the lower 32 of them.
+    ``part`` is the lane in exact mode, the rank in fast mode, the chunk in an ``evaluation``; ``place`` is the device
+    among those of one rank. All bits are mixed, since torch's CPU generator takes only the lower 32 of them.
     """
-    return derive_key("dropout", seed, step, part, *([place] if place else []))
+    return derive_key(purpose, seed, step, part, *([place] if place else []))
 
 
 @dataclass(frozen=True)

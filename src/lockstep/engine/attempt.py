@@ -20,6 +20,7 @@ from lockstep.data.loader import Source, Window, make_loader, windows
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives, shared
 from lockstep.engine.divide import divide
+from lockstep.engine.evaluate import train_mode
 from lockstep.engine.fit import Fit, TimedBatches
 from lockstep.engine.fused import compiler_not_imported
 from lockstep.engine.lightning_task import ModuleTask
@@ -29,6 +30,7 @@ from lockstep.engine.profile import memory_snapshot, profiled
 from lockstep.engine.resume import (
     check_fits,
     check_moments,
+    judge_afresh,
     load_initial_weights,
     load_shared,
     load_weights,
@@ -204,8 +206,11 @@ def assemble(
     update = Update(model, optimizer, plan.schedule, precision, config.training.max_grad_norm, divided)
     here = pins(device, plan)
     state = TrainState(position=config.debug.start_position)
+    remarks = () if divided is None else divided.remarks
     if snapshot is not None:
         state = _restored(snapshot, plan, here, task, model, update, run_dir)
+        note = judge_afresh(state, snapshot.manifest, plan)
+        remarks += () if note is None else (note,)
     debug, watched = config.debug, task
     draws: set[str] = set()
     if debug.trace != "off" or debug.switch_off:
@@ -230,7 +235,7 @@ def assemble(
         heartbeat=lambda step, total: None,
         pins=here,
         trace=Trace(debug, trace_file(run_dir.path, world.rank), world.is_main, update, model, draws, divided),
-        remarks=() if divided is None else divided.remarks,
+        remarks=remarks,
     )
 
 
@@ -288,7 +293,7 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     requests = chain.from_iterable(window.requests for window in walk(plan, world, **start))
     loader = make_loader(source, requests, plan.loader, world.rank, largest=plan.batch.batch_size)
     batches = TimedBatches(trace.batches(iter(loader)))
-    fit.strategy.module.train()
+    train_mode(fit.strategy.module)
     waited_s = 0.0
 
     def finish(result: StepResult) -> bool:
@@ -358,10 +363,13 @@ def _test_the_best(fit: Fit, run_dir: RunDir) -> dict[str, float]:
     """Final metrics: those of the best weights on the test set, beside the best validation's."""
     store = CheckpointStore(run_dir.checkpoints)
     best = fit.collectives.broadcast(store.step_of("best") if fit.collectives.is_main else None)
-    if best is not None and best != fit.state.step and fit.datasets.test is not None:
-        snapshot = load_shared(store, best, fit.collectives, in_pieces=_reads_pieces(fit.writer))
+    step = fit.state.step if best is None else best
+    if step != fit.state.step and fit.datasets.test is not None:
+        snapshot = load_shared(store, step, fit.collectives, in_pieces=_reads_pieces(fit.writer))
         load_weights(fit.strategy.module, snapshot.model, run_dir.path)
-    numbers, tables = fit.test()
+        with restoring(f"the checkpoint of step {step}"):
+            fit.task.load_state_dict(snapshot.trainer["task"])
+    numbers, tables = fit.test(step)
     if tables and fit.collectives.is_main:
         write_json(run_dir.path / "tables.json", tables)
     return {**fit.state.best_metric, **numbers}

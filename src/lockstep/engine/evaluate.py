@@ -8,6 +8,7 @@ torchmetrics' own synchronisation is not used: some metrics fail on a rank that 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from lockstep.data.loader import InOrder, Request, Source, make_loader
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import check_loss
+from lockstep.engine.runtime import generators_kept
+from lockstep.engine.strategy import SeededDraws, check_loss
 from lockstep.engine.task import Metrics, Task
 from lockstep.engine.transfer import to_device
 from lockstep.errors import TaskError
@@ -38,6 +40,7 @@ def evaluate(
     precision: Precision,
     loader: LoaderPlan,
     seed: int,
+    step: int = 0,
     chunks: int | None = None,
     ghosts: bool = False,
     together: bool = False,
@@ -46,43 +49,74 @@ def evaluate(
 
     Scalar metrics come back as floats, others (a confusion matrix) as nested lists. Collective.
 
+    Random numbers that a chunk draws depend on ``seed``, ``step`` and its number alone. Generators and the training
+    flag of every module are afterwards as they were.
+
     Args:
         batch_size: samples of a chunk.
+        step: finished optimizer steps of the weights.
         chunks: evaluate only so many chunks (a sanity check); ``None``: all.
         ghosts: a rank without a chunk evaluates a sample that counts nothing (for models whose forward is collective).
         together: all ranks take part in every chunk, and one of them has its rows.
     """
-    metrics = _own_metrics(task) if collectives.is_main else None
-    total = count = 0.0
-    was_training = model.training
-    model.eval()
-    place = (0, 1) if together else (collectives.rank, collectives.size)
-    rounds = list(_rounds(len(dataset), batch_size, *place, chunks, ghosts))
-    source = Source(dataset, task.collate, seed, InOrder())
-    if source.is_at_hand:  # to start processes for it takes longer than its rows
-        loader = loader.model_copy(update={"num_workers": 0, "persistent_workers": False})
-    batches = make_loader(source, rounds, loader, collectives.rank, largest=batch_size)
-    try:
+    with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING):
+        metrics = _own_metrics(task) if collectives.is_main else None
+        total = count = 0.0
+        place = (0, 1) if together else (collectives.rank, collectives.size)
+        rounds = list(_rounds(len(dataset), batch_size, *place, chunks, ghosts))
+        source = Source(dataset, task.collate, seed, InOrder())
+        if source.is_at_hand:  # to start processes for it takes longer than its rows
+            loader = loader.model_copy(update={"num_workers": 0, "persistent_workers": False})
+        devices = dict.fromkeys((device, *(parameter.device for parameter in model.parameters())))
+        draw = SeededDraws(seed, list(devices), everything=True, purpose="evaluation")
         # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.
-        with torch.no_grad():
+        with (
+            contextlib.closing(make_loader(source, rounds, loader, collectives.rank, largest=batch_size)) as batches,
+            torch.no_grad(),
+        ):
             for request, batch in zip(rounds, batches, strict=True):
                 pulse.at(Activity.EVALUATING)
+                draw(step, request.start // batch_size)
                 mine = _chunk(task, model, batch, request, device, precision)
                 for chunk in collectives.gather(mine) or []:
                     if chunk is not None and metrics is not None:
                         total, count = total + chunk[0], count + chunk[1]
                         metrics.update(*chunk[2])
-    finally:
-        batches.close()
-        model.train(was_training)
-    result = None
-    with pulse.during(Activity.COMPUTING_METRICS):  # the others wait for rank 0, maybe on another node
+        result = None
+        pulse.at(Activity.COMPUTING_METRICS)  # the others wait for rank 0, maybe on another node
         if metrics is not None:
-            result = {
-                "loss": total / count if count else float("nan"),
-                **_computed(metrics),
-            }
+            result = {"loss": total / count if count else float("nan"), **_computed(metrics)}
         return collectives.broadcast(result) or {}
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """``model`` in evaluation mode; afterwards each of its modules has its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def train_mode(model: nn.Module) -> None:
+    """As ``model.train()``, except for what the task itself has put in evaluation mode.
+
+    That is a layer whose parent is in training mode (a frozen BatchNorm), or a module without trainable parameters (a
+    frozen backbone). Others are trained: many libraries return a whole model in evaluation mode.
+    """
+    kept: list[nn.Module] = []
+    for parent in model.modules():
+        for module in parent.children():
+            is_layer = parent.training and next(module.children(), None) is None
+            parameters = list(module.parameters())
+            if not module.training and (is_layer or (parameters and not any(p.requires_grad for p in parameters))):
+                kept.append(module)
+    model.train()
+    for module in kept:
+        module.eval()
 
 
 def _own_metrics(task: Task) -> Metrics:

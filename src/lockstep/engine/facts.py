@@ -7,8 +7,6 @@ import pickle
 import random
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from lockstep.data.bucketed import check_lengths, hash_lengths
 from lockstep.engine.batchnorm import has_batchnorm
 from lockstep.engine.fused import compiler_not_imported
 from lockstep.engine.lightning_task import ModuleTask
+from lockstep.engine.runtime import generators_kept
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import DataError, TaskError, UnsupportedError
 from lockstep.plan import TaskFacts
@@ -84,7 +83,7 @@ def check_dataset(dataset: Any, split: str) -> None:
 
 def blueprint(task: Task) -> nn.Module:
     """The model without its memory where possible: many models can be built on the meta device."""
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         try:
             with torch.device("meta"):
                 model = task.model()
@@ -109,7 +108,7 @@ def optimizer_lr(task: Task, model: nn.Module) -> float | None:
     """
     if type(task).optimizer is Task.optimizer:
         return None
-    with torch.random.fork_rng(devices=[]), compiler_not_imported():
+    with generators_kept(), compiler_not_imported():
         try:
             optimizer = task.optimizer(model)
         except Exception:  # it may need values, or a real device; if not, it fails again
@@ -134,7 +133,7 @@ def gives_whole_batches(dataset: Any) -> bool:
     """Whether a batch is one gather: ``__getitems__`` gives it finished, not as a list of samples (``Subset``)."""
     if hasattr(dataset, "sample") or not hasattr(dataset, "__getitems__"):
         return False
-    with _randomness_kept():
+    with generators_kept():
         return not isinstance(dataset.__getitems__(np.arange(1)), list)
 
 
@@ -146,19 +145,8 @@ def has_quick_samples(dataset: Any) -> bool:
         _probe(dataset, index)
         return time.perf_counter() - started
 
-    with _randomness_kept():
+    with generators_kept():
         return statistics.median(seconds(int(i)) for i in np.linspace(0, len(dataset) - 1, 5)) < QUICK_S
-
-
-@contextmanager
-def _randomness_kept() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def fingerprint(dataset: Any) -> str:
@@ -169,7 +157,7 @@ def fingerprint(dataset: Any) -> str:
     if hasattr(dataset, "fingerprint"):
         return f"{len(dataset)}:{dataset.fingerprint()}"
     digest = hashlib.sha256()
-    with _randomness_kept():
+    with generators_kept():
         for index in sorted({int(i) for i in np.linspace(0, len(dataset) - 1, PROBES)}):
             feed(digest, _probe(dataset, index))
     return f"{len(dataset)}:{digest.hexdigest()[:16]}"

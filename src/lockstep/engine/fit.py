@@ -17,12 +17,13 @@ from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
 from lockstep.engine.best import judge
 from lockstep.engine.collectives import Collectives
-from lockstep.engine.evaluate import evaluate
+from lockstep.engine.evaluate import evaluate, evaluating
 from lockstep.engine.loop import StepResult
 from lockstep.engine.meter import LossMeter
 from lockstep.engine.precision import Precision
 from lockstep.engine.ranks import RankWatch
 from lockstep.engine.resume import manifest_of
+from lockstep.engine.runtime import generators_kept
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategy import Flags, Strategy
 from lockstep.engine.task import Datasets, Task
@@ -113,8 +114,7 @@ class Fit:
             self._emit(Note("info", note))
         if self.config.validation.sanity_steps and self.datasets.val is not None and self.state.step == 0:
             self._evaluate(self.datasets.val, chunks=self.config.validation.sanity_steps * self.collectives.size)
-            if self.collectives.is_main:
-                self.task.remarks()  # nobody wants to read what untrained weights say
+            self._show(remarks=False)  # nobody wants to read what untrained weights say
         self._interval = self._speed.mark()
         self._epoch_mark = self._speed.mark()
         self._interval_sums = self._meter.read()
@@ -254,13 +254,22 @@ class Fit:
         with self._speed.paused():
             self.strategy.synchronise_buffers()
             values = self._evaluate(self.datasets.val, self._chunks)
-        if self.collectives.is_main:  # which alone has made the metrics
-            for remark in self.task.remarks():
+            self._show()
+        return {f"val_{name}": value for name, value in values.items() if isinstance(value, float | int)}
+
+    def _show(self, *, remarks: bool = True) -> None:
+        """What the task has to say and to show of an evaluation, to which rank 0 alone has the metrics."""
+        if not self.collectives.is_main:
+            return
+        with generators_kept(), evaluating(self.strategy.module):
+            said = self.task.remarks()
+            if not remarks:
+                return
+            for remark in said:
                 self._emit(Note("info", remark))
             for name, pixels in self.task.pictures().items():
                 check_picture(name, pixels)
                 self._emit(PictureDrawn(self.attempt, self.state.epoch + 1, self.state.step, name, pixels))
-        return {f"val_{name}": value for name, value in values.items() if isinstance(value, float | int)}
 
     def _judge(self, metrics: Mapping[str, float], epoch: int) -> bool:
         """Is this the best so far? Values are equal on all ranks, so all of them stop, or none."""
@@ -282,28 +291,29 @@ class Fit:
         debug = self.config.debug
         return self.collectives.size if debug.fast_dev_run else debug.limit_eval_batches
 
-    def _evaluate(self, dataset: Any, chunks: int | None = None) -> dict[str, Any]:
-        with pulse.during(Activity.EVALUATING):
-            return evaluate(
-                self.strategy.evaluating(self.task),
-                self.strategy.module,
-                dataset,
-                self.collectives,
-                batch_size=self.plan.eval_batch_size,
-                device=self.device,
-                precision=self.precision,
-                loader=self.plan.loader,
-                seed=self.plan.seed,
-                chunks=chunks,
-                ghosts=self.plan.sharded,
-                together=self.plan.pipelined,
-            )
+    def _evaluate(self, dataset: Any, chunks: int | None = None, step: int | None = None) -> dict[str, Any]:
+        return evaluate(
+            self.strategy.evaluating(self.task),
+            self.strategy.module,
+            dataset,
+            self.collectives,
+            batch_size=self.plan.eval_batch_size,
+            device=self.device,
+            precision=self.precision,
+            loader=self.plan.loader,
+            seed=self.plan.seed,
+            step=self.state.step if step is None else step,
+            chunks=chunks,
+            ghosts=self.plan.sharded,
+            together=self.plan.pipelined,
+        )
 
-    def test(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """Metrics of the test set as ``(numbers, tables)``: a confusion matrix is a table."""
+    def test(self, step: int) -> tuple[dict[str, float], dict[str, Any]]:
+        """Metrics of the test set as ``(numbers, tables)``: a confusion matrix is a table. ``step``: of the weights."""
         if self.datasets.test is None:
             return {}, {}
-        values = {f"test_{name}": value for name, value in self._evaluate(self.datasets.test, self._chunks).items()}
+        found = self._evaluate(self.datasets.test, self._chunks, step)
+        values = {f"test_{name}": value for name, value in found.items()}
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, float | int)}
         return numbers, {name: value for name, value in values.items() if name not in numbers}
 

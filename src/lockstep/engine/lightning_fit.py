@@ -23,7 +23,7 @@ from lockstep.engine.lightning_ranks import KeptSignals, rank_arguments
 from lockstep.engine.lightning_record import Recorder
 from lockstep.engine.lightning_store import OWN, StoreIO, save
 from lockstep.engine.lightning_task import ModuleTask
-from lockstep.engine.resume import check_fits, load_initial_weights, manifest_of
+from lockstep.engine.resume import check_fits, judge_afresh, load_initial_weights, manifest_of
 from lockstep.engine.runtime import pins
 from lockstep.engine.state import TrainState
 from lockstep.errors import UnsupportedError
@@ -71,6 +71,9 @@ class ModuleFit:
         if self.snapshot is not None:
             check_fits(self.snapshot.manifest, self.plan)
             self.state = TrainState.from_state_dict(self.snapshot.trainer["state"])
+            note = judge_afresh(self.state, self.snapshot.manifest, self.plan)
+            if note is not None:
+                self.sink.emit(Note("info", note))
         self.recorder = Recorder(
             config=self.config,
             plan=self.plan,

@@ -73,7 +73,21 @@ def manifest_of(
         "order": plan.order.model_dump(),
         "pins": json.loads(json.dumps(dict(pins))),
         "best": dict(state.best_metric),
+        "monitor": [plan.monitor, plan.mode],
     }
+
+
+def judge_afresh(state: TrainState, manifest: dict[str, Any], plan: Plan) -> str | None:
+    """Forget the best so far where a resumed run is judged by another metric than before; a note about it."""
+    before, now = manifest.get("monitor"), [plan.monitor, plan.mode]
+    if before in (None, now) or state.best_value is None or state.step >= plan.total_steps:
+        return None
+    state.best_value = state.best_epoch = state.best_step = None
+    state.best_metric, state.evaluations_without_gain = {}, 0
+    return (
+        f"The run was judged by {before[0]} ({before[1]}) and is now judged by {now[0]} ({now[1]}): "
+        "the best evaluation and the patience of early stopping start again."
+    )
 
 
 def check_fits(manifest: dict[str, Any], plan: Plan) -> None:

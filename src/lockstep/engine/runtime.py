@@ -123,16 +123,23 @@ def join(backend: str | None, device: torch.device, world: World, timeout_s: flo
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """The body draws from generators of the CPU that start at ``seed``; the caller's own come back afterwards."""
+def generators_kept() -> Iterator[None]:
+    """Whatever the body draws, the generators of Python, NumPy and torch are as before afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        seed_everything(seed)
-        try:
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
             yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The body draws from generators that start at ``seed``; the caller's own come back afterwards."""
+    with generators_kept():
+        seed_everything(seed)
+        yield
 
 
 def seed_everything(seed: int) -> None:

@@ -115,8 +115,10 @@ class SeededDraws:
     Each of ``devices`` draws numbers of its own. In exact mode Python's and NumPy's generators are seeded too.
     """
 
-    def __init__(self, seed: int, devices: Sequence[torch.device], *, everything: bool) -> None:
-        self._seed, self._everything = seed, everything
+    def __init__(
+        self, seed: int, devices: Sequence[torch.device], *, everything: bool, purpose: str = "dropout"
+    ) -> None:
+        self._seed, self._everything, self._purpose = seed, everything, purpose
         self._generators = [(torch.default_generator, 0)]
         if any(device.type == "cuda" for device in devices):
             torch.cuda.init()
@@ -127,9 +129,9 @@ class SeededDraws:
 
     def __call__(self, step: int, part: int) -> None:
         for generator, place in self._generators:
-            generator.manual_seed(dropout_seed(self._seed, step, part, place))
+            generator.manual_seed(dropout_seed(self._seed, step, part, place, self._purpose))
         if self._everything:
-            key = dropout_seed(self._seed, step, part)
+            key = dropout_seed(self._seed, step, part, 0, self._purpose)
             random.seed(key)
             np.random.seed(key % 2**32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +19,23 @@ from lockstep.launch.prepare import settle
 from lockstep.telemetry.rundir import RunDir
 
 
-def reopen(config: RunConfig, snapshot: Snapshot) -> tuple[Task, Datasets]:
-    """A run's task as the checkpoint left it (how it standardised its data, say), and its data."""
+def reopen(config: RunConfig) -> tuple[Task, Datasets]:
+    """A run's task and its data."""
     task, _ = settle(config.task.name, config)
-    with restoring(f"the checkpoint of step {snapshot.step}"):
-        task.load_state_dict(snapshot.trainer["task"])
     task.prepare()
     return task, task.datasets()
+
+
+def restore(task: Task, model: torch.nn.Module, snapshot: Snapshot, source: Path) -> None:
+    """The weights, then the task's own state, as a resumed training restores them: both after ``task.model()``."""
+    load_weights(model, snapshot.model, source)
+    with restoring(f"the checkpoint of step {snapshot.step}"):
+        task.load_state_dict(snapshot.trainer["task"])
+
+
+def as_restored(task: Task, datasets: Datasets) -> Datasets:
+    """``datasets`` as a restored task opens them: its state may say how they are standardised."""
+    return datasets if type(task).load_state_dict is Task.load_state_dict else task.datasets()
 
 
 def load_model(run: RunDir, checkpoint: str | int = "best") -> tuple[Task, torch.nn.Module]:
@@ -37,10 +48,8 @@ def load_model(run: RunDir, checkpoint: str | int = "best") -> tuple[Task, torch
     snapshot = find_checkpoint(run, checkpoint)
     config = run.config()
     task, _ = settle(config.task.name, config)
-    with restoring(f"the checkpoint of step {snapshot.step}"):
-        task.load_state_dict(snapshot.trainer["task"])
     model = task.model()
-    load_weights(model, snapshot.model, run.path)
+    restore(task, model, snapshot, run.path)
     return task, model.eval()
 
 

@@ -20,14 +20,14 @@ from lockstep.engine.divide import divide
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.precision import Precision
-from lockstep.engine.resume import load_shared, load_weights, restoring
+from lockstep.engine.resume import load_shared, load_weights
 from lockstep.engine.runtime import rank_device, runtime
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import DataError, RankFailed, UnsupportedError
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World
 from lockstep.launch import elastic, failure
-from lockstep.launch.afterwards import find_step, reopen
+from lockstep.launch.afterwards import as_restored, find_step, reopen, restore
 from lockstep.launch.carry import load_task, pack_task
 from lockstep.launch.folder import refuse_unknown_code, warn
 from lockstep.launch.prepare import place, plan_of, settle
@@ -35,7 +35,6 @@ from lockstep.launch.signals import StopRequest
 from lockstep.launch.temporary import temporary_folder
 from lockstep.launch.worker import main
 from lockstep.plan import Plan
-from lockstep.telemetry.pulse import Activity, pulse
 from lockstep.telemetry.rundir import RunDir, read_json, write_json
 
 #: In the folder of the ranks: what is asked for, and what rank 0 has found.
@@ -86,7 +85,7 @@ def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConf
 
 def _here(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int) -> dict[str, Any]:
     snapshot = CheckpointStore(run.checkpoints).load(step)
-    task, datasets = reopen(config, snapshot)
+    task, datasets = reopen(config)
     if isinstance(task, ModuleTask):
         from lockstep.engine.lightning_evaluate import evaluate_module
 
@@ -109,8 +108,7 @@ def _measure(
     collectives: Collectives,
 ) -> dict[str, Any]:
     """What one rank does, with the others; the result is the same on all of them. Collective."""
-    dataset = getattr(datasets, split, None)
-    if dataset is None:
+    if getattr(datasets, split, None) is None:
         raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
     device = rank_device(tuple(plan.placement["devices"]), world)
     precision = Precision(plan.placement["precision"], device, 1.0)
@@ -120,20 +118,21 @@ def _measure(
         evaluated = divided.strategy(task, precision, plan, world).evaluating(task)
     else:
         model = model.to(device)
-    load_weights(model, snapshot.model, run.path)
-    with pulse.during(Activity.EVALUATING):
-        values = evaluate(
-            evaluated,
-            model,
-            dataset,
-            collectives,
-            batch_size=plan.eval_batch_size,
-            device=device,
-            precision=precision,
-            loader=plan.loader,
-            seed=plan.seed,
-            ghosts=plan.sharded,
-        )
+    restore(task, model, snapshot, run.path)
+    dataset = getattr(as_restored(task, datasets), split)
+    values = evaluate(
+        evaluated,
+        model,
+        dataset,
+        collectives,
+        batch_size=plan.eval_batch_size,
+        device=device,
+        precision=precision,
+        loader=plan.loader,
+        seed=plan.seed,
+        step=snapshot.step,
+        ghosts=plan.sharded,
+    )
     return {"samples": len(dataset), "metrics": {f"{split}_{name}": value for name, value in values.items()}}
 
 
@@ -185,8 +184,6 @@ def rank_main(ranks: RunDir, world: World) -> int:
         collectives = Collectives(world, timeout_s=timeout_s)
         store = CheckpointStore(run.checkpoints)
         snapshot = load_shared(store, asked["step"], collectives, in_pieces=plan.sharded)
-        with restoring(f"the checkpoint of step {snapshot.step}"):
-            task.load_state_dict(snapshot.trainer["task"])
         datasets = open_data(task, config, collectives)
         found = _measure(run, task, datasets, config, plan, snapshot, asked["split"], world, collectives)
         if world.is_main:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.errors import RunFolderError, UnsupportedError
-from lockstep.launch.afterwards import find_checkpoint, model_inputs, reopen
+from lockstep.launch.afterwards import as_restored, find_checkpoint, model_inputs, reopen, restore
 from lockstep.launch.folder import refuse_unknown_code
 from lockstep.launch.lightning_cli import refuse_lightning_cli
 from lockstep.telemetry.files import write_json
@@ -106,12 +106,12 @@ def _write_program(run: RunDir, snapshot: Snapshot, folder: Path, *, wanted: boo
     """Whether there is one. ``wanted``: it is an error when there can be none."""
     import torch
 
-    task, datasets = reopen(run.config(), snapshot)
+    task, datasets = reopen(run.config())
     model = task.model()
     if not wanted and isinstance(task, ModuleTask) and getattr(model, "example_input_array", None) is None:
         return False
-    model.load_state_dict(snapshot.model)
-    args, kwargs = model_inputs(task, model.eval(), datasets)
+    restore(task, model, snapshot, run.path)
+    args, kwargs = model_inputs(task, model.eval(), as_restored(task, datasets))
     try:
         shapes = _dynamic_shapes(model, args, kwargs)
         exported = torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)
