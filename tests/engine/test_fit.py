@@ -160,3 +160,38 @@ def test_another_monitor_starts_again_with_the_best(tmp_path: Path, capsys: pyte
     resume(run, overrides={**changes, "telemetry": {"progress": "plain"}})
     assert run.read().best_epoch == 2, "a loss is compared with losses, not with the best score"
     assert "judged by val_score (max) and is now judged by val_loss (min)" in capsys.readouterr().out
+
+
+class LateMixup(Toy):
+    """Draws from Python's and NumPy's generators from its tenth step on."""
+
+    step = 0
+
+    def hooks(self) -> Any:
+        def count(result: Any, model: nn.Module) -> None:
+            self.step = result.step
+
+        return [(count, 1)]
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        total, count = super().loss(model, batch)
+        drawn = random.random() + float(np.random.rand()) if model.training and self.step >= 9 else 1.0
+        return Loss(total * drawn, count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+def test_what_a_loss_draws_from_pythons_and_numpys_generators_is_resumed(tmp_path: Path) -> None:
+    constant = {"scheduler": {"name": "constant", "warmup_steps": 0}}
+    whole = weights(trained(tmp_path / "whole", task=LateMixup, **constant))
+    for stop in (5, 9, 10, 11):
+        training = {"threads": 1, "early_stopping_patience": 0, "max_steps": stop}
+        run = trained(tmp_path / str(stop), task=LateMixup, training=training, **constant)
+        np.random.rand(), random.random()
+        resume(run, overrides={"training": {"max_steps": None}})
+        for name, value in weights(run).items():
+            assert torch.equal(value, whole[name]), (stop, name)

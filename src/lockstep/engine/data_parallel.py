@@ -46,4 +46,4 @@ class DataParallelStrategy(SingleStrategy):
 
     def __init__(self, replica: Replica, devices: list[torch.device], *, least_part: int) -> None:
         super().__init__(replica._replace(forward=ScatteredModel(replica.module, devices, least_part)))
-        self._draw = SeededDraws(replica.seed, devices, everything=False)
+        self.draws = SeededDraws(replica.seed, devices, everything=False)

@@ -27,7 +27,7 @@ class ExactStrategy(SingleStrategy):
         super().__init__(replica)
         module = replica.module
         self._world_size = world_size
-        self._draw = SeededDraws(replica.seed, [replica.device], everything=True)
+        self.draws = SeededDraws(replica.seed, [replica.device], everything=True)
         self._statistics = running_statistics(module)
         self._tracked = tracked_batches(module)
         self._all_reduce = TreeAllReduce(replica.rank, world_size)

@@ -92,6 +92,7 @@ class Fit:
         self._meter = LossMeter(self.device)
         self._meter.reset(self.state.epoch_loss, self.state.epoch_count)
         self._hooks = list(self.task.hooks())
+        self.strategy.draws.everything |= self.state.draws_seeded
         self._monitor = self.plan.monitor
         self._skipped_at_log = self.update.skipped
         self._step_at_log = self.state.step
@@ -350,6 +351,7 @@ class Fit:
     def trainer_state(self) -> dict[str, Any]:
         self.state.epoch_loss, self.state.epoch_count = self._meter.read()
         self.state.elapsed_s = self.elapsed_s
+        self.state.draws_seeded = self.strategy.draws.everything
         return {
             "state": self.state.state_dict(),
             "update": self.update.state_dict(),

@@ -293,7 +293,7 @@ class PlacedStrategy(SingleStrategy):
 
     def __init__(self, replica: Replica, devices: Sequence[torch.device]) -> None:
         super().__init__(replica)
-        self._draw = SeededDraws(replica.seed, devices, everything=False)
+        self.draws = SeededDraws(replica.seed, devices, everything=False)
 
     def evaluating(self, task: Task) -> Task:
         return _ThroughPlaces(task, self._model)

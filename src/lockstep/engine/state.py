@@ -13,7 +13,8 @@ class TrainState:
     """``step`` counts optimizer steps, ``micro_step`` micro-batches of rank 0; sizes are in samples.
 
     ``epoch`` counts from 0 and ``position`` is how many samples of it are used. ``epoch_loss`` and
-    ``epoch_count`` sum the loss over the epoch so far, over all ranks.
+    ``epoch_count`` sum the loss over the epoch so far, over all ranks. ``draws_seeded``: see
+    :class:`lockstep.engine.strategy.SeededDraws`.
     """
 
     step: int = 0
@@ -30,6 +31,7 @@ class TrainState:
     best_step: int | None = None
     best_metric: dict[str, float] = field(default_factory=dict)
     evaluations_without_gain: int = 0
+    draws_seeded: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
