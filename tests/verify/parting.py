@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -135,3 +135,113 @@ class WrongCountAndDraws(MeanOfMeans):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         torch.rand_like(batch[0])
         return super().loss(model, batch)
+
+
+class NoisyOptimizer(torch.optim.SGD):
+    """Gradient noise from the global generator, which each rank has seeded for its own micro-batch."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.add_(torch.randn_like(parameter.grad), alpha=1e-6)
+        return super().step(closure)
+
+
+class OptimizerNoise(Toy):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return NoisyOptimizer(model.parameters(), lr=0.01)
+
+
+class HookNoise(Toy):
+    """Weight noise in a hook, by a generator that is seeded with the rank."""
+
+    def hooks(self) -> Any:
+        generator = torch.Generator().manual_seed(place()[0])
+
+        def disturb(result: Any, model: nn.Module) -> None:
+            with torch.no_grad():
+                model[0].weight.add_(torch.randn(model[0].weight.shape, generator=generator), alpha=1e-6)
+
+        return [(disturb, 3)]
+
+
+class RunningMaximum(nn.Module):
+    """A buffer that changes in training and is merged by another rule than the one that it follows."""
+
+    buffer_reduction: ClassVar[dict[str, str]] = {"total": "max"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.total += inputs.detach().square().sum()
+        return inputs
+
+
+class WrongMerge(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(RunningMaximum(), *super().model())
+
+
+class Forgetful(Toy):
+    """A loss weight that grows with the steps and is in no checkpoint."""
+
+    steps = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        total, count = super().loss(model, batch)
+        return Loss(total * (1 + 0.1 * self.steps), count)
+
+    def hooks(self) -> Any:
+        def count(result: Any, model: nn.Module) -> None:
+            self.steps += 1
+
+        return [(count, 1)]
+
+
+class Growing(torch.optim.SGD):
+    """Keeps what it has learnt of the learning rate in its groups, as Prodigy and D-Adaptation do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.param_groups[0]["d"] = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        group["d"] *= 1.1
+        for parameter in group["params"]:
+            parameter.grad.mul_(group["d"])
+        return super().step(closure)
+
+
+class StateInGroups(Toy):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Growing(model.parameters())
+
+
+class NotANumber(Toy):
+    """Both runs have no loss from the third step on, and finite gradients."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        total, count = super().loss(model, batch)
+        return Loss(total + (float("nan") if self.calls > 2 else 0.0), count)
+
+
+class Frozen(Toy):
+    """A frozen first layer that a hook thaws."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[0].requires_grad_(False)
+        return model
+
+
+class Thawing(Frozen):
+    def hooks(self) -> Any:
+        def thaw(result: Any, model: nn.Module) -> None:
+            model[0].requires_grad_(result.step >= 3)
+
+        return [(thaw, 1)]

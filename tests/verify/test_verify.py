@@ -60,8 +60,13 @@ def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], o
         pytest.param(parting.RankDropout, {}, "random-draws", marks=pytest.mark.drill),
         pytest.param(parting.ScaledRate, {}, "learning-rate", marks=pytest.mark.drill),
         pytest.param(parting.HandMadeNorm, {}, "grouping", marks=pytest.mark.drill),
-        (parting.RankValidation, {"training": {"reproducibility": "exact"}}, "unknown"),
+        (parting.RankValidation, {"training": {"reproducibility": "exact"}}, "validation"),
         pytest.param(parting.OwnStart, {}, "initial-weights", marks=pytest.mark.drill),
+        pytest.param(parting.OptimizerNoise, {}, "ranks-diverge", marks=pytest.mark.drill),
+        (parting.HookNoise, {}, "ranks-diverge"),
+        (parting.WrongMerge, {}, "buffers"),
+        (parting.Forgetful, {}, "resume"),
+        pytest.param(parting.StateInGroups, {}, "resume", marks=pytest.mark.drill),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -73,6 +78,18 @@ def test_what_parts_is_called_by_its_cause(
     assert report.exit_code == 1
     assert report.causes[0].code == cause
     assert report.verdict.startswith("DIFFERENT: ")
+
+
+def test_no_number_in_both_runs_is_not_equality(tmp_path: Path) -> None:
+    report = verify(parting.NotANumber, {**TWO, "runs_dir": str(tmp_path)}, steps=6)
+    assert (report.outcome, report.exit_code) == ("not finite", 1)
+    assert [cause.code for cause in report.causes] == ["not-finite"]
+    assert "step 3" in report.causes[0].what
+
+
+def test_frozen_parameters_are_compared(tmp_path: Path) -> None:
+    report = verify(parting.Frozen, {**TWO, "runs_dir": str(tmp_path)}, steps=6)
+    assert report.outcome in {"identical", "equal"}, report.findings()
 
 
 def test_the_report_is_written_and_printed(tmp_path: Path) -> None:

@@ -298,8 +298,9 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
 
     def finish(result: StepResult) -> bool:
         nonlocal waited_s
-        trace.after_step(result)
+        trace.after_update(result)
         fit.after_step(result, batches.waited_s - waited_s)
+        trace.after_hooks(result, merged=fit.saved_at == result.step)
         waited_s = batches.waited_s
         return fit.ended_by is None
 

@@ -96,7 +96,7 @@ class Fit:
         self._monitor = self.plan.monitor
         self._skipped_at_log = self.update.skipped
         self._step_at_log = self.state.step
-        self._saved_at = -1
+        self.saved_at = -1
 
     @property
     def is_over(self) -> bool:
@@ -322,9 +322,9 @@ class Fit:
 
     def save(self, *, best: bool = False) -> None:
         """Collective: buffers are merged on all ranks, then rank 0 writes in the background, or each its part."""
-        if self._saved_at == self.state.step and not best:
+        if self.saved_at == self.state.step and not best:
             return
-        self._saved_at = self.state.step
+        self.saved_at = self.state.step
         self.strategy.synchronise_buffers()
         self._policy.saved(self.state.step)
         if self.writer is None and not self.strategy.is_sharded:

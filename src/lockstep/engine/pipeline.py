@@ -120,7 +120,8 @@ class PipelineModel:
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
         """As :func:`lockstep.engine.trace.pick`; of what other ranks hold, theirs. Collective."""
-        own, nothing = {id(parameter) for parameter in self.mine.parameters()}, torch.zeros(())
+        held = (*self.mine.parameters(), *self.mine.buffers())
+        own, nothing = {id(tensor) for tensor in held}, torch.zeros(())
         mine = [p if id(p) in own else nothing.expand(p.numel()) for p in parameters]
         return all_reduce(pick(mine, places).to(self._device), None).cpu()
 

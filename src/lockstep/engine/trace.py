@@ -1,15 +1,33 @@
-"""What every step did, written down so that two runs can be laid side by side (``lockstep verify``).
+"""What every step did, written down so that two runs can be compared (``lockstep verify``).
 
-Each rank leaves ``trace-rank<r>.npz`` in the run folder: what it was given to learn from and, on rank 0, loss,
-count, learning rate, gradient norm and weights of every step. Content of samples is kept as a sum of hashes,
-which is the same however the samples of a step are divided and arranged.
+Each rank leaves ``trace-rank<r>.npz`` in the run folder. Content of samples is kept as a sum of hashes, which is the
+same however the samples of a step are divided and arranged.
+
+======================= ====================== ==================================================================
+column                  shape                  content
+======================= ====================== ==================================================================
+digest, samples         [steps]                of the samples of this rank: sum of hashes modulo 2⁶⁴, number
+grad_norm               [steps]                of the reduced gradient, as this rank sees it
+names                   [parameters]           all floating-point parameters of the model at the start, frozen or not
+sums                    [1 + 2 steps, names]   checksums of this rank's weights: at the start, then for each step after
+                                               the update and after the hooks; not of a divided model
+loss, count             [steps]                over all ranks; this and all that follows on rank 0 alone
+lr                      [steps, groups]        learning rates
+group:<n>.<setting>     [1 + steps]            the other numbers in the optimizer's ``param_groups``
+sizes, weights          [names], [1 + steps,]  how many values are kept of each parameter, and those values
+merged                  [records]              steps after which buffers were read: 0, and wherever ranks merge them
+buffer:<name>           [records, values]      values of a buffer that checkpoints keep
+draws                   [functions]            random functions that the forward pass has called
+======================= ====================== ==================================================================
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,8 +46,10 @@ from lockstep.engine.update import Update
 if TYPE_CHECKING:
     from lockstep.engine.divide import Divided
 
-#: Weights kept of each parameter, spread over it: enough to see any update, little enough for any model.
-WEIGHTS_PER_PARAMETER = 1024
+#: Values kept of each parameter and buffer, spread over it: enough to see any update, few enough for any model.
+VALUES_PER_TENSOR = 1024
+#: As what the bits of floating-point numbers are summed, by size in bytes.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 2**64
 
 
@@ -100,14 +120,24 @@ class Trace:
     draws: Set[str]
     divided: Divided | None = None
     _digest: int = 0
-    _samples: int = 0
     _rows: list[dict[str, Any]] = field(default_factory=list)
+    _sums: list[list[int]] = field(default_factory=list)
     _weights: list[NDArray[np.float32]] = field(default_factory=list)
+    _groups: list[dict[str, float]] = field(default_factory=list)
+    _merged: list[int] = field(default_factory=list)
+    _buffers: dict[str, list[NDArray[np.float32]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.is_on:
-            self._picks = [_picked(p) for p in self.model.parameters() if p.requires_grad]
-            self._weights.append(self._read_weights())
+        if not self.is_on:
+            return
+        # By name, since requires_grad, and what a name means, may change on the way.
+        self._names = {name: p for name, p in self.model.named_parameters() if p.is_floating_point() or p.is_complex()}
+        self._picks = {name: _picked(p) for name, p in self._names.items()}
+        saved = self.model.state_dict().keys()
+        self._saved = {name: _picked(b) for name, b in self.model.named_buffers() if name in saved and b.numel()}
+        self._read_sums()
+        self._read()
+        self._read_buffers(0)
 
     @property
     def is_on(self) -> bool:
@@ -116,10 +146,9 @@ class Trace:
     def source(self, source: Source) -> Source:
         if not self.is_on:
             return source
-        collate = DigestingCollate(source.collate)
-        return TracedSource(
-            source.dataset, collate, source.seed, source.order, source.lanes, arrangement=self.settings.trace
-        )
+        own = {field.name: getattr(source, field.name) for field in fields(source)}
+        own["collate"] = DigestingCollate(source.collate)
+        return TracedSource(**own, arrangement=self.settings.trace)
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         return map(self._unpack, batches) if self.is_on else batches
@@ -130,53 +159,120 @@ class Trace:
         self._digest = (self._digest + batch.digest) % _MODULUS
         return batch.batch
 
-    def after_step(self, result: StepResult) -> None:
-        """Collects a row for the step that has just ended."""
+    def after_update(self, result: StepResult) -> None:
+        """Begins the row of the step that has just ended, before its hooks are called."""
         if not self.is_on:
             return
-        samples = sum(request.size for request in result.window.requests if not request.ghost)
-        row: dict[str, Any] = {"digest": self._digest, "samples": samples}
+        norm = self.update.grad_norm
+        row: dict[str, Any] = {
+            "digest": self._digest,
+            "samples": sum(request.size for request in result.window.requests if not request.ghost),
+            "grad_norm": math.nan if norm is None else float(norm),
+        }
         self._digest = 0
-        weights = self._read_weights() if self.is_main or self.divided is not None else None
-        if self.is_main and weights is not None:
-            norm = self.update.grad_norm
+        if self.is_main:
             row |= {
                 "loss": float(result.loss_total),
                 "count": float(result.loss_count),
-                "grad_norm": float("nan") if norm is None else float(norm),
                 "lr": [float(group["lr"]) for group in self.update.optimizer.param_groups],
             }
-            self._weights.append(weights)
         self._rows.append(row)
+        self._read_sums()
 
-    def _read_weights(self) -> NDArray[np.float32]:
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
+    def after_hooks(self, result: StepResult, *, merged: bool) -> None:
+        """Completes the row; ``merged``: ranks have just merged their buffers."""
+        if not self.is_on:
+            return
+        self._read_sums()
+        self._read()
+        if merged:
+            self._read_buffers(result.step)
+
+    def _read_sums(self) -> None:
+        if self.divided is None:
+            now = dict(self.model.named_parameters())
+            self._sums.append([_checksum(now[name]) if name in now else 0 for name in self._names])
+
+    def _read(self) -> None:
+        if self.is_main or self.divided is not None:
+            weights = self._pick(dict(self.model.named_parameters()), self._picks)
+            if self.is_main:
+                self._weights.append(weights)
+                self._groups.append(dict(_settings(self.update.optimizer.param_groups)))
+
+    def _read_buffers(self, step: int) -> None:
+        if self.is_main or self.divided is not None:
+            now = dict(self.model.named_buffers())
+            values = {name: self._pick(now, {name: places}) for name, places in self._saved.items()}
+            if self.is_main:
+                self._merged.append(step)
+                for name, picked in values.items():
+                    self._buffers.setdefault(name, []).append(picked)
+
+    def _pick(self, tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> NDArray[np.float32]:
+        """Values at ``places``; NaN for what is gone, or has another size."""
         read = pick if self.divided is None else self.divided.pick
-        return read(parameters, self._picks).numpy()
+        found = {name: tensors.get(name, torch.empty(0)) for name in places}
+        fits = {name: len(at) == 0 or int(at[-1]) == found[name].numel() - 1 for name, at in places.items()}
+        chosen = [
+            found[name] if fits[name] else torch.full((), math.nan).expand(int(at[-1]) + 1)
+            for name, at in places.items()
+        ]
+        return read(chosen, list(places.values())).numpy()
 
     def write(self) -> None:
-        """Leave the file behind."""
+        """Write the file."""
         if not self._rows:
             return
         kinds = {"digest": np.uint64, "samples": np.int64}
-        columns: dict[str, NDArray[Any]] = {
-            key: np.array([row[key] for row in self._rows], dtype=kinds.get(key, np.float64)) for key in self._rows[0]
+        columns: dict[str, Any] = {
+            key: np.array([row[key] for row in self._rows], dtype=kinds.get(key, np.float64))
+            for key in self._rows[0]
+            if key != "lr"
         }
+        columns |= {"names": np.array(list(self._names), dtype=str), "sums": np.array(self._sums, dtype=np.int64)}
         if self.is_main:
+            rates = zip_longest(*(row["lr"] for row in self._rows), fillvalue=math.nan)  # a hook may add a group
+            columns["lr"] = np.array(list(rates), dtype=np.float64).T
+            columns |= {f"buffer:{name}": np.stack(values) for name, values in self._buffers.items()}
+            for name in sorted({name for row in self._groups for name in row}):
+                columns[f"group:{name}"] = np.array([row.get(name, math.nan) for row in self._groups])
+            columns["merged"] = np.array(self._merged)
+            columns["sizes"] = np.array([len(places) for places in self._picks.values()], dtype=np.int64)
             columns["weights"] = np.stack(self._weights)
             columns["draws"] = np.array(sorted(self.draws), dtype=str)
-        np.savez(self.file, **columns)  # type: ignore[arg-type]
+        np.savez(self.file, **columns)
 
 
-def pick(parameters: Iterable[Tensor], places: Sequence[Tensor]) -> Tensor:
-    """The elements ``places`` of each flattened parameter, one after the other; float32 on the host."""
-    chosen = (p.detach().reshape(-1)[at.to(p.device)] for p, at in zip(parameters, places, strict=True))
-    return torch.cat([values.float().cpu() for values in chosen])
+def pick(tensors: Iterable[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """The elements ``places`` of each flattened tensor, one after the other; float32 on the host."""
+    chosen = (t.detach().reshape(-1)[at.to(t.device)] for t, at in zip(tensors, places, strict=True))
+    # Of a complex number, the sum of its parts.
+    real = (torch.view_as_real(values).sum(-1) if values.is_complex() else values for values in chosen)
+    return torch.cat([torch.empty(0), *(values.float().cpu() for values in real)])
 
 
-def _picked(parameter: Tensor) -> Tensor:
-    number = min(parameter.numel(), WEIGHTS_PER_PARAMETER)
-    return torch.linspace(0, parameter.numel() - 1, number, dtype=torch.float64).long()
+def _picked(tensor: Tensor) -> Tensor:
+    number = min(tensor.numel(), VALUES_PER_TENSOR)
+    return torch.linspace(0, tensor.numel() - 1, number, dtype=torch.float64).long()
+
+
+def _checksum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits: equal for equal values, and computed where the tensor is."""
+    tensor = tensor.detach()
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    return int(flat.view(_BITS[flat.itemsize]).sum(dtype=torch.int64))
+
+
+def _settings(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """The numbers of ``param_groups``, by name; learning rates are a column."""
+    for place, group in enumerate(groups):
+        for name, value in group.items():
+            if name not in {"params", "lr", "initial_lr"}:
+                values = value if isinstance(value, (list, tuple)) else [value]
+                for number, item in enumerate(values):
+                    if isinstance(item, (int, float)) or (isinstance(item, Tensor) and item.numel() == 1):
+                        yield f"{place}.{name}" + (f"[{number}]" if values is value else ""), float(item)
 
 
 def _digest(sample: Any) -> int:

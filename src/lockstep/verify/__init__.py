@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,21 @@ from lockstep.launch.prepare import prepare
 from lockstep.verify.diagnose import (
     FACTOR,
     Cause,
+    diverged,
     evidence,
     experiments,
     grouping,
+    interrupted,
+    not_finite,
     other_draws,
     other_samples,
     unknown,
+    unmerged,
     unseeded,
 )
 from lockstep.verify.lab import Lab, Variant
 from lockstep.verify.report import BLIND, Comparison, Outcome, VerifyReport
-from lockstep.verify.trajectory import ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
+from lockstep.verify.trajectory import BUFFER, ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -85,42 +89,45 @@ def verify(
 
 
 class _Verification:
-    """The order of the runs, each decided by what the ones before have shown."""
+    """The order of the runs, each decided by the results of those before."""
 
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
         self._notes: list[str] = []
         if lab.config.launch.nodes not in (None, "1"):
-            self._notes.append("launch.nodes is left out: the ranks that were compared are all on this machine")
+            self._notes.append("launch.nodes is ignored: all ranks that were compared are on this machine")
 
     def report(self) -> VerifyReport:
-        lab, plan = self._lab, self._lab.plan
+        lab = self._lab
         one, many = lab.run(Variant("one")), lab.run(Variant("many"))
-        as_configured = gap_between(one, many)
-        configured = Comparison((), one, many, as_configured)
-        causes: list[Cause] = []
-        cause = other_samples(lab, one, many)
+        configured = Comparison((), one, many, gap_between(one, many))
+        # What is wrong whatever the losses are; then nothing can be said about rounding.
+        cause = other_samples(lab, one, many) or diverged(many) or not_finite(one, many)
         if cause is not None:
-            # Nothing else can be compared: neither the losses nor what rounding makes of them.
-            return self._conclude(configured, floor_of([], one), as_configured, "different", [cause])
+            return self._conclude(configured, floor_of([], one), configured.gap, [cause])
         if _identical(one, many):
-            floor = floor_of([], one)
-            return self._conclude(configured, floor, as_configured, "identical", causes)
+            return self._resumed(configured, floor_of([], one), configured.gap, "identical")
         again = lab.run(Variant("one", repeat=1))
         cause = unseeded(one, again)
         if cause is not None:
-            return self._conclude(configured, floor_of([], one), as_configured, "different", [cause])
+            return self._conclude(configured, floor_of([], one), configured.gap, [cause])
         quiet: tuple[str, ...] = ("dropout",) if "dropout" in one.draws else ()
         floor = self._floor(quiet, gap_between(one, again))
-        if plan.reproducibility == "fast":
-            if floor.parting(as_configured, FACTOR) is None:
-                return self._conclude(configured, floor, as_configured, "equal", causes)
+        compared = configured
+        if lab.plan.reproducibility == "fast":
+            if floor.parting(compared.gap, FACTOR) is None:
+                return self._resumed(compared, floor, configured.gap, "equal")
             if quiet:
-                configured = self._compare(quiet)
-                if floor.parting(configured.gap, FACTOR) is None:
-                    return self._conclude(configured, floor, as_configured, "equal without dropout", causes)
-        causes = self._causes(configured, floor, quiet)
-        return self._conclude(configured, floor, as_configured, "different", causes)
+                compared = self._compare(quiet)
+                if floor.parting(compared.gap, FACTOR) is None:
+                    return self._resumed(compared, floor, configured.gap, "equal without dropout")
+        return self._conclude(compared, floor, configured.gap, self._causes(compared, floor, quiet))
+
+    def _resumed(self, compared: Comparison, floor: Floor, as_configured: Gap, outcome: Outcome) -> VerifyReport:
+        """The outcome, unless a run that is interrupted and resumed shows otherwise."""
+        cause = interrupted(self._lab, Variant("many", compared.off), floor)
+        causes = [] if cause is None else [cause]
+        return self._conclude(compared, floor, as_configured, causes, outcome)
 
     def _compare(self, off: tuple[str, ...]) -> Comparison:
         one, many = self._lab.run(Variant("one", off)), self._lab.run(Variant("many", off))
@@ -154,6 +161,11 @@ class _Verification:
         return floor_of(gaps, base)
 
     def _causes(self, compared: Comparison, floor: Floor, quiet: tuple[str, ...]) -> list[Cause]:
+        """Likely causes of what lies beyond the floor, the likeliest first."""
+        parting = floor.parting(compared.gap, FACTOR) or ("weights", len(compared.one) - 1)
+        merged = unmerged(compared.one, *parting)
+        if merged is not None:
+            return [merged]
         found = list(evidence(compared.one, compared.many, self._lab.devices))
         if any(cause.code == "initial-weights" for cause in found):
             return found
@@ -164,19 +176,23 @@ class _Verification:
         if not found:
             cause = grouping(self._lab, quiet, floor)
             found = [cause] if cause is not None else []
-        if not found:
-            parting = floor.parting(compared.gap, FACTOR) or ("weights", 0)
-            found = [unknown(*parting)]
-        return found
+        return found or [unknown(compared.one, compared.many, *parting)]
 
     def _conclude(
-        self, comparison: Comparison, floor: Floor, as_configured: Gap, outcome: Outcome, causes: list[Cause]
+        self,
+        comparison: Comparison,
+        floor: Floor,
+        as_configured: Gap,
+        causes: list[Cause],
+        outcome: Outcome = "different",
     ) -> VerifyReport:
         plan, lab = self._lab.plan, self._lab
-        self._note_blindness(floor)
-        if not causes:
+        if causes:
+            outcome = "not finite" if causes[0].code == "not-finite" else "different"
+        else:
+            self._note_blindness(floor)
             self._notes += [
-                f"the {cause.code} differs without consequence in these steps: {cause.what}; {cause.fix}"
+                f"the {cause.code} differs, without effect in these steps: {cause.what}; {cause.fix}"
                 for cause in evidence(comparison.one, comparison.many, lab.devices)
             ]
         return VerifyReport(
@@ -186,7 +202,7 @@ class _Verification:
             reproducibility=plan.reproducibility,
             global_batch=plan.batch.global_batch,
             outcome=outcome,
-            verdict=_verdict(outcome, comparison, floor, as_configured, lab.devices),
+            verdict=_verdict(outcome, causes, comparison, floor, as_configured, lab.devices),
             causes=tuple(causes),
             notes=tuple(self._notes),
             comparison=comparison,
@@ -198,7 +214,7 @@ class _Verification:
         blind = np.flatnonzero(floor.values["loss"] * FACTOR > BLIND)
         if blind.size and floor.values["loss"][0] * FACTOR <= BLIND:
             self._notes.append(
-                f"from step {int(blind[0]) + 1} on rounding alone has grown so far that the loss decides little"
+                f"from step {int(blind[0]) + 1} on rounding errors have grown so far that the loss says little"
             )
 
 
@@ -207,31 +223,48 @@ def _identical(one: Trajectory, many: Trajectory) -> bool:
     return same_weights and not gap_between(one, many).validation.max(initial=0) > ROUNDING
 
 
-def _verdict(outcome: Outcome, comparison: Comparison, floor: Floor, as_configured: Gap, devices: int) -> str:
+def _verdict(
+    outcome: Outcome,
+    causes: Sequence[Cause],
+    comparison: Comparison,
+    floor: Floor,
+    as_configured: Gap,
+    devices: int,
+) -> str:
     gap, steps = comparison.gap, len(comparison.gap.loss)
-    most, noise = gap.loss.max(initial=0), floor.values["loss"].max(initial=0)
+    apart = (
+        f"over {steps} steps the losses of {devices} devices and one differ by at most {gap.loss.max(initial=0):.1e} "
+        f"(noise floor {floor.values['loss'].max(initial=0):.1e})"
+    )
     if outcome == "identical":
         return (
-            f"IDENTICAL: {devices} devices and one have the same weights bit for bit after {steps} steps "
+            f"IDENTICAL: after {steps} steps the weights of {devices} devices and one are equal bit for bit "
             f"(sha256 {comparison.one.fingerprint[:12]}…)"
         )
     if outcome == "equal":
-        return (
-            f"EQUAL to rounding: over {steps} steps the losses of {devices} devices and one are at most {most:.1e} "
-            f"apart (noise floor {noise:.1e})"
-        )
+        return f"EQUAL to rounding: {apart}"
     if outcome == "equal without dropout":
         return (
-            f"EQUAL to rounding without dropout: over {steps} steps the losses of {devices} devices and one are at "
-            f"most {most:.1e} apart (noise floor {noise:.1e}); with dropout {as_configured.loss.max():.1e}, since in "
-            "fast mode each rank draws its own masks (--reproducibility exact makes them the same)"
+            f"EQUAL to rounding without dropout: {apart}; with dropout by {as_configured.loss.max():.1e}, since in "
+            "fast mode each rank draws its own masks (--reproducibility exact draws the same on any devices)"
         )
+    if outcome == "not finite":
+        return "NOT COMPARABLE: the loss is not finite, on one device and on several"
     other = comparison.one.first_other_samples(comparison.many)
     if other is not None:
         return f"DIFFERENT: from step {other} on the samples of {devices} devices are not those of one"
+    if causes[0].code in {"ranks-diverge", "resume"}:
+        return {
+            "ranks-diverge": f"DIFFERENT: the {devices} ranks do not keep the same weights",
+            "resume": f"DIFFERENT: {devices} devices and one agree, but a resumed run and a whole one do not",
+        }[causes[0].code]
     quantity, place = floor.parting(gap, FACTOR) or ("weights", steps - 1)
-    since = f"in validation {place + 1}" if quantity == "validation loss" else f"from step {place + 1} on"
+    since = f"from step {place + 1} on"
+    if quantity == "validation loss":
+        since = f"in validation {place + 1}"
+    elif quantity.startswith(BUFFER):
+        since = f"after step {comparison.one.merged[place + 1]}"
     return (
-        f"DIFFERENT: {since} the {quantity} of {devices} devices and one are {gap.items()[quantity][place]:.1e} apart "
+        f"DIFFERENT: {since} the {quantity} of {devices} devices and one differs by {gap.items()[quantity][place]:.1e} "
         f"(noise floor {floor.values[quantity][place]:.1e})"
     )

@@ -8,9 +8,10 @@ from typing import Literal
 
 import numpy as np
 
+from lockstep.errors import LockstepError
 from lockstep.plan import Plan
 from lockstep.verify.lab import Lab, Variant
-from lockstep.verify.trajectory import Floor, Trajectory, gap_between
+from lockstep.verify.trajectory import BUFFER, Floor, Trajectory, gap_between
 
 #: How many times the noise floor two runs of equal meaning may be apart. Rounding of one and of many devices is not
 #: the same rounding; differences in meaning are larger by orders of magnitude.
@@ -24,6 +25,8 @@ Code = Literal[
     "order",
     "unseeded-data",
     "stateful-data",
+    "ranks-diverge",
+    "not-finite",
     "initial-weights",
     "unseeded-forward",
     "denominator",
@@ -32,6 +35,9 @@ Code = Literal[
     "precision",
     "random-draws",
     "grouping",
+    "buffers",
+    "resume",
+    "validation",
     "unknown",
 ]
 
@@ -77,6 +83,119 @@ def other_samples(lab: Lab, one: Trajectory, many: Trajectory) -> Cause | None:
         "(a sampler, a shard or padding inside it), or on the process that opened it",
         "return sample i for index i in every process; Lockstep divides the samples among the ranks",
     )
+
+
+def diverged(many: Trajectory) -> Cause | None:
+    """Whether the ranks have other weights than each other, though every one of them has a replica."""
+    found = many.divergence
+    if found is None:
+        return None
+    if found.by == "start":
+        return Cause(
+            "initial-weights",
+            f"rank {found.rank} starts from other weights than rank 0, first in {found.parameter}: model() depends on "
+            "the rank or draws random numbers without a seed",
+            "build the same model on every rank, from torch's, NumPy's or Python's global generators",
+        )
+    by = {
+        "gradient": "its gradient differs too: a hook or callback changes gradients on each rank alone",
+        "optimizer": "its gradient is the same: the optimizer, or a hook inside the step, draws random numbers or "
+        "depends on the rank",
+        "hook": "they agreed before the task's hooks were called: a hook draws random numbers or depends on the rank",
+    }[found.by]
+    return Cause(
+        "ranks-diverge",
+        f"after step {found.step} rank {found.rank} has other weights than rank 0, first in {found.parameter}; {by}",
+        "draw from a generator with the same seed on every rank (torch.Generator().manual_seed(seed + step)), or draw "
+        "on one rank and broadcast it with lockstep.collectives()",
+    )
+
+
+def not_finite(one: Trajectory, many: Trajectory) -> Cause | None:
+    """Whether both runs have lost their numbers: NaN equals NaN, which shows nothing."""
+    steps = min(len(one), len(many))
+    lost = np.flatnonzero(~np.isfinite(one.loss[:steps]) & ~np.isfinite(many.loss[:steps]) & (one.count[:steps] > 0))
+    if not lost.size:
+        return None
+    step = int(lost[0]) + 1
+    return Cause(
+        "not-finite",
+        f"the loss is NaN or infinite at step {step}, on one device too, so from there on nothing can be compared",
+        "lower the learning rate, or find the operator with --set debug.detect_anomaly=true; then verify again",
+    )
+
+
+def unmerged(one: Trajectory, quantity: str, place: int) -> Cause | None:
+    """When a buffer is the first to differ."""
+    if not quantity.startswith(BUFFER):
+        return None
+    name = quantity.removeprefix(BUFFER)
+    return Cause(
+        "buffers",
+        f"the buffer {name} differs after step {one.merged[place + 1]}, though losses, gradients and weights agree: "
+        "ranks change it, and merging it does not give what one device has",
+        "declare how ranks merge it: `buffer_reduction` of its module ('mean', 'sum', 'max' or 'same'), or compute it "
+        "from values that do not depend on how the batch is split",
+    )
+
+
+def interrupted(lab: Lab, variant: Variant, floor: Floor) -> Cause | None:
+    """Whether the run of ``variant``, interrupted and resumed on one device, differs from the whole one."""
+    whole = lab.run(variant)
+    try:
+        found = lab.resumed(variant)
+    except LockstepError as error:
+        return Cause(
+            "resume", f"the run cannot be resumed: {error.what}" + f" ({error.why})" * bool(error.why), error.fix
+        )
+    if found is None:
+        return None
+    step, resumed = found
+    both = whole.then(step, resumed)
+    parting = floor.parting(gap_between(whole, both), FACTOR)
+    exact = lab.plan.reproducibility == "exact" and whole.fingerprint != both.fingerprint
+    if parting is None and not exact and whole.first_other_samples(both) is None:
+        return None
+    first = _first_after_resume(whole, resumed, both, step, parting)
+    return Cause(
+        "resume",
+        f"stopped after step {step} and resumed on one device, {first}",
+        "let the checkpoint restore it: values that training changes belong into the optimizer's state, into buffers "
+        "or into Task.state_dict(), and random numbers come from torch's global generator",
+    )
+
+
+def _first_after_resume(
+    whole: Trajectory, resumed: Trajectory, both: Trajectory, step: int, parting: tuple[str, int] | None
+) -> str:
+    """What differs first, in the order in which one thing follows from another."""
+    other = whole.first_other_samples(both)
+    if other is not None:
+        return f"the samples of step {other} are others"
+    settings = [
+        f"{name} = {values[0]:g} (was {whole.settings[name][step]:g})"
+        for name, values in resumed.settings.items()
+        if name in whole.settings and not np.isclose(values[0], whole.settings[name][step], equal_nan=True)
+    ]
+    if settings:
+        return f"the optimizer's param_groups are not restored: {', '.join(settings)}"
+    if not np.array_equal(resumed.weights[0], whole.weights[step], equal_nan=True):
+        return f"the weights are not those of the checkpoint, first in {whole.furthest_parameter(both, step)}"
+    if not np.allclose(both.lr[step], whole.lr[step], rtol=1e-9, atol=0, equal_nan=True):
+        return f"the learning rate of step {step + 1} is {both.lr[step].tolist()}, not {whole.lr[step].tolist()}"
+    quantity, place = parting or ("weights", len(whole) - 1)
+    draws = sorted(set(whole.draws) - {"dropout"})
+    drawn = f", among them those of {', '.join(draws)}" if draws else ""
+    told = {
+        "loss": f"state of the task or of the model that no checkpoint keeps, or random numbers{drawn}",
+        "gradient norm": f"state that the backward pass uses and no checkpoint keeps, or random numbers{drawn}",
+        "weights": "state of the optimizer, or of a hook, that no checkpoint keeps",
+        "validation loss": "state that evaluation uses and no checkpoint keeps",
+    }.get(quantity, "a buffer that is not restored, or merged otherwise")
+    when = f"validation {place + 1}" if quantity == "validation loss" else f"step {place + 1}"
+    if quantity.startswith(BUFFER):
+        when = f"step {both.merged[place + 1]}"
+    return f"the {quantity} is the first to differ, at {when}: {told}"
 
 
 def unseeded(one: Trajectory, again: Trajectory) -> Cause | None:
@@ -146,7 +265,7 @@ def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Caus
             yield Cause(
                 "precision",
                 f"in float32 the runs agree: what differs is the rounding of {plan.placement['precision']}",
-                "nothing need be mended; take precision 32 where it matters",
+                "use precision 32 where the difference matters; otherwise nothing needs fixing",
             )
 
 
@@ -168,8 +287,8 @@ def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
         return None
     return Cause(
         "grouping",
-        "one device that takes the same samples in smaller micro-batches parts from itself: a sample's loss depends "
-        "on which others are in its micro-batch",
+        "one device that takes the same samples in smaller micro-batches gets another result: a sample's loss "
+        "depends on which others are in its micro-batch",
         "make the loss a sum over samples and its count their number; replace statistics over the batch",
     )
 
@@ -189,16 +308,23 @@ def _batchnorm(plan: Plan) -> Cause:
     )
 
 
-def unknown(quantity: str, place: int) -> Cause:
-    """The last word when nothing explains it: what parted first says where to look."""
+def unknown(one: Trajectory, many: Trajectory, quantity: str, place: int) -> Cause:
+    """When nothing explains it: what differs first says where to look."""
+    if quantity == "validation loss":
+        return Cause(
+            "validation",
+            f"training agrees and validation {place + 1} does not: evaluation depends on the rank or the number of "
+            "ranks, or its data set draws random numbers",
+            "look in evaluate(), validate() and the validation data for RANK, WORLD_SIZE and random numbers",
+        )
     where = {
-        "loss": "the loss parts first: the forward pass depends on the rank or the number of ranks",
+        "loss": "the loss differs first: the forward pass depends on the rank or the number of ranks",
         "gradient norm": "the losses agree and the gradients do not: a backward pass that depends on the rank, or a "
         "hook that changes gradients",
-        "weights": "losses and gradients agree and the weights do not: the optimizer depends on the rank, or a hook "
-        "changes weights",
-        "validation loss": "training agrees and validation does not: it depends on the rank, or on buffers that no "
-        "rule merges",
+        "weights": "losses and gradients agree and the weights do not: the optimizer depends on the number of ranks or "
+        f"changes parameters that have no gradient, or a hook changes weights; furthest is "
+        f"{one.furthest_parameter(many, place + 1)}",
     }
-    when = f"{'validation' if quantity == 'validation loss' else 'step'} {place + 1}"
-    return Cause("unknown", f"{where[quantity]} ({when})", "look there for RANK, WORLD_SIZE and torch.distributed")
+    return Cause(
+        "unknown", f"{where[quantity]} (step {place + 1})", "look there for RANK, WORLD_SIZE and torch.distributed"
+    )

@@ -8,13 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.task import Task
 from lockstep.errors import RunError
 from lockstep.launch.run import train
 from lockstep.plan import Plan
+from lockstep.telemetry.rundir import RunDir
 from lockstep.verify.trajectory import Trajectory, read_trajectory
+
+#: Checkpoints that are kept beside the one to resume from.
+MOST_KEPT = 3
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Lab:
     eval_batches: int
     folder: Path
     say: Callable[[str], None]
-    _done: dict[Variant, Trajectory] = field(default_factory=dict)
+    _done: dict[Variant, tuple[Path, Trajectory]] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -74,21 +79,66 @@ class Lab:
             LockstepError: the run failed. KeyboardInterrupt: it was stopped.
         """
         if variant not in self._done:
-            self.say(variant.describe(self.devices))
             path = self.folder / f"run-{len(self._done) + 1:02}"
-            task = copy.deepcopy(self.task) if isinstance(self.task, Task) else self.task
-            result = train(task, self._settings(variant, path))
-            if result.exit_code >= 128:
-                raise KeyboardInterrupt
-            if result.exit_code:
-                raise RunError(f"a run for comparison failed ({variant.describe(self.devices)})")
-            self._done[variant] = read_trajectory(path)
-        return self._done[variant]
+            self._train(variant.describe(self.devices), self._settings(variant, path))
+            self._done[variant] = path, read_trajectory(path)
+        return self._done[variant][1]
+
+    def resumed(self, variant: Variant) -> tuple[int, Trajectory] | None:
+        """The run of ``variant``, resumed on one device from a checkpoint in mid-epoch; it is lost by that.
+
+        Returns:
+            How many steps were finished then, and the steps that followed; ``None``: there is no such checkpoint.
+
+        Raises:
+            LockstepError: the run cannot be resumed, or failed. KeyboardInterrupt: it was stopped.
+        """
+        self.run(variant)
+        path, _ = self._done[variant]
+        store = CheckpointStore(RunDir.open(path).checkpoints)
+        steps = [step for step in store.steps() if step < self.steps and store.manifest(step)["position"]]
+        if not steps:
+            return None
+        step = min(steps, key=lambda step: abs(step - self.steps / 2))
+        store.set_aside_after(step)
+        settings = {
+            "save_dir": str(path),
+            "hardware": self._one_device(),
+            "training": dict(self._batch(Variant("one"))),
+        }
+        self._train(f"{self.devices} devices until step {step}, resumed on 1 device", settings, resume=True)
+        return step, read_trajectory(path)
+
+    def _train(self, description: str, settings: dict[str, Any], *, resume: bool = False) -> None:
+        self.say(description)
+        task = copy.deepcopy(self.task) if isinstance(self.task, Task) else self.task
+        result = train(task, settings, resume=resume)
+        if result.exit_code >= 128:
+            raise KeyboardInterrupt
+        if result.exit_code:
+            raise RunError(f"a run for comparison failed ({description})")
+
+    def _one_device(self) -> dict[str, Any]:
+        return {"selected_devices": [self.plan.placement["devices"][0]], "strategy": "auto"}
+
+    def _saves(self) -> tuple[int, int]:
+        """After which step to save, in mid-epoch near half of the steps, and how many checkpoints to keep."""
+        per_epoch = self.plan.steps_per_epoch
+        first = min(per_epoch, self.steps // 2) or 1
+        ends = {*range(first, self.steps, per_epoch), self.steps}
+
+        def later(step: int) -> int:
+            return len({*ends, *range(step, self.steps, step)} - set(range(step + 1)))
+
+        inside = [step for step in range(1, self.steps) if step not in ends] or [max(1, self.steps - 1)]
+        near = sorted(inside, key=lambda step: (abs(step - self.steps / 2), step))
+        chosen = next((step for step in near if later(step) <= MOST_KEPT), near[-1])
+        return chosen, min(later(chosen), MOST_KEPT) + 1
 
     def _settings(self, variant: Variant, path: Path) -> dict[str, Any]:
         """The user's settings with as few changes as possible; the plan's order and global batch stay."""
         plan, given = self.plan, self.config.model_dump(mode="json", exclude_unset=True)
-        first = max(0, plan.steps_per_epoch - self.steps // 2)
+        first, (every, keep) = max(0, plan.steps_per_epoch - self.steps // 2), self._saves()
         changes: dict[str, Any] = {
             "save_dir": str(path),
             "training": {
@@ -107,7 +157,7 @@ class Lab:
                 "batch_size": plan.eval_batch_size,
             },
             # Whole: the hashes of two files of weights are compared.
-            "checkpoint": {"every_steps": None, "every_s": None, "keep_last": 1, "sharded": "off"},
+            "checkpoint": {"every_steps": every, "every_s": None, "keep_last": keep, "sharded": "off"},
             # Nothing of these runs leaves their folder, and it is removed.
             "telemetry": {
                 "log_interval": 1,
@@ -132,7 +182,7 @@ class Lab:
             },
         }
         if variant.where != "many":
-            changes["hardware"] = {"selected_devices": [plan.placement["devices"][0]], "strategy": "auto"}
+            changes["hardware"] = self._one_device()
         settings = merge(given, changes)
         if variant.precision is not None:
             settings = merge(settings, {"hardware": {"precision": variant.precision}})

@@ -15,7 +15,7 @@ from lockstep.telemetry.tables import aligned, print_table, say
 from lockstep.verify.diagnose import FACTOR, Cause
 from lockstep.verify.trajectory import Floor, Gap, Trajectory
 
-Outcome = Literal["identical", "equal", "equal without dropout", "different"]
+Outcome = Literal["identical", "equal", "equal without dropout", "not finite", "different"]
 #: From here on rounding has grown so much that a difference in meaning could hide in it.
 BLIND = 0.01
 COLUMNS = (
@@ -86,7 +86,7 @@ class VerifyReport:
     @property
     def same(self) -> bool:
         """Whether the devices compute what one computes."""
-        return self.outcome != "different"
+        return self.outcome not in {"different", "not finite"}
 
     @property
     def exit_code(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,20 @@ Floats = NDArray[np.float64]
 
 #: Rounding of a float32 sum, with room for its length: what two runs may differ by even where no noise was seen.
 ROUNDING = 8 * 2.0**-23
+#: Before the name of a buffer, among the quantities that are compared.
+BUFFER = "buffer "
+
+
+class Divergence(NamedTuple):
+    """Where the weights of two ranks first differ: after ``step`` (0: at the start), in ``parameter``.
+
+    ``by``: what has changed them so.
+    """
+
+    rank: int
+    step: int
+    parameter: str
+    by: Literal["start", "gradient", "optimizer", "hook"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +41,9 @@ class Trajectory:
     """The steps of one run, over all its ranks.
 
     ``loss``, ``count`` and ``grad_norm``: [steps]; ``lr``: [steps, groups]; ``weights``: [1 + steps, picked], the
-    first row before training. ``digest`` sums the hashes of each step's samples modulo 2⁶⁴.
+    first row before training, ``sizes`` values of each parameter; ``buffers``: [1 + merges, picked] each, read after
+    the steps in ``merged``; ``settings``: [1 + steps], other numbers of the optimizer's groups. ``digest`` sums the
+    hashes of each step's samples modulo 2⁶⁴.
     """
 
     loss: Floats
@@ -39,9 +56,42 @@ class Trajectory:
     draws: tuple[str, ...]
     validation: tuple[dict[str, float], ...]
     fingerprint: str
+    sizes: dict[str, int] = field(default_factory=dict)
+    merged: tuple[int, ...] = (0,)
+    buffers: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    settings: dict[str, Floats] = field(default_factory=dict)
+    divergence: Divergence | None = None
 
     def __len__(self) -> int:
         return len(self.loss)
+
+    def then(self, step: int, other: Trajectory) -> Trajectory:
+        """This run until ``step``, and from there on ``other``, which has gone on from its checkpoint."""
+        kept = [place for place, merged in enumerate(self.merged) if merged <= step]
+        shared = self.buffers.keys() & other.buffers.keys()
+        rows: dict[str, Any] = {
+            name: np.concatenate([getattr(self, name)[:step], getattr(other, name)])
+            for name in ("loss", "count", "grad_norm", "digest", "samples")
+        }
+        width = max(self.lr.shape[1], other.lr.shape[1])
+        return replace(
+            other,
+            **rows,
+            lr=np.concatenate([_wide(self.lr[:step], width), _wide(other.lr, width)]),
+            weights=np.concatenate([self.weights[: step + 1], other.weights[1:]]),
+            merged=(*self.merged[: len(kept)], *other.merged[1:]),
+            buffers={name: np.concatenate([self.buffers[name][kept], other.buffers[name][1:]]) for name in shared},
+        )
+
+    def furthest_parameter(self, other: Trajectory, step: int) -> str | None:
+        """The parameter that is furthest from that of ``other`` after ``step``, for its size."""
+        ours, theirs = (run.weights[step].astype(np.float64) for run in (self, other))
+        if not self.sizes or len(ours) != len(theirs):
+            return None
+        ends = np.cumsum(list(self.sizes.values()))[:-1]
+        pairs = zip(np.split(ours - theirs, ends), np.split(ours, ends), strict=True)
+        distance, size = np.array([[np.linalg.norm(gap), np.linalg.norm(of)] for gap, of in pairs]).T
+        return list(self.sizes)[int(np.argmax(_ratio(distance, size)))]
 
     def first_other_samples(self, other: Trajectory) -> int | None:
         """The first step, from 1, whose samples are not those of ``other``; ``None``: there is none."""
@@ -55,7 +105,8 @@ class Trajectory:
 def read_trajectory(path: Path) -> Trajectory:
     """The trajectory of a finished run that was trained with ``debug.trace``."""
     run = RunDir.open(path)
-    main, *others = [_columns(trace_file(path, rank)) for rank in range(run.plan()["batch"]["ranks"])]
+    ranks = [_columns(trace_file(path, rank)) for rank in range(run.plan()["batch"]["ranks"])]
+    main, *others = ranks
     digest, samples = main["digest"].copy(), main["samples"].copy()
     for other in others:
         digest += other["digest"]  # wraps, as the hashes' sum does
@@ -77,7 +128,43 @@ def read_trajectory(path: Path) -> Trajectory:
             {k: math.nan if v is None else v for k, v in row.items() if k.startswith("val_")} for row in run.epochs()
         ),
         fingerprint=hashlib.sha256(model.read_bytes()).hexdigest(),
+        sizes=dict(zip(main["names"].tolist(), main["sizes"].tolist(), strict=True)),
+        merged=tuple(main["merged"].tolist()),
+        buffers=_named("buffer:", main),
+        settings=_named("group:", main),
+        divergence=divergence(ranks),
     )
+
+
+def _named(prefix: str, columns: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    return {name.removeprefix(prefix): values for name, values in columns.items() if name.startswith(prefix)}
+
+
+def divergence(ranks: Sequence[Mapping[str, NDArray[Any]]]) -> Divergence | None:
+    """Where ranks with a replica of the model each first have other weights than rank 0, from the columns of each."""
+    main, *others = ranks
+    found: list[tuple[int, int, int]] = []
+    for rank, other in enumerate(others, start=1):
+        apart = np.argwhere(main["sums"] != other["sums"])  # in the order of rows
+        if len(apart):
+            row, parameter = apart[0].tolist()
+            found.append((row, rank, parameter))
+    if not found:
+        return None
+    row, rank, parameter = min(found)
+    step = (row + 1) // 2
+    name = str(main["names"][parameter])
+    if step == 0:
+        return Divergence(rank, step, name, "start")
+    if row % 2 == 0:
+        return Divergence(rank, step, name, "hook")
+    norms = [columns["grad_norm"][step - 1] for columns in (main, ranks[rank])]
+    same = norms[0] == norms[1] or np.isnan(norms).all()
+    return Divergence(rank, step, name, "optimizer" if same else "gradient")
+
+
+def _wide(rates: Floats, width: int) -> Floats:
+    return np.pad(rates, ((0, 0), (0, width - rates.shape[1])), constant_values=math.nan)
 
 
 def _columns(file: Path) -> dict[str, NDArray[Any]]:
@@ -89,20 +176,22 @@ def _columns(file: Path) -> dict[str, NDArray[Any]]:
 class Gap:
     """How far two runs are apart after each step: relative differences, [steps] each.
 
-    ``weights`` is relative to the way that they have come since the start. ``validation`` is that of the validation
-    loss: [validations].
+    ``weights`` is relative to how far they have moved since the start, and so is each of ``buffers``: [merges].
+    ``validation`` is that of the validation loss: [validations].
     """
 
     loss: Floats
     grad_norm: Floats
     weights: Floats
     validation: Floats
+    buffers: dict[str, Floats] = field(default_factory=dict)
 
     def items(self) -> dict[str, Floats]:
         return {
             "loss": self.loss,
             "gradient norm": self.grad_norm,
             "weights": self.weights,
+            **{f"{BUFFER}{name}": differences for name, differences in self.buffers.items()},
             "validation loss": self.validation,
         }
 
@@ -110,17 +199,34 @@ class Gap:
 def gap_between(one: Trajectory, other: Trajectory) -> Gap:
     """The gap between two runs; where one is shorter, over the steps that both have."""
     steps = min(len(one), len(other))
-    a, b = (run.weights[1 : 1 + steps].astype(np.float64) for run in (one, other))
-    moved = np.linalg.norm(a - one.weights[0].astype(np.float64), axis=1)
     pairs = zip(one.validation, other.validation, strict=False)
     losses = [(x["val_loss"], y["val_loss"]) for x, y in pairs if "val_loss" in x and "val_loss" in y]
     ours, theirs = np.array(losses, dtype=np.float64).reshape(-1, 2).T
     return Gap(
         loss=_relative(one.loss[:steps], other.loss[:steps]),
         grad_norm=_relative(one.grad_norm[:steps], other.grad_norm[:steps]),
-        weights=_ratio(np.linalg.norm(a - b, axis=1), moved),
+        weights=_apart(one.weights[: 1 + steps], other.weights[: 1 + steps]),
         validation=_relative(ours, theirs),
+        buffers={name: _buffer_gap(one, other, name) for name in one.buffers if name in other.buffers},
     )
+
+
+def _buffer_gap(one: Trajectory, other: Trajectory, name: str) -> Floats:
+    """:func:`_apart` for each merge of ``one``; 0 where ``other`` has merged after other steps."""
+    gap = np.zeros(len(one.merged) - 1)
+    shared = [place for place, step in enumerate(one.merged) if step in other.merged]
+    theirs = [other.merged.index(one.merged[place]) for place in shared]
+    gap[np.array(shared[1:], dtype=int) - 1] = _apart(one.buffers[name][shared], other.buffers[name][theirs])
+    return gap
+
+
+def _apart(one: NDArray[np.float32], other: NDArray[np.float32]) -> Floats:
+    """The distance of each row but the first from that of ``other``, relative to how far it has moved since then."""
+    if one.shape != other.shape:
+        return np.full(max(0, min(len(one), len(other)) - 1), np.inf)
+    a, b = one[1:].astype(np.float64), other[1:].astype(np.float64)
+    apart = np.linalg.norm(np.where(np.isnan(a) & np.isnan(b), 0.0, a - b), axis=1)
+    return _ratio(apart, np.linalg.norm(a - one[0], axis=1))
 
 
 def _relative(a: Floats, b: Floats) -> Floats:
@@ -145,34 +251,42 @@ class Floor:
     values: dict[str, Floats]
 
     def parting(self, gap: Gap, factor: float) -> tuple[str, int] | None:
-        """The first quantity and place (step or validation, from 0) at which ``gap`` is ``factor`` times the floor."""
+        """The first quantity and place (from 0) at which ``gap`` is ``factor`` times the floor.
+
+        A place is a step; of a buffer a merge, and of the validation loss a validation. These two follow from the
+        weights: they count only where all steps agree.
+        """
         first: tuple[str, int] | None = None
         for name, differences in gap.items().items():
             allowed = factor * self.values[name][: len(differences)]
-            beyond = np.flatnonzero(differences > allowed)
-            if name == "validation loss":
-                # It follows from the weights: of interest by itself only where they agree.
-                return first or ((name, int(beyond[0])) if beyond.size else None)
-            if beyond.size and (first is None or beyond[0] < first[1]):
+            beyond = np.flatnonzero(~(differences <= allowed))
+            follows = name == "validation loss" or name.startswith(BUFFER)
+            if beyond.size and (first is None or (beyond[0] < first[1] and not follows)):
                 first = name, int(beyond[0])
         return first
 
 
 def floor_of(gaps: list[Gap], reference: Trajectory) -> Floor:
     """The floor that ``gaps`` between runs of equal meaning show; never below float32 rounding."""
-    moved = np.linalg.norm((reference.weights[1:] - reference.weights[0]).astype(np.float64), axis=1)
-    size = np.linalg.norm(reference.weights[1:].astype(np.float64), axis=1)
     least = {
         "loss": np.full(len(reference), ROUNDING),
         "gradient norm": np.full(len(reference), ROUNDING),
-        "weights": ROUNDING * np.minimum(1 + _ratio(size, moved), 1e3),
+        "weights": _resolution(reference.weights),
+        **{f"{BUFFER}{name}": _resolution(values) for name, values in reference.buffers.items()},
         "validation loss": np.full(len(reference.validation), ROUNDING),
     }
     values = {}
     for name, floor in least.items():
         for gap in gaps:
-            seen = gap.items()[name][: len(floor)]
+            seen = gap.items().get(name, floor[:0])[: len(floor)]
             floor = floor.copy()
             floor[: len(seen)] = np.maximum(floor[: len(seen)], seen)
         values[name] = np.maximum.accumulate(floor) if len(floor) else floor
     return Floor(values)
+
+
+def _resolution(values: NDArray[np.float32]) -> Floats:
+    """What rounding is of the distance that values have moved: [rows - 1]."""
+    moved = np.linalg.norm((values[1:] - values[0]).astype(np.float64), axis=1)
+    size = np.linalg.norm(values[1:].astype(np.float64), axis=1)
+    return ROUNDING * np.minimum(1 + _ratio(size, moved), 1e3)
