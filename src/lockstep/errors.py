@@ -17,6 +17,7 @@
         ├── RankFailed       one rank failed; the others are collateral
         ├── CollectiveError  a rank did not come to a collective call, or came to another one
         ├── StorageError     the run folder could not be written
+        ├── RanksDifferError ranks that should train the same weights do not
         └── NonFiniteError   too many steps without a finite gradient
 """
 
@@ -111,6 +112,10 @@ class CollectiveError(RunError):
 
 class StorageError(RunError):
     code = "STORAGE_FAILED"
+
+
+class RanksDifferError(RunError):
+    code = "RANKS_DIFFER"
 
 
 class NonFiniteError(RunError):

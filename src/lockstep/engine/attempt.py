@@ -17,6 +17,7 @@ from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
 from lockstep.data.loader import Source, Window, make_loader, windows
+from lockstep.engine.agreement import check_start
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives, shared
 from lockstep.engine.divide import divide
@@ -211,6 +212,9 @@ def assemble(
         state = _restored(snapshot, plan, here, task, model, update, run_dir)
         note = judge_afresh(state, snapshot.manifest, plan)
         remarks += () if note is None else (note,)
+    warning = None
+    if divided is None:
+        warning = check_start(model, collectives, exact=plan.reproducibility == "exact")
     debug, watched = config.debug, task
     draws: set[str] = set()
     if debug.trace != "off" or debug.switch_off:
@@ -236,6 +240,7 @@ def assemble(
         pins=here,
         trace=Trace(debug, trace_file(run_dir.path, world.rank), world.is_main, update, model, draws, divided),
         remarks=remarks,
+        warnings=() if warning is None else (warning,),
     )
 
 

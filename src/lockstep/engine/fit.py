@@ -15,6 +15,7 @@ from lockstep.checkpoint.policy import SavePolicy, retained
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
+from lockstep.engine.agreement import check_agreement
 from lockstep.engine.best import judge
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.evaluate import evaluate, evaluating
@@ -80,6 +81,7 @@ class Fit:
     pins: Mapping[str, Any]
     trace: Trace
     remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     scalars: dict[str, float] = field(default_factory=dict)
     ended_by: str | None = None
 
@@ -113,6 +115,8 @@ class Fit:
         self._emit(RunStarted(self.run_dir, self.attempt, at, total, self.plan.as_dict(), lambda: self.state.step))
         for note in (*self.plan.notes, *self.remarks):
             self._emit(Note("info", note))
+        for warning in self.warnings:
+            self._emit(Note("warning", warning))
         if self.config.validation.sanity_steps and self.datasets.val is not None and self.state.step == 0:
             self._evaluate(self.datasets.val, chunks=self.config.validation.sanity_steps * self.collectives.size)
             self._show(remarks=False)  # nobody wants to read what untrained weights say
@@ -326,6 +330,8 @@ class Fit:
             return
         self.saved_at = self.state.step
         self.strategy.synchronise_buffers()
+        if not (self.plan.sharded or self.plan.pipelined):
+            check_agreement(self.strategy.module, self.update.optimizer, self.collectives)
         self._policy.saved(self.state.step)
         if self.writer is None and not self.strategy.is_sharded:
             return

@@ -19,6 +19,7 @@ from lockstep.errors import (
     LockstepError,
     NonFiniteError,
     RankFailed,
+    RanksDifferError,
     StorageError,
     UsageError,
 )
@@ -84,7 +85,7 @@ class RankFailure:
     @property
     def explains_itself(self) -> bool:
         """Whether its error's own words say all, and where in Lockstep it was raised says nothing."""
-        return self.error is not None and self.error["code"] in (StorageError.code, NonFiniteError.code)
+        return self.error is not None and self.error["code"] in (StorageError.code, NonFiniteError.code, RanksDifferError.code)
 
     @property
     def blames_another(self) -> bool:
