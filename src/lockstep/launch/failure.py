@@ -85,7 +85,8 @@ class RankFailure:
     @property
     def explains_itself(self) -> bool:
         """Whether its error's own words say all, and where in Lockstep it was raised says nothing."""
-        return self.error is not None and self.error["code"] in (StorageError.code, NonFiniteError.code, RanksDifferError.code)
+        known = (StorageError.code, NonFiniteError.code, RanksDifferError.code)
+        return self.error is not None and self.error["code"] in known
 
     @property
     def blames_another(self) -> bool:
