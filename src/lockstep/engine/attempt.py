@@ -213,7 +213,7 @@ def assemble(
         note = judge_afresh(state, snapshot.manifest, plan)
         remarks += () if note is None else (note,)
     warning = None
-    if divided is None:
+    if divided is None and config.debug.trace == "off":  # a trace compares them itself
         warning = check_start(model, collectives, exact=plan.reproducibility == "exact")
     debug, watched = config.debug, task
     draws: set[str] = set()

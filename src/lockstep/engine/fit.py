@@ -330,7 +330,7 @@ class Fit:
             return
         self.saved_at = self.state.step
         self.strategy.synchronise_buffers()
-        if not (self.plan.sharded or self.plan.pipelined):
+        if not (self.plan.sharded or self.plan.pipelined) and self.config.debug.trace == "off":
             check_agreement(self.strategy.module, self.update.optimizer, self.collectives)
         self._policy.saved(self.state.step)
         if self.writer is None and not self.strategy.is_sharded:
