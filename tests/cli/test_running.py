@@ -216,9 +216,11 @@ def test_stop_wants_a_running_run(here: Path, capsys: pytest.CaptureFixture[str]
     assert "completed, not running" in capsys.readouterr().err
 
 
-def test_a_task_that_fails_keeps_its_traceback_and_leaves_a_failed_run(here: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the loss of this task is broken"):  # which Python ends with exit code 1
-        main(["train", "tiny.py:Broken", *PLAIN, "--save-dir", str(tmp_path / "run")])
+def test_a_task_that_fails_shows_its_line_and_leaves_a_failed_run(
+    here: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["train", "tiny.py:Broken", *PLAIN, "--save-dir", str(tmp_path / "run")]) == 1
+    assert "tiny.py" in capsys.readouterr().err
     record = RunDir.open(tmp_path / "run").read()
     assert record.status == "failed"
     assert record.error and "the loss of this task is broken" in record.error

@@ -109,6 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has seen enough. The interpreter flushes again when it ends: give it nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        from lockstep.launch.failure import of_a_task
+
+        report = of_a_task(error)
+        if report is None:
+            raise
+        return _fail(report)
     return result if isinstance(result, int) else 0
 
 

@@ -39,6 +39,12 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         UnsupportedError: an iterable data set.
         DataError: a data set without length, an empty one, or lengths that do not fit it.
     """
+    if not hasattr(datasets, "train"):
+        raise TaskError(
+            "the task's datasets() did not return Datasets",
+            why=f"it returned {type(datasets).__name__}",
+            fix="return lockstep.Datasets(train=…, val=…, test=…)",
+        )
     for split in ("train", "val", "test"):
         check_dataset(getattr(datasets, split), split)
     model, given = blueprint(task), task.lengths()

@@ -69,6 +69,35 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
             ),
         ),
         (
+            r"cannot assign (module|parameters?) before Module.__init__\(\) call",
+            Cause("module-init", "a module's __init__ sets layers too early", "call super().__init__() first in it"),
+        ),
+        (
+            r"does not require grad and does not have a grad_fn",
+            Cause(
+                "detached-loss",
+                "the loss is cut off from the model: by .item(), .detach(), NumPy or torch.no_grad()",
+                "return the loss as the tensor that the model's output led to",
+            ),
+        ),
+        (
+            r"Trying to backward through the graph a second time",
+            Cause(
+                "second-backward",
+                "the backward pass ran already: Task.loss called backward(), or kept a tensor of the step before",
+                "remove backward() from the task, which Lockstep calls, and detach() what is kept between steps",
+            ),
+        ),
+        (
+            r"Torch not compiled with CUDA enabled|Found no NVIDIA driver"
+            r"|Expected all tensors to be on the same device",
+            Cause(
+                "own-device",
+                "the task or its model chooses a device by itself, with .cuda() or .to()",
+                "remove that: Lockstep moves model and batches; make new tensors with device=x.device",
+            ),
+        ),
+        (
             r"EADDRINUSE|address already in use",
             Cause(
                 "port", "another process has the port", "end that process, or choose another port for the rendezvous"

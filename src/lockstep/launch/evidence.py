@@ -7,8 +7,10 @@ A rank that fails writes its own error (``rank-<r>.error.json``); the launcher w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
+import sysconfig
 import time
 import traceback
 from pathlib import Path
@@ -20,7 +22,7 @@ from lockstep.errors import LockstepError, RunFolderError
 from lockstep.launch import spare
 from lockstep.launch.hang import HangReport
 from lockstep.launch.memory import MachineMemory, RankMemory, own_memory
-from lockstep.launch.output import MARK
+from lockstep.launch.output import MARK, log_file
 from lockstep.telemetry.pulse import Activity, pulse
 from lockstep.telemetry.rundir import RunDir, read_json
 
@@ -107,12 +109,56 @@ def told_of(rank: int, error: BaseException) -> RankError:
         time=time.time(),
         type=_type_name(error),
         message=_message(error),
-        traceback="".join(traceback.format_exception(error)),
+        traceback=folded_traceback(error),
         error=error.as_dict() if isinstance(error, LockstepError) else None,
         exit_code=exit_code_of(error),
         memory=own_memory(),
         evaluating=pulse.activity.is_evaluation,
     )
+
+
+def log_traceback(logs: Path, rank: int, error: BaseException) -> None:
+    """Append the whole traceback to the rank's log, if that can be written."""
+    with (
+        contextlib.suppress(OSError),
+        log_file(logs, rank).open("a", encoding="utf-8", errors="backslashreplace") as log,
+    ):
+        log.write(f"{MARK}rank {rank} failed\n{''.join(traceback.format_exception(error))}")
+
+
+def folded_traceback(error: BaseException) -> str:
+    """The traceback of ``error`` with frames of libraries folded; the last frame always stays."""
+    described: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
+    parts: list[str] = []
+    while described is not None:
+        frames = list(described.stack)
+        lines = ["Traceback (most recent call last):\n"] if frames else []
+        for library, group in itertools.groupby(frames[:-1], lambda frame: _library_of(frame.filename)):
+            own = list(group)
+            lines += traceback.format_list(own) if library is None else [f"  … {len(own)} frame(s) of {library}\n"]
+        parts.append("".join([*lines, *traceback.format_list(frames[-1:]), *described.format_exception_only()]))
+        if described.__cause__ is None and (described.__suppress_context__ or described.__context__ is None):
+            break
+        parts.append("\nThe above exception led to the next one:\n\n")
+        described = described.__cause__ or described.__context__
+    return "".join(reversed(parts))
+
+
+def involves_user_code(error: BaseException) -> bool:
+    """Whether a frame of the traceback is in code that is neither Lockstep's nor a library's."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return any(_library_of(frame.filename) is None and Path(frame.filename).name != "lockstep" for frame in stack)
+
+
+def _library_of(file: str) -> str | None:
+    """The package that a source file belongs to; ``None`` for code of the user's."""
+    own = Path(__file__).parents[1]
+    if Path(file).is_relative_to(own):
+        return own.name
+    for root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")):
+        if file.startswith(root + os.sep):
+            return Path(file).relative_to(root).parts[0].removesuffix(".py")
+    return "Python" if file.startswith("<frozen") else None
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -20,6 +20,7 @@ from lockstep.errors import (
     NonFiniteError,
     RankFailed,
     RanksDifferError,
+    RunError,
     StorageError,
     UsageError,
 )
@@ -30,7 +31,9 @@ from lockstep.launch.evidence import (
     RankEnd,
     RankError,
     Restart,
+    involves_user_code,
     last_lines,
+    log_traceback,
     read_errors,
     read_launcher,
     told_of,
@@ -127,7 +130,8 @@ class FailureReport:
             return self.launcher_error.strip().splitlines()[-1]
         if self.first.is_usage_error and self.first.error:
             return self.first.error["message"]
-        return f"rank {self.first.rank} of {self.ranks} {self.first.headline()}"
+        who = f"rank {self.first.rank} of {self.ranks}" if self.ranks > 1 or self.first.rank else "the run"
+        return f"{who} {self.first.headline()}"
 
     @property
     def why(self) -> str:
@@ -217,20 +221,27 @@ def collect(run_dir: RunDir) -> FailureReport | None:
 
 
 def of_this_process(run_dir: RunDir, error: Exception) -> FailureReport | None:
-    """The report of a run whose only rank this process is; ``None`` where ``error`` itself says all that is known."""
+    """The report of a run whose only rank this process is; ``None`` where ``error`` explains itself."""
+    if isinstance(error, LockstepError):
+        return None
+    log_traceback(run_dir.logs, 0, error)
+    told = told_of(0, error)
+    cause, held = find_cause(f"{told.type}: {told.message}"), ""
+    first = _rank_failure(run_dir.logs, 0, told, None)
+    if cause is not None and cause.name in MEMORY_CAUSES:
+        held = _memory_table(run_dir, LauncherLog(machine=machine_now()), {0: told})
+        cause = replace(cause, fix=cause.fix.replace(SMALLER, _advice(run_dir, first.evaluating)))
+    return FailureReport(ranks=1, first=replace(first, last_lines=()), others=(), cause=cause, memory=held)
+
+
+def of_a_task(error: Exception) -> LockstepError | None:
+    """The report of an error that code of the user's raised before there was a run; ``None`` if none was involved."""
+    if not involves_user_code(error):
+        return None
     told = told_of(0, error)
     cause = find_cause(f"{told.type}: {told.message}")
-    if isinstance(error, LockstepError) or cause is None or cause.name not in MEMORY_CAUSES:
-        return None
-    first = _rank_failure(run_dir.logs, 0, told, None)
-    launcher = LauncherLog(machine=machine_now())
-    return FailureReport(
-        ranks=1,
-        first=replace(first, last_lines=()),
-        others=(),
-        cause=replace(cause, fix=cause.fix.replace(SMALLER, _advice(run_dir, first.evaluating))),
-        memory=_memory_table(run_dir, launcher, {0: told}),
-    )
+    what = f"{told.type}: {told.message}\n{textwrap.indent(told.traceback.rstrip(), '  ')}"
+    return RunError(what, why=cause.why if cause else "", fix=cause.fix if cause else "")
 
 
 def restarted(done: Sequence[Restart], attempt: int, step: int) -> Restarted:

@@ -30,7 +30,7 @@ from lockstep.plan import make_plan as compute_plan
 from lockstep.plan.checkpoint import moments_of
 from lockstep.plan.workers import Recommendation
 from lockstep.tasks.known import class_paths, remember
-from lockstep.tasks.registry import find_task, make_task
+from lockstep.tasks.registry import configured, find_task, make_task
 from lockstep.telemetry.rundir import RunDir
 
 
@@ -73,7 +73,7 @@ def settle(
                 why="the object has its settings already",
                 fix="pass the task's class or name, or set them where the object is made",
             )
-        built = task
+        built = configured(task)
     else:
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"

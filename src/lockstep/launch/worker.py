@@ -21,7 +21,7 @@ from lockstep.errors import LockstepError, StorageError
 from lockstep.hardware import lifetime
 from lockstep.hardware.world import World, read_world
 from lockstep.launch import environment, evidence, signals, stacks
-from lockstep.launch.output import MARK, log_file, rank_output
+from lockstep.launch.output import log_file, rank_output
 from lockstep.telemetry.pulse import pulse
 from lockstep.telemetry.rundir import RunDir
 
@@ -94,11 +94,7 @@ def record_failure(run_dir: RunDir, world: World, error: BaseException) -> int:
     except StorageError as storage:
         print(f"rank {world.rank} cannot record its failure: {storage}", file=sys.stderr)
         traceback.print_exception(error, file=sys.stderr)
-    with (
-        contextlib.suppress(OSError),
-        log_file(run_dir.logs, world.rank).open("a", encoding="utf-8", errors="backslashreplace") as log,
-    ):
-        log.write(f"{MARK}rank {world.rank} failed\n{''.join(traceback.format_exception(error))}")
+    evidence.log_traceback(run_dir.logs, world.rank, error)
     return evidence.exit_code_of(error)
 
 

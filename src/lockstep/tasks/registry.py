@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ def find_task(name: str) -> type[Task]:
         TaskError: there is none, or importing it failed.
     """
     where = BUILT_IN.get(name, name)
+    if where.endswith(".py"):
+        names = _task_names(_import_file(Path(where)))
+        raise TaskError(
+            f"{where} is a file, and one of its tasks must be named",
+            why=f"its tasks are {', '.join(names)}" if names else "it defines no subclass of lockstep.Task",
+            fix=f"lockstep train {where}:{names[0]}" if names else "define one, and name it as FILE.py:CLASS",
+        )
     if ":" not in where:
         close = difflib.get_close_matches(name, BUILT_IN, n=1)
         raise TaskError(
@@ -58,18 +66,29 @@ def find_class(where: str) -> type:
         TaskError: there is none, or importing it failed.
     """
     place, _, attribute = where.rpartition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:  # as with `python -m`; the folder of the command stands there otherwise
+        sys.path.insert(0, here)
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
-        classes = sorted(
-            n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task
-        )
+        classes = _task_names(module)
         raise TaskError(
             f"{place} has no class {attribute!r}",
             why=f"its tasks are {', '.join(classes)}" if classes else "it defines no subclass of lockstep.Task",
             fix="check the name after the colon",
         )
     return found
+
+
+def _task_names(module: Any) -> list[str]:
+    """The tasks and LightningModules that a module defines itself, else those that it imports."""
+    tasks = {
+        name: kind
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and kind is not Task and (issubclass(kind, Task) or is_module_class(kind))
+    }
+    return sorted(n for n, kind in tasks.items() if kind.__module__ == module.__name__) or sorted(tasks)
 
 
 def check_task_class(found: type) -> None:
@@ -88,12 +107,37 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
 
     Raises:
         ConfigError: an unknown or bad setting.
+        TaskError: its ``__init__`` takes arguments that Lockstep does not have.
     """
     model: type[BaseModel] = kind.Config
     try:
-        return kind(model.model_validate(dict(settings)))
+        config = model.model_validate(dict(settings))
     except ValidationError as error:
         raise explain(error, model, prefix="task.") from None
+    required, takes_config = _parameters(kind)
+    if not takes_config and (required or model.model_fields):
+        raise TaskError(
+            f"{kind.__name__}.__init__ has no parameter `config`",
+            why=f"Lockstep makes the task from its settings, as {kind.__name__}(config)",
+            fix="declare settings in `class Config(pydantic.BaseModel)` of the task, and write "
+            "`def __init__(self, config=None): super().__init__(config)`",
+        )
+    return configured(kind(config) if takes_config else kind(), config)
+
+
+def configured(task: Task, config: BaseModel | None = None) -> Task:
+    """``task`` with settings, also where its ``__init__`` did not call ``super().__init__``."""
+    if getattr(task, "config", None) is None:
+        task.config = task.Config() if config is None else config
+    return task
+
+
+def _parameters(kind: type[Task]) -> tuple[list[str], bool]:
+    """The required parameters of ``kind.__init__`` other than ``config``, and whether it takes that."""
+    parameters = list(signature(kind).parameters.values())
+    takes = [p for p in parameters if p.name in ("config", "cfg") or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p.name for p in parameters if p not in takes and p.default is p.empty]
+    return required, bool(takes)
 
 
 def _import_file(path: Path) -> Any:
@@ -117,7 +161,7 @@ def _import_file(path: Path) -> Any:
         raise
     except Exception as error:
         raise TaskError(
-            f"importing {path} failed", why=f"{type(error).__name__}: {error}", fix="mend the file"
+            f"importing {path} failed", why=f"{type(error).__name__}: {error}", fix="fix the file"
         ) from error
     return module
 
@@ -127,5 +171,8 @@ def _import_module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise TaskError(
-            f"cannot import {name}", why=str(error), fix="install it, or give the file as path/to/file.py:Class"
+            f"cannot import {name}",
+            why=str(error),
+            fix="call it from the folder that contains the package, install it, or give the file as "
+            "path/to/file.py:Class",
         ) from error
