@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lockstep.config import RunConfig as RunConfig
     from lockstep.engine.attempt import RunResult as RunResult
     from lockstep.engine.collectives import collectives as collectives
+    from lockstep.engine.task import Callback as Callback
     from lockstep.engine.task import Datasets as Datasets
     from lockstep.engine.task import Loss as Loss
     from lockstep.engine.task import Task as Task
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "lockstep.engine.task",
     "Datasets": "lockstep.engine.task",
     "LockstepError": "lockstep.errors",
     "Loss": "lockstep.engine.task",
@@ -40,6 +42,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "Datasets",
     "LockstepError",
     "Loss",

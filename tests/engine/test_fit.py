@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,17 +15,19 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep import Loss, Task
+from lockstep import Callback, Loss, Task
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.engine.task import Context
 from lockstep.launch.evaluation import evaluate_checkpoint
 from lockstep.launch.run import resume
 from lockstep.telemetry.rundir import RunDir
-from tests.toys import Toy
+from tests.gloo import ROOT
+from tests.toys import CLASSES, FEATURES, Toy
 
 STEPS_PER_EPOCH = 13
 
 
-def trained(folder: Path, log_interval: int = 50, task: type[Task] = Toy, **sections: Any) -> RunDir:
+def trained(folder: Path, log_interval: int = 50, task: type[Task] | Task = Toy, **sections: Any) -> RunDir:
     """Two epochs of thirteen steps in this process."""
     lockstep.train(
         task,
@@ -195,3 +198,113 @@ def test_what_a_loss_draws_from_pythons_and_numpys_generators_is_resumed(tmp_pat
         resume(run, overrides={"training": {"max_steps": None}})
         for name, value in weights(run).items():
             assert torch.equal(value, whole[name]), (stop, name)
+
+
+class Seen(Callback):
+    """Notes each call with what the context says, and the norm of the gradients."""
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self.calls = calls
+        self.norms: list[float] = []
+
+    def on_epoch_start(self, context: Context, model: nn.Module) -> None:
+        self.note("epoch start", context)
+
+    def on_step_start(self, context: Context, model: nn.Module) -> None:
+        self.note("step start", context)
+
+    def on_after_backward(self, context: Context, model: nn.Module) -> None:
+        self.norms.append(
+            float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+        )
+        self.note("gradients", context)
+        model[0].bias.grad.zero_()
+
+    def on_step_end(self, context: Context, model: nn.Module) -> None:
+        self.note("step end", context)
+
+    def on_epoch_end(self, context: Context, model: nn.Module) -> None:
+        self.note("epoch end", context)
+
+    def on_evaluation_start(self, context: Context, model: nn.Module) -> None:
+        self.note("evaluation", context)
+
+    def on_evaluation_end(self, context: Context, model: nn.Module) -> None:
+        assert model.training is False
+
+    def note(self, event: str, context: Context) -> None:
+        self.calls.append((event, context.step, context.epoch, context.is_training))
+
+
+class Called(Toy):
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.events: list[tuple[Any, ...]] = []
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        nn.init.zeros_(model[0].bias)
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.events.append(("loss", self.context.step, self.context.epoch, self.context.is_training))
+        return super().loss(model, batch)
+
+    def callbacks(self) -> Any:
+        self.seen = Seen(self.events)
+        return [Callback(), self.seen]
+
+
+@pytest.mark.parametrize("clipped", [None, 0.01])
+def test_callbacks_are_called_around_steps_epochs_and_evaluations(tmp_path: Path, clipped: float | None) -> None:
+    task = Called()
+    training = {"threads": 1, "early_stopping_patience": 0, "batch_size": 100, "max_grad_norm": clipped}
+    run = trained(tmp_path / "run", 1, task, training=training, optimizer={"weight_decay": 0.0})
+
+    def epoch(number: int, first: int) -> list[tuple[Any, ...]]:
+        steps = [
+            (event, step + (event == "step end"), number, True)
+            for step in (first, first + 1)
+            for event in ("step start", "loss", "gradients", "step end")
+        ]
+        end = [("epoch end", first + 2, number, True), ("evaluation", first + 2, number, False)]
+        return [("epoch start", first, number, True), *steps, *end, ("loss", first + 2, number, False)]
+
+    sanity = [("evaluation", 0, 0, False), ("loss", 0, 0, False)]
+    test = [("evaluation", 4, 2, False), ("loss", 4, 2, False)]
+    assert task.events == sanity + epoch(0, 0) + epoch(1, 2) + test
+    assert not weights(run)["0.bias"].any(), "a callback's change of the gradient is applied"
+    logged = [row["grad_norm"] for row in run.steps()]
+    assert all(0 < norm < 10 and after < norm for norm, after in zip(task.seen.norms, logged, strict=True))
+
+
+def test_the_callbacks_of_the_guide_run_and_are_resumed(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "from-pytorch.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", guide, re.S) if "class Unfreeze" in block)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.head(self.backbone(inputs).relu())
+
+    scope: dict[str, Any] = {"Net": Net}
+    exec(code, scope)
+
+    class Guided(scope["Averaged"], Toy):  # type: ignore[misc, name-defined]
+        seen: ClassVar[list[dict[str, Tensor]]] = []
+
+        def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+            self.seen.append({name: value.clone() for name, value in model.state_dict().items()})
+            return super().evaluate(model, batch)
+
+    training = {"threads": 1, "early_stopping_patience": 0, "epochs": 4, "batch_size": 100}
+    constant = {"scheduler": {"name": "constant", "warmup_steps": 0}, "optimizer": {"weight_decay": 0.0}}
+    task = Guided()
+    run = trained(tmp_path / "run", 1, task, training=training, **constant)
+    after = [CheckpointStore(run.checkpoints).load(step).model for step in CheckpointStore(run.checkpoints).steps()]
+    assert torch.equal(task.seen[0]["backbone.weight"], task.seen[2]["backbone.weight"]), "frozen for two epochs"
+    assert not torch.equal(task.seen[2]["backbone.weight"], task.seen[4]["backbone.weight"])
+    assert not torch.equal(task.seen[4]["head.weight"], after[-1]["head.weight"]), "the average is evaluated"

@@ -43,7 +43,7 @@ from lockstep.engine.source import training_source
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies import build_strategy
 from lockstep.engine.switches import Watched
-from lockstep.engine.task import Datasets, DataSettings, Task
+from lockstep.engine.task import Context, Datasets, DataSettings, Task
 from lockstep.engine.trace import Trace, trace_file
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.errors import LockstepError
@@ -189,6 +189,12 @@ def assemble(
     snapshot: Snapshot | None,
 ) -> Fit:
     """Model, strategy and update of one rank as the plan says, from ``snapshot`` or anew; collective."""
+    state = TrainState(position=config.debug.start_position)
+    if snapshot is not None:
+        check_fits(snapshot.manifest, plan)
+        with restoring(run_dir.path):
+            state = TrainState.from_state_dict(snapshot.trainer["state"])
+    task.context = Context(state)
     model = task.model()
     if snapshot is None:
         load_initial_weights(model, config.init_from, collectives)
@@ -206,10 +212,9 @@ def assemble(
         divided.adopt(optimizer)
     update = Update(model, optimizer, plan.schedule, precision, config.training.max_grad_norm, divided)
     here = pins(device, plan)
-    state = TrainState(position=config.debug.start_position)
     remarks = () if divided is None else divided.remarks
     if snapshot is not None:
-        state = _restored(snapshot, plan, here, task, model, update, run_dir)
+        _restore(snapshot, plan, here, task, model, update, run_dir)
         note = judge_afresh(state, snapshot.manifest, plan)
         remarks += () if note is None else (note,)
     warning = None
@@ -244,7 +249,7 @@ def assemble(
     )
 
 
-def _restored(
+def _restore(
     snapshot: Snapshot,
     plan: Plan,
     here: dict[str, Any],
@@ -252,9 +257,8 @@ def _restored(
     model: torch.nn.Module,
     update: Update,
     run_dir: RunDir,
-) -> TrainState:
-    """Where training stood; task, model and update become what they were. ``here``: this machine's pins."""
-    check_fits(snapshot.manifest, plan)
+) -> None:
+    """Task, model and update become what they were. ``here``: this machine's pins."""
     if plan.reproducibility == "exact":
         check_pins(snapshot.manifest["pins"], here)
     load_weights(model, snapshot.model, run_dir.path)
@@ -262,7 +266,6 @@ def _restored(
         update.load_state_dict(snapshot.trainer["update"])
         check_moments(update.optimizer)
         task.load_state_dict(snapshot.trainer["task"])
-        return TrainState.from_state_dict(snapshot.trainer["state"])
 
 
 def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Callable[[], int | None]) -> RunResult:
@@ -299,6 +302,7 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     loader = make_loader(source, requests, plan.loader, world.rank, largest=plan.batch.batch_size)
     batches = TimedBatches(trace.batches(iter(loader)))
     train_mode(fit.strategy.module)
+    fit.task.context.is_training = True
     waited_s = 0.0
 
     def finish(result: StepResult) -> bool:
@@ -313,7 +317,7 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     place: dict[str, Any] = {"rank": world.rank, "device": fit.device, "remark": fit.remark}
     with contextlib.closing(loader), memory_snapshot(telemetry, run_dir.profile, **place):
         steps = training_steps(
-            _recorded(walk(plan, world, **start), fit, run_dir, world, source),
+            fit.before_steps(_recorded(walk(plan, world, **start), fit, run_dir, world, source)),
             batches,
             fit.strategy,
             fit.update,

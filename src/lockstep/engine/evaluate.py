@@ -9,7 +9,7 @@ torchmetrics' own synchronisation is not used: some metrics fail on a rank that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from lockstep.engine.collectives import Collectives
 from lockstep.engine.precision import Precision
 from lockstep.engine.runtime import generators_kept
 from lockstep.engine.strategy import SeededDraws, check_loss
-from lockstep.engine.task import Metrics, Task
+from lockstep.engine.task import Callback, Context, Metrics, Task
 from lockstep.engine.transfer import to_device
 from lockstep.errors import TaskError
 from lockstep.plan import LoaderPlan
@@ -87,6 +87,40 @@ def evaluate(
         if metrics is not None:
             result = {"loss": total / count if count else float("nan"), **_computed(metrics)}
         return collectives.broadcast(result) or {}
+
+
+@contextlib.contextmanager
+def evaluation(task: Task, model: nn.Module, callbacks: Callbacks) -> Iterator[None]:
+    """What surrounds an evaluation: nothing that happens inside changes training."""
+    context = task.context
+    was_training = context.is_training
+    with generators_kept(), evaluating(model):
+        context.is_training = False
+        callbacks.call("on_evaluation_start", context, model)
+        yield
+        callbacks.call("on_evaluation_end", context, model)
+    context.is_training = was_training
+
+
+class Callbacks:
+    """Those of a task, by what they override, so that nothing else costs a call."""
+
+    def __init__(self, task: Task) -> None:
+        self._methods: dict[str, list[Callable[[Context, nn.Module], None]]] = {}
+        for callback in task.callbacks():
+            for name in (name for name in vars(Callback) if name.startswith("on_")):
+                if getattr(type(callback), name, None) not in (None, getattr(Callback, name)):
+                    self._methods.setdefault(name, []).append(getattr(callback, name))
+
+    def __len__(self) -> int:
+        return len(self._methods)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._methods
+
+    def call(self, name: str, context: Context, model: nn.Module) -> None:
+        for method in self._methods.get(name, ()):
+            method(context, model)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,16 @@ from lockstep.checkpoint.policy import SavePolicy, retained
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
+from lockstep.data.loader import Window
 from lockstep.engine.agreement import check_agreement
 from lockstep.engine.best import judge
 from lockstep.engine.collectives import Collectives
-from lockstep.engine.evaluate import evaluate, evaluating
+from lockstep.engine.evaluate import Callbacks, evaluate, evaluation
 from lockstep.engine.loop import StepResult
 from lockstep.engine.meter import LossMeter
 from lockstep.engine.precision import Precision
 from lockstep.engine.ranks import RankWatch
 from lockstep.engine.resume import manifest_of
-from lockstep.engine.runtime import generators_kept
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategy import Flags, Strategy
 from lockstep.engine.task import Datasets, Task
@@ -94,6 +95,9 @@ class Fit:
         self._meter = LossMeter(self.device)
         self._meter.reset(self.state.epoch_loss, self.state.epoch_count)
         self._hooks = list(self.task.hooks())
+        self._callbacks = Callbacks(self.task)
+        if "on_after_backward" in self._callbacks:
+            self.update.after_backward = lambda: self._call("on_after_backward")
         self.strategy.draws.everything |= self.state.draws_seeded
         self._monitor = self.plan.monitor
         self._skipped_at_log = self.update.skipped
@@ -118,8 +122,9 @@ class Fit:
         for warning in self.warnings:
             self._emit(Note("warning", warning))
         if self.config.validation.sanity_steps and self.datasets.val is not None and self.state.step == 0:
-            self._evaluate(self.datasets.val, chunks=self.config.validation.sanity_steps * self.collectives.size)
-            self._show(remarks=False)  # nobody wants to read what untrained weights say
+            with self._evaluation():
+                self._evaluate(self.datasets.val, chunks=self.config.validation.sanity_steps * self.collectives.size)
+                self._show(remarks=False)  # nobody wants to read what untrained weights say
         self._interval = self._speed.mark()
         self._epoch_mark = self._speed.mark()
         self._interval_sums = self._meter.read()
@@ -133,6 +138,22 @@ class Fit:
         )
 
     # Around every step.
+
+    def before_steps(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """``windows``, each of which is asked for right before its step."""
+        return self._announced(windows) if self._callbacks else windows
+
+    def _announced(self, windows: Iterator[Window]) -> Iterator[Window]:
+        epoch = -1
+        for window in windows:
+            if window.epoch != epoch:
+                epoch = window.epoch
+                self._call("on_epoch_start")
+            self._call("on_step_start")
+            yield window
+
+    def _call(self, event: str) -> None:
+        self._callbacks.call(event, self.task.context, self.strategy.module)
 
     def requested(self) -> Flags:
         """What this rank asks all ranks to agree on; clocks are rank 0's alone."""
@@ -148,6 +169,8 @@ class Fit:
         self._speed.add(result.window.size, waited_s)
         self.heartbeat(result.step, self.plan.total_steps)
         pulse.at(Activity.HOOKS, result.step)
+        if self._callbacks:
+            self._call("on_step_end")
         for hook, every in self._hooks:
             if result.step % every == 0:
                 self.scalars.update(hook(result, self.strategy.module) or {})
@@ -229,6 +252,8 @@ class Fit:
         speed = self._speed.since(self._epoch_mark)
         epoch = result.window.epoch + 1
         self._ranks.end_epoch(result.step, epoch)
+        if result.epoch_ended:
+            self._call("on_epoch_end")
         row: dict[str, float] = {"train_loss": total / count if count else math.nan}
         last = result.step >= self.plan.total_steps
         improved = False
@@ -258,23 +283,26 @@ class Fit:
     def _validate(self) -> dict[str, float]:
         with self._speed.paused():
             self.strategy.synchronise_buffers()
-            values = self._evaluate(self.datasets.val, self._chunks)
-            self._show()
+            with self._evaluation():
+                values = self._evaluate(self.datasets.val, self._chunks)
+                self._show()
         return {f"val_{name}": value for name, value in values.items() if isinstance(value, float | int)}
 
     def _show(self, *, remarks: bool = True) -> None:
         """What the task has to say and to show of an evaluation, to which rank 0 alone has the metrics."""
         if not self.collectives.is_main:
             return
-        with generators_kept(), evaluating(self.strategy.module):
-            said = self.task.remarks()
-            if not remarks:
-                return
-            for remark in said:
-                self._emit(Note("info", remark))
-            for name, pixels in self.task.pictures().items():
-                check_picture(name, pixels)
-                self._emit(PictureDrawn(self.attempt, self.state.epoch + 1, self.state.step, name, pixels))
+        said = self.task.remarks()
+        if not remarks:
+            return
+        for remark in said:
+            self._emit(Note("info", remark))
+        for name, pixels in self.task.pictures().items():
+            check_picture(name, pixels)
+            self._emit(PictureDrawn(self.attempt, self.state.epoch + 1, self.state.step, name, pixels))
+
+    def _evaluation(self) -> AbstractContextManager[None]:
+        return evaluation(self.task, self.strategy.module, self._callbacks)
 
     def _judge(self, metrics: Mapping[str, float], epoch: int) -> bool:
         """Is this the best so far? Values are equal on all ranks, so all of them stop, or none."""
@@ -317,7 +345,8 @@ class Fit:
         """Metrics of the test set as ``(numbers, tables)``: a confusion matrix is a table. ``step``: of the weights."""
         if self.datasets.test is None:
             return {}, {}
-        found = self._evaluate(self.datasets.test, self._chunks, step)
+        with self._evaluation():
+            found = self._evaluate(self.datasets.test, self._chunks, step)
         values = {f"test_{name}": value for name, value in found.items()}
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, float | int)}
         return numbers, {name: value for name, value in values.items() if name not in numbers}

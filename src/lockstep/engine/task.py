@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
+from lockstep.engine.state import TrainState
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -54,6 +56,57 @@ class DataSettings:
     seed: int = 42
 
 
+class Context:
+    """Where a run is, for ``loss``, ``evaluate``, the model and callbacks: ``Task.context``.
+
+    Attributes:
+        is_training: whether a training step is under way; ``False`` in evaluations.
+    """
+
+    def __init__(self, state: TrainState | None = None) -> None:
+        self._state = TrainState() if state is None else state
+        self.is_training = False
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps, earlier attempts included."""
+        return self._state.step
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, from 0."""
+        return self._state.epoch
+
+
+class Callback:
+    """Code to run around steps, epochs and evaluations: override what you need, and return it in ``Task.callbacks()``.
+
+    Each method is called on every rank, with the task's context and the model; what it changes, it must change alike
+    on all of them.
+    """
+
+    def on_epoch_start(self, context: Context, model: nn.Module) -> None:
+        """Before the first step of an epoch, and before the first step of an attempt that resumes within one."""
+
+    def on_step_start(self, context: Context, model: nn.Module) -> None:
+        """Before the forward pass of an optimizer step."""
+
+    def on_after_backward(self, context: Context, model: nn.Module) -> None:
+        """Gradients are those of the mean loss over all ranks, not yet clipped."""
+
+    def on_step_end(self, context: Context, model: nn.Module) -> None:
+        """After an optimizer step, before ``Task.hooks()``; ``context.step`` counts it."""
+
+    def on_epoch_end(self, context: Context, model: nn.Module) -> None:
+        """After the last step of an epoch, before it is evaluated and saved."""
+
+    def on_evaluation_start(self, context: Context, model: nn.Module) -> None:
+        """Before an evaluation of validation or test data; ``lockstep evaluate`` calls it too."""
+
+    def on_evaluation_end(self, context: Context, model: nn.Module) -> None:
+        """After an evaluation, its remarks and its pictures."""
+
+
 class Metrics(Protocol):
     """Scores of a data set: torchmetrics' ``MetricCollection``, or another object with these two methods.
 
@@ -82,6 +135,8 @@ class Task:
 
     config: Any
     data: DataSettings = DataSettings()
+    #: Step, epoch and mode of the run; set before ``model()`` is called. Not for ``collate``, which runs ahead.
+    context: Context = Context()
 
     def __init__(self, config: BaseModel | None = None) -> None:
         self.config = config if config is not None else self.Config()
@@ -154,6 +209,10 @@ class Task:
         What a hook returns is logged as scalars. Hooks run on every rank, and talk to the others through
         :func:`lockstep.collectives`.
         """
+        return ()
+
+    def callbacks(self) -> Sequence[Callback]:
+        """Called around steps, epochs and evaluations, in this order; asked for after ``load_state_dict``."""
         return ()
 
     def remarks(self) -> Sequence[str]:

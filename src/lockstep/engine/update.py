@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,6 +101,8 @@ class Update:
         self._shown = next((place for place, group in enumerate(groups) if group["initial_lr"]), 0)
         self._set_lr(0)
         self.grad_norm: Tensor | float | None = None
+        #: Called with reduced and divided gradients, before they are clipped.
+        self.after_backward: Callable[[], None] | None = None
 
     @property
     def skipped(self) -> int:
@@ -115,14 +118,29 @@ class Update:
             want_norm: compute the gradient norm even when nothing is clipped.
         """
         self._set_lr(step)
-        gradients: list[Tensor] = [p.grad for p in self._parameters if p.grad is not None]
-        if self._divided is not None:
-            gradients = self._divided.local(gradients)
+        gradients = self._gradients()
+        if self.after_backward is not None:
+            count, divisor = self._divide(gradients, count, divisor)
+            self.after_backward()
+            gradients = self._gradients()
         want_norm = want_norm or self._max_norm is not None or self._several
         if self._on_host:
             self._apply_on_host(gradients, float(count), divisor, want_norm)
         else:
             self._apply_on_device(gradients, count, divisor, want_norm)
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return gradients if self._divided is None else self._divided.local(gradients)
+
+    def _divide(self, gradients: list[Tensor], count: Tensor | float, divisor: float) -> tuple[Tensor | float, float]:
+        """Divide now what is otherwise divided as it is clipped; the count and divisor that are left to apply."""
+        if self._on_host and not float(count):
+            return count, divisor
+        seed = self._precision.seed_value() if self._on_host else self._precision.seed()
+        factor = divisor / (seed * (float(count) if self._on_host else count))
+        torch._foreach_mul_(gradients, factor)
+        return 1.0 / self._precision.seed_value(), 1.0
 
     def _apply_on_host(self, gradients: list[Tensor], count: float, divisor: float, want_norm: bool) -> None:
         factor = divisor / (self._precision.seed_value() * count) if count else math.nan

@@ -17,12 +17,13 @@ from lockstep.config import RunConfig, resolve
 from lockstep.engine.attempt import open_data
 from lockstep.engine.collectives import Collectives, shared
 from lockstep.engine.divide import divide
-from lockstep.engine.evaluate import evaluate
+from lockstep.engine.evaluate import Callbacks, evaluate, evaluation
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.precision import Precision
-from lockstep.engine.resume import load_shared, load_weights
+from lockstep.engine.resume import load_shared, load_weights, restoring
 from lockstep.engine.runtime import rank_device, runtime
-from lockstep.engine.task import Datasets, Task
+from lockstep.engine.state import TrainState
+from lockstep.engine.task import Context, Datasets, Task
 from lockstep.errors import DataError, RankFailed, UnsupportedError
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World
@@ -112,6 +113,8 @@ def _measure(
         raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
     device = rank_device(tuple(plan.placement["devices"]), world)
     precision = Precision(plan.placement["precision"], device, 1.0)
+    with restoring(f"the checkpoint of step {snapshot.step}"):
+        task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
     model, evaluated = task.model(), task
     if plan.sharded:
         divided = divide(task, model, config, plan, datasets, device, world, collectives)
@@ -120,19 +123,20 @@ def _measure(
         model = model.to(device)
     restore(task, model, snapshot, run.path)
     dataset = getattr(as_restored(task, datasets), split)
-    values = evaluate(
-        evaluated,
-        model,
-        dataset,
-        collectives,
-        batch_size=plan.eval_batch_size,
-        device=device,
-        precision=precision,
-        loader=plan.loader,
-        seed=plan.seed,
-        step=snapshot.step,
-        ghosts=plan.sharded,
-    )
+    with evaluation(task, model, Callbacks(task)):
+        values = evaluate(
+            evaluated,
+            model,
+            dataset,
+            collectives,
+            batch_size=plan.eval_batch_size,
+            device=device,
+            precision=precision,
+            loader=plan.loader,
+            seed=plan.seed,
+            step=snapshot.step,
+            ghosts=plan.sharded,
+        )
     return {"samples": len(dataset), "metrics": {f"{split}_{name}": value for name, value in values.items()}}
 
 
