@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -190,32 +190,47 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
         return tensor.view(_BITS[tensor.itemsize]).numpy()
 
 
-def feed(digest: Any, value: Any) -> None:
-    """Add a sample, however nested, to a hash, which is the same in every process."""
+def feed(digest: Any, value: Any, around: tuple[int, ...] = ()) -> None:
+    """Add a sample, however nested, to a hash, which is the same in every process.
+
+    ``around``: the identities of the objects that ``value`` is a part of.
+    """
     if isinstance(value, Tensor):
-        value = as_array(value)
+        value = as_array(value if value.layout == torch.strided else value.to_dense())
     if isinstance(value, np.ndarray):
         digest.update(str((value.dtype, value.shape)).encode())
         if value.dtype.hasobject:  # its bytes are addresses
-            feed(digest, value.tolist())
+            feed(digest, value.tolist(), around)
         else:
             digest.update(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, dict):
         for key in value:
             digest.update(str(key).encode())
-            feed(digest, value[key])
+            feed(digest, value[key], around)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            feed(digest, item)
+            feed(digest, item, around)
     elif isinstance(value, (set, frozenset)):
         digest.update(b"".join(sorted(map(_digest, value))))
     elif isinstance(value, (int, float, str, bytes, bool, type(None), np.generic)):
         digest.update(repr(value).encode())
+    elif hasattr(value, "__qualname__"):  # a class or a function
+        digest.update(f"{value.__module__}.{value.__qualname__}".encode())
     else:
-        try:
-            digest.update(pickle.dumps(value))
-        except Exception:  # whatever an object of the user's raises: then its type has to do
-            digest.update(repr(type(value)).encode())
+        digest.update(repr(type(value)).encode())
+        if id(value) not in around:
+            feed(digest, _contents(value), (*around, id(value)))
+
+
+def _contents(value: Any) -> Any:
+    """What an object is pickled from. The bytes of a pickle depend on which equal parts are one object."""
+    try:
+        contents = value.__reduce_ex__(2)
+    except Exception:  # whatever an object of the user's raises: then its type has to do
+        return ()
+    if not isinstance(contents, tuple):
+        return contents
+    return [list(part) if isinstance(part, Iterator) else part for part in contents]
 
 
 def _digest(value: Any) -> bytes:

@@ -7,10 +7,13 @@ draws from.
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -42,6 +45,15 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._draws = draws
         self._no_dropout, self._no_batchnorm = "dropout" in off, "batchnorm" in off
+
+    def __enter__(self) -> _Watch:
+        self._before = _host_generators()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._draws |= {name for name, state in _host_generators().items() if state != self._before[name]}
 
     def __torch_function__(
         self,
@@ -77,6 +89,11 @@ class _Watch(TorchFunctionMode):
             arguments[rate] = 0.0
         else:
             self._draws.add("dropout")
+
+
+def _host_generators() -> dict[str, Any]:
+    """The state of the global generators that are not torch's, by module."""
+    return {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state())}
 
 
 class Watched(Task):

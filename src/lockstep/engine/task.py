@@ -120,6 +120,16 @@ class Metrics(Protocol):
         """A number or a tensor for each name: one number is logged, several are kept as a table."""
 
 
+class _LossOnly:
+    """Metrics of a task that has none."""
+
+    def update(self, *rows: Any) -> None:
+        pass
+
+    def compute(self) -> Mapping[str, Any]:
+        return {}
+
+
 class Task:
     """Subclass this, or write a class with the same methods.
 
@@ -155,11 +165,11 @@ class Task:
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
         """Tensors with one row per sample, in the order of the batch: what ``metrics().update`` takes."""
-        raise NotImplementedError
+        return ()
 
     def metrics(self) -> Metrics:
-        """New scores of one evaluation, that have seen nothing yet."""
-        raise NotImplementedError
+        """New scores of one evaluation, that have seen nothing yet; the default has none beside the loss."""
+        return _LossOnly()
 
     # Optional from here on.
 

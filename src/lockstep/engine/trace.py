@@ -76,7 +76,7 @@ class TracedSource(Source):
         if request.size == 0:
             return batch
         if not isinstance(batch, Traced):
-            batch = Traced(_digest_rows(batch, request.size), batch)
+            batch = Traced(_digest_rows(batch, self.indices(request)), batch)
         return batch.batch if request.ghost else batch
 
     def indices(self, request: Request) -> Indices:
@@ -281,21 +281,33 @@ def _digest(sample: Any) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _digest_rows(batch: Any, size: int) -> int:
-    """The samples of a batch that came whole: the rows of its tensors. Zeros at a row's end may be padding."""
-    columns = [as_array(c) for c in _tensors(batch) if c.dim() and len(c) == size]
+def _digest_rows(batch: Any, indices: Indices) -> int:
+    """The samples of a batch that came whole: the rows of what has rows. Zeros at a row's end may be padding."""
+    columns = list(_columns(batch, len(indices)))
     total = 0
-    for row in range(size):
-        total += _digest([column[row].tobytes().rstrip(b"\0") for column in columns])
+    for row, index in enumerate(indices):
+        rows = (column[row] for column in columns)
+        cells = [cell.tobytes().rstrip(b"\0") if isinstance(cell, np.ndarray | np.generic) else cell for cell in rows]
+        total += _digest(cells or int(index))
     return total % _MODULUS
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def _columns(batch: Any, size: int) -> Iterator[Any]:
+    """What of a batch has a row for each of its ``size`` samples: tensors, arrays, and lists of other things."""
     if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, dict):
-        for key in sorted(batch):
-            yield from _tensors(batch[key])
+        if batch.layout == torch.strided and batch.dim() and len(batch) == size:
+            yield as_array(batch)
+    elif isinstance(batch, np.ndarray):
+        if batch.ndim and len(batch) == size:
+            yield batch
+    elif isinstance(batch, Mapping):
+        for key in sorted(batch, key=str):
+            yield from _columns(batch[key], size)
     elif isinstance(batch, (list, tuple)):
-        for item in batch:
-            yield from _tensors(item)
+        if len(batch) == size and not any(isinstance(item, Tensor | np.ndarray | Mapping) for item in batch):
+            yield batch
+        else:
+            for item in batch:
+                yield from _columns(item, size)
+    elif hasattr(batch, "__dict__"):
+        yield from _columns(vars(batch), size)
