@@ -22,7 +22,7 @@ def first_difference(tensors: Mapping[str, Tensor], collectives: Collectives) ->
 
     Of each tensor the sum of its bit patterns is compared: it needs no copy, and no order.
     """
-    sums = {name: _sum(tensor) for name, tensor in tensors.items()}
+    sums = {name: bit_sum(tensor) for name, tensor in tensors.items()}
     device = next((value.device for value in sums.values()), None)
     values = torch.stack([value.to(device) for value in sums.values()]).tolist() if sums else []
     mine = dict(zip(sums, values, strict=True))
@@ -37,7 +37,8 @@ def first_difference(tensors: Mapping[str, Tensor], collectives: Collectives) ->
 
 
 @torch.no_grad()
-def _sum(tensor: Tensor) -> Tensor:
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bit patterns, where the tensor is: equal for equal values; shape ()."""
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return tensor.detach().view(_BITS[tensor.itemsize]).sum(dtype=torch.int64)
 

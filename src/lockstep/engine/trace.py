@@ -11,12 +11,14 @@ grad_norm               [steps]                of the reduced gradient, as this 
 names                   [parameters]           all floating-point parameters of the model at the start, frozen or not
 sums                    [1 + 2 steps, names]   checksums of this rank's weights: at the start, then for each step after
                                                the update and after the hooks; not of a divided model
+merged                  [merges]               steps after which buffers are read: 0, and where ranks merge them
+shared                  [buffers]              saved buffers that all ranks should share
+buffer_sums             [merges, shared]       their checksums; not of a divided model
 loss, count             [steps]                over all ranks; this and all that follows on rank 0 alone
 lr                      [steps, groups]        learning rates
 group:<n>.<setting>     [1 + steps]            the other numbers in the optimizer's ``param_groups``
 sizes, weights          [names], [1 + steps,]  how many values are kept of each parameter, and those values
-merged                  [records]              steps after which buffers were read: 0, and wherever ranks merge them
-buffer:<name>           [records, values]      values of a buffer that checkpoints keep
+buffer:<name>           [merges, values]       values of a buffer that checkpoints keep
 draws                   [functions]            random functions that the forward pass has called
 ======================= ====================== ==================================================================
 """
@@ -39,6 +41,7 @@ from torch import Tensor, nn
 from lockstep.config import DebugConfig
 from lockstep.data.loader import Indices, Request, Source
 from lockstep.data.randomness import derive_key
+from lockstep.engine.agreement import bit_sum, weights_of
 from lockstep.engine.facts import as_array, feed
 from lockstep.engine.loop import StepResult
 from lockstep.engine.update import Update
@@ -48,8 +51,6 @@ if TYPE_CHECKING:
 
 #: Values kept of each parameter and buffer, spread over it: enough to see any update, few enough for any model.
 VALUES_PER_TENSOR = 1024
-#: As what the bits of floating-point numbers are summed, by size in bytes.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 2**64
 
 
@@ -122,6 +123,7 @@ class Trace:
     _digest: int = 0
     _rows: list[dict[str, Any]] = field(default_factory=list)
     _sums: list[list[int]] = field(default_factory=list)
+    _buffer_sums: list[list[int]] = field(default_factory=list)
     _weights: list[NDArray[np.float32]] = field(default_factory=list)
     _groups: list[dict[str, float]] = field(default_factory=list)
     _merged: list[int] = field(default_factory=list)
@@ -135,6 +137,7 @@ class Trace:
         self._picks = {name: _picked(p) for name, p in self._names.items()}
         saved = self.model.state_dict().keys()
         self._saved = {name: _picked(b) for name, b in self.model.named_buffers() if name in saved and b.numel()}
+        self._shared = sorted(weights_of(self.model).keys() & self._saved.keys())
         self._read_sums()
         self._read()
         self._read_buffers(0)
@@ -190,8 +193,7 @@ class Trace:
 
     def _read_sums(self) -> None:
         if self.divided is None:
-            now = dict(self.model.named_parameters())
-            self._sums.append([_checksum(now[name]) if name in now else 0 for name in self._names])
+            self._sums.append(_bits(dict(self.model.named_parameters()), self._names))
 
     def _read(self) -> None:
         if self.is_main or self.divided is not None:
@@ -201,11 +203,13 @@ class Trace:
                 self._groups.append(dict(_settings(self.update.optimizer.param_groups)))
 
     def _read_buffers(self, step: int) -> None:
+        self._merged.append(step)
+        if self.divided is None:
+            self._buffer_sums.append(_bits(weights_of(self.model), self._shared))
         if self.is_main or self.divided is not None:
             now = dict(self.model.named_buffers())
             values = {name: self._pick(now, {name: places}) for name, places in self._saved.items()}
             if self.is_main:
-                self._merged.append(step)
                 for name, picked in values.items():
                     self._buffers.setdefault(name, []).append(picked)
 
@@ -231,13 +235,14 @@ class Trace:
             if key != "lr"
         }
         columns |= {"names": np.array(list(self._names), dtype=str), "sums": np.array(self._sums, dtype=np.int64)}
+        columns |= {"shared": np.array(self._shared, dtype=str), "merged": np.array(self._merged, dtype=np.int64)}
+        columns["buffer_sums"] = np.array(self._buffer_sums, dtype=np.int64)
         if self.is_main:
             rates = zip_longest(*(row["lr"] for row in self._rows), fillvalue=math.nan)  # a hook may add a group
             columns["lr"] = np.array(list(rates), dtype=np.float64).T
             columns |= {f"buffer:{name}": np.stack(values) for name, values in self._buffers.items()}
             for name in sorted({name for row in self._groups for name in row}):
                 columns[f"group:{name}"] = np.array([row.get(name, math.nan) for row in self._groups])
-            columns["merged"] = np.array(self._merged)
             columns["sizes"] = np.array([len(places) for places in self._picks.values()], dtype=np.int64)
             columns["weights"] = np.stack(self._weights)
             columns["draws"] = np.array(sorted(self.draws), dtype=str)
@@ -257,11 +262,9 @@ def _picked(tensor: Tensor) -> Tensor:
     return torch.linspace(0, tensor.numel() - 1, number, dtype=torch.float64).long()
 
 
-def _checksum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits: equal for equal values, and computed where the tensor is."""
-    tensor = tensor.detach()
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-    return int(flat.view(_BITS[flat.itemsize]).sum(dtype=torch.int64))
+def _bits(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[int]:
+    """:func:`bit_sum` of each, 0 of one that is gone."""
+    return [int(bit_sum(tensors[name])) if name in tensors else 0 for name in names]
 
 
 def _settings(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:

@@ -253,11 +253,13 @@ def _verdict(
     other = comparison.one.first_other_samples(comparison.many)
     if other is not None:
         return f"DIFFERENT: from step {other} on the samples of {devices} devices are not those of one"
-    if causes[0].code in {"ranks-diverge", "resume"}:
+    found = comparison.many.divergence
+    if causes[0].code == "resume" or found is not None:
+        code = "resume" if found is None else "ranks-diverge"
         return {
-            "ranks-diverge": f"DIFFERENT: the {devices} ranks do not keep the same weights",
+            "ranks-diverge": f"DIFFERENT: the {devices} ranks do not have the same weights and buffers",
             "resume": f"DIFFERENT: {devices} devices and one agree, but a resumed run and a whole one do not",
-        }[causes[0].code]
+        }[code]
     quantity, place = floor.parting(gap, FACTOR) or ("weights", steps - 1)
     since = f"from step {place + 1} on"
     if quantity == "validation loss":

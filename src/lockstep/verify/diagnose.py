@@ -97,6 +97,13 @@ def diverged(many: Trajectory) -> Cause | None:
             "the rank or draws random numbers without a seed",
             "build the same model on every rank, from torch's, NumPy's or Python's global generators",
         )
+    if found.by == "merge":
+        return Cause(
+            "buffers",
+            f"after step {found.step}, when ranks have merged their buffers, {found.parameter} of rank {found.rank} is "
+            "not that of rank 0",
+            "declare how ranks merge it, in `buffer_reduction` of its module",
+        )
     by = {
         "gradient": "its gradient differs too: a hook or callback changes gradients on each rank alone",
         "optimizer": "its gradient is the same: the optimizer, or a hook inside the step, draws random numbers or "

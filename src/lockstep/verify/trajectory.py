@@ -27,13 +27,13 @@ BUFFER = "buffer "
 class Divergence(NamedTuple):
     """Where the weights of two ranks first differ: after ``step`` (0: at the start), in ``parameter``.
 
-    ``by``: what has changed them so.
+    ``by``: what has changed them so; of ``merge``, ``parameter`` is a buffer.
     """
 
     rank: int
     step: int
     parameter: str
-    by: Literal["start", "gradient", "optimizer", "hook"]
+    by: Literal["start", "gradient", "optimizer", "hook", "merge"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def divergence(ranks: Sequence[Mapping[str, NDArray[Any]]]) -> Divergence | None
             row, parameter = apart[0].tolist()
             found.append((row, rank, parameter))
     if not found:
-        return None
+        return _merged_otherwise(ranks)
     row, rank, parameter = min(found)
     step = (row + 1) // 2
     name = str(main["names"][parameter])
@@ -161,6 +161,17 @@ def divergence(ranks: Sequence[Mapping[str, NDArray[Any]]]) -> Divergence | None
     norms = [columns["grad_norm"][step - 1] for columns in (main, ranks[rank])]
     same = norms[0] == norms[1] or np.isnan(norms).all()
     return Divergence(rank, step, name, "optimizer" if same else "gradient")
+
+
+def _merged_otherwise(ranks: Sequence[Mapping[str, NDArray[Any]]]) -> Divergence | None:
+    """The first buffer that ranks have merged to other values."""
+    main, *others = ranks
+    for rank, other in enumerate(others, start=1):
+        apart = np.argwhere(main["buffer_sums"] != other["buffer_sums"])
+        if len(apart):
+            row, buffer = apart[0].tolist()
+            return Divergence(rank, int(main["merged"][row]), str(main["shared"][buffer]), "merge")
+    return None
 
 
 def _wide(rates: Floats, width: int) -> Floats:
