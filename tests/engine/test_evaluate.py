@@ -39,6 +39,12 @@ class Scores(Task):
         )
 
 
+class Bare(Task):
+    """Neither rows nor metrics."""
+
+    loss = Scores.loss
+
+
 class Shuffled(Scores):
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
         return (batch[1][:1],)
@@ -155,3 +161,7 @@ def test_metrics_are_whatever_updates_and_computes() -> None:
 def test_a_metric_without_a_name_is_refused() -> None:
     with pytest.raises(TaskError, match="for each of their names"):
         run(0, 1, 5, 4, Nameless())
+
+
+def test_a_task_without_metrics_is_evaluated_by_its_loss() -> None:
+    assert run(0, 1, 7, 3, Bare()) == {"loss": run(0, 1, 7, 3, Scores())["loss"]}

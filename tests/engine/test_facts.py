@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Subset
 
 from lockstep.config import resolve
@@ -84,6 +85,55 @@ def test_objects_are_told_by_their_values_and_not_by_where_they_lie() -> None:
     assert fingerprint(one) == fingerprint(same)
     others = [dataset("ward", 0, 8), dataset("word", 0, 9), dataset("word", 0)]
     assert len({fingerprint(data) for data in [one, *others]}) == 4
+
+
+@dataclass
+class Item:
+    """A sample of a class of the user's own."""
+
+    values: torch.Tensor
+    names: list[str]
+    other: Any = None
+
+
+def test_equal_objects_have_one_hash_whatever_parts_they_share() -> None:
+    """Of which the bytes of a pickle depend; and a slice is not hashed with all of its storage."""
+    word, table = "".join(["wo", "rd"]), torch.arange(6.0)
+    shared = Item(table[:3], [word, word])
+    apart = Item(table[:3].clone(), ["".join(["wo", "rd"]), word])
+    shared.other, apart.other = shared, apart
+    assert fingerprint([shared]) == fingerprint([apart])
+    others = [Item(table[3:], [word, word]), Item(table[:3], [word, "ward"]), Item(table[:3], [word], Item)]
+    assert len({fingerprint([item]) for item in [shared, *others]}) == 4
+
+
+class Whole:
+    """Gives finished batches: a dictionary with texts, or an object that has no rows."""
+
+    def __init__(self, kind: str, shift: float = 0.0) -> None:
+        self.kind, self.shift = kind, shift
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitems__(self, indices: Any) -> Any:
+        values = torch.arange(4.0)[torch.as_tensor(indices)] + self.shift
+        if self.kind == "packed":
+            return pack_sequence([values])
+        texts = [f"text {int(value)}" for value in values]
+        return {"text": texts} if self.kind == "texts" else Item(values, texts)
+
+
+@pytest.mark.parametrize("kind", ["texts", "object", "packed"])
+def test_finished_batches_of_any_kind_are_hashed_by_sample(kind: str) -> None:
+    def hashes(source: TracedSource, *spans: tuple[int, int]) -> int:
+        return sum(source.batch(Request(0, 0, *span)).digest for span in spans) % 2**64
+
+    source = TracedSource(Whole(kind), list, 0, InOrder())
+    assert hashes(source, (0, 4)) == hashes(source, (0, 1), (1, 4))
+    assert hashes(source, (0, 2)) != hashes(source, (2, 4))
+    if kind != "packed":  # which has no rows: its samples are known by their indices
+        assert hashes(source, (0, 4)) != hashes(TracedSource(Whole(kind, 1.0), list, 0, InOrder()), (0, 4))
 
 
 def test_the_samples_of_a_step_are_hashed_alike_however_they_are_divided() -> None:

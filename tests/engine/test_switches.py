@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,6 +87,11 @@ def test_dropout_in_evaluation_is_not_a_draw() -> None:
 def test_other_draws_are_named() -> None:
     found, draws = losses(Functional(lambda x: x * torch.rand_like(x)), ("dropout",))
     assert (len(found), draws) == (4, {"rand_like"})
+
+
+@pytest.mark.parametrize(("draw", "name"), [(random.random, "random"), (np.random.rand, "numpy.random")])
+def test_draws_from_other_libraries_are_named(draw: Callable[[], float], name: str) -> None:
+    assert losses(Functional(lambda x: x * draw()), ())[1] == {name}
 
 
 def test_functional_batch_statistics_can_be_switched_off() -> None:

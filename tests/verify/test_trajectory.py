@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.verify.trajectory import ROUNDING, Trajectory, floor_of, gap_between
+from lockstep.verify.trajectory import ROUNDING, Divergence, Trajectory, divergence, floor_of, gap_between
 
 LOSSES = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6)
 
@@ -78,3 +78,62 @@ def test_validation_counts_only_where_training_agrees() -> None:
     other = {"validation": ({"val_loss": 2.0},)}
     assert floor.parting(gap_between(base, trajectory([1.0, 1.0], **other)), 30) == ("validation loss", 0)
     assert floor.parting(gap_between(base, trajectory([1.0, 1.1], **other)), 30) == ("loss", 1)
+
+
+def test_buffers_count_only_where_training_agrees_and_each_for_itself() -> None:
+    means = np.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]], dtype=np.float32)
+    large = 1e6 * means
+    base = trajectory([1.0, 1.0], merged=(0, 1, 2), buffers={"large": large, "mean": means})
+    other = means + np.array([[0.0, 0.0], [0.0, 0.0], [0.0, 0.1]], dtype=np.float32)
+    gap = gap_between(base, trajectory([1.0, 1.0], merged=(0, 1, 2), buffers={"large": large, "mean": other}))
+    assert floor_of([], base).parting(gap, 30) == ("buffer mean", 1)
+    early = gap_between(base, trajectory([1.0, 1.0], merged=(0, 1), buffers={"large": large[:2], "mean": means[:2]}))
+    assert floor_of([], base).parting(early, 30) is None, "the other run has not merged after the second step"
+    far = gap_between(base, trajectory([1.0, 1.1], merged=(0, 1, 2), buffers={"large": large, "mean": other}))
+    assert floor_of([], base).parting(far, 30) == ("loss", 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "norm", "found"),
+    [
+        (0, 1.0, Divergence(1, 0, "b", "start")),
+        (3, 1.0, Divergence(1, 2, "b", "optimizer")),
+        (3, 2.0, Divergence(1, 2, "b", "gradient")),
+        (4, 1.0, Divergence(1, 2, "b", "hook")),
+        (None, 1.0, Divergence(1, 2, "mean", "merge")),
+    ],
+)
+def test_ranks_that_diverge_are_found_with_step_parameter_and_reason(
+    row: int | None, norm: float, found: Divergence
+) -> None:
+    def columns(rank: int) -> dict[str, Any]:
+        sums, norms = np.zeros((5, 2), dtype=np.int64), np.ones(2)
+        if rank == 1 and row is not None:
+            sums[row:, 1], norms[1] = 7, norm
+        return {
+            "sums": sums,
+            "names": np.array(["a", "b"]),
+            "grad_norm": norms,
+            "merged": np.array([0, 2]),
+            "shared": np.array(["mean"]),
+            "buffer_sums": np.array([[0], [rank]]),
+        }
+
+    assert divergence([columns(0), columns(1)]) == found
+    assert divergence([columns(0), columns(0)]) is None
+
+
+def test_a_run_and_its_resume_make_one() -> None:
+    whole = trajectory([4.0, 3.0, 2.0], merged=(0, 1, 3), buffers={"mean": np.ones((3, 1), dtype=np.float32)})
+    weights = whole.weights[1:].copy()
+    resumed = trajectory(
+        [3.0, 2.0],
+        weights=weights,
+        digest=whole.digest[1:],
+        merged=(0, 3),
+        buffers={"mean": np.ones((2, 1), dtype=np.float32)},
+    )
+    both = whole.then(1, resumed)
+    assert both.merged == whole.merged
+    assert whole.first_other_samples(both) is None
+    assert floor_of([], whole).parting(gap_between(whole, both), 30) is None
