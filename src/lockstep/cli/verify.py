@@ -15,11 +15,11 @@ from lockstep.cli.train import TaskName
 
 EPILOGUE = """\
 Examples:
-  lockstep verify har --devices cpu,cpu                          # a rehearsal on two CPU ranks
+  lockstep verify har --devices cpu,cpu                          # two CPU ranks
   lockstep verify my_task.py:MyTask --devices gpu:0,gpu:1 --steps 50
   lockstep verify har --devices cpu,cpu --reproducibility exact  # equal bit for bit?
 
-Exit codes: 0 the devices compute what one computes, 1 they do not (the likely cause is named), 2 wrong usage.
+Exit codes: 0 equal, 1 different or not finite (the likely cause is named), 2 wrong usage.
 The report goes to --save-dir (default: runs/verify-<id>): report.json, report.md and, with matplotlib, verify.png."""
 
 app = App(name="verify", usage="Usage: lockstep verify [TASK] --devices DEVICE,... [OPTIONS]", help_epilogue=EPILOGUE)
@@ -35,7 +35,7 @@ def verify(
     settings: Annotated[Settings, Parameter(name="*")] = NO_SETTINGS,
     as_json: AsJson = False,
 ) -> int:
-    """Run the same steps on one device and on the chosen ones, and say whether they compute the same."""
+    """Train the same steps on one device and on several, and compare the results."""
     name, mapping = to_mapping(settings, task)
     from lockstep.telemetry.files import check_place
     from lockstep.telemetry.tables import say

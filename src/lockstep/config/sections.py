@@ -353,11 +353,11 @@ class DebugConfig(Section):
     limit_eval_batches: int | None = Field(None, ge=1, description="evaluate on only so many batches of each split")
     start_position: int = Field(0, ge=0, description="begin the first epoch after so many samples of it")
     switch_off: tuple[Literal["dropout", "batchnorm"], ...] = Field(
-        (), description="train without dropout, or with BatchNorm's running statistics: to find where two runs part"
+        (), description="train without dropout, or with BatchNorm's running statistics: to find why two runs differ"
     )
     trace: Annotated[Literal["off", "on", "reversed", "shuffled"], BeforeValidator(_switch)] = Field(
         "off",
-        description="write down loss, gradient norm, weights and sample hashes of every step for `lockstep verify`; "
+        description="record loss, gradient norm, weights, buffers and sample hashes for `lockstep verify`; "
         "reversed and shuffled rearrange each micro-batch, which changes nothing but rounding",
     )
 

@@ -1,4 +1,4 @@
-"""Do N devices compute what one computes? Asked of the user's own task, settled by running both."""
+"""Whether several devices compute what one computes, for the user's own task: both are run and compared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lockstep.verify.trajectory import BUFFER, ROUNDING, Floor, Gap, Trajectory,
 
 __all__ = ["VerifyReport", "verify"]
 
-#: A rearranged batch whose first loss is further off than this did not differ by rounding alone.
+#: With a larger difference in its first loss, a rearranged batch did not change by rounding alone.
 NOT_ROUNDING = 1e-3
 
 
@@ -48,40 +48,40 @@ def verify(
     eval_batches: int = 8,
     say: Callable[[str], None] = lambda line: None,
 ) -> VerifyReport:
-    """Train the same steps on one device and on the chosen ones, and say whether they compute the same.
+    """Train the same steps on one device and on the chosen ones, and compare the results.
 
     Half of the steps lie before an epoch's end, so that the short last batch and a validation are among them.
-    What rounding alone does is measured on one device, with the samples of each micro-batch in other orders.
-    Each run is a whole run of Lockstep, with the user's strategy, loader and precision, in a folder that is removed.
+    What rounding alone changes is measured on one device, with the samples of each micro-batch in other orders.
+    Each run is a complete run of Lockstep, with the user's strategy, loader and precision, in a temporary folder.
 
     Args:
         task: an object, a class, or a name as on the command line.
-        config: as for :func:`lockstep.train`; it must name two devices or more (``cpu,cpu`` will do).
+        config: as for :func:`lockstep.train`; it must name at least two devices (``cpu,cpu`` counts as two).
         steps: optimizer steps of each run.
         eval_batches: batches of each validation.
-        say: told what is being run.
+        say: called with a description of each run before it starts.
 
     Raises:
-        LockstepError: the devices or settings cannot be, or a run failed.
+        LockstepError: invalid devices or settings, or a run failed.
     """
     if read_world(os.environ).from_outside:
         raise UnsupportedError(
-            "verify starts its own ranks", why="torchrun or srun has started some", fix="run it by itself"
+            "verify starts its own ranks", why="torchrun or srun has started this process", fix="start it without them"
         )
     if steps < 1:
-        raise UsageError(f"{steps} steps show nothing", fix="take --steps 24, or any number from 1 on")
+        raise UsageError(f"invalid value for --steps: {steps}", fix="use at least 1; the default is 24")
     prepared = prepare(task, config)
     plan = prepared.plan
     if plan.task.loader is not None:
         raise UnsupportedError(
             "verify compares runs of a lockstep.Task, and this is a LightningModule",
-            why="its losses are means of its own, so several devices do not promise what one gives",
+            why="its losses are means, so several devices need not give the result of one",
             fix="write a lockstep.Task (docs/from-lightning.md)",
         )
     if len(plan.placement["devices"]) < 2:
         raise UsageError(
             f"verify compares several devices with one, and {', '.join(plan.placement['devices'])} is one",
-            fix="name two or more: --devices gpu:0,gpu:1, or --devices cpu,cpu for a rehearsal",
+            fix="name two or more: --devices gpu:0,gpu:1, or --devices cpu,cpu for two CPU ranks",
         )
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         lab = Lab(task, prepared.config, plan, steps, eval_batches, Path(folder), say)
@@ -140,7 +140,7 @@ class _Verification:
         if set(base.draws) - {"dropout"}:
             self._notes.append(
                 f"the forward pass draws random numbers ({', '.join(base.draws)}), so the noise floor could not be "
-                "measured; float32 rounding stands in for it"
+                "measured; the rounding of float32 is used instead"
             )
             return floor_of(gaps, base)
         for arrangement in ("reversed", "shuffled"):

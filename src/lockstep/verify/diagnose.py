@@ -1,4 +1,4 @@
-"""Where two runs part, and why: evidence first (what the runs were given), then experiments (what makes it go away)."""
+"""Why two runs differ: first what they were given, then experiments that remove the difference."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lockstep.plan import Plan
 from lockstep.verify.lab import Lab, Variant
 from lockstep.verify.trajectory import BUFFER, Floor, Trajectory, gap_between
 
-#: How many times the noise floor two runs of equal meaning may be apart. Rounding of one and of many devices is not
-#: the same rounding; differences in meaning are larger by orders of magnitude.
+#: By how many times the noise floor two correct runs may differ. One device and several do not round alike;
+#: real faults are larger by orders of magnitude.
 FACTOR = 30.0
-#: A repetition that is further apart at its very first loss is no rounding of kernels in another order.
+#: A repeated run whose first loss differs by more than this does not differ by rounding in another order.
 UNSEEDED = 1e-4
 
 

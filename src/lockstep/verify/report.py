@@ -1,4 +1,4 @@
-"""What a verification found, as a table, JSON, Markdown and a picture."""
+"""The result of a verification as a table, JSON, Markdown and a plot."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ COLUMNS = (
     "samples",
     "loss, 1 device",
     "loss, {n} devices",
-    "apart",
-    "noise",
-    "grad norm apart",
-    "weights apart",
+    "loss diff",
+    "noise floor",
+    "grad norm diff",
+    "weights diff",
 )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One device against many, with the same things switched off in both."""
+    """One device and several, with the same options switched off in both."""
 
     off: tuple[str, ...]
     one: Trajectory
@@ -68,7 +68,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The verdict and what it rests on. ``comparison`` is the one that decided."""
+    """The verdict and the numbers behind it. ``comparison`` is the one that decided."""
 
     task: str
     devices: tuple[str, ...]
@@ -193,10 +193,12 @@ def _plot(report: VerifyReport, file: Path) -> None:
     allowed = FACTOR * floor["loss"][: len(steps)]
     below.fill_between(steps, least, allowed, color="0.9", label=f"{FACTOR:g} × noise floor of the loss")
     for name, values in (("loss", gap.loss), ("gradient norm", gap.grad_norm), ("weights", gap.weights)):
-        below.plot(steps, np.maximum(values, least), marker=".", label=f"{name} apart")
+        below.plot(steps, np.maximum(values, least), marker=".", label=f"{name} difference")
     if comparison.off:
         configured = report.as_configured.loss[: len(steps)]
-        below.plot(steps, np.maximum(configured, least), color="0.5", linestyle=":", label="loss apart, as configured")
+        below.plot(
+            steps, np.maximum(configured, least), color="0.5", linestyle=":", label="loss difference, as configured"
+        )
     below.set(xlabel="step", ylabel="relative difference", yscale="log", ylim=(least, 2))
     below.legend(fontsize="small", ncols=2)
     png = io.BytesIO()
