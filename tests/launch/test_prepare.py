@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lockstep
 from lockstep.errors import ConfigError, RunFolderError
@@ -13,7 +14,8 @@ from lockstep.hardware.world import World
 from lockstep.launch.folder import changed_config, create_folder
 from lockstep.launch.keep import Keeping
 from lockstep.launch.outside import _lay_down
-from lockstep.launch.prepare import Prepared, place, prepare, resume_point, settle
+from lockstep.launch.prepare import Prepared, make_plan, place, prepare, resume_point, settle
+from lockstep.plan import Plan
 from lockstep.telemetry.rundir import RunDir
 from tests.toys import Toy
 
@@ -97,3 +99,23 @@ def begin_as_rank(settings: dict[str, Any]) -> None:
     task, config = settle(Toy, settings)
     keeping = Keeping("run-00000000", Path("run").absolute(), (0,), 0, {})
     _lay_down(keeping, task, config, place(config, World()), task.datasets(), None)
+
+
+def test_threads_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert make_plan(Toy, {"hardware": {"selected_devices": "cpu"}}).threads == 3
+    plan = make_plan(Toy, {"hardware": {"selected_devices": "cpu,cpu"}})
+    assert (plan.threads, reason_of(plan, "threads")) == (3, "OMP_NUM_THREADS")
+    assert make_plan(Toy, {"hardware": {"selected_devices": "cpu"}, "training": {"threads": 2}}).threads == 2
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        plan = make_plan(Toy, {"hardware": {"selected_devices": "cpu"}})
+    finally:
+        torch.set_num_threads(before)
+    assert plan.threads == 1
+
+
+def reason_of(plan: Plan, name: str) -> str:
+    return next(choice.reason for choice in plan.choices if choice.name == name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from lockstep.checkpoint.store import CheckpointStore
@@ -141,13 +142,28 @@ def plan_for(
     if _may_divide(config, placement, facts):
         placement = divide_if_needed(placement, facts.parameters * _state_bytes(config), devices or detect_devices())
     cores = usable_cores()
-    plan = compute_plan(config, placement, facts, cores=cores, resume=resume)
+    preset = _preset_threads(placement, cores)
+    plan = compute_plan(config, placement, facts, cores=cores, preset=preset, resume=resume)
     if config.data.num_workers == "auto" and facts.loader is None and measure is not None:
         workers = measure(task, config, placement, plan)
-        plan = compute_plan(config, placement, facts, cores=cores, resume=resume, workers=workers)
+        plan = compute_plan(config, placement, facts, cores=cores, preset=preset, resume=resume, workers=workers)
     if plan.pipelined:
         stages_of(task, blueprint(task), max(placement.world_size, len(placement.devices)))
     return Prepared(task, config, datasets, facts, placement, plan)
+
+
+def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
+    """Intra-op threads that the user has set: for all programs, or in this process, which then trains by itself.
+
+    torchrun sets ``OMP_NUM_THREADS`` to 1 where the user has not, so it says nothing there.
+    """
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    if named.isdecimal() and int(named) and not read_world(os.environ).from_outside:
+        return int(named), "OMP_NUM_THREADS"
+    here = torch.get_num_threads()
+    if placement.world_size == 1 and here < cores:
+        return here, "torch.get_num_threads() of this process"
+    return None
 
 
 def _may_divide(config: RunConfig, placement: Placement, facts: TaskFacts) -> bool:

@@ -25,6 +25,7 @@ def make_plan(
     facts: TaskFacts,
     *,
     cores: int,
+    preset: tuple[int, str] | None = None,
     resume: ResumePoint | None = None,
     workers: Recommendation | str | None = None,
 ) -> Plan:
@@ -32,6 +33,7 @@ def make_plan(
 
     Args:
         cores: CPU cores this node may use.
+        preset: intra-op threads that the user has set outside Lockstep, and where.
         resume: given on resume; its global batch is held unless it says otherwise.
         workers: what measuring said for ``data.num_workers: auto``, or why nothing was measured.
 
@@ -49,7 +51,7 @@ def make_plan(
     batch, sized = _batch(config, placement, facts, held=held, sync_batchnorm=sync_batchnorm)
     order, ordered = _order(config, facts, resume)
     course = resolve_course(config, batch, resume, facts.optimizer_lr)
-    threads, threaded = _threads(config, placement, cores)
+    threads, threaded = _threads(config, placement, cores, preset)
     loader, loaded = _loader(config, placement, facts, cores, workers)
     in_shards, saved = _checkpoints(config, placement, facts)
     judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on what it likes
@@ -159,12 +161,14 @@ def _local_ranks(placement: Placement) -> int:
     return -(-placement.world_size // placement.nodes)
 
 
-def _threads(config: RunConfig, placement: Placement, cores: int) -> tuple[int, Choice]:
+def _threads(config: RunConfig, placement: Placement, cores: int, preset: tuple[int, str] | None) -> tuple[int, Choice]:
     local_ranks = _local_ranks(placement)
     if config.training.threads is not None:
         threads, reason = config.training.threads, "as configured"
     elif config.training.reproducibility == "exact":
         threads, reason = 1, "exact mode: more intra-op threads change the order of sums"
+    elif preset is not None:
+        threads, reason = preset
     else:
         threads = max(1, cores // local_ranks)
         reason = f"{cores} cores shared by {local_ranks} rank(s) of this node"
