@@ -17,12 +17,12 @@ from lockstep.bench.stopwatch import LastGradient, Stopwatch, TimedUpdate, time_
 from lockstep.bench.summary import summarise
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request, make_loader
-from lockstep.engine.attempt import assemble, open_data, walk
+from lockstep.engine.attempt import assemble, walk
 from lockstep.engine.collectives import Collectives, shared
 from lockstep.engine.fit import Fit
 from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.runtime import rank_device, runtime
-from lockstep.engine.source import training_source
+from lockstep.engine.source import open_data, training_source
 from lockstep.engine.strategy import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.transfer import to_device

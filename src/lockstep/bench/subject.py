@@ -13,6 +13,7 @@ from lockstep.bench.trials import TIMEOUT_S
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.lightning_task import ModuleTask
+from lockstep.engine.source import open_data
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import UnsupportedError
 from lockstep.hardware.world import World, read_world
@@ -62,9 +63,7 @@ class Subject:
                 why="its steps are those of Lightning's Trainer",
                 fix="use lightning.profiler for it, or write a lockstep.Task (docs/from-lightning.md)",
             )
-        placement = place(config, World())
-        built.prepare()
-        return plan_for(built, config, placement, built.datasets(), None)
+        return plan_for(built, config, place(config, World()), open_data(built, config), None)
 
     @property
     def name(self) -> str:

@@ -37,13 +37,17 @@ from lockstep.engine.resume import (
     load_weights,
     restoring,
 )
-from lockstep.engine.runtime import check_pins, pins, rank_device, runtime
+from lockstep.engine.runtime import check_pins, pins, rank_device, runtime, seed_everything
 from lockstep.engine.saving import writing
-from lockstep.engine.source import training_source
+from lockstep.engine.source import open_data, training_source
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies import build_strategy
 from lockstep.engine.switches import Watched
+<<<<<<< HEAD
 from lockstep.engine.task import Context, Datasets, DataSettings, Task
+=======
+from lockstep.engine.task import Datasets, Task
+>>>>>>> c43d705 (A task's data are opened in one place, under the run's seed: random_split is the same on any ranks and in every attempt)
 from lockstep.engine.trace import Trace, trace_file
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.errors import LockstepError
@@ -150,15 +154,6 @@ def _joined(
         yield Collectives(world, timeout_s=timeout_s)
 
 
-def open_data(task: Task, config: RunConfig, collectives: Collectives) -> Datasets:
-    """``prepare()`` once per node, then the data sets on every rank."""
-    task.data = DataSettings(config.data.data_dir, config.data.download, config.training.seed)
-    with collectives.main_first(per_node=True):
-        if collectives.local_rank == 0:
-            task.prepare()
-    return task.datasets()
-
-
 def _reads_pieces(writer: BackgroundWriter | None) -> bool:
     """Who writes its own part of a checkpoint can read it, too."""
     return writer is not None and writer.store.takes_parts
@@ -189,12 +184,16 @@ def assemble(
     snapshot: Snapshot | None,
 ) -> Fit:
     """Model, strategy and update of one rank as the plan says, from ``snapshot`` or anew; collective."""
+<<<<<<< HEAD
     state = TrainState(position=config.debug.start_position)
     if snapshot is not None:
         check_fits(snapshot.manifest, plan)
         with restoring(run_dir.path):
             state = TrainState.from_state_dict(snapshot.trainer["state"])
     task.context = Context(state)
+=======
+    seed_everything(plan.seed)  # whatever the data drew before
+>>>>>>> c43d705 (A task's data are opened in one place, under the run's seed: random_split is the same on any ranks and in every attempt)
     model = task.model()
     if snapshot is None:
         load_initial_weights(model, config.init_from, collectives)

@@ -212,17 +212,16 @@ Change = Callable[[Any], Any]
 def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, seed: int) -> Iterator[None]:
     """While this is open, the loader hooks of ``owners`` return their loaders as changed by these functions.
 
-    ``setup`` begins at ``seed``, so that a random split is the same on all ranks and in every attempt. The hooks are
+    All begin at ``seed``, so that a random split is the same on all ranks and in every attempt. The hooks are
     hidden by attributes of the objects, so the user's classes and ``trainer.datamodule`` stay theirs.
     """
     with ExitStack() as restored:
         for owner in filter(None, owners):
-            object.__setattr__(owner, "setup", _seeded(owner.setup, seed))
-            restored.callback(object.__delattr__, owner, "setup")
-            for name in ("train_dataloader", *EVAL_HOOKS):
-                if defines(owner, name):
+            for name in ("prepare_data", "setup", "train_dataloader", *EVAL_HOOKS):
+                if name == "setup" or defines(owner, name):
                     change = train if name == "train_dataloader" else lambda found: _each(evaluation, found)
-                    object.__setattr__(owner, name, _changed(getattr(owner, name), change))
+                    hook = _seeded(getattr(owner, name), seed, change if name.endswith("loader") else None)
+                    object.__setattr__(owner, name, hook)
                     restored.callback(object.__delattr__, owner, name)
         yield
 
@@ -234,19 +233,13 @@ def defines(owner: Any, hook: str) -> bool:
     return is_overridden(hook, owner)
 
 
-def _seeded(setup: Callable[[str], None], seed: int) -> Callable[[str], None]:
-    def from_seed(stage: str) -> None:
+def _seeded(hook: Callable[..., Any], seed: int, change: Change | None) -> Callable[..., Any]:
+    def from_seed(*args: Any, **kwargs: Any) -> Any:
         with seeded(seed):
-            setup(stage)
+            found = hook(*args, **kwargs)
+        return found if change is None else change(found)
 
     return from_seed
-
-
-def _changed(hook: Callable[[], Any], change: Change) -> Callable[[], Any]:
-    def changed() -> Any:
-        return change(hook())
-
-    return changed
 
 
 def _each(change: Change, loaders: Any) -> Any:

@@ -131,7 +131,8 @@ class ModuleTask(Task):
                 "export it, use the module there: after fit() it has the trained weights. Runs of "
                 "`lockstep train FILE.py:MODULE` know how to make theirs",
             )
-        return _make(self.module_class, self.config.model, "task.model")
+        with seeded(self.data.seed):
+            return _make(self.module_class, self.config.model, "task.model")
 
     def prepare(self) -> None:
         for owner in filter(None, (self.datamodule, self.module)):
@@ -152,7 +153,8 @@ class ModuleTask(Task):
         source = self._source()
         with seeded(self.data.seed):
             source.setup("fit")
-        loader = source.train_dataloader()
+        with seeded(self.data.seed):
+            loader = source.train_dataloader()
         check_loader(loader)
         return loader
 

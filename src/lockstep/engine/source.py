@@ -1,4 +1,4 @@
-"""Where a run's training batches come from: the task's data, in the order of the plan."""
+"""A task's data, opened under the run's seed, and where training batches come from: that data in the plan's order."""
 
 from __future__ import annotations
 
@@ -6,12 +6,48 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from lockstep.config import RunConfig
 from lockstep.data.bucketed import BucketedOrder, check_lengths, hash_lengths
 from lockstep.data.loader import Indices, SampleOrder, Source
 from lockstep.data.order import Order
-from lockstep.engine.task import Task
+from lockstep.engine.collectives import Collectives
+from lockstep.engine.runtime import seeded
+from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import DataError
 from lockstep.plan import Plan
+
+
+def open_data(task: Task, config: RunConfig, collectives: Collectives | None = None) -> Datasets:
+    """``prepare()`` once per node, then the data sets; the only way to open a task's data. Collective, if with ranks.
+
+    What a task draws there from ``random``, NumPy or torch starts from the run's seed, and the caller's generators are
+    restored: so ``random_split`` without a generator gives the same parts on any ranks and in every attempt.
+    """
+    if collectives is None:
+        prepare_data(task, config)
+    else:
+        with collectives.main_first(per_node=True):
+            if collectives.local_rank == 0:
+                prepare_data(task, config)
+    return open_datasets(task, config)
+
+
+def prepare_data(task: Task, config: RunConfig) -> None:
+    """``task.prepare()`` under the run's seed."""
+    task.data = data_settings(config)
+    with seeded(config.training.seed):
+        task.prepare()
+
+
+def open_datasets(task: Task, config: RunConfig) -> Datasets:
+    """``task.datasets()`` under the run's seed; its data are prepared on this node."""
+    task.data = data_settings(config)
+    with seeded(config.training.seed):
+        return task.datasets()
+
+
+def data_settings(config: RunConfig) -> DataSettings:
+    return DataSettings(config.data.data_dir, config.data.download, config.training.seed)
 
 
 def training_source(task: Task, dataset: Any, plan: Plan) -> Source:

@@ -12,6 +12,7 @@ from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.resume import load_weights, restoring
+from lockstep.engine.source import open_data
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import CheckpointError, DataError
 from lockstep.launch.folder import refuse_unknown_code
@@ -22,8 +23,7 @@ from lockstep.telemetry.rundir import RunDir
 def reopen(config: RunConfig) -> tuple[Task, Datasets]:
     """A run's task and its data."""
     task, _ = settle(config.task.name, config)
-    task.prepare()
-    return task, task.datasets()
+    return task, open_data(task, config)
 
 
 def restore(task: Task, model: torch.nn.Module, snapshot: Snapshot, source: Path) -> None:

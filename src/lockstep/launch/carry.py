@@ -7,7 +7,8 @@ import os
 from typing import Any
 
 from lockstep.config import RunConfig
-from lockstep.engine.task import DataSettings, Task
+from lockstep.engine.source import data_settings
+from lockstep.engine.task import Task
 from lockstep.errors import TaskError
 from lockstep.tasks.registry import find_task, make_task
 from lockstep.telemetry.rundir import RunDir
@@ -54,6 +55,6 @@ def load_task(run: RunDir, config: RunConfig) -> Task:
         task = cloudpickle.loads(run.task_file.read_bytes())
     else:
         task = make_task(find_task(config.task.name), config.task.settings)
-    task.data = DataSettings(config.data.data_dir, config.data.download, config.training.seed)
+    task.data = data_settings(config)
     assert isinstance(task, Task)
     return task

@@ -14,7 +14,6 @@ from typing import Any
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig, resolve
-from lockstep.engine.attempt import open_data
 from lockstep.engine.collectives import Collectives, shared
 from lockstep.engine.divide import divide
 from lockstep.engine.evaluate import Callbacks, evaluate, evaluation
@@ -22,8 +21,13 @@ from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.precision import Precision
 from lockstep.engine.resume import load_shared, load_weights, restoring
 from lockstep.engine.runtime import rank_device, runtime
+<<<<<<< HEAD
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Context, Datasets, Task
+=======
+from lockstep.engine.source import open_data
+from lockstep.engine.task import Datasets, Task
+>>>>>>> c43d705 (A task's data are opened in one place, under the run's seed: random_split is the same on any ranks and in every attempt)
 from lockstep.errors import DataError, RankFailed, UnsupportedError
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig, dump, resolve
-from lockstep.engine.task import DataSettings, Task
+from lockstep.engine.source import data_settings
+from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.launch.foreseen import read_forecast
 from lockstep.launch.slurm_job import is_own_job
@@ -189,5 +190,5 @@ def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:
             why=f"the run has {config.task.settings}",
             fix="make the object with these settings, or start a new run with --init-from",
         )
-    task.data = DataSettings(config.data.data_dir, config.data.download, config.training.seed)
+    task.data = data_settings(config)
     return task

@@ -19,7 +19,8 @@ from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.attempt import RunResult, run_attempt
 from lockstep.engine.runtime import rank_device
-from lockstep.engine.task import Datasets, DataSettings, Task
+from lockstep.engine.source import open_datasets, prepare_data
+from lockstep.engine.task import Datasets, Task
 from lockstep.errors import ConfigError
 from lockstep.events import Fanout
 from lockstep.hardware import lifetime
@@ -158,9 +159,8 @@ def _prepare(
     team: Team, keeping: Keeping, task: Task, config: RunConfig, placement: Placement, job: str | None
 ) -> Start:
     """Data, plan and folders. Collective."""
-    task.data = DataSettings(config.data.data_dir, config.data.download, config.training.seed)
-    _prepare_data(team, task)
-    datasets = team.together(task.datasets)
+    _prepare_data(team, task, config)
+    datasets = team.together(lambda: open_datasets(task, config))
     assert datasets is not None
     run = RunDir(keeping.path)
     planned = team.together(lambda: _lay_down(keeping, task, config, placement, datasets, job), here=team.me.rank == 0)
@@ -173,14 +173,14 @@ def _prepare(
     return Start(run, task, config, plan, attempt, step, datasets)
 
 
-def _prepare_data(team: Team, task: Task) -> None:
+def _prepare_data(team: Team, task: Task, config: RunConfig) -> None:
     """``prepare()`` once on each node; where nodes share the data's folder, one of them goes first. Collective."""
-    folder = task.data.data_dir
+    folder = config.data.data_dir
     goes_first = folder is None or lowest_sharing(team, folder / "data") == team.me.rank
     for turn in (True, False):
         with team.collectives.main_first(per_node=True):
             if team.is_lead and goes_first is turn:
-                task.prepare()
+                prepare_data(task, config)
 
 
 def _lay_down(

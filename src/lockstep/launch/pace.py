@@ -27,7 +27,7 @@ from lockstep.engine.collectives import Collectives
 from lockstep.engine.facts import inspect_task
 from lockstep.engine.loop import training_steps
 from lockstep.engine.runtime import rank_device, runtime
-from lockstep.engine.source import training_source
+from lockstep.engine.source import open_datasets, training_source
 from lockstep.engine.strategy import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.transfer import to_device
@@ -130,7 +130,7 @@ def rank_main(run: RunDir, world: World) -> int:
     """In the process of its own: measure, and leave what was found in the folder."""
     config = run.config()
     task = load_task(run, config)
-    datasets = task.datasets()
+    datasets = open_datasets(task, config)
     placement = resolve_placement(config.hardware, config.distributed, World(), detect_devices())
     facts = inspect_task(task, datasets, config.task.name)
     plan = make_plan(config, placement, facts, cores=usable_cores())

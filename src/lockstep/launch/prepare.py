@@ -18,7 +18,8 @@ from lockstep.engine.facts import blueprint, inspect_task
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.placed import stages_of
 from lockstep.engine.resume import restoring
-from lockstep.engine.task import Datasets, DataSettings, Task
+from lockstep.engine.source import data_settings, open_data
+from lockstep.engine.task import Datasets, Task
 from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.device import Device
@@ -88,7 +89,7 @@ def settle(
             "engine: lightning needs Lightning, which is not installed",
             fix="pip install 'lockstep-train[lightning]', or leave training.engine out",
         )
-    built.data = DataSettings(whole.data.data_dir, whole.data.download, whole.training.seed)
+    built.data = data_settings(whole)
     return built, whole
 
 
@@ -112,8 +113,7 @@ def prepare(
     """
     built, whole = settle(task, config)
     placement = place(whole, world or read_world(os.environ))
-    built.prepare()
-    return plan_for(built, whole, placement, built.datasets(), resume)
+    return plan_for(built, whole, placement, open_data(built, whole), resume)
 
 
 def place(config: RunConfig, world: World) -> Placement:

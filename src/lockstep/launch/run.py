@@ -12,6 +12,7 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.attempt import RunResult, run_attempt
+from lockstep.engine.source import open_data
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.events import Sink
@@ -136,8 +137,7 @@ def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool) -> RunResu
 
 def _prepare(task: Task, config: RunConfig, point: ResumePoint | None, world: World) -> Prepared:
     placement = place(config, world)
-    task.prepare()
-    return plan_for(task, config, placement, task.datasets(), point, measure=measured_workers)
+    return plan_for(task, config, placement, open_data(task, config), point, measure=measured_workers)
 
 
 def _start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.engine.source import open_data
 from lockstep.engine.task import Datasets
 from lockstep.errors import LockstepError
 from lockstep.hardware.device import Device, GpuUser
@@ -60,8 +61,7 @@ class Helper:
         now = time.monotonic()
         if self._open is None or self._open[0] != key or now - self._open[1] > DATA_LIVES_S:
             self._open = None
-            built.prepare()
-            self._open = (key, now, built.datasets())
+            self._open = (key, now, open_data(built, whole))
         return plan_for(built, whole, placement, self._open[2], None, devices=found).plan.as_dict()
 
 
