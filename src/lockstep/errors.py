@@ -18,6 +18,7 @@
         ├── CollectiveError  a rank did not come to a collective call, or came to another one
         ├── StorageError     the run folder could not be written
         ├── RanksDifferError ranks that should train the same weights do not
+        ├── SampleError      a sample could not be read, or samples not made into a batch
         └── NonFiniteError   too many steps without a finite gradient
 """
 
@@ -116,6 +117,10 @@ class StorageError(RunError):
 
 class RanksDifferError(RunError):
     code = "RANKS_DIFFER"
+
+
+class SampleError(RunError):
+    code = "SAMPLE_FAILED"
 
 
 class NonFiniteError(RunError):

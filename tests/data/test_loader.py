@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +20,10 @@ from hypothesis import strategies as st
 
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import BucketedOrder
-from lockstep.data.loader import Request, SampleOrder, Source, _groups, make_loader, windows
+from lockstep.data.loader import InOrder, Request, SampleOrder, Source, _groups, make_loader, windows
 from lockstep.data.order import Order
 from lockstep.data.randomness import WorkerInit
+from lockstep.errors import SampleError
 from lockstep.plan import BatchPlan, LoaderPlan
 from tests.sequences import Recordings, pad
 
@@ -254,6 +257,56 @@ def test_gathers_ahead_are_bounded_by_their_bytes() -> None:
     groups = list(_groups(source, requests(fast(64, 1, 2, 2), 0, epochs=1)))
     assert [len(group) for group in groups[:4]] == [1, 2, 2, 2]
     assert sum(map(len, groups)) == 32
+
+
+class Records:
+    """Samples in a database that only the thread may use which has opened it."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.file = samples, sqlite3.connect(":memory:")
+        self.file.execute("create table records (number integer primary key, value real)")
+        self.file.executemany("insert into records values (?, ?)", [(n, random.random()) for n in range(samples)])
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, self.file.execute("select value from records where number = ?", (index,)).fetchone()[0]
+
+
+@pytest.mark.parametrize("prefetch", [2, 8])
+def test_without_workers_a_data_set_is_read_where_the_step_is_and_not_before(prefetch: int) -> None:
+    """A thread beside it would read the file that validation reads, or may not read it at all."""
+    data = Records(65)
+    read: list[int] = []
+    source = Source(data, lambda samples: read.append(len(samples)) or samples, 1, InOrder())  # type: ignore[func-returns-value]
+    plan = LoaderPlan(num_workers=0, prefetch_factor=prefetch, persistent_workers=False, pin_memory=False)
+    mine = [Request(0, 0, start, start + 8) for start in range(0, 72, 8)]
+    with closing(make_loader(source, mine, plan, 0, largest=8)) as loader:
+        for number, batch in enumerate(islice(loader, 8)):
+            assert [index for index, _ in batch] == list(range(8 * number, 8 * number + 8))
+            assert len(read) == number + 1
+
+
+@pytest.mark.usefixtures("sigchld")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_ends_too_early_ends_no_training_in_silence(workers: int) -> None:
+    class Short(Augmented):
+        def sample(self, index: int, rng: np.random.Generator) -> tuple[int, torch.Tensor]:
+            if index == 5:
+                raise StopIteration
+            return super().sample(index, rng)
+
+    source = Source(Short(8), torch.utils.data.default_collate, 5, InOrder())
+    plan = LoaderPlan(num_workers=workers, prefetch_factor=2, persistent_workers=workers > 0, pin_memory=False)
+    mine = [Request(0, 0, 0, 4), Request(0, 0, 4, 8)]
+    with closing(make_loader(source, mine, plan, 0, largest=4)) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(SampleError, match="sample 5 of Short") as caught:
+            next(batches)
+    assert "StopIteration" in caught.value.why
+    assert "in sample" in caught.value.why
 
 
 @pytest.mark.usefixtures("sigchld")

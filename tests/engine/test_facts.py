@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import Subset
 
 from lockstep.config import resolve
 from lockstep.config.sections import DistributedConfig, HardwareConfig
@@ -21,7 +20,6 @@ from lockstep.engine.facts import (
     QUICK_S,
     blueprint,
     fingerprint,
-    gives_whole_batches,
     has_quick_samples,
     inspect_task,
     optimizer_lr,
@@ -145,14 +143,6 @@ def test_the_samples_of_a_step_are_hashed_alike_however_they_are_divided() -> No
     assert sum(parts) % 2**64 == whole == replace(plain, arrangement="reversed").batch(Request(0, 0, 0, 4)).digest
     other = TracedSource(ArrayDataset(values + 1, torch.arange(4)), list, 0, InOrder())
     assert other.batch(Request(0, 0, 0, 4)).digest != whole
-
-
-def test_a_list_of_samples_is_no_whole_batch() -> None:
-    arrays = ArrayDataset(torch.zeros(40, 3))
-    assert gives_whole_batches(arrays)
-    assert gives_whole_batches(Subset(arrays, range(10)))
-    assert not gives_whole_batches(Noisy())
-    assert not gives_whole_batches(Subset(Noisy(), range(10))), "torch gives every Subset a __getitems__"
 
 
 def test_samples_that_take_their_time_are_told_from_quick_ones() -> None:

@@ -31,7 +31,7 @@ class ArrayDataset:
     def __init__(self, *arrays: Tensor | npt.NDArray[Any]) -> None:
         #: Whether no sample has to be read from a disk, as far as NumPy arrays tell: a tensor does not.
         self.is_in_memory = not any(map(_is_mapped, arrays))
-        self.tensors = tuple(_as_tensor(array) for array in arrays)
+        self.tensors = tuple(as_tensor(array) for array in arrays)
         if not self.tensors or any(tensor.dim() == 0 for tensor in self.tensors):
             raise DataError(
                 "an array data set needs at least one array with a sample dimension",
@@ -73,7 +73,7 @@ def _is_mapped(array: Any) -> bool:
     return array is not None
 
 
-def _as_tensor(array: Tensor | npt.NDArray[Any]) -> Tensor:
+def as_tensor(array: Tensor | npt.NDArray[Any]) -> Tensor:
     if isinstance(array, Tensor):
         return array
     try:

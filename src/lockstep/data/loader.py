@@ -1,8 +1,9 @@
-"""Input of one rank: from the plan's windows to batches, fetched ahead of the step.
+"""Input of one rank: from the plan's windows to batches.
 
 There is no sampler. :func:`windows` walks the plan; each window names the samples of this rank as a
-slice of the order; :func:`fetch` turns indices into a batch; a loader runs ``fetch`` ahead of the
-step, in a thread (data in memory) or in worker processes; small batches of arrays are gathered in place.
+slice of the order; a :class:`lockstep.data.reader.Reader` turns indices into a batch. Without worker processes it does
+so in the training thread: a user's data set need not bear another one. Rows of our own arrays, which do, are gathered
+ahead of the step in a thread where batches are large.
 """
 
 from __future__ import annotations
@@ -10,23 +11,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import deal
-from lockstep.data.randomness import sample_rng
+from lockstep.data.reader import Collate, Indices, Reader
 from lockstep.data.workers import WorkerLoader
 from lockstep.plan import BatchPlan, LoaderPlan
-
-Indices = npt.NDArray[np.int64]
-Collate = Callable[[Sequence[Any]], Any]
 
 
 class SampleOrder(Protocol):
@@ -129,7 +126,11 @@ class Source:
         """The batch of ``request``; () for one without samples (an empty lane)."""
         if request.start == request.stop:
             return ()
-        return fetch(self.dataset, self.collate, self.seed, request.epoch, self.indices(request))
+        return self.reader.batch(request.epoch, self.indices(request), request.start)
+
+    @cached_property
+    def reader(self) -> Reader:
+        return Reader(self.dataset, self.collate, self.seed)
 
     def indices(self, request: Request) -> Indices:
         """The samples of ``request``: shape [size]."""
@@ -174,16 +175,8 @@ class InOrder:
 
 
 def fetch(dataset: Any, collate: Collate, seed: int, epoch: int, indices: Indices) -> Any:
-    """One batch: keyed samples, a whole-batch gather, or samples one by one.
-
-    ``__getitems__`` may return a list of samples (torch's convention, collated) or a finished batch.
-    """
-    if hasattr(dataset, "sample"):
-        return collate([dataset.sample(int(i), sample_rng(seed, epoch, int(i))) for i in indices])
-    if hasattr(dataset, "__getitems__"):
-        items = dataset.__getitems__(indices)
-        return collate(items) if isinstance(items, list) else items
-    return collate([dataset[int(i)] for i in indices])
+    """One batch, as :class:`~lockstep.data.reader.Reader` reads it."""
+    return Reader(dataset, collate, seed).batch(epoch, indices, 0)
 
 
 class Batches(Protocol):
@@ -204,9 +197,10 @@ def make_loader(source: Source, requests: Iterable[Request], plan: LoaderPlan, r
         return WorkerLoader(source, requests, plan, rank)
     # A plan may have been made where there was a GPU.
     pin = plan.pin_memory and torch.cuda.is_available()
-    if not pin and source.is_at_hand and largest * source.row_bytes <= IN_PLACE_BYTES:
-        return InPlaceLoader(source, requests)
-    return ThreadLoader(source, requests, depth=plan.prefetch_factor, pin=pin)
+    small = source.is_at_hand and largest * source.row_bytes <= IN_PLACE_BYTES
+    if source.gathers and (pin or not small):
+        return ThreadLoader(source, requests, depth=plan.prefetch_factor, pin=pin)
+    return InPlaceLoader(source, requests, pin=pin)
 
 
 #: Batches gathered at once, if they do not have more bytes than fit into a cache together.
@@ -225,24 +219,25 @@ def _groups(source: Source, requests: Iterable[Request]) -> Iterator[list[Reques
 
 
 class InPlaceLoader:
-    """Gathers small batches of arrays in memory in the training thread, several at a time.
+    """Fetches in the training thread, each batch when it is asked for; small batches of arrays several at a time.
 
-    A thread beside it would wait for the interpreter's lock, and make the step wait for it, longer than this takes.
+    A thread beside it would read a data set that validation reads at the same time, through the same file perhaps. For
+    small arrays it would wait for the interpreter's lock, and make the step wait for it, longer than a gather takes.
     """
 
-    def __init__(self, source: Source, requests: Iterable[Request]) -> None:
-        self._source, self._requests = source, requests
+    def __init__(self, source: Source, requests: Iterable[Request], *, pin: bool = False) -> None:
+        self._source, self._requests, self._finish = source, requests, _pinned if pin else _as_is
 
     def __iter__(self) -> Iterator[Any]:
         for group in _groups(self._source, self._requests):
-            yield from self._source.batches(group, _as_is)
+            yield from self._source.batches(group, self._finish)
 
     def close(self) -> None:
         pass
 
 
 class ThreadLoader:
-    """Fetches in one thread, ``depth`` gathers ahead: a gather releases the GIL.
+    """Gathers rows of arrays in one thread, ``depth`` gathers ahead: a gather releases the GIL.
 
     Waking another thread costs more than gathering a small batch, so arrays are gathered several at a time.
     """

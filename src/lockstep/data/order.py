@@ -119,6 +119,11 @@ def shuffled(count: int, key: int) -> NDArray[np.int64]:
     return np.argsort(_mix(words, np.empty_like(words)), kind="stable").astype(np.int64, copy=False)
 
 
+def mixed(words: _WORDS) -> _WORDS:
+    """A bijective hash of each of ``words``, with all bits mixed."""
+    return _mix(words.copy(), np.empty_like(words))
+
+
 def _permute(positions: _WORDS, samples: int, keys: list[int]) -> _WORDS:
     """The keyed permutation of [0, samples), at ``positions``."""
     a = math.isqrt(samples - 1) + 1

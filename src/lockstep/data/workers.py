@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data.randomness import WorkerInit
+from lockstep.errors import LockstepError
 from lockstep.hardware import lifetime
 from lockstep.plan import LoaderPlan
 
@@ -41,7 +43,22 @@ class _ByRequest:
         self._source = source
 
     def __getitem__(self, request: Request) -> Any:
-        return self._source.batch(request)
+        try:
+            return self._source.batch(request)
+        except LockstepError as error:  # torch would keep its text alone
+            return _Failed(error, traceback.format_exc())
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """In the place of a batch: what a worker raised, and its traceback."""
+
+    error: LockstepError
+    traceback: str
+
+    def raised(self) -> LockstepError:
+        self.error.add_note(f"In a loader worker:\n{self.traceback}")
+        return self.error
 
 
 @dataclass(frozen=True)
@@ -82,7 +99,10 @@ class WorkerLoader:
         with child_signal_kept():
             self._iterator = self._begun(requests, WorkerInit(self._source.seed, self._rank, epoch))
             try:
-                yield from self._iterator
+                for batch in self._iterator:
+                    if isinstance(batch, _Failed):
+                        raise batch.raised()
+                    yield batch
             finally:
                 # Dropping the iterator is DataLoader's own way of ending its workers.
                 self._iterator = None
@@ -122,6 +142,7 @@ class WorkerLoader:
             _ByRequest(self._source),  # type: ignore[arg-type]
             sampler=requests,
             batch_size=None,  # a key is a whole batch already
+            collate_fn=_as_is,  # the default would look through each batch for arrays
             num_workers=self._plan.num_workers,
             prefetch_factor=self._plan.prefetch_factor,
             pin_memory=self._plan.pin_memory and torch.cuda.is_available(),
@@ -132,6 +153,10 @@ class WorkerLoader:
 
     def close(self) -> None:
         self._batches.close()
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
 
 
 def _are_up(reading: int, workers: int, patience_s: float) -> bool:

@@ -43,11 +43,7 @@ from lockstep.engine.source import open_data, training_source
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies import build_strategy
 from lockstep.engine.switches import Watched
-<<<<<<< HEAD
-from lockstep.engine.task import Context, Datasets, DataSettings, Task
-=======
-from lockstep.engine.task import Datasets, Task
->>>>>>> c43d705 (A task's data are opened in one place, under the run's seed: random_split is the same on any ranks and in every attempt)
+from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trace import Trace, trace_file
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.errors import LockstepError
@@ -184,16 +180,13 @@ def assemble(
     snapshot: Snapshot | None,
 ) -> Fit:
     """Model, strategy and update of one rank as the plan says, from ``snapshot`` or anew; collective."""
-<<<<<<< HEAD
     state = TrainState(position=config.debug.start_position)
     if snapshot is not None:
         check_fits(snapshot.manifest, plan)
         with restoring(run_dir.path):
             state = TrainState.from_state_dict(snapshot.trainer["state"])
     task.context = Context(state)
-=======
     seed_everything(plan.seed)  # whatever the data drew before
->>>>>>> c43d705 (A task's data are opened in one place, under the run's seed: random_split is the same on any ranks and in every attempt)
     model = task.model()
     if snapshot is None:
         load_initial_weights(model, config.init_from, collectives)

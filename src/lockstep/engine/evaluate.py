@@ -19,6 +19,7 @@ from lockstep.data.loader import InOrder, Request, Source, make_loader
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.precision import Precision
 from lockstep.engine.runtime import generators_kept
+from lockstep.engine.source import collate_of
 from lockstep.engine.strategy import SeededDraws, check_loss
 from lockstep.engine.task import Callback, Context, Metrics, Task
 from lockstep.engine.transfer import to_device
@@ -64,8 +65,8 @@ def evaluate(
         total = count = 0.0
         place = (0, 1) if together else (collectives.rank, collectives.size)
         rounds = list(_rounds(len(dataset), batch_size, *place, chunks, ghosts))
-        source = Source(dataset, task.collate, seed, InOrder())
-        if source.is_at_hand:  # to start processes for it takes longer than its rows
+        source = Source(dataset, collate_of(task), seed, InOrder())
+        if source.is_at_hand or source.reader.gathers:  # to start processes for it takes longer than its rows
             loader = loader.model_copy(update={"num_workers": 0, "persistent_workers": False})
         devices = dict.fromkeys((device, *(parameter.device for parameter in model.parameters())))
         draw = SeededDraws(seed, list(devices), everything=True, purpose="evaluation")

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lockstep.data.bucketed import check_lengths, hash_lengths
+from lockstep.data.reader import Reader
 from lockstep.engine.batchnorm import has_batchnorm
 from lockstep.engine.fused import compiler_not_imported
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.runtime import generators_kept
+from lockstep.engine.source import collate_of
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import DataError, TaskError, UnsupportedError
 from lockstep.plan import TaskFacts
@@ -56,7 +58,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         test_samples=0 if datasets.test is None else len(datasets.test),
         parameters=sum(p.numel() for p in model.parameters()),
         has_batchnorm=has_batchnorm(model),
-        whole_batches=gives_whole_batches(datasets.train),
+        whole_batches=_gives_whole_batches(task, datasets.train),
         quick_samples=has_quick_samples(datasets.train),
         lengths=lengths,
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
@@ -135,12 +137,9 @@ def _monitor_of(task: Task) -> tuple[str, Mode]:
     return name, "min" if mode == "min" else "max"
 
 
-def gives_whole_batches(dataset: Any) -> bool:
-    """Whether a batch is one gather: ``__getitems__`` gives it finished, not as a list of samples (``Subset``)."""
-    if hasattr(dataset, "sample") or not hasattr(dataset, "__getitems__"):
-        return False
+def _gives_whole_batches(task: Task, dataset: Any) -> bool:
     with generators_kept():
-        return not isinstance(dataset.__getitems__(np.arange(1)), list)
+        return Reader(dataset, collate_of(task), 0).gives_whole_batches
 
 
 def has_quick_samples(dataset: Any) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from numpy.typing import NDArray
+from torch.utils.data import default_collate
 
 from lockstep.config import RunConfig
 from lockstep.data.bucketed import BucketedOrder, check_lengths, hash_lengths
-from lockstep.data.loader import Indices, SampleOrder, Source
+from lockstep.data.loader import SampleOrder, Source
 from lockstep.data.order import Order
+from lockstep.data.reader import Collate, Indices
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.runtime import seeded
 from lockstep.engine.task import Datasets, DataSettings, Task
@@ -56,7 +58,13 @@ def training_source(task: Task, dataset: Any, plan: Plan) -> Source:
     Raises:
         DataError: the lengths of the samples are not those that the plan was made with.
     """
-    return Source(dataset, task.collate, plan.seed, _order(task, plan), plan.order.lanes)
+    return Source(dataset, collate_of(task), plan.seed, _order(task, plan), plan.order.lanes)
+
+
+def collate_of(task: Task) -> Collate:
+    """How ``task``'s samples become a batch; torch's ``default_collate`` itself, where the task has no other."""
+    is_default = getattr(task.collate, "__func__", None) is Task.collate
+    return cast(Collate, default_collate) if is_default else task.collate
 
 
 class _Subset:

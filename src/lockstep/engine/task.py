@@ -32,8 +32,9 @@ class Loss(NamedTuple):
 class Datasets:
     """Map-style data sets: ``len()`` and ``[i]``, or ``__getitems__(indices)`` for whole batches.
 
-    A data set may offer ``sample(index, rng)`` instead of ``[i]``: ``rng`` is a NumPy generator keyed by
-    (seed, epoch, index), so that augmentation is the same for any number of ranks and workers.
+    Draws from ``random``, ``numpy.random`` and torch's global generator inside ``[i]`` are keyed by (seed, epoch,
+    index), so that augmentation is the same for any number of ranks and workers. A data set may offer
+    ``sample(index, rng)`` instead, which is faster: ``rng`` is a NumPy generator with that key.
     """
 
     train: Any

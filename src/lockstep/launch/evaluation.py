@@ -21,13 +21,9 @@ from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.precision import Precision
 from lockstep.engine.resume import load_shared, load_weights, restoring
 from lockstep.engine.runtime import rank_device, runtime
-<<<<<<< HEAD
+from lockstep.engine.source import open_data
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Context, Datasets, Task
-=======
-from lockstep.engine.source import open_data
-from lockstep.engine.task import Datasets, Task
->>>>>>> c43d705 (A task's data are opened in one place, under the run's seed: random_split is the same on any ranks and in every attempt)
 from lockstep.errors import DataError, RankFailed, UnsupportedError
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World

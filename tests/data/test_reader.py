@@ -1,0 +1,256 @@
+"""Batches: gathered whole or read one by one, with draws that belong to the sample."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+
+from lockstep.data.arrays import ArrayDataset
+from lockstep.data.draws import _Python, generators
+from lockstep.data.reader import Reader
+from lockstep.errors import SampleError
+
+
+class Drawing(Dataset[Tensor]):
+    """Samples that are what they draw."""
+
+    def __init__(self, draw: Callable[[int], Any], samples: int = 60) -> None:
+        self.draw, self.samples = draw, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.as_tensor(self.draw(index), dtype=torch.float64)
+
+
+def everything(index: int) -> list[float]:
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.randn(()))]
+
+
+def rarely(index: int) -> list[float]:
+    """First draws when the first batches have shown that it does not."""
+    return [random.random() if index == 41 else 0.0, np.random.rand() if index in (43, 57) else 0.0]
+
+
+def read(data: Any, order: np.ndarray, size: int, seed: int = 3, collate: Any = default_collate) -> list[Tensor]:
+    """Every sample, by index."""
+    reader, found = Reader(data, collate, seed), [torch.empty(0)] * len(order)
+    for start in range(0, len(order), size):
+        indices = order[start : start + size]
+        for index, row in zip(indices.tolist(), reader.batch(1, indices, start), strict=True):
+            found[index] = row
+    return found
+
+
+@pytest.mark.parametrize("draw", [everything, rarely])
+def test_what_a_sample_draws_is_its_own_however_it_is_read(draw: Callable[[int], Any]) -> None:
+    data, straight = Drawing(draw), np.arange(60)
+    alone = torch.stack(read(data, straight, 1))
+    mixed = np.random.default_rng(0).permutation(60)
+    whole = Subset(data, range(60))
+    for found in (read(data, mixed, 7), read(data, straight, 60), read(whole, mixed, 16)):
+        assert torch.equal(torch.stack(found), alone)
+    if draw is everything:
+        assert len(alone.unique()) == alone.numel(), "no number twice, whoever draws it"
+        assert not torch.isclose(torch.stack(read(data, straight, 8, seed=4)), alone).any()
+
+
+def test_reading_leaves_the_generators_of_the_process_as_they_were() -> None:
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    random.gauss(0, 1), np.random.randn()  # of both, a second number waits
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    data, straight = Drawing(everything), np.arange(60)
+    read(data, straight, 8)
+    read(data, straight, 8, collate=lambda samples: [sample + np.random.randn() for sample in samples])
+    assert random.getstate() == states[0]
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), states[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), states[2])
+    read(Drawing(rarely), straight, 8)
+    assert random.getstate() == states[0]
+    bits = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.Philox(5))
+    try:
+        before = repr(np.random.get_state(legacy=False))
+        assert torch.equal(torch.stack(read(data, straight, 8)), torch.stack(read(data, straight, 1)))
+        assert repr(np.random.get_state(legacy=False)) == before
+    finally:
+        np.random.set_bit_generator(bits)
+
+
+def test_python_draws_the_same_where_its_state_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = read(Drawing(everything), np.arange(60), 8)
+    state = random.getstate()
+    plain = _Python()
+    plain._memory = None
+    monkeypatch.setattr("lockstep.data.reader.generators", lambda: (plain, *generators()[1:]))
+    assert torch.equal(torch.stack(read(Drawing(everything), np.arange(60), 8)), torch.stack(expected))
+    assert random.getstate() == state
+
+
+def test_what_collate_draws_belongs_to_the_batch() -> None:
+    def mixup(samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples) + random.random()
+
+    data, indices = Drawing(lambda index: float(index)), np.arange(4)
+    first = Reader(data, mixup, 3)
+    batches = [first.batch(0, indices, position) for position in (0, 4, 8)]
+    again = Reader(data, mixup, 3)
+    assert torch.equal(again.batch(0, indices, 8), batches[2])
+    assert torch.equal(again.batch(0, indices, 0), batches[0])
+    assert len({float(batch[0]) for batch in batches}) == 3
+
+
+def test_who_draws_nothing_is_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    reader = Reader(Drawing(lambda index: random.random()), default_collate, 3)
+    reader.batch(0, np.arange(8), 0)
+
+    def watched(place: int, seed: Callable[[int], None]) -> Callable[[int], None]:
+        return lambda word: (seeded.append(place), seed(word))[1]
+
+    for place, generator in enumerate(generators()):
+        monkeypatch.setattr(generator, "seed", watched(place, generator.seed))
+    reader.batch(0, np.arange(8), 8)
+    assert set(seeded) == {0}
+    seeded.clear()
+    quiet = Reader(Drawing(lambda index: 0.0), default_collate, 3)
+    quiet.batch(0, np.arange(8), 0)
+    seeded.clear()
+    quiet.batch(0, np.arange(8), 8)
+    assert seeded == []
+
+
+class Keyed(Drawing):
+    def sample(self, index: int, rng: np.random.Generator) -> tuple[int, Tensor]:
+        return index, torch.as_tensor(rng.random(2))
+
+
+def test_sample_with_a_generator_is_found_behind_subsets_and_concatenations() -> None:
+    inner = Keyed(everything, 10)
+    both = ConcatDataset([Subset(inner, [9, 8, 7]), Drawing(float, 2), inner])
+    reader = Reader(Subset(both, [0, 5, 14]), default_collate, 3)
+    indices, drawn = reader.batch(0, np.arange(3), 0)
+    assert indices.tolist() == [9, 0, 9]
+    assert len(drawn.unique()) == 6, "one sample in two places draws for each"
+    plain, _ = Reader(Subset(inner, [4]), default_collate, 3).batch(0, np.arange(1), 0)
+    assert plain.tolist() == [4]
+
+
+class Changed(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return tuple(tensor[index] + 1 for tensor in self.tensors)
+
+
+def gathered() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(40, 3, 5, 4, generator=generator)
+    labels = torch.arange(40)
+    kinds = [torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.complex64, torch.int32]
+    tensors = TensorDataset(images, labels, *(images[..., 0].to(kind) for kind in kinds))
+    array = np.random.default_rng(0).random((40, 6))
+    half = TensorDataset(images[:20], labels[:20])
+    return {
+        "tensors": tensors,
+        "channels last": TensorDataset(images.to(memory_format=torch.channels_last), images.permute(0, 2, 3, 1)),
+        "strided": TensorDataset(images[:, ::2], labels.expand(3, 40).T),
+        "subset": Subset(tensors, [3, 1, 39, *range(37)]),
+        "subset of a subset": Subset(Subset(tensors, range(39, -1, -1)), torch.arange(40)),  # type: ignore[arg-type]
+        "concatenation": ConcatDataset([half, Subset(TensorDataset(images, labels), range(0, 40, 2))]),
+        "arrays": ConcatDataset([ArrayDataset(images[:20]), ArrayDataset(images[20:])]),
+        "array": array.astype(np.float32),
+        "integers": (array * 99).astype(np.int64),
+        "tensor": images,
+    }
+
+
+@pytest.mark.parametrize("name", gathered())
+def test_a_gather_gives_what_default_collate_makes_of_the_samples(name: str) -> None:
+    data = gathered()[name]
+    reader = Reader(data, default_collate, 3)
+    assert reader.gathers
+    for indices in (np.array([5, 0, 39, 5, 21]), np.arange(20, 24), np.array([17])):
+        batch, expected = reader.batch(0, indices, 0), default_collate([data[int(i)] for i in indices])
+        assert type(batch) is type(expected)
+        pairs = zip(batch, expected, strict=True) if isinstance(batch, list) else [(batch, expected)]
+        for ours, theirs in pairs:
+            assert ours.dtype == theirs.dtype
+            assert ours.is_contiguous()
+            assert torch.equal(ours, theirs)
+    mine = Reader(data, lambda samples: len(samples), 3)
+    assert not mine.gathers
+    assert mine.batch(0, np.arange(7), 0) == 7, "a task's own collate is asked"
+
+
+def test_a_gather_reads_what_is_there_now() -> None:
+    """As a hook may have changed it, or a curriculum."""
+    data = TensorDataset(torch.zeros(4))
+    subset = Subset(data, [0, 1])
+    reader = Reader(subset, default_collate, 3)
+    reader.batch(0, np.arange(2), 0)
+    data.tensors[0][3] = 7
+    subset.indices = [2, 3]
+    assert reader.batch(0, np.arange(2), 0)[0].tolist() == [0, 7]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Changed(torch.arange(9.0)),
+        TensorDataset(torch.arange(9.0, requires_grad=True)),
+        TensorDataset(torch.eye(9).to_sparse()),
+        ConcatDataset([TensorDataset(torch.zeros(2)), TensorDataset(torch.zeros(2), torch.zeros(2))]),
+        ConcatDataset([TensorDataset(torch.zeros(2)), TensorDataset(torch.zeros(2, dtype=torch.int64))]),
+        np.arange(9.0),
+        [torch.zeros(2)] * 9,
+    ],
+)
+def test_what_may_be_something_else_is_read_sample_by_sample(data: Any) -> None:
+    reader = Reader(data, default_collate, 3)
+    assert not reader.gathers
+    if type(data) is Changed:
+        assert reader.batch(0, np.array([2, 4]), 0)[0].tolist() == [3, 5]
+
+
+def test_samples_before_the_first_are_those_at_the_end() -> None:
+    """As Python has it; a gather has not."""
+    data = Subset(TensorDataset(torch.arange(9)), [-1, 0])
+    assert Reader(data, default_collate, 3).batch(0, np.arange(2), 0)[0].tolist() == [8, 0]
+
+
+def broken(error: type[Exception]) -> Callable[[int], Any]:
+    def draw(index: int) -> float:
+        if index == 41:
+            raise error("there is no such record")
+        return 0.0
+
+    return draw
+
+
+@pytest.mark.parametrize("error", [StopIteration, IndexError, KeyError])
+@pytest.mark.parametrize("seen", [0, 8])
+def test_an_error_names_the_sample_and_the_data_set(error: type[Exception], seen: int) -> None:
+    data = Drawing(broken(error))
+    reader = Reader(data, default_collate, 3)
+    reader.batch(0, np.arange(seen, seen + 1), 0)
+    with pytest.raises(SampleError, match="sample 41 of Drawing could not be read") as caught:
+        reader.batch(0, np.arange(40, 44), 0)
+    assert error.__name__ in caught.value.why
+    assert "test_reader.py" in caught.value.why
+    behind = Reader(Subset(data, range(30, 60)), default_collate, 3)
+    behind.batch(0, np.arange(1), 0)
+    with pytest.raises(SampleError, match=r"sample 11 of Subset \(sample 41 of Drawing\) could not be read"):
+        behind.batch(0, np.arange(10, 13), 0)
+
+
+def test_samples_that_do_not_fit_together_are_named() -> None:
+    reader = Reader(Drawing(lambda index: [0.0] * index), default_collate, 3)
+    with pytest.raises(SampleError, match="samples 1, 2 of Drawing could not be made into a batch"):
+        reader.batch(0, np.array([1, 2]), 0)
