@@ -29,6 +29,21 @@ class Augmenting:
         return self.inputs[index] + shift - 1.5, self.labels[index]
 
 
+class Unseeded(Augmenting):
+    """Noise that differs each time."""
+
+    scale = 1.0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = np.random.default_rng().normal(size=self.inputs.shape[1:]).astype(np.float32)
+        return self.inputs[index] + torch.from_numpy(noise), self.labels[index] * int(self.scale)
+
+
+class Noisy(Toy):
+    def datasets(self) -> Datasets:
+        return Datasets(Unseeded(*arrays(40, 1)))
+
+
 class Drawing(Toy):
     """Splits, augments, mixes batches in ``collate`` and makes its model from the global generators."""
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import lockstep
+from lockstep import RunResult
+from lockstep.errors import CheckpointError
 from lockstep.launch.run import evaluate, resume
 from lockstep.telemetry.rundir import RunDir
-from tests.drawing import Drawing
+from tests.drawing import Drawing, Noisy, Unseeded
 from tests.e2e.test_exact import fingerprint
 from tests.e2e.test_train import assert_close
 
@@ -35,6 +39,26 @@ def test_draws_without_a_generator_are_those_of_one_device_on_two_and_after_a_re
     assert together.metrics == alone.metrics
     found = evaluate(run, split="test")["metrics"]
     assert found["test_accuracy"] == alone.metrics["test_accuracy"]
+
+
+def test_noise_does_not_stop_a_resume_and_other_data_do_until_they_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = settings(tmp_path / "run", "cpu", max_steps=3)
+    lockstep.train(Noisy, made)
+
+    def longer(steps: int, **how: Any) -> RunResult:
+        return lockstep.train(Noisy, settings(tmp_path / "run", "cpu", max_steps=steps), resume=True, **how)
+
+    assert longer(4).step == 4, "what differs each time is left out of the comparison"
+    monkeypatch.setattr(Unseeded, "scale", 0)
+    with pytest.raises(CheckpointError, match="the training data is not what this run was trained on") as caught:
+        longer(5)
+    assert "--accept-data" in caught.value.fix
+    assert longer(5, accept_data=True).step == 5
+    notes = RunDir.open(tmp_path / "run").plan()["notes"]
+    assert any("accepted with --accept-data" in note for note in notes)
+    assert longer(6).step == 6, "from here on, these are the run's data"
 
 
 def test_in_fast_mode_and_with_workers_samples_draw_the_same(tmp_path: Path) -> None:

@@ -19,10 +19,12 @@ from lockstep.data.loader import InOrder, Request
 from lockstep.engine.facts import (
     QUICK_S,
     blueprint,
+    examined,
     fingerprint,
     has_quick_samples,
     inspect_task,
     optimizer_lr,
+    same_data,
 )
 from lockstep.engine.trace import TracedSource
 from lockstep.errors import TaskError
@@ -132,6 +134,41 @@ def test_finished_batches_of_any_kind_are_hashed_by_sample(kind: str) -> None:
     assert hashes(source, (0, 2)) != hashes(source, (2, 4))
     if kind != "packed":  # which has no rows: its samples are known by their indices
         assert hashes(source, (0, 4)) != hashes(TracedSource(Whole(kind, 1.0), list, 0, InOrder()), (0, 4))
+
+
+class Vocabulary:
+    """As a token or an annotation may be: a set in an object."""
+
+    def __init__(self, *words: Any) -> None:
+        self.words = set(words)
+
+
+def test_sets_in_objects_are_hashed_alike_in_whatever_order_they_lie() -> None:
+    one, same, other = ([(1.0, Vocabulary(*numbers))] for numbers in [(0, 8), (8, 0), (0, 9)])
+    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
+
+
+class Unseeded(Noisy):
+    """Draws from a generator that nobody can seed."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"index": index + self.shift, "noise": np.random.default_rng().random()}
+
+
+def test_what_differs_each_time_is_named_and_left_out() -> None:
+    found, unstable = examined(Unseeded())
+    assert unstable == ("the field 'noise'",)
+    assert found == fingerprint(Unseeded()) != fingerprint(Unseeded(shift=1))
+    assert examined(Noisy())[1] == ()
+    assert same_data(found, found)
+    assert not same_data(found, fingerprint(Unseeded(shift=1)))
+    # A run from before this was looked at, whose hash was another one each time.
+    assert same_data("40:0123456789abcdef", found)
+    assert not same_data("41:0123456789abcdef", found)
+    facts = TaskFacts(name="toy", train_samples=100, fingerprint=found, unstable=unstable)
+    placement = resolve_placement(HardwareConfig(selected_devices=["cpu"]), DistributedConfig(), World(), machine(1))
+    notes = make_plan(resolve({}), placement, facts, cores=4).notes
+    assert any("the field 'noise' of the training samples" in note for note in notes)
 
 
 def test_the_samples_of_a_step_are_hashed_alike_however_they_are_divided() -> None:

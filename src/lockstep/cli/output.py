@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 RunRef = Annotated[str, Parameter(help="The run: its folder, id, the beginning of its id, or `last`.")]
 RunsDir = Annotated[Path, Parameter(name="--runs-dir", help="Where runs are looked for. Default: runs.")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON document instead of tables.")]
+ACCEPT_DATA = "Resume even if the training data are not those of the checkpoint, if equally many."
 Sets = Annotated[
     list[str] | None,
     Parameter(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, Sets, find
+from lockstep.cli.output import ACCEPT_DATA, DEFAULT_RUNS_DIR, RunRef, RunsDir, Sets, find
 from lockstep.launch.signals import held_back
 
 EPILOGUE = """\
@@ -33,6 +33,7 @@ def resume(
         bool,
         Parameter(negative="", help="Keep the batch per device instead of the global batch: another run from here on."),
     ] = False,
+    accept_data: Annotated[bool, Parameter(negative="", help=ACCEPT_DATA)] = False,
     set: Sets = None,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> int:
@@ -46,4 +47,5 @@ def resume(
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch import run as launcher
 
-    return launcher.resume(found, devices=devices, rescale_batch=rescale_batch, overrides=overrides).exit_code
+    how = {"rescale_batch": rescale_batch, "accept_data": accept_data}
+    return launcher.resume(found, devices=devices, overrides=overrides, **how).exit_code

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from lockstep.cli.output import ACCEPT_DATA
 from lockstep.cli.settings import FILES, NO_SETTINGS, Settings, to_mapping
 from lockstep.cli.submit import NO_SUBMIT, SubmitFlags, refuse_without_slurm, submit
 from lockstep.launch.signals import held_back
@@ -45,6 +46,7 @@ def train(
             negative="", group=FILES, help="Go on with the unfinished run in --save-dir; on a fresh folder just start."
         ),
     ] = False,
+    accept_data: Annotated[bool, Parameter(negative="", group=FILES, help=ACCEPT_DATA)] = False,
     cluster: Annotated[SubmitFlags, Parameter(name="*")] = NO_SUBMIT,
 ) -> int:
     """Train a task; the exit code of the run."""
@@ -55,4 +57,4 @@ def train(
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch.run import train_from_mapping
 
-    return train_from_mapping(name, mapping, resume=resume).exit_code
+    return train_from_mapping(name, mapping, resume=resume, accept_data=accept_data).exit_code

@@ -142,7 +142,7 @@ class Reader:
             except LockstepError:
                 raise
             except Exception as error:
-                raise self._failure(index, error) from error
+                raise sample_error(self._dataset, index, error) from error
             if drawn is not None:
                 after = zip(pairs, sown, strict=True)
                 drawn.update(place for (place, generator), mark in after if generator.mark() != mark)
@@ -174,15 +174,17 @@ class Reader:
             fix = "make their shapes and types equal in the data set, or write Task.collate"
             raise SampleError(what, why=_told(error), fix=fix if items is not None else _FIX) from error
 
-    def _failure(self, index: int, error: Exception) -> SampleError:
-        name = type(self._dataset).__name__
-        try:
-            leaf, at = leaf_of(self._dataset, index)
-        except Exception:  # its own indices may be what is wrong
-            leaf, at = self._dataset, index
-        if leaf is not self._dataset:
-            name += f" (sample {at} of {type(leaf).__name__})"
-        return SampleError(f"sample {index} of {name} could not be read", why=_told(error), fix=_FIX)
+
+def sample_error(dataset: Any, index: int, error: Exception) -> SampleError:
+    """What to raise from ``error``, which ``dataset`` raised for sample ``index``."""
+    name = type(dataset).__name__
+    try:
+        leaf, at = leaf_of(dataset, index)
+    except Exception:  # its own indices may be what is wrong
+        leaf, at = dataset, index
+    if leaf is not dataset:
+        name += f" (sample {at} of {type(leaf).__name__})"
+    return SampleError(f"sample {index} of {name} could not be read", why=_told(error), fix=_FIX)
 
 
 _FIX = "fix the data set, or leave the sample out"

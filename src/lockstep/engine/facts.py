@@ -16,20 +16,23 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lockstep.data.bucketed import check_lengths, hash_lengths
-from lockstep.data.reader import Reader
+from lockstep.data.reader import Reader, sample_error
+from lockstep.data.rows import leaf_of
 from lockstep.engine.batchnorm import has_batchnorm
 from lockstep.engine.fused import compiler_not_imported
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.runtime import generators_kept
 from lockstep.engine.source import collate_of
 from lockstep.engine.task import Datasets, Task
-from lockstep.errors import DataError, TaskError, UnsupportedError
+from lockstep.errors import DataError, LockstepError, TaskError, UnsupportedError
 from lockstep.plan import TaskFacts
 from lockstep.plan.plan import Mode
 
 PROBES = 16
 #: Handing a batch over from another process costs more than making one of such samples, seconds.
 QUICK_S = 1e-4
+#: Seconds for reading samples a second time.
+AGAIN_S = 1.0
 #: As what the bits of values are read whose type NumPy lacks, by size in bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -51,6 +54,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         check_dataset(getattr(datasets, split), split)
     model, given = blueprint(task), task.lengths()
     lengths = None if given is None else hash_lengths(check_lengths(given, len(datasets.train)))
+    text, unstable = examined(datasets.train)
     return TaskFacts(
         name=name,
         train_samples=len(datasets.train),
@@ -64,7 +68,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
         optimizer_lr=optimizer_lr(task, model),
         monitor=_monitor_of(task),
-        fingerprint=fingerprint(datasets.train) + (f":{lengths}" if lengths else ""),
+        fingerprint=text + (f":{lengths}" if lengths else ""),
+        unstable=unstable,
     )
 
 
@@ -147,7 +152,7 @@ def has_quick_samples(dataset: Any) -> bool:
 
     def seconds(index: int) -> float:
         started = time.perf_counter()
-        _probe(dataset, index)
+        _read(dataset, index)
         return time.perf_counter() - started
 
     with generators_kept():
@@ -155,27 +160,75 @@ def has_quick_samples(dataset: Any) -> bool:
 
 
 def fingerprint(dataset: Any) -> str:
-    """Length and a hash of up to 16 samples spread over the data set: tells a resume that the data changed.
+    return examined(dataset)[0]
 
-    A data set with a ``fingerprint()`` of its own is asked instead.
+
+def examined(dataset: Any) -> tuple[str, tuple[str, ...]]:
+    """Length and a hash of up to 16 samples spread over the data set: shows a resume that the data changed.
+
+    A data set with a ``fingerprint()`` of its own is asked instead. All is read twice, the second time backwards and
+    for a second at most. What differs is left out of the hash, which then begins with ``~``, and is named.
     """
+    samples = len(dataset)
     if hasattr(dataset, "fingerprint"):
-        return f"{len(dataset)}:{dataset.fingerprint()}"
+        given = str(dataset.fingerprint())
+        stable = given == str(dataset.fingerprint())
+        return (f"{samples}:{given}", ()) if stable else (f"{samples}:~", ("the data set's fingerprint()",))
     digest = hashlib.sha256()
+    fields: dict[int, dict[str, bytes]] = {}
+    unstable: set[str] = set()
     with generators_kept():
-        for index in sorted({int(i) for i in np.linspace(0, len(dataset) - 1, PROBES)}):
-            feed(digest, _probe(dataset, index))
-    return f"{len(dataset)}:{digest.hexdigest()[:16]}"
+        for index in sorted({int(i) for i in np.linspace(0, samples - 1, PROBES)}):
+            sample = _probe(dataset, index)
+            feed(digest, sample)
+            fields[index] = _fields(sample)
+        until = time.monotonic() + AGAIN_S
+        for number, index in enumerate(reversed(fields)):
+            if number > 1 and time.monotonic() > until:
+                break
+            again = _fields(_probe(dataset, index))
+            unstable |= {name for name, _ in fields[index].items() ^ again.items()}
+    if not unstable:
+        return f"{samples}:{digest.hexdigest()[:16]}", ()
+    kept = [(name, value) for of_sample in fields.values() for name, value in of_sample.items() if name not in unstable]
+    rest = hashlib.sha256(repr(kept).encode()).hexdigest()[:16] if kept else ""
+    return f"{samples}:~{rest}", tuple(sorted(unstable))
+
+
+def same_data(saved: str, here: str) -> bool:
+    """Whether two fingerprints may be of the same data; of one that leaves something out, the length must do."""
+    if ("~" in saved) != ("~" in here):
+        return saved.partition(":")[0] == here.partition(":")[0]
+    return saved == here
+
+
+def _fields(sample: Any) -> dict[str, bytes]:
+    """A hash of each part of a sample, by its name."""
+    if isinstance(sample, dict):
+        return {f"the field {name!r}": _digest(value) for name, value in sample.items()}
+    if isinstance(sample, (list, tuple)):
+        return {f"item {place}": _digest(value) for place, value in enumerate(sample)}
+    return {"the content": _digest(sample)}
 
 
 def _probe(dataset: Any, index: int) -> Any:
     """Sample ``index`` with every generator seeded, so that augmentation looks the same each time."""
-    if hasattr(dataset, "sample"):
-        return dataset.sample(index, np.random.Generator(np.random.Philox(index)))
     random.seed(index)
     np.random.seed(index)
-    torch.manual_seed(index)
-    return dataset[index]
+    torch.default_generator.manual_seed(index)
+    return _read(dataset, index)
+
+
+def _read(dataset: Any, index: int) -> Any:
+    try:
+        leaf, at = leaf_of(dataset, index)
+        if hasattr(leaf, "sample"):
+            return leaf.sample(at, np.random.Generator(np.random.Philox(index)))
+        return dataset[index]
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise sample_error(dataset, index, error) from error
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:

@@ -16,6 +16,7 @@ from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.data.order import ORDER_VERSION
 from lockstep.engine.collectives import Collectives
+from lockstep.engine.facts import same_data
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.plan import OrderPlan, Plan
@@ -96,12 +97,15 @@ def check_fits(manifest: dict[str, Any], plan: Plan) -> None:
     Raises:
         CheckpointError: naming what differs.
     """
-    if manifest.get("fingerprint") != plan.task.fingerprint:
-        raise CheckpointError(
-            "the training data is not what this run was trained on",
-            why=f"its fingerprint was {manifest.get('fingerprint')}, here it is {plan.task.fingerprint}",
-            fix="point data.data_dir at the same data, or start a new run with --init-from",
-        )
+    saved, here = str(manifest.get("fingerprint")), plan.task.fingerprint
+    same_length = saved.partition(":")[0] == here.partition(":")[0]
+    accepted = same_length and saved == plan.accepted_data
+    if not accepted and not same_data(saved, here):
+        why = f"its fingerprint (length and a hash of some samples) was {saved}, here it is {here}"
+        fix = "point data.data_dir at the same data, or start a new run with --init-from"
+        if same_length:
+            fix += "; to resume with these data, add --accept-data"
+        raise CheckpointError("the training data is not what this run was trained on", why=why, fix=fix)
     if manifest.get("order_version") != ORDER_VERSION:
         raise CheckpointError(
             f"the run's order is version {manifest.get('order_version')}, this Lockstep's is {ORDER_VERSION}",

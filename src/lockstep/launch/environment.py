@@ -55,6 +55,8 @@ def for_launcher(
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(first))
     # Each rank with a thread for every core would be slower than one thread each.
     environ["OMP_NUM_THREADS"] = base.get(THREADS) or base.get("OMP_NUM_THREADS") or "1"
+    # The order of a set of strings is the same on all ranks then, and in every attempt: a vocabulary, for example.
+    environ.setdefault("PYTHONHASHSEED", "0")
     if "TORCH_DISTRIBUTED_DEBUG" not in base:
         # Every rank's native code complains about the loss of the one that failed; only that one is news.
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

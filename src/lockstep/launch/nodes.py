@@ -91,7 +91,13 @@ def _split(text: str) -> tuple[str, int]:
 
 
 def train_on_nodes(
-    task: Task, config: RunConfig, *, resume: bool, given: RunConfig | Mapping[str, Any] | None, as_given: bool
+    task: Task,
+    config: RunConfig,
+    *,
+    resume: bool,
+    given: RunConfig | Mapping[str, Any] | None,
+    as_given: bool,
+    accept_data: bool = False,
 ) -> RunResult:
     """Train on this node's devices, together with the other nodes on which this is called.
 
@@ -105,7 +111,8 @@ def train_on_nodes(
         print(f"meeting {nodes}, with {ranks} rank(s) here; waiting up to {nodes.join_timeout_s:g} s", file=sys.stderr)
     with temporary_folder("lockstep-node-") as path:
         folder = RunDir.create(path / "node", config, run_id=new_run_id(), command=sys.argv)
-        write_json(folder.path / _REQUEST, {"resume": resume, "given": overrides_of(given), "as_given": as_given})
+        request = {"resume": resume, "accept_data": accept_data, "as_given": as_given}
+        write_json(folder.path / _REQUEST, {**request, "given": overrides_of(given)})
         pack_task(folder, task, config)
         code = elastic.launch(
             folder,
@@ -156,6 +163,7 @@ def train_as_node_rank(folder: RunDir, world: World) -> int:
         resume=request["resume"],
         given=request["given"],
         as_given=request["as_given"],
+        accept_data=request["accept_data"],
         begun=begun,
         restarts=evidence.restarts(folder),
     )

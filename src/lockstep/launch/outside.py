@@ -75,6 +75,7 @@ def train_as_rank(
     resume: bool,
     given: RunConfig | Mapping[str, Any] | None,
     as_given: bool,
+    accept_data: bool = False,
     begun: Callable[[RunDir, bool], None] = lambda run, keeps: None,
     restarts: Sequence[Restart] = (),
 ) -> RunResult:
@@ -100,7 +101,7 @@ def train_as_rank(
                 lambda: claim.enter_context(claimed(RunDir(keeping.path))), here=world.rank in keeping.keepers
             )
         placement = _place(team, config, world)
-        start = _prepare(team, keeping, task, config, placement, job)
+        start = _prepare(team, keeping, task, config, placement, job, accept_data)
         begun(start.run, world.rank in keeping.keepers)
         device = rank_device(placement.devices, world)
         if store is not None and placement.backend == "nccl":
@@ -156,14 +157,24 @@ def _place(team: Team, config: RunConfig, world: World) -> Placement:
 
 
 def _prepare(
-    team: Team, keeping: Keeping, task: Task, config: RunConfig, placement: Placement, job: str | None
+    team: Team,
+    keeping: Keeping,
+    task: Task,
+    config: RunConfig,
+    placement: Placement,
+    job: str | None,
+    accept_data: bool,
 ) -> Start:
     """Data, plan and folders. Collective."""
     _prepare_data(team, task, config)
     datasets = team.together(lambda: open_datasets(task, config))
     assert datasets is not None
     run = RunDir(keeping.path)
-    planned = team.together(lambda: _lay_down(keeping, task, config, placement, datasets, job), here=team.me.rank == 0)
+
+    def lay_down() -> tuple[Plan, int, int]:
+        return _lay_down(keeping, task, config, placement, datasets, job, accept_data)
+
+    planned = team.together(lay_down, here=team.me.rank == 0)
     planned = team.collectives.broadcast(planned)
     assert planned is not None
     plan, attempt, step = planned
@@ -184,12 +195,18 @@ def _prepare_data(team: Team, task: Task, config: RunConfig) -> None:
 
 
 def _lay_down(
-    keeping: Keeping, task: Task, config: RunConfig, placement: Placement, datasets: Datasets, job: str | None
+    keeping: Keeping,
+    task: Task,
+    config: RunConfig,
+    placement: Placement,
+    datasets: Datasets,
+    job: str | None,
+    accept_data: bool,
 ) -> tuple[Plan, int, int]:
     """On rank 0: the plan, the attempt's number, and the step from which it goes on."""
     run = RunDir(keeping.path)
     check_sinks(config, keeping.path)
-    point = resume_point(run, hold=True, report=warn) if keeping.found else None
+    point = resume_point(run, hold=True, accept_data=accept_data, report=warn) if keeping.found else None
     prepared = plan_for(task, config, placement, datasets, point, measure=measured_workers)
     if keeping.found:
         keep_config(run, config)

@@ -184,10 +184,15 @@ def make_plan(task: Task | type[Task] | str | None = None, config: RunConfig | M
     return prepare(task, config).plan
 
 
-def resume_point(run_dir: RunDir, *, hold: bool, report: Callable[[str], None]) -> ResumePoint | None:
-    """Where a run goes on: at its newest verified checkpoint, or without one at its beginning.
+def resume_point(
+    run_dir: RunDir, *, hold: bool, report: Callable[[str], None], accept_data: bool = False
+) -> ResumePoint | None:
+    """Where a run resumes: at its newest verified checkpoint, or without one at its beginning.
 
     ``None`` when it has no plan yet, so that nothing of it is settled.
+
+    Args:
+        accept_data: resume on other training data of the same length, too.
 
     Raises:
         CheckpointError, RunFolderError: the checkpoint or the plan cannot be used.
@@ -206,6 +211,8 @@ def resume_point(run_dir: RunDir, *, hold: bool, report: Callable[[str], None]) 
             global_batch=manifest["global_batch"],
             order=OrderPlan.model_validate(manifest.get("order", {})),
             hold=hold,
+            fingerprint=manifest.get("fingerprint"),
+            accept_data=accept_data,
         )
 
 

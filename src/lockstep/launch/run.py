@@ -58,6 +58,7 @@ def train(
     config: RunConfig | Mapping[str, Any] | None = None,
     *,
     resume: bool = False,
+    accept_data: bool = False,
 ) -> RunResult:
     """Train ``task`` as ``config`` says, on the devices that it names; returns when the run has ended.
 
@@ -68,31 +69,37 @@ def train(
         task: an object, a class, or a name as on the command line; ``None`` takes ``config.task``.
         config: a :class:`RunConfig`, or a nested mapping of the settings that differ from the defaults.
         resume: go on with the unfinished run in ``save_dir``; on a fresh folder just start.
+        accept_data: resume even if the training data are not those of the checkpoint, but as many samples.
 
     Raises:
         UsageError: before anything starts. RunError: when the run fails.
     """
     world = read_world(os.environ)
     built, whole = settle(task, config)
+    as_given = isinstance(task, Task)
     if world.from_outside:
-        return train_as_rank(built, whole, world, resume=resume, given=config, as_given=isinstance(task, Task))
+        return train_as_rank(
+            built, whole, world, resume=resume, given=config, as_given=as_given, accept_data=accept_data
+        )
     if whole.launch.nodes not in (None, "1"):
-        return train_on_nodes(built, whole, resume=resume, given=config, as_given=isinstance(task, Task))
+        return train_on_nodes(built, whole, resume=resume, given=config, as_given=as_given, accept_data=accept_data)
     existing = existing_run(whole, resume)
     if existing is not None:
         whole = changed_config(existing, overrides_of(config))
-        built = task_of_run(built, whole, as_given=isinstance(task, Task))
+        built = task_of_run(built, whole, as_given=as_given)
         with claimed(existing):
-            return _go_on(existing, built, whole, hold=True)
+            return _go_on(existing, built, whole, hold=True, accept_data=accept_data)
     check_sinks(whole, whole.save_dir)
     prepared = _prepare(built, whole, None, world)
     run_dir = create_folder(prepared.config)
     return _start(prepared, run_dir, resumed_from=0)
 
 
-def train_from_mapping(task_name: str, mapping: Mapping[str, Any], *, resume: bool) -> RunResult:
+def train_from_mapping(
+    task_name: str, mapping: Mapping[str, Any], *, resume: bool, accept_data: bool = False
+) -> RunResult:
     """:func:`train` for a task's name and nested settings."""
-    return train(task_name, mapping, resume=resume)
+    return train(task_name, mapping, resume=resume, accept_data=accept_data)
 
 
 def plan_from_mapping(task_name: str, mapping: Mapping[str, Any]) -> Plan:
@@ -101,7 +108,12 @@ def plan_from_mapping(task_name: str, mapping: Mapping[str, Any]) -> Plan:
 
 
 def resume(
-    run: RunDir, *, devices: str | None = None, rescale_batch: bool = False, overrides: Mapping[str, Any] | None = None
+    run: RunDir,
+    *,
+    devices: str | None = None,
+    rescale_batch: bool = False,
+    accept_data: bool = False,
+    overrides: Mapping[str, Any] | None = None,
 ) -> RunResult:
     """Go on with a run from its newest verified checkpoint, on the same devices or on others.
 
@@ -124,12 +136,12 @@ def resume(
     config = changed_config(run, changes)
     task, config = settle(config.task.name, config)
     with claimed(run):
-        return _go_on(run, task, config, hold=not rescale_batch)
+        return _go_on(run, task, config, hold=not rescale_batch, accept_data=accept_data)
 
 
-def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool) -> RunResult:
+def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool, accept_data: bool) -> RunResult:
     check_sinks(config, run.path)
-    point = resume_point(run, hold=hold, report=warn)
+    point = resume_point(run, hold=hold, accept_data=accept_data, report=warn)
     prepared = _prepare(task, config, point, read_world(os.environ))
     keep_config(run, config)
     return _start(prepared, run, resumed_from=point.step if point else 0)

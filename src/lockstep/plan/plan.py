@@ -26,7 +26,8 @@ class TaskFacts(_Frozen):
     needs to hand it over. ``lengths``: a hash of the lengths of the training samples, if the task gives them.
     ``loader``: the training loader that a ``LightningModule`` brings.
     ``optimizer_lr``: the learning rate of the task's own optimizer, if it has one: of the first group whose is not 0.
-    ``monitor``: the task's metric that evaluations are judged by, and its mode.
+    ``monitor``: the task's metric that evaluations are judged by, and its mode. ``fingerprint``: length and content of
+    the training data; ``unstable``: the parts of samples that it leaves out, as they differ each time they are read.
     """
 
     name: str
@@ -42,10 +43,14 @@ class TaskFacts(_Frozen):
     optimizer_lr: float | None = None
     monitor: tuple[str, Mode] = ("val_loss", "min")
     fingerprint: str = ""
+    unstable: tuple[str, ...] = ()
 
 
 class ResumePoint(_Frozen):
-    """Where an earlier attempt stopped; sizes in samples. ``hold``: keep its global batch. Its order always stays."""
+    """Where an earlier attempt stopped; sizes in samples. ``hold``: keep its global batch. Its order always stays.
+
+    ``fingerprint``: of the data it was trained on. ``accept_data``: go on with other data of the same length.
+    """
 
     step: int
     epoch: int
@@ -54,6 +59,8 @@ class ResumePoint(_Frozen):
     global_batch: int
     order: OrderPlan = OrderPlan()
     hold: bool = True
+    fingerprint: str | None = None
+    accept_data: bool = False
 
 
 class LoaderPlan(_Frozen):
@@ -77,6 +84,7 @@ class Plan(_Frozen):
     """Everything computed before the first step. ``position`` and sizes are in samples, ``lr`` per step.
 
     ``monitor`` and ``mode``: by which metric an evaluation is the best, and whether the lowest or the highest value is.
+    ``accepted_data``: the fingerprint of other data that the run resumes from, as the user asked for it.
     """
 
     task: TaskFacts
@@ -97,6 +105,7 @@ class Plan(_Frozen):
     sharded_checkpoints: bool = False
     monitor: str = "val_loss"
     mode: Mode = "min"
+    accepted_data: str | None = None
     choices: tuple[Choice, ...]
     notes: tuple[str, ...]
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from lockstep.config import RunConfig
 from lockstep.hardware.resolve import Placement
 from lockstep.plan.batch import BatchPlan
-from lockstep.plan.plan import TaskFacts
+from lockstep.plan.plan import ResumePoint, TaskFacts
 
 #: So many micro-batches for each device keep a pipeline busy (Huang et al. 2019, https://arxiv.org/abs/1811.06965).
 FILL = 4
@@ -72,3 +72,17 @@ def _changed(section: str, settings: BaseModel, *names: str) -> list[str]:
     """Those of ``names`` (default: all) that are not at their default."""
     fields = type(settings).model_fields
     return [f"{section}.{name}" for name in names or fields if getattr(settings, name) != fields[name].default]
+
+
+def data_notes(facts: TaskFacts, resume: ResumePoint | None) -> Iterator[str]:
+    """What a resume cannot compare, and what it was asked to accept."""
+    if facts.unstable:
+        yield (
+            f"Not the same each time it is read: {', '.join(facts.unstable)} of the training samples. A resume cannot "
+            "see whether that changed. Draws from random, numpy.random or torch's global generator are repeatable."
+        )
+    if resume is not None and resume.accept_data and resume.fingerprint not in (None, facts.fingerprint):
+        yield (
+            f"Warning: the training data are not those of the checkpoint (fingerprint {resume.fingerprint}, now "
+            f"{facts.fingerprint}); accepted with --accept-data."
+        )

@@ -12,7 +12,7 @@ from lockstep.plan.monitor import resolve_monitor
 from lockstep.plan.order import OrderPlan, order_note, resolve_order
 from lockstep.plan.plan import Choice, LoaderPlan, Plan, ResumePoint, TaskFacts
 from lockstep.plan.refusals import refuse_contradictions
-from lockstep.plan.remarks import module_notes, optimizer_notes, strategy_notes
+from lockstep.plan.remarks import data_notes, module_notes, optimizer_notes, strategy_notes
 from lockstep.plan.workers import Recommendation, choose_workers
 
 #: Time of a step in exact mode against fast, as measured by ``benchmarks/exact_cost.py`` with 8 lanes on CPU cores.
@@ -78,6 +78,7 @@ def make_plan(
         sharded_checkpoints=in_shards,
         monitor=monitor,
         mode=mode,
+        accepted_data=resume.fingerprint if resume and resume.accept_data else None,
         choices=tuple(choices if facts.loader is None else _choices_of_loader(choices, facts.loader)),
         notes=(*_notes(config, placement, facts, batch, order, course, resume), *of_module),
     )
@@ -232,6 +233,7 @@ def _notes(
     of_lr = course.notes if facts.loader is None else ()  # a module's learning rate is its own
     of_order = order_note(config.data, order, batch.global_batch)
     notes = [*placement.notes, *of_lr, *filter(None, (of_order,)), *_resume_notes(resume, batch)]
+    notes += data_notes(facts, resume)
     notes += strategy_notes(config, placement, batch)
     notes += optimizer_notes(config, facts)
     if facts.has_batchnorm and placement.strategy == "dp":
