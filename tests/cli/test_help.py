@@ -22,7 +22,11 @@ from tests.gloo import ROOT
 NAMES = [name for name, _, _ in VERBS]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 #: What `train` does beyond what `plan` shows.
-TRAIN_ONLY = {"--accept-data", "--resume", *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(SubmitFlags))}
+TRAIN_ONLY = {
+    "--accept-data",
+    "--resume",
+    *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(SubmitFlags)),
+}
 
 
 def load_generator() -> ModuleType:

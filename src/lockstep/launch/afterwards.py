@@ -12,7 +12,7 @@ from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.resume import load_weights, restoring
-from lockstep.engine.source import open_data
+from lockstep.engine.source import open_data, open_datasets
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import CheckpointError, DataError
 from lockstep.launch.folder import refuse_unknown_code
@@ -33,9 +33,9 @@ def restore(task: Task, model: torch.nn.Module, snapshot: Snapshot, source: Path
         task.load_state_dict(snapshot.trainer["task"])
 
 
-def as_restored(task: Task, datasets: Datasets) -> Datasets:
+def as_restored(task: Task, config: RunConfig, datasets: Datasets) -> Datasets:
     """``datasets`` as a restored task opens them: its state may say how they are standardised."""
-    return datasets if type(task).load_state_dict is Task.load_state_dict else task.datasets()
+    return datasets if type(task).load_state_dict is Task.load_state_dict else open_datasets(task, config)
 
 
 def load_model(run: RunDir, checkpoint: str | int = "best") -> tuple[Task, torch.nn.Module]:

@@ -122,7 +122,7 @@ def _measure(
     else:
         model = model.to(device)
     restore(task, model, snapshot, run.path)
-    dataset = getattr(as_restored(task, datasets), split)
+    dataset = getattr(as_restored(task, config, datasets), split)
     with evaluation(task, model, Callbacks(task)):
         values = evaluate(
             evaluated,

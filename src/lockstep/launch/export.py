@@ -111,7 +111,7 @@ def _write_program(run: RunDir, snapshot: Snapshot, folder: Path, *, wanted: boo
     if not wanted and isinstance(task, ModuleTask) and getattr(model, "example_input_array", None) is None:
         return False
     restore(task, model, snapshot, run.path)
-    args, kwargs = model_inputs(task, model.eval(), as_restored(task, datasets))
+    args, kwargs = model_inputs(task, model.eval(), as_restored(task, run.config(), datasets))
     try:
         shapes = _dynamic_shapes(model, args, kwargs)
         exported = torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)
