@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from lockstep import Datasets
 from lockstep.config import resolve
 from lockstep.config.sections import DistributedConfig, HardwareConfig
 from lockstep.data.arrays import ArrayDataset
@@ -30,6 +32,7 @@ from lockstep.engine.trace import TracedSource
 from lockstep.errors import TaskError
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
+from lockstep.launch.prepare import prepare
 from lockstep.plan import TaskFacts, make_plan
 from tests.hardware.machines import machine
 from tests.toys import Toy, TwoGroups
@@ -171,6 +174,47 @@ def test_what_differs_each_time_is_named_and_left_out() -> None:
     assert any("the field 'noise' of the training samples" in note for note in notes)
 
 
+class OnDisk:
+    """Fixed-size records behind one file handle, which is opened at once or with the first sample."""
+
+    def __init__(self, path: Path, *, lazy: bool) -> None:
+        self.path, self.file = path, None if lazy else path.open("rb")
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> float:
+        self.file = self.file or self.path.open("rb")
+        self.file.seek(1000 * index)
+        return float(self.file.read(1000).split()[0])
+
+    def __del__(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_file_that_workers_would_read_through_one_handle_is_noticed(tmp_path: Path, lazy: bool) -> None:
+    class Filed(Toy):
+        opened = 0
+
+        def datasets(self) -> Datasets:
+            self.opened += 1
+            return Datasets(OnDisk(tmp_path / "records", lazy=lazy))
+
+    (tmp_path / "records").write_bytes(b"".join(f"{n} ".encode().ljust(1000) for n in range(40)))
+    task = Filed()
+    found = prepare(task, {"hardware": {"selected_devices": ["cpu"]}, "data": {"num_workers": 2}})
+    assert (found.facts.read_file is None) == found.facts.opens_files == lazy
+    assert task.opened == 1 + lazy
+    if lazy:
+        assert found.datasets.train.file is None, "each worker opens it itself"
+    assert any("share the position in" in note for note in found.plan.notes) != lazy
+    default = prepare(task, {"hardware": {"selected_devices": ["cpu"]}}).plan
+    assert lazy or default.loader.num_workers == 0
+    assert found.facts.fingerprint == inspect_task(task, task.datasets(), "it").fingerprint
+
+
 def test_the_samples_of_a_step_are_hashed_alike_however_they_are_divided() -> None:
     """By ``verify``; of a type that NumPy lacks, too."""
     values = torch.linspace(-2, 2, 24).reshape(4, 6).bfloat16()
@@ -202,7 +246,7 @@ def test_quick_samples_need_no_process_beside_a_step_on_the_cpu(device: str, qui
     plan = make_plan(resolve({}), placement, facts, cores=4)
     assert plan.loader.num_workers == workers
     (reason,) = [choice.reason for choice in plan.choices if choice.name == "loader"]
-    assert ("quickly made" in reason) == (workers == 0)
+    assert ("less time than another process" in reason) == (workers == 0)
 
 
 class ByValue(Toy):

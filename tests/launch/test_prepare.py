@@ -98,7 +98,7 @@ def begin_as_rank(settings: dict[str, Any]) -> None:
     """What rank 0 of a torchrun does when the ranks have agreed on a new run."""
     task, config = settle(Toy, settings)
     keeping = Keeping("run-00000000", Path("run").absolute(), (0,), 0, {})
-    _lay_down(keeping, task, config, place(config, World()), task.datasets(), None)
+    _lay_down(keeping, task, config, place(config, World()), task.datasets(), None, accept_data=False)
 
 
 def test_threads_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

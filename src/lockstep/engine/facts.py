@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import random
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +57,9 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         check_dataset(getattr(datasets, split), split)
     model, given = blueprint(task), task.lengths()
     lengths = None if given is None else hash_lengths(check_lengths(given, len(datasets.train)))
+    before = _files_read()
     text, unstable = examined(datasets.train)
+    after = _files_read()
     return TaskFacts(
         name=name,
         train_samples=len(datasets.train),
@@ -70,7 +75,22 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         monitor=_monitor_of(task),
         fingerprint=text + (f":{lengths}" if lengths else ""),
         unstable=unstable,
+        read_file=next((name for key, (name, _) in before.items() if after.get(key, before[key]) != before[key]), None),
+        opens_files=bool(after.keys() - before.keys()),
     )
+
+
+def _files_read() -> dict[tuple[str, str], tuple[str, str]]:
+    """Files that are open for reading, by descriptor and name: name and position. Empty where there is no /proc."""
+    found: dict[tuple[str, str], tuple[str, str]] = {}
+    with contextlib.suppress(OSError):
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                number, file = link.name, link.readlink()
+                _, position, _, flags, *_ = Path(f"/proc/self/fdinfo/{number}").read_text(encoding="ascii").split()
+                if int(flags, 8) & os.O_ACCMODE == os.O_RDONLY and int(number) > 2 and file.is_file():
+                    found[number, str(file)] = str(file), position
+    return found
 
 
 def check_dataset(dataset: Any, split: str) -> None:

@@ -41,8 +41,8 @@ from torch import Tensor, nn
 from lockstep.config import DebugConfig
 from lockstep.data.loader import Request, Source
 from lockstep.data.randomness import derive_key
-from lockstep.engine.agreement import bit_sum, weights_of
 from lockstep.data.reader import Indices
+from lockstep.engine.agreement import bit_sum, weights_of
 from lockstep.engine.facts import as_array, feed
 from lockstep.engine.loop import StepResult
 from lockstep.engine.update import Update

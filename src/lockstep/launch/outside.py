@@ -172,7 +172,7 @@ def _prepare(
     run = RunDir(keeping.path)
 
     def lay_down() -> tuple[Plan, int, int]:
-        return _lay_down(keeping, task, config, placement, datasets, job, accept_data)
+        return _lay_down(keeping, task, config, placement, datasets, job, accept_data=accept_data)
 
     planned = team.together(lay_down, here=team.me.rank == 0)
     planned = team.collectives.broadcast(planned)
@@ -201,6 +201,7 @@ def _lay_down(
     placement: Placement,
     datasets: Datasets,
     job: str | None,
+    *,
     accept_data: bool,
 ) -> tuple[Plan, int, int]:
     """On rank 0: the plan, the attempt's number, and the step from which it goes on."""

@@ -18,7 +18,7 @@ from lockstep.engine.facts import blueprint, inspect_task
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.placed import stages_of
 from lockstep.engine.resume import restoring
-from lockstep.engine.source import data_settings, open_data
+from lockstep.engine.source import data_settings, open_data, open_datasets
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
@@ -139,6 +139,8 @@ def plan_for(
         devices: what the machine has; ``None`` looks.
     """
     facts = inspect_task(task, datasets, config.task.name)
+    if facts.opens_files:  # a worker must open them itself: through ours, all would share one position
+        datasets = open_datasets(task, config)
     if _may_divide(config, placement, facts):
         placement = divide_if_needed(placement, facts.parameters * _state_bytes(config), devices or detect_devices())
     cores = usable_cores()

@@ -28,6 +28,8 @@ class TaskFacts(_Frozen):
     ``optimizer_lr``: the learning rate of the task's own optimizer, if it has one: of the first group whose is not 0.
     ``monitor``: the task's metric that evaluations are judged by, and its mode. ``fingerprint``: length and content of
     the training data; ``unstable``: the parts of samples that it leaves out, as they differ each time they are read.
+    ``read_file``: a file that the data set has open, whose position moves when a sample is read, so that worker
+    processes would move it for each other. ``opens_files``: reading samples has opened files, which stay open.
     """
 
     name: str
@@ -44,6 +46,8 @@ class TaskFacts(_Frozen):
     monitor: tuple[str, Mode] = ("val_loss", "min")
     fingerprint: str = ""
     unstable: tuple[str, ...] = ()
+    read_file: str | None = None
+    opens_files: bool = False
 
 
 class ResumePoint(_Frozen):

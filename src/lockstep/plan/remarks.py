@@ -74,12 +74,17 @@ def _changed(section: str, settings: BaseModel, *names: str) -> list[str]:
     return [f"{section}.{name}" for name in names or fields if getattr(settings, name) != fields[name].default]
 
 
-def data_notes(facts: TaskFacts, resume: ResumePoint | None) -> Iterator[str]:
+def data_notes(facts: TaskFacts, resume: ResumePoint | None, workers: int) -> Iterator[str]:
     """What a resume cannot compare, and what it was asked to accept."""
     if facts.unstable:
         yield (
             f"Not the same each time it is read: {', '.join(facts.unstable)} of the training samples. A resume cannot "
             "see whether that changed. Draws from random, numpy.random or torch's global generator are repeatable."
+        )
+    if facts.read_file is not None and workers:
+        yield (
+            f"Warning: {workers} loader worker(s) share the position in {facts.read_file}, which the data set has "
+            "open, and may read wrong samples, as in a DataLoader. Open the file in __getitem__, on the first call."
         )
     if resume is not None and resume.accept_data and resume.fingerprint not in (None, facts.fingerprint):
         yield (

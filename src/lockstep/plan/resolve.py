@@ -80,7 +80,7 @@ def make_plan(
         mode=mode,
         accepted_data=resume.fingerprint if resume and resume.accept_data else None,
         choices=tuple(choices if facts.loader is None else _choices_of_loader(choices, facts.loader)),
-        notes=(*_notes(config, placement, facts, batch, order, course, resume), *of_module),
+        notes=(*_notes(config, placement, facts, batch, order, course, resume, loader), *of_module),
     )
 
 
@@ -183,6 +183,7 @@ def _loader(
     workers, reason = choose_workers(
         d,
         whole_batches=facts.whole_batches,
+        read_file=facts.read_file,
         quick_on_cpu=facts.quick_samples and placement.accelerator == "cpu",
         cores=cores,
         local_ranks=_local_ranks(placement),
@@ -229,11 +230,12 @@ def _notes(
     order: OrderPlan,
     course: Course,
     resume: ResumePoint | None,
+    loader: LoaderPlan,
 ) -> list[str]:
     of_lr = course.notes if facts.loader is None else ()  # a module's learning rate is its own
     of_order = order_note(config.data, order, batch.global_batch)
     notes = [*placement.notes, *of_lr, *filter(None, (of_order,)), *_resume_notes(resume, batch)]
-    notes += data_notes(facts, resume)
+    notes += data_notes(facts, resume, loader.num_workers)
     notes += strategy_notes(config, placement, batch)
     notes += optimizer_notes(config, facts)
     if facts.has_batchnorm and placement.strategy == "dp":

@@ -63,6 +63,7 @@ def choose_workers(
     *,
     whole_batches: bool,
     quick_on_cpu: bool,
+    read_file: str | None = None,
     cores: int,
     local_ranks: int,
     measured: Recommendation | str | None,
@@ -72,6 +73,7 @@ def choose_workers(
     Args:
         whole_batches: the data set gives whole batches from memory.
         quick_on_cpu: samples are quickly made, and the step computes on the CPU.
+        read_file: an open file of the data set whose position its processes would share.
         cores: CPU cores that this node may use.
         measured: what was found by measuring for ``data.num_workers: auto``, or why nothing was.
     """
@@ -80,9 +82,11 @@ def choose_workers(
     if data.num_workers == "auto" and isinstance(measured, Recommendation):
         return measured.num_workers, f"measured: {measured.reason}"
     if whole_batches:
-        workers, reason = 0, "the data set gives whole batches from memory; a thread gathers ahead of the step"
+        workers, reason = 0, "the data set gives whole batches from memory"
+    elif read_file is not None:
+        workers, reason = 0, f"worker processes would share the position in {read_file}, which the data set has open"
     elif quick_on_cpu:
-        workers, reason = 0, "samples are quickly made: a thread does it, and leaves the cores to the step"
+        workers, reason = 0, "a sample is made in less time than another process needs to hand it over"
     else:
         workers = automatic_workers(cores, local_ranks)
         reason = f"{cores} cores shared by {local_ranks} rank(s), at most 4 each, one core left for the step"
