@@ -25,18 +25,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pace.pacer import Clocks, Contestant
-from pace.workload import MODELS, Workload
+from pace.pacer import Clocks, started
+from pace.workload import MODELS
 from report import header, ratios, write_json
 
 #: The loops, and the package that each needs.
@@ -75,23 +73,6 @@ def contest(sides: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
 
 def _median_us(seconds: Iterable[float]) -> float:
     return round(statistics.median(seconds) * 1e6, 1)
-
-
-@contextlib.contextmanager
-def started(sides: Sequence[str], settings: dict[str, Any]) -> Iterator[dict[str, Contestant]]:
-    here = Path(__file__).resolve().parent
-    path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    if settings["device"] == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        contestants = {}
-        for side in sides:
-            home = Path(folder) / side
-            home.mkdir()
-            workload = Workload(side=side, socket=str(home / "pace"), folder=str(home), **settings)
-            contestants[side] = stack.enter_context(contextlib.closing(Contestant(workload, environment)))
-        yield contestants
 
 
 def clippings(wanted: str, model: str, ranks: int) -> list[bool]:

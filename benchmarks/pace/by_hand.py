@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from pace.catalogue import DATASETS, padded, unpacked
 from pace.pacer import Pacer
 from pace.workload import INTERVAL, MAX_NORM, Workload, is_main
 
@@ -26,11 +27,23 @@ def run(workload: Workload) -> None:
 
 def loader(workload: Workload, *, sharded: bool = True) -> DataLoader[Any]:
     """The usual one. ``sharded``: with a sampler for several ranks, where no library brings its own."""
+    if workload.dataset is not None:
+        return _of_catalogue(workload)
     dataset = TensorDataset(*workload.data())
     pin = workload.device != "cpu"
     if workload.ranks == 1 or not sharded:
         return DataLoader(dataset, workload.batch, shuffle=True, pin_memory=pin)
     return DataLoader(dataset, workload.batch, sampler=DistributedSampler(dataset), pin_memory=pin)
+
+
+def _of_catalogue(workload: Workload) -> DataLoader[Any]:
+    dataset = DATASETS[workload.dataset or ""][0](workload)
+    several = {"sampler": DistributedSampler(dataset)} if workload.ranks > 1 else {"shuffle": True}
+    workers = workload.workers or 0
+    collate = padded if workload.dataset == "ragged" else None
+    return DataLoader(
+        dataset, workload.batch, num_workers=workers, persistent_workers=workers > 0, collate_fn=collate, **several
+    )
 
 
 def endless(batches: DataLoader[Any]) -> Iterator[Any]:
@@ -49,8 +62,9 @@ def _train(workload: Workload, model: nn.Module, batches: Iterable[Any]) -> None
     optimizer = workload.optimizer(model.parameters())
     pacer = Pacer(workload, speaks=is_main())
     device, moves = workload.torch_device, workload.device != "cpu"
-    reads = workload.side == "hand"
-    for step, (inputs, labels) in zip(range(1, workload.total_steps + 1), batches, strict=False):
+    reads = workload.side.startswith("hand")
+    for step, batch in zip(range(1, workload.total_steps + 1), batches, strict=False):
+        inputs, labels = batch if workload.dataset is None else unpacked(batch)
         if moves:
             inputs, labels = inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()

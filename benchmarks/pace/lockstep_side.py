@@ -13,6 +13,7 @@ import lockstep
 from lockstep import Datasets, Loss, Task
 from lockstep.data.arrays import ArrayDataset
 from lockstep.engine.task import TaskConfig
+from pace.catalogue import DATASETS, padded, unpacked
 from pace.pacer import Pacer
 from pace.workload import CLASSES, INTERVAL, LR, MAX_NORM, Workload, read_workload
 
@@ -22,13 +23,16 @@ class Paced(Task):
         workload: str = ""
 
     def datasets(self) -> Datasets:
-        return Datasets(ArrayDataset(*read_workload(self.config.workload).data()))
+        workload = read_workload(self.config.workload)
+        if workload.dataset is None:
+            return Datasets(ArrayDataset(*workload.data()))
+        return Datasets(DATASETS[workload.dataset][0](workload))
 
     def model(self) -> nn.Module:
         return read_workload(self.config.workload).build()
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        inputs, labels = batch
+        inputs, labels = unpacked(batch)
         return Loss(nn.functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels))
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
@@ -43,13 +47,19 @@ class Paced(Task):
         return [(lambda result, model: pacer.tick(result.step), INTERVAL)]
 
 
+class Padded(Paced):
+    def collate(self, samples: Any) -> Any:
+        return padded(samples)
+
+
 def run(workload: Workload) -> None:
     lockstep.train(
-        "pace.lockstep_side:Paced",
+        "pace.lockstep_side:Padded" if workload.dataset == "ragged" else "pace.lockstep_side:Paced",
         {
             "save_dir": f"{workload.folder}/run",
             "task": {"workload": workload.as_json()},
             "hardware": {"selected_devices": [workload.device] * workload.ranks},
+            "data": {"num_workers": workload.workers},
             "training": {
                 "epochs": 10**6,
                 "max_steps": workload.total_steps,

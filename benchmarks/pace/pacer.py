@@ -15,9 +15,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,7 +82,7 @@ class Contestant:
         listener.bind(workload.socket)
         listener.listen(1)
         listener.settimeout(1.0)
-        several = workload.ranks > 1 and workload.side != "lockstep"  # which starts its ranks itself
+        several = workload.ranks > 1 and not workload.side.startswith("lockstep")  # which starts its ranks itself
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={workload.ranks}", "-m"]
         command = [sys.executable, "-m", *(launcher if several else []), "pace.worker", workload.as_json()]
         with self._log.open("wb") as log:
@@ -130,3 +132,24 @@ class Contestant:
     def _failure(self) -> SystemExit:
         text = self._log.read_text(errors="replace")[-4000:]
         return SystemExit(f"{self._workload.side} on {self._workload.ranks} rank(s) failed:\n{text}")
+
+
+@contextlib.contextmanager
+def started(
+    sides: Sequence[str], settings: dict[str, Any], workers: Mapping[str, int | None] | None = None
+) -> Iterator[dict[str, Contestant]]:
+    """The contestants by side. ``workers``: loader processes of each."""
+    here = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    if settings["device"] == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        contestants = {}
+        for side in sides:
+            home = Path(folder) / side
+            home.mkdir()
+            own = {"side": side, "socket": str(home / "pace"), "folder": str(home)}
+            workload = Workload(**settings, **own, workers=(workers or {}).get(side))
+            contestants[side] = stack.enter_context(contextlib.closing(Contestant(workload, environment)))
+        yield contestants

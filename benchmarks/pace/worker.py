@@ -13,7 +13,8 @@ from pace.workload import read_workload
 def main() -> None:
     torch.set_num_threads(1)
     workload = read_workload(sys.argv[1])
-    home = f"{workload.side}_side" if workload.side in ("lightning", "fabric", "accelerate", "lockstep") else "by_hand"
+    side = workload.side.rstrip("012")  # loader processes, in the contest of data sets
+    home = f"{side}_side" if side in ("lightning", "fabric", "accelerate", "lockstep") else "by_hand"
     importlib.import_module(f"pace.{home}").run(workload)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

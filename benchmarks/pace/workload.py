@@ -33,7 +33,8 @@ MODELS: dict[str, tuple[tuple[int, int], type[nn.Module]]] = {
 class Workload:
     """One contest: ``rounds`` blocks of ``steps`` timed steps.
 
-    ``batch`` is per rank; ``socket``: where the pace is set; ``folder``: for what a loop writes.
+    ``batch`` is per rank; ``socket``: where the pace is set; ``folder``: for what a loop writes; ``dataset``: one of
+    :mod:`pace.catalogue`, and ``workers``, its loader processes (``None``: the loop's own choice); else both are plain.
     """
 
     side: str
@@ -46,6 +47,13 @@ class Workload:
     folder: str
     batch: int = 32
     device: str = "cpu"
+    dataset: str | None = None
+    workers: int | None = None
+
+    @property
+    def samples(self) -> int:
+        """In an epoch."""
+        return BLOCKS_IN_EPOCH * self.period * self.batch * self.ranks
 
     @property
     def period(self) -> int:
@@ -67,10 +75,9 @@ class Workload:
     def data(self) -> tuple[Tensor, Tensor]:
         """An epoch's samples and labels, in host memory."""
         generator = torch.Generator().manual_seed(0)
-        samples = BLOCKS_IN_EPOCH * self.period * self.batch * self.ranks
         shape, _ = MODELS[self.model]
-        labels = torch.randint(0, CLASSES, (samples,), generator=generator)
-        return torch.randn(samples, *shape, generator=generator), labels
+        labels = torch.randint(0, CLASSES, (self.samples,), generator=generator)
+        return torch.randn(self.samples, *shape, generator=generator), labels
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=LR, fused=True)

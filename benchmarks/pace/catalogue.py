@@ -1,0 +1,223 @@
+"""Data sets as users bring them. Each gives inputs that begin with the MLP's 561 numbers, and a label."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import wave
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from lockstep.data.arrays import ArrayDataset
+from pace.workload import Workload
+
+FEATURES = 561
+#: Files on disk; a sample is one of them, by its index.
+FILES = 256
+
+
+class Rows:
+    """A class with ``__getitem__`` over NumPy arrays."""
+
+    def __init__(self, workload: Workload) -> None:
+        inputs, labels = workload.data()
+        self.inputs, self.labels = inputs.numpy(), labels.numpy()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.labels[index]
+
+
+class Dictionaries(Rows):
+    def __init__(self, workload: Workload) -> None:
+        self.inputs, self.labels = workload.data()  # type: ignore[assignment]
+
+    def __getitem__(self, index: int) -> Any:
+        return {"inputs": self.inputs[index], "labels": self.labels[index]}
+
+
+class Worked(Rows):
+    """About 40 µs of NumPy work a sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.inputs[index]
+        for _ in range(6):
+            row = np.tanh(row)
+        return row, self.labels[index]
+
+
+class Augmented(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index] * np.float32(random.uniform(0.9, 1.1)), self.labels[index]
+
+
+class Keyed(Rows):
+    """Lockstep's own way; a DataLoader gets what comes closest to it."""
+
+    def sample(self, index: int, rng: np.random.Generator) -> Any:
+        return self.inputs[index] * np.float32(rng.uniform(0.9, 1.1)), self.labels[index]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index, np.random.default_rng(index))
+
+
+class Ragged(Rows):
+    """Lists of many lengths, which a collator pads."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"inputs": self.inputs[index, 0, : 300 + index % 262], "label": int(self.labels[index])}
+
+
+class Mapped(Rows):
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        np.save(Path(workload.folder) / "inputs.npy", self.inputs)
+        self.inputs = np.load(Path(workload.folder) / "inputs.npy", mmap_mode="r")
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.from_numpy(np.array(self.inputs[index])), self.labels[index]
+
+
+class Large(Rows):
+    """A megabyte a sample."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        self.inputs = np.random.default_rng(0).random((64, 1, 2**18), dtype=np.float32)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index % 64], self.labels[index]
+
+
+class Images(Rows):
+    """PNG files, decoded by PIL."""
+
+    def __init__(self, workload: Workload) -> None:
+        from PIL import Image
+
+        super().__init__(workload)
+        self.folder, noise = Path(workload.folder), np.random.default_rng(0)
+        for number in range(FILES):
+            pixels = noise.integers(0, 256, (17, 33), dtype=np.uint8)
+            Image.fromarray(pixels).save(self.folder / f"{number}.png")
+
+    def __getitem__(self, index: int) -> Any:
+        from PIL import Image
+
+        with Image.open(self.folder / f"{index % FILES}.png") as image:
+            pixels = np.asarray(image, dtype=np.float32) / 255
+        return pixels.reshape(1, FEATURES), self.labels[index]
+
+
+class Audio(Rows):
+    """WAV files of a second."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        self.folder, noise = Path(workload.folder), np.random.default_rng(0)
+        for number in range(FILES):
+            with wave.open(str(self.folder / f"{number}.wav"), "wb") as file:
+                file.setparams((1, 2, 16_000, 0, "NONE", ""))
+                file.writeframes(noise.integers(-3000, 3000, 16_000, dtype=np.int16).tobytes())
+
+    def __getitem__(self, index: int) -> Any:
+        with wave.open(str(self.folder / f"{index % FILES}.wav"), "rb") as file:
+            sound = np.frombuffer(file.readframes(16_000), dtype=np.int16)
+        return sound[None].astype(np.float32) / 32768, self.labels[index]
+
+
+class Table(Rows):
+    """Rows of a pandas frame."""
+
+    def __init__(self, workload: Workload) -> None:
+        import pandas
+
+        super().__init__(workload)
+        self.frame = pandas.DataFrame(self.inputs[:, 0])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.frame.iloc[index].to_numpy()[None], self.labels[index]
+
+
+class Hdf5(Rows):
+    """Opened with the first sample, as h5py's users do."""
+
+    def __init__(self, workload: Workload) -> None:
+        import h5py
+
+        super().__init__(workload)
+        self.path, self.file = Path(workload.folder) / "inputs.h5", None
+        with h5py.File(self.path, "w") as file:
+            file["inputs"] = self.inputs
+
+    def __getitem__(self, index: int) -> Any:
+        import h5py
+
+        self.file = self.file or h5py.File(self.path)
+        return self.file["inputs"][index], self.labels[index]
+
+
+def hugging_face(workload: Workload) -> Any:
+    here = str(Path(__file__).resolve().parents[1])
+    sys.path[:] = [folder for folder in sys.path if folder != here]  # where there is another datasets.py
+    from datasets import Dataset
+
+    inputs, labels = workload.data()
+    return Dataset.from_dict({"inputs": inputs[:4000].numpy(), "labels": labels[:4000]}).with_format("torch")
+
+
+#: By name: how it is opened, and the package that it needs.
+DATASETS: dict[str, tuple[Callable[[Workload], Any], str]] = {
+    "tensors": (lambda workload: TensorDataset(*workload.data()), "torch"),
+    "class": (Rows, "numpy"),
+    "dictionaries": (Dictionaries, "torch"),
+    "arrays": (lambda workload: ArrayDataset(*workload.data()), "torch"),
+    "worked": (Worked, "numpy"),
+    "images": (Images, "PIL"),
+    "audio": (Audio, "wave"),
+    "table": (Table, "pandas"),
+    "ragged": (Ragged, "numpy"),
+    "mapped": (Mapped, "numpy"),
+    "hdf5": (Hdf5, "h5py"),
+    "augmented": (Augmented, "numpy"),
+    "large": (Large, "numpy"),
+    "keyed": (Keyed, "numpy"),
+    "subset": (lambda workload: Subset(Rows(workload), range(workload.samples)), "numpy"),  # type: ignore[arg-type]
+    "huggingface": (hugging_face, "datasets"),
+}
+
+
+def present(names: Sequence[str]) -> list[str]:
+    def is_there(package: str) -> bool:
+        if package != "datasets":
+            return find_spec(package) is not None
+        with contextlib.suppress(PackageNotFoundError):  # its module has the name of a benchmark
+            return bool(version(package))
+        return False
+
+    return [name for name in names if is_there(DATASETS[name][1])]
+
+
+def padded(samples: Sequence[Any]) -> Any:
+    """The collator of ragged samples."""
+    inputs = torch.zeros(len(samples), 1, FEATURES)
+    for row, sample in zip(inputs, samples, strict=True):
+        row[0, : len(sample["inputs"])] = torch.from_numpy(sample["inputs"])
+    return inputs, torch.tensor([sample["label"] for sample in samples])
+
+
+def unpacked(batch: Any) -> tuple[Tensor, Tensor]:
+    """Inputs of shape (n, 1, 561) and labels."""
+    inputs, labels = batch.values() if isinstance(batch, dict) else batch
+    return inputs[..., :FEATURES], labels
