@@ -47,3 +47,14 @@ def test_a_run_that_ends_within_its_warm_up_says_so() -> None:
     assert notes(training={"epochs": 3}, scheduler={"warmup_epochs": 2}) == []
     assert notes(training={"epochs": 1}, scheduler={"warmup_epochs": 0}) == []
     assert notes(training={"epochs": 1}, scheduler={"warmup_epochs": 2}, debug={"fast_dev_run": True}) == []
+
+
+def test_the_default_warm_up_takes_at_most_a_tenth_of_the_run() -> None:
+    def warmup(**changes: Any) -> int:
+        return resolve_course(resolve(changes), BATCH, None, None).schedule.warmup_steps
+
+    steps = BATCH.steps_per_epoch
+    assert warmup(training={"epochs": 40}) == 2 * steps
+    assert warmup(training={"epochs": 2}) == 2 * steps // 10
+    assert warmup(training={"max_steps": 5}) == 0
+    assert warmup(training={"epochs": 2}, scheduler={"warmup_epochs": 1}) == steps

@@ -22,6 +22,7 @@ def test_each_configuration_is_valid_and_holds_the_recommended_values(
     assert config.hardware.selected_devices == tuple(f"gpu:{index}" for index in range(gpus))
     assert config.training.batch_size * gpus == global_batch
     assert (config.optimizer.lr, config.scheduler.warmup_epochs) == (lr, warmup)
+    assert global_batch == (config.optimizer.base_batch_size or config.training.batch_size)
     assert (config.training.epochs, config.training.early_stopping_patience) == (20, 7)
 
 

@@ -134,7 +134,10 @@ class Settings:
     warmup_epochs: Annotated[
         float | None,
         Overrides("scheduler.warmup_epochs"),
-        _flag("Linear warm-up of the learning rate, in epochs (fractions allowed). Default: 2.", _TRAINING),
+        _flag(
+            "Linear warm-up of the learning rate, in epochs (fractions allowed). Default: 2, up to a tenth of the run.",
+            _TRAINING,
+        ),
     ] = None
     weight_decay: Annotated[
         float | None,

@@ -151,7 +151,9 @@ class SchedulerConfig(Section):
     name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant"] = Field(
         "cosine", description="how the learning rate goes on after the warm-up"
     )
-    warmup_epochs: float = Field(2.0, ge=0, description="linear warm-up, in epochs (fractions allowed)")
+    warmup_epochs: float | None = Field(
+        None, ge=0, description="linear warm-up, in epochs (fractions allowed); unset: 2, at most a tenth of the run"
+    )
     warmup_steps: int | None = Field(
         None, ge=0, description="linear warm-up, in optimizer steps; wins over warmup_epochs"
     )

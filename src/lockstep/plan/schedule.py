@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict
 
 from lockstep.config import SchedulerConfig
 
+#: Length of the warm-up where nobody sets it, in epochs.
+WARMUP_EPOCHS = 2
+
 
 class Schedule(BaseModel):
     """``at(step)`` gives the learning rate of the step that follows ``step`` finished ones.
@@ -81,6 +84,9 @@ def resolve_schedule(
     """The schedule of a run and the reason of its warm-up length."""
     if config.warmup_steps is not None:
         warmup, reason = config.warmup_steps, f"warm-up over {config.warmup_steps} steps, as configured"
+    elif config.warmup_epochs is None:
+        warmup = min(round(WARMUP_EPOCHS * steps_per_epoch), total_steps // 10)
+        reason = f"warm-up over {warmup} steps: {WARMUP_EPOCHS} epochs of {steps_per_epoch}, at most a tenth of the run"
     else:
         warmup = round(config.warmup_epochs * steps_per_epoch)
         reason = f"warm-up over {config.warmup_epochs:g} epochs of {steps_per_epoch} steps"

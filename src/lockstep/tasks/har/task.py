@@ -70,7 +70,7 @@ class HarTask(Task):
     defaults: ClassVar[Mapping[str, Any]] = {
         "training": {"epochs": 30, "batch_size": 32, "max_grad_norm": 1.0, "early_stopping_patience": 15},
         "optimizer": {"name": "adamw", "lr": 2e-3, "weight_decay": 1e-2},
-        "scheduler": {"name": "cosine", "warmup_epochs": 2},
+        "scheduler": {"name": "cosine"},
         "telemetry": {"log_interval": 50},
     }
     monitor = ("val_accuracy", "max")
