@@ -6,17 +6,20 @@ import multiprocessing
 import random
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import BucketedOrder
@@ -257,6 +260,24 @@ def test_gathers_ahead_are_bounded_by_their_bytes() -> None:
     groups = list(_groups(source, requests(fast(64, 1, 2, 2), 0, epochs=1)))
     assert [len(group) for group in groups[:4]] == [1, 2, 2, 2]
     assert sum(map(len, groups)) == 32
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, ArrayDataset])
+def test_for_a_gpu_tensors_are_gathered_and_pinned_ahead_of_the_step(
+    monkeypatch: pytest.MonkeyPatch, kind: type[TensorDataset]
+) -> None:
+    threads: set[str] = set()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    pinned: Any = lambda batch: (threads.add(threading.current_thread().name), batch)[1]  # noqa: E731
+    monkeypatch.setattr("lockstep.data.loader._pinned", pinned)
+    plan = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=True)
+    mine = [Request(0, 0, start, start + 8) for start in range(0, 64, 8)]
+    for data, name in ((kind(torch.arange(64)), "lockstep-loader"), (Augmented(64), "MainThread")):
+        threads.clear()
+        source = Source(data, torch.utils.data.default_collate, 5, InOrder())
+        with closing(make_loader(source, mine, plan, 0, largest=8)) as loader:
+            assert [index for batch in loader for index in batch[0].tolist()] == list(range(64))
+        assert threads == {name}
 
 
 class Records:

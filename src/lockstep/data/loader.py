@@ -198,7 +198,8 @@ def make_loader(source: Source, requests: Iterable[Request], plan: LoaderPlan, r
     # A plan may have been made where there was a GPU.
     pin = plan.pin_memory and torch.cuda.is_available()
     small = source.is_at_hand and largest * source.row_bytes <= IN_PLACE_BYTES
-    if source.gathers and (pin or not small):
+    # For a GPU, which computes meanwhile, a thread gathers other tensors ahead, too. On a CPU it would take its cores.
+    if (source.gathers and not small) or (pin and source.reader.gathers_tensors):
         return ThreadLoader(source, requests, depth=plan.prefetch_factor, pin=pin)
     return InPlaceLoader(source, requests, pin=pin)
 

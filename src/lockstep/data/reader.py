@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.draws import batch_words, generators, sample_words
 from lockstep.data.randomness import sample_rng
-from lockstep.data.rows import gather_of, leaf_of, leaves
+from lockstep.data.rows import gather_of, is_hugging_face, leaf_of, leaves
 from lockstep.errors import LockstepError, SampleError
 
 Indices = NDArray[np.int64]
@@ -47,6 +47,11 @@ class Reader:
     def gathers(self) -> bool:
         """Whether batches are rows of tensors."""
         return self._gather is not None
+
+    @property
+    def gathers_tensors(self) -> bool:
+        """Whether those tensors lie ready: a thread may read them beside the step, and beside validation."""
+        return self._gather is not None and not is_hugging_face(self._dataset)
 
     @property
     def gives_whole_batches(self) -> bool:

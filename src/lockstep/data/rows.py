@@ -54,7 +54,7 @@ def gather_of(dataset: Any, collate: Any) -> Gather | None:
         return lambda indices: tuple(_gathered(dataset, indices))
     if collate is not default_collate:
         return None
-    if type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] == "torch":
+    if is_hugging_face(dataset) and dataset.format["type"] == "torch":
         return lambda indices: _hugging_face(dataset, indices)
     rows = [_rows(leaf) for leaf in leaves(dataset)]
     if None in rows or len({tuple(map(_kind, tensors)) for tensors in rows if tensors is not None}) != 1:
@@ -65,6 +65,10 @@ def gather_of(dataset: Any, collate: Any) -> Gather | None:
     if alone == {True}:
         return lambda indices: _gathered(dataset, indices)[0]
     return lambda indices: _gathered(dataset, indices)
+
+
+def is_hugging_face(dataset: Any) -> bool:
+    return type(dataset).__module__ == "datasets.arrow_dataset" and type(dataset).__name__ == "Dataset"
 
 
 def _rows(leaf: Any) -> tuple[Tensor, ...] | None:
