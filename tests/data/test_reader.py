@@ -171,6 +171,17 @@ def gathered() -> dict[str, Any]:
     }
 
 
+def test_a_hugging_face_data_set_in_torch_format_is_gathered() -> None:
+    """Where that package is installed."""
+    data = pytest.importorskip("datasets").Dataset.from_dict({"x": [[1.5, n] for n in range(9)], "y": list(range(9))})
+    data = data.with_format("torch")
+    reader = Reader(data, default_collate, 3)
+    batch, expected = reader.batch(0, np.array([5, 0]), 0), default_collate([data[5], data[0]])
+    assert reader.gathers
+    assert batch.keys() == expected.keys()
+    assert all(torch.equal(batch[name], expected[name]) and batch[name].dtype == expected[name].dtype for name in batch)
+
+
 @pytest.mark.parametrize("name", gathered())
 def test_a_gather_gives_what_default_collate_makes_of_the_samples(name: str) -> None:
     data = gathered()[name]

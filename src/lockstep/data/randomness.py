@@ -70,9 +70,9 @@ def _seed_numpy(key: int) -> None:
 def worker_init(seed: int, rank: int, epoch: int = 0) -> WorkerInit:
     """The ``worker_init_fn`` of a rank's ``DataLoader``.
 
-    It is for code that draws from the global generators: distinct for every rank and worker, the
-    same when the run is repeated. Such code cannot be the same on another number of workers; a data
-    set with ``sample(index, rng)`` can. A loader made anew for an epoch passes ``epoch``, or its
-    workers would draw the same numbers in each.
+    It is for code that draws from the global generators outside of what :mod:`lockstep.data.reader` keys by sample, as
+    the loaders of a ``LightningModule`` do: distinct for every rank and worker, the same when the run is repeated, but
+    not on another number of workers. A new loader for each epoch passes ``epoch``, or its workers would draw the same
+    numbers in each.
     """
     return WorkerInit(seed, rank, epoch)

@@ -55,10 +55,10 @@ class Reader:
 
     @property
     def gives_whole_batches(self) -> bool:
-        """Whether a batch is one gather. May read a sample."""
+        """Whether a batch is one gather from memory. May read a sample."""
         if self._gather is None and self._has_items and self._gives_list is None:
             self._item(0, 0)
-        return self.gathers or self._gives_list is False
+        return self.gathers_tensors or self._gives_list is False
 
     def batch(self, epoch: int, indices: Indices, position: int) -> Any:
         """The samples ``indices`` as a batch, which begins at ``position`` of ``epoch``.
