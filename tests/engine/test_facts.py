@@ -26,6 +26,7 @@ from lockstep.engine.facts import (
     has_quick_samples,
     inspect_task,
     optimizer_lr,
+    refuse_meta,
     same_data,
 )
 from lockstep.engine.trace import TracedSource
@@ -276,3 +277,36 @@ def test_a_monitor_without_a_direction_is_refused() -> None:
 
     with pytest.raises(TaskError, match="the mode 'highest'"):
         inspect_task(Odd(), Odd().datasets(), "odd")
+
+
+class Keeping(Toy):
+    """Keeps its model, one of its layers, and another in a list, and trains the layer that it has kept."""
+
+    net: Any = None
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.layers: list[Any] = []
+
+    def model(self) -> torch.nn.Module:
+        if self.net is None:
+            self.net = super().model()
+            self.head = self.net[4]
+            self.layers.append(self.net[0])
+        return self.net
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.head.parameters(), lr=0.25)
+
+
+def test_what_a_task_keeps_of_its_model_has_memory() -> None:
+    task = Keeping()
+    assert inspect_task(task, task.datasets(), "keeping").optimizer_lr == 0.25
+    assert blueprint(task)[0].weight.is_meta
+    assert task.net is None and task.layers == []
+    assert not task.model()[0].weight.is_meta and len(task.layers) == 1
+
+
+def test_a_model_without_memory_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"0\.weight of the task's model is on the meta device"):
+        refuse_meta(blueprint(Toy()))

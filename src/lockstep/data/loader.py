@@ -21,6 +21,7 @@ import torch
 
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import deal
+from lockstep.data.nested import mapped
 from lockstep.data.reader import Collate, Indices, Reader
 from lockstep.data.workers import WorkerLoader
 from lockstep.plan import BatchPlan, LoaderPlan
@@ -286,6 +287,4 @@ def _as_is(batch: Any) -> Any:
 
 
 def _pinned(batch: Any) -> Any:
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    return pin_memory(batch)
+    return mapped(batch, lambda leaf: leaf.pin_memory(), "pin_memory")

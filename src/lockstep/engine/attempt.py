@@ -22,6 +22,7 @@ from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives, shared
 from lockstep.engine.divide import divide
 from lockstep.engine.evaluate import train_mode
+from lockstep.engine.facts import refuse_meta
 from lockstep.engine.fit import Fit, TimedBatches
 from lockstep.engine.fused import compiler_not_imported
 from lockstep.engine.lightning_task import ModuleTask
@@ -188,6 +189,7 @@ def assemble(
     task.context = Context(state)
     seed_everything(plan.seed)  # whatever the data drew before
     model = task.model()
+    refuse_meta(model)
     if snapshot is None:
         load_initial_weights(model, config.init_from, collectives)
     if plan.sync_batchnorm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import random
@@ -55,7 +56,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         )
     for split in ("train", "val", "test"):
         check_dataset(getattr(datasets, split), split)
-    model, given = blueprint(task), task.lengths()
+    trial, given = trial_of(task), task.lengths()
+    model = on_meta(trial)
     lengths = None if given is None else hash_lengths(check_lengths(given, len(datasets.train)))
     before = _files_read()
     text, unstable = examined(datasets.train)
@@ -71,7 +73,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         quick_samples=has_quick_samples(datasets.train),
         lengths=lengths,
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
-        optimizer_lr=optimizer_lr(task, model),
+        optimizer_lr=optimizer_lr(trial, model),
         monitor=_monitor_of(task),
         fingerprint=text + (f":{lengths}" if lengths else ""),
         unstable=unstable,
@@ -116,6 +118,22 @@ def check_dataset(dataset: Any, split: str) -> None:
 
 def blueprint(task: Task) -> nn.Module:
     """The model without its memory where possible: many models can be built on the meta device."""
+    return on_meta(trial_of(task))
+
+
+def trial_of(task: Task) -> Task:
+    """A copy of ``task`` that may keep what its ``model()`` makes: the task itself would train a model without memory.
+
+    Containers are copied too, since a layer may be kept in one; what they hold is shared.
+    """
+    trial = copy.copy(task)
+    for name, value in vars(task).items():
+        if type(value) in (list, dict, set):
+            setattr(trial, name, copy.copy(value))
+    return trial
+
+
+def on_meta(task: Task) -> nn.Module:
     with generators_kept():
         try:
             with torch.device("meta"):
@@ -131,6 +149,17 @@ def blueprint(task: Task) -> nn.Module:
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError("the model has no trainable parameters", fix="leave requires_grad on for some parameters")
     return model
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise :class:`TaskError` where a parameter has no memory, since nothing would be trained."""
+    name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if name is not None:
+        raise TaskError(
+            f"the parameter {name} of the task's model is on the meta device",
+            why="model() returned what an earlier call had made to count parameters, or made it there",
+            fix="make a new module in each call of model(), or keep it in an attribute of the task",
+        )
 
 
 def optimizer_lr(task: Task, model: nn.Module) -> float | None:

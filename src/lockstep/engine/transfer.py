@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.data.nested import mapped
+
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Every tensor of a nested batch on ``device``, asynchronously from pinned memory."""
-    return _mapped(batch, lambda leaf: leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf)
+    return mapped(batch, lambda leaf: _moved(leaf, device), "to")
+
+
+def to_host(rows: Any) -> Any:
+    """Every tensor of ``rows`` in host memory, complete on return."""
+    return mapped(rows, lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else _own_move(leaf, "cpu"), "to")
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.to(device, non_blocking=True)
+    kind: Any = type(leaf)
+    if _may_not_block(kind):
+        return _own_move(leaf, device, non_blocking=True)
+    return _own_move(leaf, device)
+
+
+def _own_move(leaf: Any, *place: Any, **how: Any) -> Any:
+    """What an object's ``to`` returns; itself where that moves in place."""
+    moved = leaf.to(*place, **how)
+    return leaf if moved is None else moved
+
+
+@cache
+def _may_not_block(kind: Any) -> bool:
+    parameters = signature(kind.to).parameters.values()
+    return any(p.name == "non_blocking" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
 
 
 class SideStream:
@@ -27,24 +56,14 @@ class SideStream:
 
     def __call__(self, batch: Any) -> Any:
         with torch.cuda.stream(self._stream):
-            moved = _mapped(batch, lambda leaf: to_device(leaf, self._device) if isinstance(leaf, Tensor) else leaf)
+            moved = mapped(batch, lambda leaf: _moved(leaf, self._device) if isinstance(leaf, Tensor) else leaf, "to")
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        return _mapped(moved, lambda leaf: self._handed_over(leaf, current))
+        return mapped(moved, lambda leaf: self._handed_over(leaf, current), "to")
 
     def _handed_over(self, leaf: Any, current: torch.cuda.Stream) -> Any:
         if isinstance(leaf, Tensor):
             # The copying stream's memory: free again only when this one is done with it.
             leaf.record_stream(current)
             return leaf
-        return to_device(leaf, self._device)  # what tensors it holds is its own affair
-
-
-def _mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(batch, dict):
-        return {key: _mapped(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(value, change) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_mapped(value, change) for value in batch)
-    return change(batch)
+        return _moved(leaf, self._device)  # what tensors it holds is its own affair

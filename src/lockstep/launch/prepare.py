@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
-from lockstep.engine.facts import blueprint, inspect_task
+from lockstep.engine.facts import inspect_task, on_meta, trial_of
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.placed import stages_of
 from lockstep.engine.resume import restoring
@@ -150,7 +150,8 @@ def plan_for(
         workers = measure(task, config, placement, plan)
         plan = compute_plan(config, placement, facts, cores=cores, preset=preset, resume=resume, workers=workers)
     if plan.pipelined:
-        stages_of(task, blueprint(task), max(placement.world_size, len(placement.devices)))
+        tried = trial_of(task)
+        stages_of(tried, on_meta(tried), max(placement.world_size, len(placement.devices)))
     return Prepared(task, config, datasets, facts, placement, plan)
 
 
