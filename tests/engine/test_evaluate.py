@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -146,6 +148,74 @@ class Rows:
 class Counted(Scores):
     def metrics(self) -> Rows:
         return Rows()
+
+
+class Boxes(Scores):
+    """Rows that are no tensors; some metrics of every kind of number."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        inputs = batch[0].squeeze(1)
+        return inputs, [f"{value:.3f}" for value in inputs.tolist()], [{"box": value} for value in inputs]
+
+    def metrics(self) -> Any:
+        return Gathered()
+
+
+class Gathered:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.boxes: list[Any] = []
+
+    def update(self, inputs: Tensor, texts: list[str], boxes: list[Any]) -> None:
+        assert len(inputs) == len(texts) == len(boxes)
+        self.texts += texts
+        self.boxes += boxes
+
+    def compute(self) -> dict[str, Any]:
+        values = [f"{float(box['box']):.3f}" for box in self.boxes]
+        known = {"agree": values == self.texts, "nothing": float("nan"), "half": np.float32(0.5)}
+        return {**known, "flag": torch.tensor([True]), "first": self.texts[0]}
+
+
+class Merged(Boxes):
+    """Returns an object of its own for each batch."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+        return SimpleNamespace(rows=super().evaluate(model, batch))
+
+    def merge(self, rows: Any) -> tuple[Any, ...]:
+        inputs, texts, boxes = zip(*(row.rows for row in rows), strict=True)
+        return torch.cat(inputs), [*chain.from_iterable(texts)], [*chain.from_iterable(boxes)]
+
+
+class LossAlone(Task):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        total = (model(batch[0]).squeeze(1) - batch[1]).abs().sum()
+        return Loss(total, torch.tensor([len(batch[1])]))
+
+
+def of_own_types(rank: int, ranks: int) -> list[dict[str, Any]]:
+    """With as many ranks as three, one of them has no chunk."""
+    torch.set_num_threads(1)
+    return [run(rank, ranks, 7, 4, task) for task in (Boxes(), Merged(), LossAlone())]
+
+
+def test_rows_of_any_type_come_in_index_order() -> None:
+    alone = of_own_types(0, 1)
+    boxes, merged, loss = alone
+    assert isinstance(boxes["agree"], float) and isinstance(boxes["flag"], float) and type(boxes["half"]) is float
+    assert (boxes["agree"], boxes["flag"], boxes["half"]) == (1.0, 1.0, 0.5) and boxes["nothing"] != boxes["nothing"]
+    assert repr(merged) == repr(boxes)
+    assert loss == {"loss": boxes["loss"]}, "a count of shape (1,) is one number"
+    assert repr(run_ranks(of_own_types, 3)) == repr([alone] * 3)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(4, 2), ("text",), (torch.tensor(1.0),), ([1, 2],)])
+def test_rows_that_are_not_one_entry_per_sample_are_refused(rows: Any) -> None:
+    task = Scores()
+    task.evaluate = lambda model, batch: rows  # type: ignore[method-assign]
+    with pytest.raises(TaskError, match="one row per sample"):
+        run(0, 1, 3, 3, task)
 
 
 class Nameless(Scores):

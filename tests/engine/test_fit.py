@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep import Callback, Loss, Task
+from lockstep import Callback, Datasets, Loss, Task
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.engine.task import Context
+from lockstep.errors import CheckpointError, TaskError
 from lockstep.launch.evaluation import evaluate_checkpoint
 from lockstep.launch.run import resume
 from lockstep.telemetry.rundir import RunDir
@@ -308,3 +309,98 @@ def test_the_callbacks_of_the_guide_run_and_are_resumed(tmp_path: Path) -> None:
     assert torch.equal(task.seen[0]["backbone.weight"], task.seen[2]["backbone.weight"]), "frozen for two epochs"
     assert not torch.equal(task.seen[2]["backbone.weight"], task.seen[4]["backbone.weight"])
     assert not torch.equal(task.seen[4]["head.weight"], after[-1]["head.weight"]), "the average is evaluated"
+
+
+class Refused(Toy):
+    """Has no validation data; what it returns and what it keeps are set by the test."""
+
+    returned: Any = None
+    kept: Any = 1
+    steps = 0
+
+    def datasets(self) -> Datasets:
+        return Datasets(super().datasets().train)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.steps += 1
+        total, count = super().loss(model, batch)
+        return self.returned(total, count) if self.returned else Loss(total, count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"vocabulary": {"words": [self.kept]}}
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda total, count: total / count, "the task's loss is not a sum and a count"),
+        (lambda total, count: (total.repeat(2), count), "the task's loss total is not a scalar tensor"),
+        (lambda total, count: (total, torch.ones(3)), "the task's loss count is not one number"),
+    ],
+)
+def test_a_loss_is_checked_on_the_first_training_batch(tmp_path: Path, returned: Any, words: str) -> None:
+    task = Refused()
+    task.returned = returned
+    with pytest.raises(TaskError, match=words):
+        trained(tmp_path / "run", task=task)
+    assert task.steps == 1
+
+
+def test_a_count_of_one_element_is_a_number(tmp_path: Path) -> None:
+    task = Refused()
+    task.returned = lambda total, count: (total, torch.tensor([count]))
+    assert trained(tmp_path / "run", task=task).read().status == "completed"
+
+
+@pytest.mark.parametrize("kept", [Path("words"), np.random.default_rng(0), lambda: 1, torch.zeros(1, device="meta")])
+def test_what_cannot_be_saved_is_named_before_the_first_step(tmp_path: Path, kept: Any) -> None:
+    task = Refused()
+    task.kept = kept
+    with pytest.raises(CheckpointError, match="cannot save task/vocabulary/words/0 of the training state") as caught:
+        trained(tmp_path / "run", task=task)
+    assert type(kept).__name__ in str(caught.value)
+    assert task.steps == 0
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class WithExtra(Refused):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Extra(FEATURES, CLASSES))
+
+
+def test_a_model_whose_state_is_no_tensor_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    task = WithExtra()
+    with pytest.raises(CheckpointError, match=r"the model's 0\._extra_state"):
+        trained(tmp_path / "run", task=task)
+    assert task.steps == 0
+
+
+class Showing(Toy):
+    """Evaluates the loss alone, and shows what its model makes of some samples."""
+
+    evaluate, metrics = Task.evaluate, Task.metrics
+    monitor = ("val_loss", "min")
+
+    def remarks(self, model: nn.Module) -> tuple[str, ...]:  # type: ignore[override]
+        assert not model.training and not torch.is_grad_enabled()
+        return (f"{model(torch.zeros(1, FEATURES)).shape}",)
+
+    def pictures(self, model: nn.Module) -> dict[str, Any]:  # type: ignore[override]
+        return {"first": np.zeros((2, len(model)), np.uint8)}
+
+
+def test_a_task_without_metrics_evaluates_its_loss_and_shows_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    telemetry = {"log_interval": 50, "tensorboard": "off", "progress": "plain", "monitor": False}
+    run = trained(tmp_path / "run", task=Showing, telemetry=telemetry)
+    assert {"val_loss"} == {name for name in run.epochs()[0] if name.startswith("val_")}
+    assert "torch.Size([1, 3])" in capsys.readouterr().out
+    assert list((run.path / "pictures").rglob("*first*"))

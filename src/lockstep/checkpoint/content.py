@@ -7,10 +7,13 @@ tests read the files with the library.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import io
 import json
 import os
 import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -92,12 +95,7 @@ def write_model(file: HashingFile, tensors: dict[str, Tensor]) -> dict[str, str]
     first: dict[tuple[Any, ...], str] = {}
     written: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type != "cpu":
-            raise CheckpointError(
-                f"cannot save the model's {name}",
-                why=f"safetensors has no form for a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}",
-                fix="register it as a buffer that is not persistent, or keep it in another dtype",
-            )
+        _check_model_tensor(name, tensor)
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         if tensor.numel() and memory in first:
             aliases[name] = first[memory]
@@ -121,6 +119,84 @@ def write_model(file: HashingFile, tensors: dict[str, Tensor]) -> dict[str, str]
         packed = written[name].detach().resolve_conj().resolve_neg().contiguous()
         file.write(packed.reshape(-1).view(torch.uint8).numpy())
     return aliases
+
+
+def _check_model_tensor(name: str, tensor: Any, devices: Collection[str] = ("cpu",)) -> None:
+    if not isinstance(tensor, Tensor):
+        raise CheckpointError(
+            f"cannot save the model's {name}",
+            why=f"its state_dict() has a {_class_of(tensor)} there, and safetensors has a form for tensors only",
+            fix="return a tensor from get_extra_state(), or keep it in the task's state_dict()",
+        )
+    if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type not in devices:
+        raise CheckpointError(
+            f"cannot save the model's {name}",
+            why=f"safetensors has no form for a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}",
+            fix="register it as a buffer that is not persistent, or keep it in another dtype",
+        )
+
+
+def check_saveable(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
+    """Find out whether a state can be saved and read again; no tensor is copied, and nothing is written.
+
+    Raises:
+        CheckpointError: naming the place and the type of what cannot be saved.
+    """
+    for name, tensor in model.items():
+        _check_model_tensor(name, tensor, ("cpu", "cuda"))
+    try:
+        _read_again(_without_values(trainer))
+    except Exception as error:
+        for place, leaf in _leaves(trainer):
+            try:
+                _read_again(_without_values(leaf))
+            except Exception as own:
+                raise _not_saveable(f"{'/'.join(place)} of the training state", _class_of(leaf), own) from own
+        raise _not_saveable("the training state", _class_of(trainer), error) from error
+
+
+def _not_saveable(what: str, kind: str, error: Exception) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    return CheckpointError(
+        f"cannot save {what}",
+        why=f"it is a {kind}, which torch.load(weights_only=True) does not read again",
+        fix="keep tensors, numbers, text, lists and dicts in the task's and the optimizer's state_dict",
+    )
+
+
+def _class_of(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _without_values(value: Any) -> Any:
+    """What :class:`lockstep.checkpoint.host.HostBuffers` makes of a state, with empty tensors."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.device.type == "meta":
+            raise TypeError(f"a tensor of {value.layout} on {value.device}")
+        return torch.empty(0, dtype=value.dtype)
+    if isinstance(value, Mapping):
+        return {key: _without_values(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_values, value))
+    return copy.deepcopy(value)
+
+
+def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping) or type(value) in (list, tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _leaves(item, (*place, str(key)))
+    else:
+        yield place, value
+
+
+def _read_again(state: Any) -> None:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    torch.load(file, weights_only=True)
 
 
 def read_model(path: Path, aliases: dict[str, str]) -> dict[str, Tensor]:

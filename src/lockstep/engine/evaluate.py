@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,12 +23,10 @@ from lockstep.engine.runtime import generators_kept
 from lockstep.engine.source import collate_of
 from lockstep.engine.strategy import SeededDraws, check_loss
 from lockstep.engine.task import Callback, Context, Metrics, Task
-from lockstep.engine.transfer import to_device
+from lockstep.engine.transfer import to_device, to_host
 from lockstep.errors import TaskError
 from lockstep.plan import LoaderPlan
 from lockstep.telemetry.pulse import Activity, pulse
-
-Rows = tuple[Tensor, ...]
 
 
 def evaluate(
@@ -63,6 +62,7 @@ def evaluate(
     with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING):
         metrics = _own_metrics(task) if collectives.is_main else None
         total = count = 0.0
+        merges, merged = getattr(task.merge, "__func__", None) is not Task.merge, list[Any]()
         place = (0, 1) if together else (collectives.rank, collectives.size)
         rounds = list(_rounds(len(dataset), batch_size, *place, chunks, ghosts))
         source = Source(dataset, collate_of(task), seed, InOrder())
@@ -78,11 +78,16 @@ def evaluate(
             for request, batch in zip(rounds, batches, strict=True):
                 pulse.at(Activity.EVALUATING)
                 draw(step, request.start // batch_size)
-                mine = _chunk(task, model, batch, request, device, precision)
+                mine = _chunk(task, model, batch, request, device, precision, checked=not merges)
                 for chunk in collectives.gather(mine) or []:
                     if chunk is not None and metrics is not None:
                         total, count = total + chunk[0], count + chunk[1]
-                        metrics.update(*chunk[2])
+                        if merges:
+                            merged.append(chunk[2])
+                        else:
+                            metrics.update(*chunk[2])
+        if merges and metrics is not None:
+            metrics.update(*task.merge(merged))
         result = None
         pulse.at(Activity.COMPUTING_METRICS)  # the others wait for rank 0, maybe on another node
         if metrics is not None:
@@ -181,11 +186,17 @@ def _rounds(
 
 
 def _chunk(
-    task: Task, model: nn.Module, batch: Any, request: Request, device: torch.device, precision: Precision
-) -> tuple[float, float, Rows] | None:
+    task: Task,
+    model: nn.Module,
+    batch: Any,
+    request: Request,
+    device: torch.device,
+    precision: Precision,
+    *,
+    checked: bool,
+) -> tuple[float, float, Any] | None:
     """Sum of the loss, its count, and the rows; ``None`` when the chunk counts nothing."""
-    size = request.size
-    if size == 0:
+    if request.size == 0:
         return None
     if device.type != "cpu":
         batch = to_device(batch, device)
@@ -194,15 +205,25 @@ def _chunk(
     if request.ghost or found is None:  # a pipeline's last rank alone has rows
         return None
     loss, rows = check_loss(found[0]), found[1]
-    for row in rows:
-        if not isinstance(row, Tensor) or row.dim() == 0 or len(row) != size:
-            shape = tuple(row.shape) if isinstance(row, Tensor) else type(row).__name__
-            raise TaskError(
-                "the task's evaluate() must return tensors with one row per sample",
-                why=f"for {size} samples it returned {shape}",
-                fix="return for example (logits, labels), each with the batch as its first dimension",
-            )
-    return float(loss.total), float(loss.count), tuple(row.cpu() for row in rows)
+    if checked:
+        _check_rows(rows, request.size)
+    return float(loss.total), float(loss.count), to_host(rows)
+
+
+def _check_rows(rows: Any, size: int) -> None:
+    wrong = None if isinstance(rows, (tuple, list)) else rows
+    for row in rows if wrong is None else ():
+        fits = row.dim() > 0 if isinstance(row, Tensor) else isinstance(row, (list, tuple))
+        if not fits or len(row) != size:
+            wrong = row
+    if wrong is not None:
+        shape = tuple(wrong.shape) if isinstance(wrong, Tensor) else type(wrong).__name__
+        raise TaskError(
+            "the task's evaluate() must return a tuple of tensors with one row per sample, or lists with one entry",
+            why=f"for {size} samples it returned {shape}",
+            fix="return for example (logits, labels), each with the batch as its first dimension, or override merge() "
+            "to return something else",
+        )
 
 
 def _computed(metrics: Metrics) -> dict[str, Any]:
@@ -217,6 +238,8 @@ def _computed(metrics: Metrics) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.item() if value.numel() == 1 else value.tolist()
+    """A number, or nested lists, from what a metric computes."""
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        values = value.numel() if isinstance(value, Tensor) else value.size
+        value = value.item() if values == 1 else value.tolist()
+    return float(value) if isinstance(value, bool) else value

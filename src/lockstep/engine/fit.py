@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lockstep.checkpoint.content import check_saveable
 from lockstep.checkpoint.policy import SavePolicy, retained
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
@@ -31,7 +33,7 @@ from lockstep.engine.strategy import Flags, Strategy
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trace import Trace
 from lockstep.engine.update import Update
-from lockstep.errors import NonFiniteError
+from lockstep.errors import NonFiniteError, UnsupportedError
 from lockstep.events import EpochEnded, Evaluated, Note, PictureDrawn, RunStarted, Sink, StepLogged
 from lockstep.plan import Plan
 from lockstep.telemetry.pictures import check_picture
@@ -113,6 +115,9 @@ class Fit:
     # Before the first step.
 
     def start(self) -> None:
+        self._refuse_divided()
+        if self.writer is not None:  # now, not after an epoch
+            check_saveable(self.strategy.module.state_dict(), self.trainer_state())
         total = self.plan.total_steps
         at = self.state.step
         self.heartbeat(at, total)  # there may be no step left that would tell
@@ -292,14 +297,30 @@ class Fit:
         """What the task has to say and to show of an evaluation, to which rank 0 alone has the metrics."""
         if not self.collectives.is_main:
             return
-        said = self.task.remarks()
+        with torch.no_grad():
+            said = self._asked(self.task.remarks)
+            drawn = self._asked(self.task.pictures) if remarks else {}
         if not remarks:
             return
         for remark in said:
             self._emit(Note("info", remark))
-        for name, pixels in self.task.pictures().items():
+        for name, pixels in drawn.items():
             check_picture(name, pixels)
             self._emit(PictureDrawn(self.attempt, self.state.epoch + 1, self.state.step, name, pixels))
+
+    def _asked(self, method: Callable[..., Any]) -> Any:
+        return method(self.strategy.module) if signature(method).parameters else method()
+
+    def _refuse_divided(self) -> None:
+        """One rank alone cannot call a model that is divided among ranks."""
+        for method in (self.task.remarks, self.task.pictures):
+            if (self.plan.sharded or self.plan.pipelined) and signature(method).parameters:
+                raise UnsupportedError(
+                    f"the task's {method.__name__}() takes the model, which strategy "
+                    f"{self.plan.placement['strategy']} divides",
+                    why="it is called on one rank, which has only a part of the model",
+                    fix="keep what it shows in evaluate(), or train with --strategy ddp",
+                )
 
     def _evaluation(self) -> AbstractContextManager[None]:
         return evaluation(self.task, self.strategy.module, self._callbacks)

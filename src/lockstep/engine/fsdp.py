@@ -208,7 +208,7 @@ class FsdpStrategy(SingleStrategy):
         return _ThroughRoot(task, self._sharded.root)
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
-        loss: tuple[Tensor, Tensor | int] = _through(self._sharded.root, self._task.loss, batch)
+        loss: tuple[Tensor, Tensor | int] = _through(self._sharded.root, self._ask, batch)
         return loss
 
     def _backward(self, total: Tensor) -> None:

@@ -241,7 +241,7 @@ class PipelineStrategy(SingleStrategy):
             batch = to_device(batch, self._device)
         self.draws(step, place << 16)
         with self._precision.autocast():
-            inputs, output = self.through(self._task.loss, batch)
+            inputs, output = self.through(self._ask, batch)
         if self._pipeline.is_last:
             total, count = output
             self._sums[0] += total.detach()
@@ -294,6 +294,7 @@ class _ThroughStages(Task):
     def __init__(self, task: Task, strategy: PipelineStrategy) -> None:
         super().__init__(task.config)
         self._task, self._strategy = task, strategy
+        self.merge = task.merge  # type: ignore[method-assign]
 
     def collate(self, samples: Sequence[Any]) -> Any:
         return self._task.collate(samples)

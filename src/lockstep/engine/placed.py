@@ -299,7 +299,7 @@ class PlacedStrategy(SingleStrategy):
         return _ThroughPlaces(task, self._model)
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
-        loss: tuple[Tensor, Tensor | int] = ask(self._task.loss, self._model, batch)
+        loss: tuple[Tensor, Tensor | int] = ask(self._ask, self._model, batch)
         return loss
 
 
@@ -309,6 +309,7 @@ class _ThroughPlaces(Task):
     def __init__(self, task: Task, placed: nn.Module) -> None:
         super().__init__(task.config)
         self._task, self._placed = task, placed
+        self.merge = task.merge  # type: ignore[method-assign]
 
     def collate(self, samples: Sequence[Any]) -> Any:
         return self._task.collate(samples)

@@ -86,7 +86,7 @@ class LossModule(nn.Module):
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._loss = task.loss
+        self._loss = CheckedLoss(task)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         total, count = self._loss(self.model, batch)
@@ -94,7 +94,7 @@ class LossModule(nn.Module):
 
 
 def check_loss(loss: Any) -> Loss:
-    """What a task returned, as a :class:`Loss`; called once, before training.
+    """What a task returned, as a :class:`Loss`.
 
     Raises:
         TaskError: it is a mean, a vector, or not a pair.
@@ -109,6 +109,23 @@ def check_loss(loss: Any) -> Loss:
     if isinstance(count, Tensor) and count.numel() != 1:
         raise TaskError("the task's loss count is not one number", why=f"its shape is {tuple(count.shape)}", fix=fix)
     return Loss(total, count)
+
+
+class CheckedLoss:
+    """A task's loss, checked on the first batch; a count may have the shape (1,)."""
+
+    def __init__(self, task: Task) -> None:
+        self._loss = task.loss
+        self._is_checked = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        loss = self._loss(model, batch)
+        if not self._is_checked:
+            check_loss(loss)
+            self._is_checked = True
+        if isinstance(loss[1], Tensor) and loss[1].dim():
+            return Loss(loss[0], loss[1].reshape(()))
+        return loss
 
 
 class SeededDraws:
@@ -189,6 +206,7 @@ class SingleStrategy:
     def __init__(self, replica: Replica) -> None:
         self.module, device = replica.module, replica.device
         self._task = replica.task
+        self._ask = CheckedLoss(replica.task)
         self._model = self.module if replica.forward is None else replica.forward
         self._wrapped = self._model is not self.module
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -244,7 +262,7 @@ class SingleStrategy:
         return total.float(), count
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
-        return self._task.loss(self._model, batch)
+        return self._ask(self._model, batch)
 
     def _backward(self, total: Tensor) -> None:
         seed = self._precision.seed()

@@ -164,15 +164,28 @@ class Task:
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         raise NotImplementedError
 
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
-        """Tensors with one row per sample, in the order of the batch: what ``metrics().update`` takes."""
+    # Optional from here on.
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        """What ``metrics().update`` takes, in the order of the batch.
+
+        Tensors with one row per sample, or lists with one entry per sample (texts, boxes, dicts). Without it and
+        ``metrics``, the loss of the validation data is all that is evaluated.
+        """
         return ()
 
     def metrics(self) -> Metrics:
-        """New scores of one evaluation, that have seen nothing yet; the default has none beside the loss."""
+        """New scores of one evaluation, that have seen nothing yet."""
         return _LossOnly()
 
-    # Optional from here on.
+    def merge(self, rows: Sequence[Any]) -> tuple[Any, ...]:
+        """For an ``evaluate`` that returns a type of the task's own: what one ``metrics().update`` takes for all data.
+
+        Called once, on the main rank, with what ``evaluate`` returned for each batch, in index order; tensors in
+        containers and in objects with ``to`` are on the CPU. It is all kept until then; without this method, metrics
+        are updated batch by batch.
+        """
+        raise NotImplementedError
 
     def lengths(self) -> Sequence[float] | NDArray[Any] | None:
         """One number per *training* sample, in any unit; called after ``datasets()``, on every rank.
@@ -181,7 +194,7 @@ class Task:
         """
         return None
 
-    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Tensor, ...]]:
+    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
         """Loss and rows of one validation batch; override it to share the forward pass."""
         return self.loss(model, batch), self.evaluate(model, batch)
 
@@ -227,14 +240,17 @@ class Task:
         return ()
 
     def remarks(self) -> Sequence[str]:
-        """Lines for people about the last evaluation, such as examples; asked on the main rank."""
+        """Lines for people about the last evaluation, such as examples; asked on the main rank.
+
+        With a parameter, ``remarks(self, model)``, it gets the model in evaluation mode, unless that is divided.
+        """
         return ()
 
     def pictures(self) -> Mapping[str, NDArray[np.uint8]]:
         """Pictures of the last evaluation by name, such as inputs and outputs; asked on the main rank.
 
-        Pixels from 0 to 255: grey (height, width) or RGB (height, width, 3). Written to ``pictures/`` of the run,
-        and logged.
+        May take the model, as ``remarks``. Pixels from 0 to 255: grey (height, width) or RGB (height, width, 3).
+        Written to ``pictures/`` of the run, and logged.
         """
         return {}
 

@@ -107,11 +107,13 @@ def model_inputs(task: Task, model: torch.nn.Module, datasets: Datasets) -> tupl
     try:
         with torch.inference_mode():
             task.evaluate(model.eval(), batch)
+            if not seen:  # it may have no evaluate()
+                task.loss(model, batch)
     finally:
         handle.remove()
     if not seen:
         raise DataError(
-            "the task's evaluate() does not call the model itself, so there is no program to export",
+            "neither evaluate() nor loss() of the task calls the model itself, so there is no program to export",
             fix="export the weights alone (--no-program)",
         )
     # Tensors made in inference mode cannot be traced.
