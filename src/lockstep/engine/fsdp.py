@@ -240,6 +240,7 @@ class _ThroughRoot(Task):
     def __init__(self, task: Task, root: _Root) -> None:
         super().__init__(task.config)
         self._task, self._root = task, root
+        self.merge = task.merge  # type: ignore[method-assign]
 
     def collate(self, samples: Sequence[Any]) -> Any:
         return self._task.collate(samples)
