@@ -22,6 +22,7 @@ from lockstep.errors import CheckpointError, TaskError
 from lockstep.launch.evaluation import evaluate_checkpoint
 from lockstep.launch.run import resume
 from lockstep.telemetry.rundir import RunDir
+from tests.e2e.test_train import finish, start
 from tests.gloo import ROOT
 from tests.toys import CLASSES, FEATURES, Toy
 
@@ -404,3 +405,49 @@ def test_a_task_without_metrics_evaluates_its_loss_and_shows_its_model(
     assert {"val_loss"} == {name for name in run.epochs()[0] if name.startswith("val_")}
     assert "torch.Size([1, 3])" in capsys.readouterr().out
     assert list((run.path / "pictures").rglob("*first*"))
+
+
+class Scheduled(Toy):
+    """Loss and gradients depend on where the run is; a callback freezes the first layer in the first epoch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        assert self.context.is_training == model.training
+        total, count = super().loss(model, batch)
+        return Loss(total * (1 + self.context.step % 3 + self.context.epoch), count)
+
+    def callbacks(self) -> Any:
+        return [Halve()]
+
+
+class Halve(Callback):
+    def on_epoch_start(self, context: Context, model: nn.Module) -> None:
+        self.kept = model[0].bias.detach().clone()
+
+    def on_after_backward(self, context: Context, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 0.5
+
+    def on_step_end(self, context: Context, model: nn.Module) -> None:
+        if context.epoch == 0:
+            with torch.no_grad():
+                model[0].bias.copy_(self.kept)
+
+
+def test_context_and_callbacks_on_two_ranks_in_exact_mode(tmp_path: Path) -> None:
+    exact = {"threads": 1, "early_stopping_patience": 0, "reproducibility": "exact", "global_batch_size": 48}
+    alone = trained(tmp_path / "alone", task=Scheduled, training={**exact, "max_grad_norm": 0.1})
+    task = f"{ROOT / 'tests' / 'engine' / 'test_fit.py'}:Scheduled"
+    flags = (
+        "--reproducibility",
+        "exact",
+        "--global-batch-size",
+        "48",
+        "--max-grad-norm",
+        "0.1",
+        "--log-interval",
+        "50",
+    )
+    finish(start("train", task, "--save-dir", "run", "--devices", "cpu,cpu", *flags, cwd=tmp_path))
+    for name, value in weights(RunDir.open(tmp_path / "run")).items():
+        assert torch.equal(value, weights(alone)[name]), name
