@@ -245,3 +245,75 @@ class Thawing(Frozen):
             model[0].requires_grad_(result.step >= 3)
 
         return [(thaw, 1)]
+
+
+class ThawingAll(Frozen):
+    """All parameters are in the optimizer from the start; a hook thaws the first layer."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def hooks(self) -> Any:
+        return [(lambda result, model: model[0].requires_grad_(result.step >= 3) and None, 1)]
+
+
+class Instances(nn.Module):
+    """InstanceNorm with running statistics, beside a BatchNorm that is synchronised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(FEATURES, 24, bias=False), nn.BatchNorm1d(24)
+        self.instance = nn.InstanceNorm1d(4, track_running_stats=True)
+        self.last = nn.Linear(24, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(self.first(inputs)).relu()
+        output: Tensor = self.last(self.instance(hidden.view(-1, 4, 6)).flatten(1))
+        return output
+
+
+class InstanceNormed(Toy):
+    def model(self) -> nn.Module:
+        return Instances()
+
+
+class Outside(Toy):
+    """A learnt temperature that no module holds."""
+
+    def model(self) -> nn.Module:
+        self.scale = nn.Parameter(torch.zeros(()))
+        return super().model()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*model.parameters(), self.scale], lr=0.05)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        scores = model(batch[0]) * self.scale.exp()
+        return Loss(nn.functional.cross_entropy(scores, batch[1], reduction="sum"), len(batch[1]))
+
+
+class Unused(nn.Sequential):
+    """A head that no sample uses."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.register_module("spare", nn.Linear(4, 4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in list(self)[:-1]:
+            inputs = layer(inputs)
+        return inputs
+
+
+class UnusedDecay(Toy):
+    def model(self) -> nn.Module:
+        return Unused(*super().model())
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=1.0)
+
+
+class Split(Toy):
+    def datasets(self) -> Datasets:
+        train, val = torch.utils.data.random_split(SampleBySample(*arrays(200, 1)), [150, 50])
+        return Datasets(train, val)

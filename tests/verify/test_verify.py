@@ -30,8 +30,11 @@ def run(kind: type[Toy], tmp_path: Path, sections: dict[str, Any]) -> VerifyRepo
         pytest.param({}, {"identical", "equal"}, marks=pytest.mark.drill),
         ({"task": {"batchnorm": True, "dropout": 0.3, "dataset": "augmented"}}, {"equal without dropout"}),
         ({**NORM, "training": {"reproducibility": "exact"}}, {"identical"}),
+        pytest.param(
+            {"hardware": {**TWO["hardware"], "precision": "bf16-mixed"}}, {"equal in float32"}, marks=pytest.mark.drill
+        ),
     ],
-    ids=["plain", "batchnorm and dropout", "exact"],
+    ids=["plain", "batchnorm and dropout", "exact", "bf16"],
 )
 def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], outcomes: set[str]) -> None:
     report = run(Toy, tmp_path, sections)

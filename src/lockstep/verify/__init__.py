@@ -23,9 +23,11 @@ from lockstep.verify.diagnose import (
     experiments,
     grouping,
     interrupted,
+    is_rounding,
     not_finite,
     other_draws,
     other_samples,
+    rounds_more,
     unknown,
     unmerged,
     unseeded,
@@ -121,17 +123,22 @@ class _Verification:
                 compared = self._compare(quiet)
                 if floor.parting(compared.gap, FACTOR) is None:
                     return self._resumed(compared, floor, configured.gap, "equal without dropout")
+            if rounds_more(lab.plan) and is_rounding(compared.gap, lab.plan):
+                in_float32 = self._compare(quiet, "32")
+                if floor.parting(in_float32.gap, FACTOR) is None:
+                    return self._resumed(in_float32, floor, compared.gap, "equal in float32")
         return self._conclude(compared, floor, configured.gap, self._causes(compared, floor, quiet))
 
     def _resumed(self, compared: Comparison, floor: Floor, as_configured: Gap, outcome: Outcome) -> VerifyReport:
         """The outcome, unless a run that is interrupted and resumed shows otherwise."""
-        cause = interrupted(self._lab, Variant("many", compared.off), floor)
+        cause = interrupted(self._lab, Variant("many", compared.off, precision=compared.precision), floor)
         causes = [] if cause is None else [cause]
         return self._conclude(compared, floor, as_configured, causes, outcome)
 
-    def _compare(self, off: tuple[str, ...]) -> Comparison:
-        one, many = self._lab.run(Variant("one", off)), self._lab.run(Variant("many", off))
-        return Comparison(off, one, many, gap_between(one, many))
+    def _compare(self, off: tuple[str, ...], precision: str | None = None) -> Comparison:
+        one = self._lab.run(Variant("one", off, precision=precision))
+        many = self._lab.run(Variant("many", off, precision=precision))
+        return Comparison(off, one, many, gap_between(one, many), precision)
 
     def _floor(self, quiet: tuple[str, ...], repeated: Gap) -> Floor:
         """What rounding does: the same samples in each micro-batch, in other orders; on a GPU, repetition too."""
@@ -247,6 +254,11 @@ def _verdict(
         return (
             f"EQUAL to rounding without dropout: {apart}; with dropout by {as_configured.loss.max():.1e}, since in "
             "fast mode each rank draws its own masks (--reproducibility exact draws the same on any devices)"
+        )
+    if outcome == "equal in float32":
+        return (
+            f"EQUAL to rounding in float32: {apart}; in the configured precision by {as_configured.loss.max():.1e}, "
+            "whose rounding depends on how a batch is split"
         )
     if outcome == "not finite":
         return "NOT COMPARABLE: the loss is not finite, on one device and on several"

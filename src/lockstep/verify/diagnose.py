@@ -11,11 +11,13 @@ import numpy as np
 from lockstep.errors import LockstepError
 from lockstep.plan import Plan
 from lockstep.verify.lab import Lab, Variant
-from lockstep.verify.trajectory import BUFFER, Floor, Trajectory, gap_between
+from lockstep.verify.trajectory import BUFFER, Floor, Gap, Trajectory, gap_between
 
 #: By how many times the noise floor two correct runs may differ. One device and several do not round alike;
 #: real faults are larger by orders of magnitude.
 FACTOR = 30.0
+#: Half the distance from 1 to the next number.
+EPSILON = {"bf16-mixed": 2.0**-8, "16-mixed": 2.0**-11}
 #: A repeated run whose first loss differs by more than this does not differ by rounding in another order.
 UNSEEDED = 1e-4
 
@@ -266,14 +268,26 @@ def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Caus
         one, many = lab.run(Variant("one", off)), lab.run(Variant("many", off))
         if floor.parting(gap_between(one, many), FACTOR) is None:
             yield _batchnorm(plan)
-    if plan.placement["precision"] != "32":
+    if rounds_more(plan):
         one, many = (lab.run(Variant(where, quiet, precision="32")) for where in ("one", "many"))
         if floor.parting(gap_between(one, many), FACTOR) is None:
             yield Cause(
                 "precision",
-                f"in float32 the runs agree: what differs is the rounding of {plan.placement['precision']}",
-                "use precision 32 where the difference matters; otherwise nothing needs fixing",
+                f"in float32 the runs agree, and at step 1 they differ by more than the rounding of "
+                f"{plan.placement['precision']}",
+                "use precision 32, or look for values near the limits of the precision (overflow, tiny gradients)",
             )
+
+
+def rounds_more(plan: Plan) -> bool:
+    """Whether the run computes in less than float32."""
+    return plan.placement["precision"] != "32"
+
+
+def is_rounding(gap: Gap, plan: Plan) -> bool:
+    """Whether the first step, which starts from equal weights, differs by no more than the precision's rounding."""
+    apart = max(gap.loss[:1].max(initial=0), gap.grad_norm[:1].max(initial=0))
+    return float(apart) <= 8 * EPSILON[plan.placement["precision"]]
 
 
 def other_draws(draws: tuple[str, ...], plan: Plan) -> Iterator[Cause]:

@@ -15,7 +15,7 @@ from lockstep.telemetry.tables import aligned, print_table, say
 from lockstep.verify.diagnose import FACTOR, Cause
 from lockstep.verify.trajectory import Floor, Gap, Trajectory
 
-Outcome = Literal["identical", "equal", "equal without dropout", "not finite", "different"]
+Outcome = Literal["identical", "equal", "equal without dropout", "equal in float32", "not finite", "different"]
 #: From here on rounding has grown so much that a difference in meaning could hide in it.
 BLIND = 0.01
 COLUMNS = (
@@ -38,6 +38,7 @@ class Comparison:
     one: Trajectory
     many: Trajectory
     gap: Gap
+    precision: str | None = None
 
     def as_dict(self, floor: Floor) -> dict[str, Any]:
         steps = [
