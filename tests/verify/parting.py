@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import Any, ClassVar
 
 import numpy as np
@@ -64,6 +65,19 @@ class KeptGenerator(Toy):
 
     def datasets(self) -> Datasets:
         return Datasets(Noisy(0), ArrayDataset(*arrays(53, 2)))
+
+
+class Drawn(SampleBySample):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, label = super().__getitem__(index)
+        return inputs + random.random() + float(np.random.rand()) + torch.rand(()), label
+
+
+class GlobalDraws(Toy):
+    """Augmentation from global generators, which are seeded for each sample."""
+
+    def datasets(self) -> Datasets:
+        return Datasets(Drawn(*arrays(200, 1)), ArrayDataset(*arrays(53, 2)))
 
 
 class UnseededDropout(Toy):
@@ -231,20 +245,12 @@ class NotANumber(Toy):
 
 
 class Frozen(Toy):
-    """A frozen first layer that a hook thaws."""
+    """A frozen first layer."""
 
     def model(self) -> nn.Module:
         model = super().model()
         model[0].requires_grad_(False)
         return model
-
-
-class Thawing(Frozen):
-    def hooks(self) -> Any:
-        def thaw(result: Any, model: nn.Module) -> None:
-            model[0].requires_grad_(result.step >= 3)
-
-        return [(thaw, 1)]
 
 
 class ThawingAll(Frozen):
@@ -275,42 +281,6 @@ class Instances(nn.Module):
 class InstanceNormed(Toy):
     def model(self) -> nn.Module:
         return Instances()
-
-
-class Outside(Toy):
-    """A learnt temperature that no module holds."""
-
-    def model(self) -> nn.Module:
-        self.scale = nn.Parameter(torch.zeros(()))
-        return super().model()
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD([*model.parameters(), self.scale], lr=0.05)
-
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        scores = model(batch[0]) * self.scale.exp()
-        return Loss(nn.functional.cross_entropy(scores, batch[1], reduction="sum"), len(batch[1]))
-
-
-class Unused(nn.Sequential):
-    """A head that no sample uses."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__(*layers)
-        self.register_module("spare", nn.Linear(4, 4))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for layer in list(self)[:-1]:
-            inputs = layer(inputs)
-        return inputs
-
-
-class UnusedDecay(Toy):
-    def model(self) -> nn.Module:
-        return Unused(*super().model())
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=1.0)
 
 
 class Split(Toy):

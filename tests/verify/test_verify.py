@@ -90,9 +90,31 @@ def test_no_number_in_both_runs_is_not_equality(tmp_path: Path) -> None:
     assert "step 3" in report.causes[0].what
 
 
-def test_frozen_parameters_are_compared(tmp_path: Path) -> None:
-    report = verify(parting.Frozen, {**TWO, "runs_dir": str(tmp_path)}, steps=6)
+@pytest.mark.parametrize(
+    "task",
+    [
+        parting.GlobalDraws,
+        pytest.param(parting.Frozen, marks=pytest.mark.drill),
+        pytest.param(parting.Split, marks=pytest.mark.drill),
+    ],
+)
+def test_ordinary_code_is_equal(tmp_path: Path, task: type[Toy]) -> None:
+    report = verify(task, {**TWO, "runs_dir": str(tmp_path)}, steps=6)
     assert report.outcome in {"identical", "equal"}, report.findings()
+    assert report.notes == ()
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("task", "cause"), [(parting.ThawingAll, "ranks-diverge"), (parting.InstanceNormed, "buffers")]
+)
+def test_what_ranks_do_not_share_is_found(tmp_path: Path, task: type[Toy], cause: str) -> None:
+    """Unless the engine shares it, or refuses it at the start."""
+    try:
+        report = verify(task, {**TWO, "runs_dir": str(tmp_path)}, steps=8)
+    except UsageError:
+        return
+    assert report.same or report.causes[0].code == cause, report.findings()
 
 
 def test_the_report_is_written_and_printed(tmp_path: Path) -> None:

@@ -281,13 +281,13 @@ def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Caus
 
 def rounds_more(plan: Plan) -> bool:
     """Whether the run computes in less than float32."""
-    return plan.placement["precision"] != "32"
+    return str(plan.placement["precision"]) != "32"
 
 
 def is_rounding(gap: Gap, plan: Plan) -> bool:
     """Whether the first step, which starts from equal weights, differs by no more than the precision's rounding."""
     apart = max(gap.loss[:1].max(initial=0), gap.grad_norm[:1].max(initial=0))
-    return float(apart) <= 8 * EPSILON[plan.placement["precision"]]
+    return bool(apart <= 8 * EPSILON[plan.placement["precision"]])
 
 
 def other_draws(draws: tuple[str, ...], plan: Plan) -> Iterator[Cause]:
