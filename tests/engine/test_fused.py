@@ -105,6 +105,48 @@ def test_a_group_that_is_added_later_is_trained() -> None:
     assert (late < 1).all()
 
 
+def clear(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def forget_one(model: nn.Module, optimizer: Optimizer) -> None:
+    del optimizer.state[next(model.parameters())]
+
+
+def empty_one(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.state[next(model.parameters())].clear()
+
+
+def replace_moments(model: nn.Module, optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def thaw(model: nn.Module, optimizer: Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+
+
+def freeze(model: nn.Module, optimizer: Optimizer) -> None:
+    next(model.parameters()).requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_what_a_hook_changes_between_steps_takes_effect(kind: type[Optimizer]) -> None:
+    ours, torchs = model_and_optimizer(kind), model_and_optimizer(kind)
+    step = Stepper(ours[1])
+    changes = (freeze, clear, thaw, forget_one, freeze, thaw, empty_one, replace_moments)
+    for number, change in enumerate(changes):
+        for model, optimizer in (ours, torchs):
+            change(model, optimizer)
+            for again in (0, 1):
+                give(model, 2 * number + again)
+                for parameter in model.parameters():
+                    parameter.grad = parameter.grad if parameter.requires_grad else None
+                (step if optimizer is ours[1] else optimizer.step)()
+        assert_same(ours, torchs)
+
+
 def run(script: str, folder: Path) -> str:
     return subprocess.run(
         [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=240, check=True

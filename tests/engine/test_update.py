@@ -16,16 +16,18 @@ from lockstep.plan import Schedule
 CPU = torch.device("cpu")
 
 
-def update_of(name: str = "sgd", max_norm: float | None = None, *, on_host: bool = True) -> tuple[nn.Module, Update]:
+def update_of(
+    name: str = "sgd", max_norm: float | None = None, *, on_host: bool = True, weight_decay: float = 0.0
+) -> tuple[nn.Module, Update]:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    update = update_for(model, name, max_norm)
+    update = update_for(model, name, max_norm, weight_decay)
     update._on_host = on_host
     return model, update
 
 
-def update_for(model: nn.Module, name: str, max_norm: float | None = None) -> Update:
-    config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.0)
+def update_for(model: nn.Module, name: str, max_norm: float | None = None, weight_decay: float = 0.0) -> Update:
+    config = OptimizerConfig(name=name, lr=0.1, weight_decay=weight_decay)
     schedule = Schedule(name="constant", lr=0.1, total_steps=10, steps_per_epoch=10)
     return Update(model, build_optimizer(config, model, 0.1), schedule, Precision("32", CPU, 0.125), max_norm)
 
@@ -88,8 +90,7 @@ def test_a_resume_takes_moments_from_the_checkpoint_and_settings_from_the_config
     give(model, 0.125)
     update.apply(0, 1, 1.0, want_norm=False)
     state = update.state_dict()
-    _, fresh = update_of("adamw")
-    fresh.optimizer.param_groups[0]["weight_decay"] = 0.5
+    _, fresh = update_of("adamw", weight_decay=0.5)
     fresh.load_state_dict(state)
     assert fresh.optimizer.param_groups[0]["weight_decay"] == 0.5
     assert all("exp_avg" in moments for moments in fresh.optimizer.state.values())

@@ -16,8 +16,19 @@ from torch import Tensor
 from lockstep.data.loader import Window
 from lockstep.engine.batchnorm import running_statistics, tracked_batches
 from lockstep.engine.buffers import Buffers
-from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, Replica, SeededDraws, SingleStrategy
+from lockstep.engine.strategy import (
+    FLAG_INTERVAL,
+    Flags,
+    Reduced,
+    Replica,
+    SeededDraws,
+    SingleStrategy,
+    check_change,
+)
 from lockstep.engine.tree import Leaf, TreeAllReduce, TreeSum
+
+#: In the numbers of a leaf, ``[loss, count, flags…, used…, samples]``: how many lanes used each parameter.
+_USED = 2 + len(Flags._fields)
 
 
 class ExactStrategy(SingleStrategy):
@@ -36,6 +47,8 @@ class ExactStrategy(SingleStrategy):
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         before = [buffer.clone() for buffer in self._statistics]
         tracked = [buffer.clone() for buffer in self._tracked]
+        self._begin()
+        self._all_used = False
         tree = TreeSum()
         for request in window.requests:
             batch = next(batches)
@@ -46,27 +59,40 @@ class ExactStrategy(SingleStrategy):
             self._restore(before, tracked)
         total = tree.result() or self._nothing()
         sums = total[-1]
-        sums[2:-1] += torch.tensor(flags, dtype=torch.float64, device=sums.device)
+        sums[2:_USED] += torch.tensor(flags, dtype=torch.float64, device=sums.device)
         self._all_reduce(total)
         self._take(total, tracked)
         read = self._world_size > 1 and (self._device.type == "cpu" or step % FLAG_INTERVAL == 0)
-        agreed = Flags(*sums[2:-1].tolist()) if read else (flags if self._world_size == 1 else None)
+        agreed = flags if self._world_size == 1 else None
+        if read:
+            agreed = check_change(Flags(*sums[2:_USED].tolist()), self._world_size)
         return Reduced(sums[0], sums[1], 1.0, agreed)
 
     def synchronise_buffers(self) -> None:
         """Statistics agree after every step; any other buffer that changed is refused, declared or not."""
         self._buffers.refuse_changed()
 
+    def _adapt(self) -> None:
+        if self._world_size > 1:
+            nothing = self._nothing()
+            nothing[-1][2:_USED] = torch.tensor(Flags(changed=1.0), dtype=torch.float64)
+            self._all_reduce(nothing)
+            check_change(Flags(*nothing[-1][2:_USED].tolist()), self._world_size, announced=True)
+        super()._adapt()
+
     def _lane(self, batch: Any, step: int, lane: int, samples: int) -> Leaf:
-        """Gradients, statistics times samples, and ``[loss, count, flags…, samples]``; the tree owns them."""
+        """Gradients, statistics times samples, and ``[loss, count, flags…, used…, samples]``; the tree owns them."""
         self._clear()
         total, count = self._forward_pass(batch, step, lane)
         self._backward(total)
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
+        used = [p.grad is not None for p in self._trained]
+        self._all_used = self._all_used or all(used)
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._trained]
         self._clear()
         statistics = [buffer.double() * samples for buffer in self._statistics]
-        sums = torch.zeros(3 + len(Flags._fields), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(_USED + len(used) + 1, dtype=torch.float64, device=self._device)
         sums[0], sums[1], sums[-1] = total.detach(), count, samples
+        sums[_USED:-1] = torch.tensor(used)
         return [*gradients, *statistics, sums]
 
     def _restore(self, statistics: list[Tensor], tracked: list[Tensor]) -> None:
@@ -76,9 +102,9 @@ class ExactStrategy(SingleStrategy):
             buffer.copy_(value)
 
     def _nothing(self) -> Leaf:
-        sums = torch.zeros(3 + len(Flags._fields), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(_USED + len(self._trained) + 1, dtype=torch.float64, device=self._device)
         return [
-            *(torch.zeros_like(p) for p in self._parameters),
+            *(torch.zeros_like(p) for p in self._trained),
             *(torch.zeros_like(buffer, dtype=torch.float64) for buffer in self._statistics),
             sums,
         ]
@@ -86,9 +112,11 @@ class ExactStrategy(SingleStrategy):
     @torch.no_grad()
     def _take(self, total: Leaf, tracked: list[Tensor]) -> None:
         """Put the sums where they belong: gradients, and running statistics as the mean over samples."""
-        number = len(self._parameters)
-        for parameter, gradient in zip(self._parameters, total[:number], strict=True):
-            parameter.grad = gradient
+        number = len(self._trained)
+        # A parameter that no lane used has no gradient, as in one process: an optimizer leaves it alone.
+        used = [1.0] * number if self._all_used else total[-1][_USED:-1].tolist()
+        for parameter, gradient, lanes in zip(self._trained, total[:number], used, strict=True):
+            parameter.grad = gradient if lanes else None
         samples = total[-1][-1]
         for buffer, value in zip(self._statistics, total[number:-1], strict=True):
             buffer.copy_(value / samples)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 
 from lockstep.data.loader import Window
-from lockstep.engine.strategy import Flags, RanksStrategy, Reduced, Replica
+from lockstep.engine.strategy import Flags, RanksStrategy, Reduced, Replica, check_change
 from lockstep.engine.wire import wait
 
 #: DistributedDataParallel's first bucket (torch's ``_DEFAULT_FIRST_BUCKET_BYTES``).
@@ -30,14 +30,14 @@ def fits(model: nn.Module, device: torch.device) -> bool:
     """Whether :class:`FlatStrategy` can train ``model``, and has nothing to lose by it.
 
     Its gradients are row-major. Beside weights of another layout (``channels_last``) a fused optimizer, which walks
-    both through memory, would mix up their elements.
+    both through memory, would mix up their elements. Frozen parameters may be unfrozen later.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(model.parameters())
     if not all(p.is_contiguous() for p in parameters):
         return False
     dtypes = {p.dtype for p in parameters}
-    size = sum(p.numel() * p.element_size() for p in parameters)
-    return device.type == "cpu" and dtypes in ({torch.float32}, {torch.float64}) and size <= FIRST_BUCKET_BYTES
+    size = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    return device.type == "cpu" and dtypes in ({torch.float32}, {torch.float64}) and 0 < size <= FIRST_BUCKET_BYTES
 
 
 class FlatStrategy(RanksStrategy):
@@ -45,17 +45,25 @@ class FlatStrategy(RanksStrategy):
 
     def __init__(self, replica: Replica, *, collective_forward: bool) -> None:
         super().__init__(replica, collective_forward=collective_forward)
-        group = _get_default_group()
-        _verify_param_shape_across_processes(group, list(self._parameters))
-        _sync_module_states(replica.module, group, 250 * 2**20, 0, [])  # 250 MB at a time, as DDP does
-        sizes = [p.numel() for p in self._parameters]
-        length = len(pack(0.0, 0.0, Flags()))
+        self._lay_out()
+        _sync_module_states(replica.module, _get_default_group(), 250 * 2**20, 0, [])  # 250 MB at a time, as DDP does
+
+    def _lay_out(self) -> None:
+        _verify_param_shape_across_processes(_get_default_group(), list(self._trained))
+        sizes = [p.numel() for p in self._trained]
+        length = len(pack(0.0, 0.0, Flags())) + 1  # and the number of ranks with unused parameters
         self._flat = torch.zeros(sum(sizes) + length, dtype=self._parameters[0].dtype)
         *pieces, self._numbers = self._flat.split([*sizes, length])
-        self._reduced = [piece.view_as(p) for piece, p in zip(pieces, self._parameters, strict=True)]
+        self._reduced = [piece.view_as(p) for piece, p in zip(pieces, self._trained, strict=True)]
+
+    def _adapt(self) -> None:
+        flags = self._all_reduce(pack(0.0, 0.0, Flags(changed=1.0)), ran=False)[2]
+        check_change(flags, dist.get_world_size(), announced=True)
+        super()._adapt()
+        self._lay_out()
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._clear()
+        self._begin()
         total, count = 0.0, 0.0
         ran = False
         for place, request in enumerate(window.requests):
@@ -71,25 +79,30 @@ class FlatStrategy(RanksStrategy):
         return self._reduce(pack(total, count, flags), ran=ran)
 
     def _reduce(self, numbers: Sequence[float], *, ran: bool) -> Reduced:
-        if ran:
-            torch._foreach_copy_(self._reduced, self._gradients())
-        else:
-            self._flat.zero_()
-        self._numbers.copy_(torch.tensor(numbers, dtype=self._flat.dtype))
-        wait(dist.all_reduce(self._flat, async_op=True))
-        for parameter, gradient in zip(self._parameters, self._reduced, strict=True):
-            parameter.grad = gradient
-        total, count, flags = unpack(self._numbers.tolist())
+        total, count, flags = self._all_reduce(numbers, ran=ran)
+        check_change(flags, dist.get_world_size())
         return Reduced(torch.tensor(total, dtype=torch.float64), count, 1.0, flags)
 
-    def _gradients(self) -> list[Tensor]:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if len(gradients) < len(self._parameters):
-            # In DDP's words, for which there is an explanation (lockstep.launch.causes); it finds out a step later.
-            raise RuntimeError(
-                "Expected to have finished reduction in the prior iteration: parameters took no part in the loss"
-            )
-        return gradients
+    def _all_reduce(self, numbers: Sequence[float], *, ran: bool) -> tuple[float, float, Flags]:
+        """Sums over ranks: of gradients, where they belong, and of ``numbers``; ``ran``: there are gradients here."""
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        complete = len(gradients) == len(self._trained)
+        used = [] if complete else [p.grad is not None for p in self._trained]
+        if complete:
+            torch._foreach_copy_(self._reduced, gradients)
+        else:
+            self._flat.zero_()
+            for piece, parameter in zip(self._reduced, self._trained, strict=True):
+                if parameter.grad is not None:
+                    piece.copy_(parameter.grad)
+        self._numbers.copy_(torch.tensor([*numbers, float(ran and not complete)], dtype=self._flat.dtype))
+        wait(dist.all_reduce(self._flat, async_op=True))
+        for parameter, gradient in zip(self._trained, self._reduced, strict=True):
+            parameter.grad = gradient
+        *sums, unused = self._numbers.tolist()
+        if unused:
+            self._leave_out(used or [True] * len(self._trained))
+        return unpack(sums)
 
 
 def pack(total: float, count: float, flags: Flags) -> list[float]:

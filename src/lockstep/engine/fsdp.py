@@ -175,7 +175,7 @@ class FsdpStrategy(SingleStrategy):
         self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._clear()
+        self._begin()
         self._sums.zero_()
         self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
         work: dist.Work | None = None
@@ -195,6 +195,9 @@ class FsdpStrategy(SingleStrategy):
         read = self._device.type == "cpu" or step % FLAG_INTERVAL == 0
         agreed = Flags(*self._sums[2:].tolist()) if read else None
         return Reduced(self._sums[0].clone(), self._sums[1].clone(), float(self._world_size), agreed)
+
+    def _adapt(self) -> None:
+        self._refuse_change("fsdp")
 
     def synchronise_buffers(self) -> None:
         self._buffers.synchronise(self._samples_since_merge, merge_statistics=not self._sync_batchnorm)

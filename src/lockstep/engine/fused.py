@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from operator import is_, methodcaller
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as hooks_of_all
 
 #: What torch keeps its compiler away from, and the attribute in which it remembers how (torch/_compile.py).
 _KEPT_FROM_COMPILER = ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
 _DISABLED = "__dynamo_disable"
+_AVERAGE = methodcaller("get", "exp_avg")
 
 
 class _Lists(NamedTuple):
@@ -42,51 +44,77 @@ class Stepper:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._is_plain = type(optimizer) in (Adam, AdamW)
-        self._state: Any = None
         self._lists: list[_Lists] = []
+        #: Parameters without a gradient, and the first moments in the optimizer's state, when the lists were made.
+        self._unused: list[nn.Parameter] = []
+        self._averages: list[Tensor] = []
 
     def __call__(self, found_inf: Tensor | None = None) -> None:
         """Take the step; where ``found_inf`` (shape ()) is 1, nothing changes: for optimizers with fused kernels."""
         optimizer = self._optimizer
-        gradients = _gradients(optimizer) if self._is_plain and not _watched(optimizer) else None
-        if gradients is not None and (
-            optimizer.state is not self._state or len(optimizer.param_groups) != len(self._lists)
-        ):
-            self._prepare()  # the first step, or a checkpoint was loaded
-        if gradients is None or not self._is_plain:
+        gradients = self._gradients() if self._is_plain and not _watched(optimizer) else None
+        if gradients is None:
             if found_inf is not None:
                 optimizer.found_inf, optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
+                if isinstance(optimizer, SGD):
+                    _start_momentum(optimizer)
             optimizer.step()
             return
         with torch.no_grad():
             for group, lists, own in zip(optimizer.param_groups, self._lists, gradients, strict=True):
-                _step(group, lists, own, found_inf)
+                if own:
+                    _step(group, lists, own, found_inf)
 
-    def _prepare(self) -> None:
-        optimizer = self._optimizer
-        self._is_plain = all(map(_is_plain, optimizer.param_groups))
-        if self._is_plain:
-            self._state = optimizer.state
-            self._lists = [_lists(group["params"], optimizer.state) for group in optimizer.param_groups]
+    def _gradients(self) -> list[list[Tensor]] | None:
+        """Of the parameters in the lists, which are made again where they have changed; ``None``: they cannot be made.
+
+        Anybody may freeze parameters, add groups, or replace states, as loading a checkpoint does.
+        """
+        found = [[g for p in lists.parameters if (g := p.grad) is not None] for lists in self._lists]
+        if not self._are_current(found):
+            groups = self._optimizer.param_groups
+            used = [[p for p in group["params"] if p.grad is not None] for group in groups]
+            self._is_plain = all(map(_is_plain, groups, used))
+            if not self._is_plain:
+                return None
+            state = self._optimizer.state
+            self._lists = [_lists(parameters, state) for parameters in used]
+            self._averages = [*map(_AVERAGE, state.values())]
+            self._unused = [p for group in groups for p in group["params"] if p.grad is None]
+            found = [[p.grad for p in parameters] for parameters in used]
+        return found
+
+    def _are_current(self, gradients: list[list[Tensor]]) -> bool:
+        states = self._optimizer.state
+        return (
+            len(self._lists) == len(self._optimizer.param_groups)
+            and [*map(len, gradients)] == [len(lists.parameters) for lists in self._lists]
+            and len(states) == len(self._averages)
+            and all(map(is_, map(_AVERAGE, states.values()), self._averages))
+            and not any(p.grad is not None for p in self._unused)
+        )
 
 
-def _gradients(optimizer: Optimizer) -> list[list[Tensor]] | None:
-    """By group; ``None`` when a parameter has none in this step."""
-    groups = [group["params"] for group in optimizer.param_groups]
-    found = [[p.grad for p in parameters if p.grad is not None] for parameters in groups]
-    return found if list(map(len, found)) == list(map(len, groups)) else None
+def _start_momentum(optimizer: Optimizer) -> None:
+    """The fused kernel allocates buffers uninitialised, and leaves them so when a parameter's first step is skipped."""
+    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not optimizer.state[parameter]:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _is_plain(group: dict[str, Any]) -> bool:
-    """Whether a group needs nothing but the kernel's usual arguments, on one device and in one dtype."""
-    parameters = group["params"]
+def _is_plain(group: dict[str, Any], parameters: list[nn.Parameter]) -> bool:
+    """Whether ``parameters`` need nothing but the kernel's usual arguments, on one device and in one dtype."""
     kinds = {(p.device, p.dtype) for p in parameters}
     unusual = ("amsgrad", "maximize", "capturable", "differentiable")
     numbers = (group["lr"], *group["betas"])
     return bool(
         group.get("fused")
-        and len(kinds) == 1
-        and all(p.is_floating_point() and p.requires_grad and type(p.data) is Tensor for p in parameters)
+        and len(kinds) <= 1
+        and all(p.is_floating_point() and type(p.data) is Tensor for p in parameters)
         and not any(group[name] for name in unusual)
         and all(isinstance(number, float) for number in numbers)
     )
@@ -112,7 +140,7 @@ def _lists(parameters: list[nn.Parameter], states: Any) -> _Lists:
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     own = [states[parameter] for parameter in parameters]
-    counts = torch.stack([state["step"] for state in own])
+    counts = torch.stack([state["step"] for state in own]) if own else torch.zeros(0)
     steps = list(counts.unbind())
     for state, step in zip(own, steps, strict=True):
         state["step"] = step

@@ -184,7 +184,7 @@ class PipelineStrategy(SingleStrategy):
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._clear()
+        self._begin()
         self._sums.zero_()
         self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
         running: dict[int, tuple[Inputs, Any]] = {}
@@ -199,6 +199,9 @@ class PipelineStrategy(SingleStrategy):
         sums = all_reduce(self._sums, None)
         read = self._device.type == "cpu" or step % FLAG_INTERVAL == 0
         return Reduced(sums[0].clone(), sums[1].clone(), 1.0, Flags(*sums[2:].tolist()) if read else None)
+
+    def _adapt(self) -> None:
+        self._refuse_change("pipeline")
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
         return self._pipeline.whole(state, collectives, keep=keep)

@@ -6,6 +6,7 @@ The loop sees :class:`Strategy` and nothing below it. After :meth:`Strategy.grad
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from lockstep.engine.precision import Precision
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.transfer import SideStream, to_device
 from lockstep.engine.wire import wait
-from lockstep.errors import TaskError
+from lockstep.errors import TaskError, UnsupportedError
 
 #: torch 2.13 renamed the argument.
 _NO_BUFFER_BROADCAST: dict[str, Any] = {
@@ -41,11 +42,15 @@ FLAG_INTERVAL = 16
 
 
 class Flags(NamedTuple):
-    """Requests that all ranks must agree on: they travel with the step's count, as sums over ranks."""
+    """Requests that all ranks must agree on: they travel with the step's count, as sums over ranks.
+
+    ``changed``: parameters were frozen or unfrozen since the step before.
+    """
 
     stop: float = 0.0
     time_up: float = 0.0
     save: float = 0.0
+    changed: float = 0.0
 
 
 class Reduced(NamedTuple):
@@ -126,6 +131,21 @@ class CheckedLoss:
         if isinstance(loss[1], Tensor) and loss[1].dim():
             return Loss(loss[0], loss[1].reshape(()))
         return loss
+
+
+def check_change(flags: Flags, ranks: int, *, announced: bool = False) -> Flags:
+    """``flags``, summed over ``ranks``; ``announced``: this rank is one of those where parameters changed.
+
+    Raises:
+        TaskError: parameters were frozen or unfrozen on some ranks only.
+    """
+    if flags.changed != (ranks if announced else 0):
+        raise TaskError(
+            "parameters were frozen or unfrozen on some ranks only",
+            why=f"requires_grad changed on {flags.changed:.0f} of {ranks} ranks before this step",
+            fix="call requires_grad_() on every rank alike: hooks run on all of them",
+        )
+    return flags
 
 
 class SeededDraws:
@@ -209,7 +229,8 @@ class SingleStrategy:
         self._ask = CheckedLoss(replica.task)
         self._model = self.module if replica.forward is None else replica.forward
         self._wrapped = self._model is not self.module
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._parameters = list(self.module.parameters())
+        self._follow()
         self._precision = replica.precision
         self._device = device
         self._moves = device.type != "cpu"
@@ -218,7 +239,7 @@ class SingleStrategy:
         self._rank = replica.rank
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._clear()
+        self._begin()
         total, count = self._run(window, batches, step)
         return Reduced(total, count, 1.0, flags)
 
@@ -230,6 +251,31 @@ class SingleStrategy:
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
         return state
+
+    def _begin(self) -> None:
+        """Before a step: adapt to parameters that were frozen or unfrozen since the one before, clear gradients."""
+        if [parameter.requires_grad for parameter in self._parameters] != self._requires_grad:
+            self._clear()
+            self._adapt()
+        self._clear()
+
+    def _follow(self) -> None:
+        """Take note of the parameters that are trained now."""
+        self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def _adapt(self) -> None:
+        """Train the parameters that require a gradient now. Collective."""
+        self._follow()
+
+    def _refuse_change(self, strategy: str) -> None:
+        named = zip(self.module.named_parameters(), self._requires_grad, strict=True)
+        name = next(name for (name, parameter), before in named if parameter.requires_grad != before)
+        raise UnsupportedError(
+            f"strategy {strategy} cannot freeze or unfreeze parameters during training, as {name}",
+            why="they are divided among the ranks as they were at the start",
+            fix="call requires_grad_() in the task's model(), or use --strategy ddp",
+        )
 
     def _clear(self) -> None:
         for parameter in self._parameters:
@@ -291,6 +337,20 @@ class RanksStrategy(SingleStrategy):
         self._buffers.synchronise(self._samples_since_merge, merge_statistics=not self._collective_forward)
         self._samples_since_merge = 0
 
+    def _leave_out(self, used: Sequence[bool]) -> None:
+        """Remove zeros that were filled in for parameters without a gradient on any rank. Collective.
+
+        An optimizer leaves parameters without a gradient alone; it would decay those whose gradient is zero.
+
+        Args:
+            used: whether each trained parameter has a gradient of this rank.
+        """
+        anywhere = torch.tensor(used, dtype=torch.float32, device=self._device)
+        wait(dist.all_reduce(anywhere, async_op=True))
+        if not all(used):
+            for parameter, number in zip(self._trained, anywhere.tolist(), strict=True):
+                parameter.grad = parameter.grad if number else None
+
     def _ghost(self, batch: Any) -> None:
         """Join the collective forward of ranks that have samples; leave no trace in the gradients."""
         kept = [parameter.grad for parameter in self._parameters]
@@ -319,19 +379,19 @@ class DdpStrategy(RanksStrategy):
         bucket_cap_mb: float | None = None,
     ) -> None:
         super().__init__(replica, collective_forward=collective_forward)
-        self._ddp = DistributedDataParallel(
-            LossModule(replica.task, self._model),
+        self._settings: dict[str, Any] = {
             **_NO_BUFFER_BROADCAST,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=bucket_cap_mb,
-        )
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": True,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
+        self._ddp = DistributedDataParallel(LossModule(replica.task, self._model), **self._settings)
         self._world_size = world_size
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
         self._by_hand = False
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._clear()
+        self._begin()
         self._sums.zero_()
         if any(flags):
             self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
@@ -359,6 +419,16 @@ class DdpStrategy(RanksStrategy):
         divisor = 1.0 if window.irregular else float(self._world_size)
         return Reduced(self._sums[0].clone(), self._sums[1].clone(), divisor, self._read_flags(step))
 
+    def _adapt(self) -> None:
+        self._sums.zero_()
+        self._sums[2:] = torch.tensor(Flags(changed=1.0), dtype=torch.float64)
+        wait(dist.all_reduce(self._sums, async_op=True))
+        check_change(Flags(*self._sums[2:].tolist()), self._world_size, announced=True)
+        super()._adapt()
+        del self._ddp  # and the hooks that it has on parameters
+        gc.collect()
+        self._ddp = DistributedDataParallel(LossModule(self._task, self._model), **self._settings, init_sync=False)
+
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         if self._by_hand:
             # DDP's forward may itself be collective: once, after its first reduction, it rebuilds its buckets.
@@ -369,10 +439,11 @@ class DdpStrategy(RanksStrategy):
     def _read_flags(self, step: int) -> Flags | None:
         if self._device.type != "cpu" and step % FLAG_INTERVAL:
             return None
-        return Flags(*self._sums[2:].tolist())
+        return check_change(Flags(*self._sums[2:].tolist()), self._world_size)
 
     def _reduce_by_hand(self) -> None:
-        parameters = self._parameters
+        parameters = self._trained
+        used = [p.grad is not None for p in parameters]
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -382,3 +453,4 @@ class DdpStrategy(RanksStrategy):
             wait(dist.all_reduce(flat, async_op=True))
             pieces = flat.split([g.numel() for g in gradients])
             torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)])
+        self._leave_out(used)

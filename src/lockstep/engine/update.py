@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lockstep.config import OptimizerConfig
 from lockstep.engine.fused import Stepper, compiler_not_imported
+from lockstep.engine.groups import check_belongs, fitted, names_of, restore_changed, settings_of
 from lockstep.engine.precision import Precision
 from lockstep.plan import Schedule
 
@@ -20,13 +21,16 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Optimizer:
-    """The configured optimizer over all trainable parameters, fused where torch has a fused kernel."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    """The configured optimizer over all parameters, fused where torch has a fused kernel.
+
+    Frozen ones have no gradient, and are left alone until they are unfrozen.
+    """
+    parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     fused = all(p.device.type in {"cpu", "cuda"} and p.is_floating_point() for p in parameters)
     if config.name == "sgd":
         # A parameter that is divided among ranks is a DTensor, for which torch has no such kernel.
         fused = fused and not any(hasattr(p, "device_mesh") for p in parameters)
-        sgd = SGD(
+        return SGD(
             parameters,
             lr=lr,
             momentum=config.momentum,
@@ -34,11 +38,6 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Opt
             nesterov=config.nesterov,
             fused=fused,
         )
-        if fused and config.momentum:
-            # The fused kernel allocates them uninitialised, and leaves them so when the first step is skipped.
-            for parameter in parameters:
-                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return sgd
     kind = AdamW if config.name == "adamw" else Adam
     return kind(parameters, lr=lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused)
 
@@ -80,8 +79,8 @@ class Update:
     ) -> None:
         self._divided = divided
         self.optimizer = optimizer
-        parameters = model.parameters() if divided is None else divided.parameters()
-        self._parameters = [p for p in parameters if p.requires_grad]
+        # Frozen ones too: they may be unfrozen, and have no gradient until then.
+        self._parameters = list(model.parameters()) if divided is None else divided.parameters()
         self._schedule = schedule
         self._precision = precision
         self._max_norm = max_norm
@@ -99,6 +98,9 @@ class Update:
             group.setdefault("initial_lr", group["lr"])
         groups = optimizer.param_groups
         self._shown = next((place for place, group in enumerate(groups) if group["initial_lr"]), 0)
+        self._named = dict(model.named_parameters())
+        self._settings = settings_of(optimizer)
+        self._groups = len(groups)
         self._set_lr(0)
         self.grad_norm: Tensor | float | None = None
         #: Called with reduced and divided gradients, before they are clipped.
@@ -198,30 +200,42 @@ class Update:
         return self._found_inf
 
     def _set_lr(self, step: int) -> None:
+        if len(self.optimizer.param_groups) != self._groups:
+            self._adopt_groups()
         lr, base_lr = self._schedule.at(step), self._schedule.base_lr
         for group in self.optimizer.param_groups:
             group["lr"] = lr * (group["initial_lr"] / base_lr)
         self.lr = float(self.optimizer.param_groups[self._shown]["lr"])
+
+    def _adopt_groups(self) -> None:
+        """Train groups that a hook has added; their learning rate is one before scaling, as in all groups."""
+        groups = self.optimizer.param_groups
+        check_belongs(self.optimizer, self._named)
+        for group in groups[self._groups :]:
+            group.setdefault("initial_lr", group["lr"])
+        self._groups = len(groups)
 
     def state_dict(self) -> dict[str, Any]:
         with compiler_not_imported():
             optimizer = self.optimizer.state_dict()
         return {
             "optimizer": optimizer,
+            "names": None if self._divided is not None else names_of(self.optimizer, self._named),
+            "settings": self._settings,
             "precision": self._precision.state_dict(),
             "skipped": self.skipped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Settings are the configuration's, which a resume may change; the checkpoint brings the moments.
-        own = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         optimizer = state["optimizer"]
-        if self._divided is not None:
-            optimizer = self._divided.divided_state(optimizer, self.optimizer)
         with compiler_not_imported():
+            if self._divided is not None:
+                optimizer = self._divided.divided_state(optimizer, self.optimizer)
+            else:
+                optimizer = fitted(optimizer, state.get("names"), self.optimizer, self._named)
             self.optimizer.load_state_dict(optimizer)
         match_layouts(self.optimizer)
-        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
-            group.update(settings)
+        restore_changed(self.optimizer, self._settings, state.get("settings"))
+        self._groups = len(self.optimizer.param_groups)
         self._precision.load_state_dict(state["precision"])
         self._skipped = state["skipped"]

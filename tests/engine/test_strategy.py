@@ -1,0 +1,157 @@
+"""Which parameters a step trains: frozen, unfrozen and unused ones, on any number of ranks as in a plain loop."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from lockstep import Datasets, Loss
+from lockstep.data.arrays import ArrayDataset
+from lockstep.errors import TaskError
+from tests.attempts import attempt
+from tests.gloo import run_ranks
+from tests.toys import CLASSES, FEATURES, Toy, arrays
+
+SAMPLES, STEPS = 48, 10
+#: Every step takes all samples, so that their order does not matter.
+SETTINGS: dict[str, Any] = {
+    "training": {"epochs": STEPS, "max_grad_norm": 0.5, "early_stopping_patience": 0},
+    "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1},
+    "scheduler": {"name": "constant", "warmup_epochs": 0},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "one all-reduce": {},
+    "ddp": {"distributed": {"bucket_cap_mb": 1, "find_unused_parameters": True}},
+    "exact": {"training": {"reproducibility": "exact"}},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(FEATURES, 8).requires_grad_(False)
+        self.head = nn.Linear(8, CLASSES)
+        self.some = nn.Linear(FEATURES, 1)
+        self.idle = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(inputs)))  # type: ignore[no-any-return]
+
+
+def set_flags(model: Any, steps: int) -> None:
+    """After ``steps`` steps: the body trains from the fourth to the seventh, the head not in the seventh."""
+    model.body.requires_grad_(3 <= steps < 7)
+    model.head.requires_grad_(steps != 6)
+
+
+class Thawing(Toy):
+    """``some`` is used for few samples only, ``idle`` for none."""
+
+    net: Net
+    steps = 0
+
+    def datasets(self) -> Datasets:
+        return Datasets(ArrayDataset(*arrays(SAMPLES, 1)), ArrayDataset(*arrays(4, 2)))
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(1)
+        self.net = Net()
+        return self.net
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        inputs, labels = batch
+        total = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+        few = inputs[inputs[:, 0] > 2.0]
+        if len(few):
+            total = total + model.some(few).square().sum()
+        return Loss(total, len(labels))
+
+    def hooks(self) -> Any:
+        def change(result: Any, model: nn.Module) -> None:
+            self.steps = result.step
+            set_flags(model, result.step)
+
+        return [(change, 1)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_flags(self.net, state["steps"])
+
+
+class Forgetful(Thawing):
+    """Its flags are right only from the first hook on."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Lone(Thawing):
+    """One rank alone unfreezes a layer."""
+
+    def hooks(self) -> Any:
+        return super().hooks() if os.environ.get("RANK") == "1" else ()
+
+
+def plain_loop() -> dict[str, Tensor]:
+    task = Thawing()
+    model: Any = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    batch = arrays(SAMPLES, 1)
+    for step in range(STEPS):
+        set_flags(model, step)
+        model.zero_grad()
+        loss = task.loss(model, batch)
+        (loss.total / loss.count).backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return model.state_dict()  # type: ignore[no-any-return]
+
+
+def settings(ranks: int, **more: Any) -> dict[str, Any]:
+    training = {**SETTINGS["training"], "batch_size": SAMPLES // ranks, **more.pop("training", {})}
+    return {**SETTINGS, **more, "training": training}
+
+
+def on_ranks(rank: int, ranks: int, folder: Path) -> Any:
+    found = {
+        name: attempt(Thawing, folder / name, rank, ranks, **settings(ranks, **kind))[0] for name, kind in KINDS.items()
+    }
+    refused = []
+    for name in ("one all-reduce", "exact"):
+        with pytest.raises(TaskError) as error:
+            attempt(Lone, folder / f"lone {name}", rank, ranks, **settings(ranks, **KINDS[name]))
+        refused.append(str(error.value))
+    for name in ("stopped", "forgetful"):
+        kind = Thawing if name == "stopped" else Forgetful
+        more = {"training": {"max_steps": None, "epochs": STEPS}}
+        found[name], _ = attempt(kind, folder / name, rank, ranks, resume=True, **more)
+    return found, refused
+
+
+def test_freezing_and_unfreezing_on_any_ranks_is_what_a_plain_loop_does(tmp_path: Path) -> None:
+    start, expected = Thawing().model().state_dict(), plain_loop()
+    for name in ("stopped", "forgetful"):
+        attempt(Thawing, tmp_path / name, **settings(1, training={"max_steps": 5}))
+    alone = {
+        "alone": attempt(Thawing, tmp_path / "alone", **settings(1))[0],
+        "alone, exact": attempt(Thawing, tmp_path / "alone exact", **settings(1, **KINDS["exact"]))[0],
+    }
+    found, refused = run_ranks(on_ranks, 2, tmp_path)[0]
+    forgetful = found.pop("forgetful")
+    for name, weights in {**alone, **found}.items():
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, msg=lambda text, at=f"{name}: {key}": f"{at}: {text}")
+        assert torch.equal(weights["idle.weight"], start["idle.weight"]), "an unused layer is not decayed"
+    assert all(torch.equal(alone["alone, exact"][key], found["exact"][key]) for key in expected)
+    assert not torch.equal(forgetful["body.weight"], start["body.weight"])
+    for message in refused:
+        assert "frozen or unfrozen on some ranks only" in message
+        assert "1 of 2 ranks" in message
