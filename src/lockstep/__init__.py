@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep.engine.task import Callback as Callback
     from lockstep.engine.task import Datasets as Datasets
     from lockstep.engine.task import Loss as Loss
+    from lockstep.engine.task import Scheduler as Scheduler
     from lockstep.engine.task import Task as Task
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.hardware.detect import detect_devices as detect_devices
@@ -32,6 +33,7 @@ _HOMES = {
     "Loss": "lockstep.engine.task",
     "RunConfig": "lockstep.config",
     "RunResult": "lockstep.engine.attempt",
+    "Scheduler": "lockstep.engine.task",
     "Task": "lockstep.engine.task",
     "collectives": "lockstep.engine.collectives",
     "detect_devices": "lockstep.hardware.detect",
@@ -48,6 +50,7 @@ __all__ = [
     "Loss",
     "RunConfig",
     "RunResult",
+    "Scheduler",
     "Task",
     "__version__",
     "collectives",

@@ -25,7 +25,7 @@ from lockstep.engine.facts import (
     fingerprint,
     has_quick_samples,
     inspect_task,
-    optimizer_lr,
+    optimizer_facts,
     refuse_meta,
     same_data,
 )
@@ -267,7 +267,7 @@ class Undecided(Toy):
 def test_the_rate_of_a_tasks_own_optimizer_is_known_before_it_trains(kind: type[Toy], lr: float | None) -> None:
     task = kind()
     before = torch.random.get_rng_state()
-    assert optimizer_lr(task, blueprint(task)) == lr
+    assert optimizer_facts(task, blueprint(task)) == (lr, False)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -51,8 +53,64 @@ def test_a_step_without_a_finite_gradient_leaves_the_weights(
     before = [p.detach().clone() for p in model.parameters()]
     give(model, gradient)
     update.apply(0, count, 1.0, want_norm=False)
-    assert update.skipped == 1
+    assert update.skipped == (1 if count else 0), "a step without items has nothing that could be finite"
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@paths
+@norms
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_step_without_items_leaves_the_loss_scale_and_reports_no_nan(
+    on_host: bool, max_norm: float | None, kind: Any
+) -> None:
+    model = nn.Linear(3, 1)
+    precision = Precision("16-mixed", CPU, 0.125)
+    schedule = Schedule(name="constant", lr=0.1, total_steps=10, steps_per_epoch=10)
+    update = Update(model, torch.optim.SGD(model.parameters(), 0.1), schedule, precision, max_norm)
+    update._on_host = on_host
+    give(model, 0.125)
+    update.apply(0, kind(2.0), 1.0, want_norm=True)
+    before = precision.state_dict()
+    give(model, 0.0)
+    update.apply(1, kind(0.0), 1.0, want_norm=True)
+    assert precision.state_dict() == before == {"scale": 2.0**16, "good_steps": 1}
+    assert float(update.grad_norm or 0.0) == 0.0
+
+
+@paths
+@norms
+def test_sparse_and_complex_gradients_are_those_of_a_plain_loop(on_host: bool, max_norm: float | None) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(5, 3, sparse=True)
+            self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+        def forward(self, index: torch.Tensor) -> torch.Tensor:
+            return (self.table(index) * self.phase).abs().square().sum()  # type: ignore[no-any-return]
+
+    ours, plain = Mixed(), Mixed()
+    config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.0, momentum=0.9)
+    schedule = Schedule(name="constant", lr=0.1, total_steps=10, steps_per_epoch=10)
+    update = Update(ours, build_optimizer(config, ours, 0.1), schedule, Precision("32", CPU, 0.125), max_norm)
+    update._on_host = on_host
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    index = torch.tensor([1, 3, 3])
+    for step in range(3):
+        for model in (ours, plain):
+            model.zero_grad()
+        (ours(index) * 0.125).backward()
+        update.apply(step, 3, 1.0, want_norm=False)
+        (plain(index) / 3).backward()
+        if max_norm is not None:
+            plain.table.weight.grad = plain.table.weight.grad.coalesce()  # type: ignore[union-attr]
+            norm = sum(g.abs().square().sum() for g in (plain.table.weight.grad.values(), plain.phase.grad)) ** 0.5
+            for parameter in plain.parameters():
+                parameter.grad = parameter.grad * min(1.0, max_norm / (float(norm) + 1e-6))
+        optimizer.step()
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @paths

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from lockstep.config import resolve
-from lockstep.plan import BatchPlan
+from lockstep.plan import BatchPlan, TaskFacts
 from lockstep.plan.course import Course, resolve_course
 
 BATCH = BatchPlan(samples=640, global_batch=64, batch_size=32, accumulate=1, ranks=2)
 
 
 def course(own_lr: float | None, **optimizer: Any) -> Course:
-    return resolve_course(resolve({"optimizer": optimizer}), BATCH, None, own_lr)
+    return resolve_course(
+        resolve({"optimizer": optimizer}), BATCH, None, TaskFacts(name="toy", train_samples=1, optimizer_lr=own_lr)
+    )
 
 
 def rate(course: Course) -> tuple[str, str]:
@@ -39,7 +41,7 @@ def test_a_schedule_knows_the_rate_before_scaling(own_lr: float | None, scaling:
 
 def test_a_run_that_ends_within_its_warm_up_says_so() -> None:
     def notes(**changes: Any) -> list[str]:
-        found = resolve_course(resolve(changes), BATCH, None, None).notes
+        found = resolve_course(resolve(changes), BATCH, None, TaskFacts(name="toy", train_samples=1)).notes
         return [note for note in found if "Warm-up" in note]
 
     assert notes(training={"epochs": 2}, scheduler={"warmup_epochs": 2})[0].startswith("Warm-up takes all 20 steps")

@@ -25,6 +25,7 @@ from lockstep.engine.runtime import rank_device, runtime
 from lockstep.engine.source import open_data, training_source
 from lockstep.engine.strategy import Flags
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.trained import bare, build_model
 from lockstep.engine.transfer import to_device
 from lockstep.hardware.world import World
 from lockstep.launch.carry import load_task
@@ -198,7 +199,7 @@ def count_flops(site: Site, plan: Plan) -> FlopCount:
     """
     if site.task.lengths() is not None:
         return FlopCount(None, "the samples differ in length, so no one number holds for all")
-    model = site.task.model().to(site.device).train()
+    model = build_model(site.task).to(site.device).train()
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return FlopCount(None, "torch does not count what its recurrent kernels compute")
     source = training_source(site.task, site.datasets.train, plan)
@@ -207,7 +208,7 @@ def count_flops(site: Site, plan: Plan) -> FlopCount:
     counter = FlopCounterMode(display=False)
     try:
         with counter:
-            site.task.loss(model, batch).total.backward()
+            site.task.loss(bare(model), batch).total.backward()
     except Exception as error:  # whatever the task's operators raise under a dispatch mode
         return FlopCount(None, f"torch's counter failed: {type(error).__name__}")
     total = counter.get_total_flops()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from lockstep.checkpoint.reader import BROKEN
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
@@ -25,6 +26,7 @@ from lockstep.engine.evaluate import train_mode
 from lockstep.engine.facts import refuse_meta
 from lockstep.engine.fit import Fit, TimedBatches
 from lockstep.engine.fused import compiler_not_imported
+from lockstep.engine.groups import check_optimizer, check_sparse, untrained
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.precision import Precision
@@ -44,9 +46,10 @@ from lockstep.engine.source import open_data, training_source
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies import build_strategy
 from lockstep.engine.switches import Watched
-from lockstep.engine.task import Context, Datasets, Task
+from lockstep.engine.task import Context, Datasets, Scheduler, Task
 from lockstep.engine.trace import Trace, trace_file
-from lockstep.engine.update import Update, build_optimizer
+from lockstep.engine.trained import bare, build_model
+from lockstep.engine.update import Update, build_optimizer, scheduler_of
 from lockstep.errors import LockstepError
 from lockstep.events import Fanout, Note, RunEnded, Sink
 from lockstep.hardware.world import World
@@ -188,7 +191,7 @@ def assemble(
             state = TrainState.from_state_dict(snapshot.trainer["state"])
     task.context = Context(state)
     seed_everything(plan.seed)  # whatever the data drew before
-    model = task.model()
+    model = build_model(task)
     refuse_meta(model)
     if snapshot is None:
         load_initial_weights(model, config.init_from, collectives)
@@ -200,11 +203,11 @@ def assemble(
     else:
         model = model.to(device)
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
-    with compiler_not_imported():
-        optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, plan.schedule.base_lr)
+    optimizer, scheduler = _optimizer(task, model, config, plan)
     if divided is not None:
         divided.adopt(optimizer)
-    update = Update(model, optimizer, plan.schedule, precision, config.training.max_grad_norm, divided)
+    max_norm = config.training.max_grad_norm
+    update = Update(model, optimizer, plan.schedule, precision, max_norm, divided, scheduler)
     here = pins(device, plan)
     remarks = () if divided is None else divided.remarks
     if snapshot is not None:
@@ -238,9 +241,32 @@ def assemble(
         heartbeat=lambda step, total: None,
         pins=here,
         trace=Trace(debug, trace_file(run_dir.path, world.rank), world.is_main, update, model, draws, divided),
-        remarks=remarks,
+        remarks=(*remarks, *_untrained(optimizer, model, max_norm)),
         warnings=() if warning is None else (warning,),
     )
+
+
+def _optimizer(task: Task, model: torch.nn.Module, config: RunConfig, plan: Plan) -> tuple[Optimizer, Scheduler | None]:
+    """The task's own, or those that the run configures."""
+    with compiler_not_imported():
+        own = task.optimizer(bare(model))
+        optimizer = own or build_optimizer(config.optimizer, model, plan.schedule.base_lr)
+    check_optimizer(optimizer, model)
+    several = plan.placement["strategy"] not in ("single", "dp")
+    check_sparse(model, reduced=several or plan.reproducibility == "exact")
+    if type(task).scheduler is not Task.scheduler:
+        for group in optimizer.param_groups:
+            group["lr"] *= plan.schedule.scale
+    return optimizer, scheduler_of(task, optimizer)
+
+
+def _untrained(optimizer: Optimizer, model: torch.nn.Module, max_norm: float | None) -> tuple[str, ...]:
+    names = untrained(optimizer, model)
+    if not names:
+        return ()
+    some = ", ".join([*names[:3], *(["…"] if len(names) > 3 else [])])
+    clipped = "" if max_norm is None else "; their gradients count in the norm that training.max_grad_norm limits"
+    return (f"{len(names)} parameter(s) are in no group of the optimizer and not trained: {some}{clipped}",)
 
 
 def _restore(

@@ -10,6 +10,7 @@ from torch.nn.parallel import DataParallel
 from torch.utils._pytree import tree_leaves
 
 from lockstep.engine.strategy import Replica, SeededDraws, SingleStrategy
+from lockstep.engine.trained import bare
 
 
 def devices_for(samples: int, devices: int, least: int) -> int:
@@ -45,5 +46,5 @@ class DataParallelStrategy(SingleStrategy):
     """
 
     def __init__(self, replica: Replica, devices: list[torch.device], *, least_part: int) -> None:
-        super().__init__(replica._replace(forward=ScatteredModel(replica.module, devices, least_part)))
+        super().__init__(replica._replace(forward=ScatteredModel(bare(replica.module), devices, least_part)))
         self.draws = SeededDraws(replica.seed, devices, everything=False)

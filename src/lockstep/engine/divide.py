@@ -17,6 +17,7 @@ from lockstep.engine.runtime import rank_device
 from lockstep.engine.source import training_source
 from lockstep.engine.strategy import Strategy
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.trained import refuse_modules
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
 
@@ -78,6 +79,7 @@ def divide(
         TaskError, UnsupportedError, ConfigError: it cannot be divided so.
     """
     if plan.sharded:
+        refuse_modules(model, "fsdp")
         from lockstep.engine.fsdp import ShardedModel
 
         return ShardedModel(task, model, config.fsdp, plan.placement["precision"], device, world)

@@ -23,6 +23,7 @@ from lockstep.engine.runtime import generators_kept
 from lockstep.engine.source import collate_of
 from lockstep.engine.strategy import SeededDraws, check_loss
 from lockstep.engine.task import Callback, Context, Metrics, Task
+from lockstep.engine.trained import bare
 from lockstep.engine.transfer import to_device, to_host
 from lockstep.errors import TaskError
 from lockstep.plan import LoaderPlan
@@ -78,7 +79,7 @@ def evaluate(
             for request, batch in zip(rounds, batches, strict=True):
                 pulse.at(Activity.EVALUATING)
                 draw(step, request.start // batch_size)
-                mine = _chunk(task, model, batch, request, device, precision, checked=not merges)
+                mine = _chunk(task, bare(model), batch, request, device, precision, checked=not merges)
                 for chunk in collectives.gather(mine) or []:
                     if chunk is not None and metrics is not None:
                         total, count = total + chunk[0], count + chunk[1]
@@ -126,7 +127,7 @@ class Callbacks:
 
     def call(self, name: str, context: Context, model: nn.Module) -> None:
         for method in self._methods.get(name, ()):
-            method(context, model)
+            method(context, bare(model))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from lockstep.data.bucketed import check_lengths, hash_lengths
@@ -24,10 +25,13 @@ from lockstep.data.reader import Reader, sample_error
 from lockstep.data.rows import leaf_of
 from lockstep.engine.batchnorm import has_batchnorm
 from lockstep.engine.fused import compiler_not_imported
+from lockstep.engine.groups import check_optimizer
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.runtime import generators_kept
 from lockstep.engine.source import collate_of
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.trained import bare, build_model
+from lockstep.engine.update import scheduler_of
 from lockstep.errors import DataError, LockstepError, TaskError, UnsupportedError
 from lockstep.plan import TaskFacts
 from lockstep.plan.plan import Mode
@@ -58,6 +62,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         check_dataset(getattr(datasets, split), split)
     trial, given = trial_of(task), task.lengths()
     model = on_meta(trial)
+    lr, scheduled = optimizer_facts(trial, model)
     lengths = None if given is None else hash_lengths(check_lengths(given, len(datasets.train)))
     before = _files_read()
     text, unstable = examined(datasets.train)
@@ -73,7 +78,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         quick_samples=has_quick_samples(datasets.train),
         lengths=lengths,
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
-        optimizer_lr=optimizer_lr(trial, model),
+        optimizer_lr=lr,
+        own_schedule=scheduled,
         monitor=_monitor_of(task),
         fingerprint=text + (f":{lengths}" if lengths else ""),
         unstable=unstable,
@@ -137,14 +143,15 @@ def on_meta(task: Task) -> nn.Module:
     with generators_kept():
         try:
             with torch.device("meta"):
-                model = task.model()
+                model = build_model(task)
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
-            model = task.model()
-    if not isinstance(model, nn.Module):
-        raise TaskError(
-            "the task's model() did not return a module",
-            why=f"it returned {type(model).__name__}",
-            fix="return an nn.Module",
+            model = build_model(task)
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise UnsupportedError(
+            f"the parameter {lazy[0]} of the model has no shape yet",
+            why="a lazy module makes its parameters in its first forward pass, after the optimizer is made",
+            fix="call the model once with a small batch in the task's model(), or name the number of input features",
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError("the model has no trainable parameters", fix="leave requires_grad on for some parameters")
@@ -162,22 +169,31 @@ def refuse_meta(model: nn.Module) -> None:
         )
 
 
-def optimizer_lr(task: Task, model: nn.Module) -> float | None:
-    """The learning rate of the task's own optimizer, of the first group that has one; ``None``: it makes none.
+def optimizer_facts(task: Task, model: nn.Module) -> tuple[float | None, bool]:
+    """The learning rate of the task's own optimizer, of the first group that has one; whether it has a scheduler.
+
+    ``None``: it makes no optimizer.
 
     Args:
         model: may be without its memory.
+
+    Raises:
+        TaskError, UnsupportedError: its optimizer cannot train its model.
     """
-    if type(task).optimizer is Task.optimizer:
-        return None
+    own, scheduled = type(task).optimizer is not Task.optimizer, type(task).scheduler is not Task.scheduler
+    if not own and not scheduled:
+        return None, False
     with generators_kept(), compiler_not_imported():
         try:
-            optimizer = task.optimizer(model)
+            optimizer = task.optimizer(bare(model))
         except Exception:  # it may need values, or a real device; if not, it fails again
-            optimizer = task.optimizer(task.model())
-    if optimizer is None:
-        return None
-    return next((float(group["lr"]) for group in optimizer.param_groups if group["lr"]), None)
+            model = build_model(task)
+            optimizer = task.optimizer(bare(model))
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
+        made = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
+        lr = None if optimizer is None else next((float(g["lr"]) for g in made.param_groups if g["lr"]), None)
+        return lr, scheduler_of(task, made) is not None
 
 
 def _monitor_of(task: Task) -> tuple[str, Mode]:

@@ -32,6 +32,7 @@ from lockstep.engine.state import TrainState
 from lockstep.engine.strategy import Flags, Strategy
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trace import Trace
+from lockstep.engine.trained import bare
 from lockstep.engine.update import Update
 from lockstep.errors import NonFiniteError, UnsupportedError
 from lockstep.events import EpochEnded, Evaluated, Note, PictureDrawn, RunStarted, Sink, StepLogged
@@ -178,7 +179,7 @@ class Fit:
             self._call("on_step_end")
         for hook, every in self._hooks:
             if result.step % every == 0:
-                self.scalars.update(hook(result, self.strategy.module) or {})
+                self.scalars.update(hook(result, bare(self.strategy.module)) or {})
         if result.step % self.config.telemetry.log_interval == 0 or result.step == self.plan.total_steps:
             self._log(result)
         every_steps = self.config.validation.every_steps
@@ -214,21 +215,22 @@ class Fit:
         skipped = self.update.skipped
         self.state.skipped_steps = skipped
         norm = self.update.grad_norm
-        self._emit(
-            StepLogged(
-                attempt=self.attempt,
-                step=result.step,
-                epoch=result.window.epoch + 1,
-                samples_seen=self.state.samples_seen,
-                loss=(total - before_total) / items if items else math.nan,
-                lr=result.lr,
-                grad_norm=None if norm is None else float(norm),
-                samples_per_s=speed.samples_per_s,
-                data_wait_share=speed.data_wait_share,
-                skipped_steps=skipped,
-                scalars=dict(self.scalars),
+        if items or float(result.loss_count):  # steps without items have no loss to report
+            self._emit(
+                StepLogged(
+                    attempt=self.attempt,
+                    step=result.step,
+                    epoch=result.window.epoch + 1,
+                    samples_seen=self.state.samples_seen,
+                    loss=(total - before_total) / items if items else math.nan,
+                    lr=result.lr,
+                    grad_norm=None if norm is None else float(norm),
+                    samples_per_s=speed.samples_per_s,
+                    data_wait_share=speed.data_wait_share,
+                    skipped_steps=skipped,
+                    scalars=dict(self.scalars),
+                )
             )
-        )
         self._ranks.log(result.step, result.window.epoch + 1)
         self._interval, self._interval_sums = self._speed.mark(), (total, count)
         if self.writer is not None:
@@ -265,9 +267,10 @@ class Fit:
         if self.datasets.val is not None and (epoch % self.config.validation.every_epochs == 0 or last):
             metrics = self._validate()
             row |= metrics
-            improved = self._judge({**row, **metrics}, epoch)
+            improved = self._judge({**row, **metrics}, epoch, extra=not result.epoch_ended)
         row |= {"lr": result.lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         if result.epoch_ended:  # max_steps may end a run in mid-epoch, and a resume goes on there
+            self.update.end_epoch()
             self.state.epoch, self.state.position = self.state.epoch + 1, 0
             before_total, before_count = self._interval_sums
             self._interval_sums = before_total - total, before_count - count  # of what the next log tells
@@ -325,12 +328,17 @@ class Fit:
     def _evaluation(self) -> AbstractContextManager[None]:
         return evaluation(self.task, self.strategy.module, self._callbacks)
 
-    def _judge(self, metrics: Mapping[str, float], epoch: int) -> bool:
-        """Is this the best so far? Values are equal on all ranks, so all of them stop, or none."""
+    def _judge(self, metrics: Mapping[str, float], epoch: int, *, extra: bool = False) -> bool:
+        """Is this the best so far? Values are equal on all ranks, so all of them stop, or none.
+
+        ``extra``: an evaluation in mid-epoch that a run without ``max_steps`` does not have.
+        """
         value = metrics.get(self._monitor)
         if value is None:
             self._emit(Note("warning", f"There is no {self._monitor!r} to judge by; there is {', '.join(metrics)}."))
             return False
+        if not extra:
+            self.update.judge(value)
         if judge(self.state, metrics, value, self.plan.mode, epoch):
             return True
         patience = self.config.training.early_stopping_patience

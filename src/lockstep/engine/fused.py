@@ -122,12 +122,14 @@ def _is_plain(group: dict[str, Any], parameters: list[nn.Parameter]) -> bool:
 
 def _watched(optimizer: Any) -> bool:
     """Whether somebody wants to see this very step: hooks, or a profiler, which shows ``Optimizer.step``."""
+    own = vars(optimizer).get("step")
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or hooks_of_all._global_optimizer_pre_hooks
         or hooks_of_all._global_optimizer_post_hooks
-        or "step" in vars(optimizer)  # a schedule of torch's counts steps so
+        # A scheduler of torch's wraps it to note that a step was taken, which scheduler_of() has noted for good.
+        or (own is not None and not hasattr(own, "_wrapped_by_lr_sched"))
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     )
 

@@ -4,16 +4,75 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
-from lockstep.errors import TaskError
+from lockstep.errors import TaskError, UnsupportedError
 
 Names = list[list[str]]
 Settings = list[dict[str, Any]]
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse, before the first step, an optimizer of the task's that could not train ``model``.
+
+    Raises:
+        TaskError: it has parameters that are not the model's, or a scheduler.
+        UnsupportedError: its step needs a closure, or sparse gradients are not for it.
+    """
+    kind = type(optimizer).__name__
+    check_belongs(optimizer, dict(model.named_parameters()))
+    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
+        raise TaskError(
+            f"the task's optimizer() made a scheduler for its {kind}",
+            why="the run's schedule would overwrite the learning rates that it sets, and its state would not be saved",
+            fix="return it from Task.scheduler(optimizer)",
+        )
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if (closure is not None and closure.default is Parameter.empty) or hasattr(optimizer, "second_step"):
+        raise UnsupportedError(
+            f"{kind} evaluates the loss several times in a step",
+            why="a step here has one forward and one backward pass for each micro-batch",
+            fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW",
+        )
+    sparse = sparse_layers(model)
+    if sparse and isinstance(optimizer, Adam):
+        raise UnsupportedError(
+            f"{kind} does not support the sparse gradients of {sparse[0]}",
+            why="its moments are dense",
+            fix="leave sparse=True out, or return torch.optim.SGD or SparseAdam from Task.optimizer()",
+        )
+
+
+def check_sparse(model: nn.Module, *, reduced: bool) -> None:
+    """Refuse sparse gradients where they are to be ``reduced``: over ranks, or over lanes in exact mode.
+
+    Raises:
+        UnsupportedError: naming the layer.
+    """
+    sparse = sparse_layers(model)
+    if sparse and reduced:
+        raise UnsupportedError(
+            f"the sparse gradients of {sparse[0]} are supported on one device in fast mode only",
+            why="gradients are summed over ranks and lanes as dense tensors",
+            fix="leave sparse=True out, or train on one device with reproducibility: fast",
+        )
+
+
+def sparse_layers(model: nn.Module) -> list[str]:
+    """Names of embeddings whose gradients are sparse."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.sparse]
+
+
+def untrained(optimizer: Optimizer, model: nn.Module) -> list[str]:
+    """Names of parameters that require a gradient and are in no group."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
 
 
 def settings_of(optimizer: Optimizer) -> Settings:
@@ -89,17 +148,19 @@ def fitted(
     return {"state": {numbers[name]: state for name, state in states.items()}, "param_groups": groups}
 
 
-def restore_changed(optimizer: Optimizer, now: Settings, then: Settings | None) -> None:
+def restore_changed(optimizer: Optimizer, now: Settings, then: Settings | None, *, keep: Sequence[str] = ()) -> None:
     """Put back settings that the configuration has changed since a loaded checkpoint was saved.
 
     Others stay as the checkpoint has them: some optimizers keep estimates in their groups (Prodigy, Schedule-Free).
 
     Args:
         now, then: the groups as they were made in this attempt, and in that of the checkpoint, where it says so.
+        keep: settings that always stay as the checkpoint has them.
     """
     for number, (group, settings) in enumerate(zip(optimizer.param_groups, now, strict=False)):
         before = then[number] if then is not None and number < len(then) else {}
-        group.update({k: v for k, v in settings.items() if k not in before or not _same(v, before[k])})
+        changed = {k: v for k, v in settings.items() if k not in before or not _same(v, before[k])}
+        group.update({k: v for k, v in changed.items() if k not in keep})
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -247,6 +247,7 @@ class PipelineStrategy(SingleStrategy):
             inputs, output = self.through(self._ask, batch)
         if self._pipeline.is_last:
             total, count = output
+            count = count.reshape(()) if isinstance(count, Tensor) else count
             self._sums[0] += total.detach()
             self._sums[1] += count
             output = total.float() if not self._precision.is_full else total

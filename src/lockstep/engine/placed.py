@@ -20,6 +20,7 @@ from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import Replica, SeededDraws, SingleStrategy
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.trace import pick
+from lockstep.engine.trained import refuse_modules
 from lockstep.errors import ConfigError, TaskError
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -35,6 +36,7 @@ def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]
         TaskError: the task has none, or they are not the whole model and nothing else, or two share parameters.
         ConfigError: there are fewer than ``devices``.
     """
+    refuse_modules(model, "pipeline")
     named = task.stages(model)
     if named is None:
         raise TaskError(

@@ -47,13 +47,21 @@ class Precision:
         """:meth:`seed` as a number; synchronises with a GPU."""
         return self._pre_scale_value if self._scale is None else self._seed.item()
 
-    def update(self, found_inf: Tensor) -> None:
-        """After a step: halve the loss scale on overflow, double it after 2,000 good steps. No host sync."""
+    def update(self, found_inf: Tensor, counted: Tensor | None = None) -> None:
+        """After a step: halve the loss scale on overflow, double it after 2,000 good steps. No host sync.
+
+        ``counted``: false leaves the scale as it is, after a step without items.
+        """
         if self._scale is None:
             return
+        before = (self._scale.clone(), self._good_steps.clone()) if counted is not None else None
         # torch.amp.GradScaler's own kernel; the class itself would read found_inf on the host every step.
         found_inf = found_inf.to(self._scale.device)  # parameters may be in host memory
         torch._amp_update_scale_(self._scale, self._good_steps, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
+        if before is not None and counted is not None:
+            counted = counted.to(self._scale.device)
+            self._scale.copy_(torch.where(counted, self._scale, before[0]))
+            self._good_steps.copy_(torch.where(counted, self._good_steps, before[1]))
         self._seed = self._pre_scale * self._scale
 
     def state_dict(self) -> dict[str, Any]:

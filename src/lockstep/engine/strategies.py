@@ -15,6 +15,7 @@ from lockstep.engine.precision import Precision
 from lockstep.engine.runtime import rank_device
 from lockstep.engine.strategy import DdpStrategy, Replica, SingleStrategy, Strategy
 from lockstep.engine.task import Task
+from lockstep.engine.trained import bare
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
 from lockstep.telemetry.pulse import Activity, pulse
@@ -46,7 +47,7 @@ def build_strategy(
     if divided is not None:
         return divided.strategy(task, precision, plan, world)
     if config.training.compile:
-        replica = replica._replace(forward=_compiled(model, config.training.compile_mode))
+        replica = replica._replace(forward=_compiled(bare(model), config.training.compile_mode))
     if world.size == 1:
         return SingleStrategy(replica)
     unused, bucket_cap_mb = config.distributed.find_unused_parameters, config.distributed.bucket_cap_mb

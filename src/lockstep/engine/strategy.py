@@ -27,6 +27,7 @@ from lockstep.engine.buffers import Buffers
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.precision import Precision
 from lockstep.engine.task import Loss, Task
+from lockstep.engine.trained import bare
 from lockstep.engine.transfer import SideStream, to_device
 from lockstep.engine.wire import wait
 from lockstep.errors import TaskError, UnsupportedError
@@ -63,7 +64,7 @@ class Reduced(NamedTuple):
 
 
 class Strategy(Protocol):
-    """``module`` is the bare model: what is saved, evaluated and optimized.
+    """``module`` is what is saved, evaluated and optimized: the model, and modules beside it (:class:`.Trained`).
 
     ``is_sharded``: each rank has a part of the parameters only, so that reading all is collective.
     """
@@ -86,11 +87,16 @@ class Strategy(Protocol):
 
 
 class LossModule(nn.Module):
-    """``task.loss`` as a module, so that a wrapper around it sees every method of the model that the task calls."""
+    """``task.loss`` as a module, so that a wrapper around it sees every method of the model that the task calls.
 
-    def __init__(self, task: Task, model: nn.Module) -> None:
+    Args:
+        trained: has all parameters, those of modules beside ``model`` among them.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, trained: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.trained = trained
         self._loss = CheckedLoss(task)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | int]:
@@ -227,8 +233,8 @@ class SingleStrategy:
         self.module, device = replica.module, replica.device
         self._task = replica.task
         self._ask = CheckedLoss(replica.task)
-        self._model = self.module if replica.forward is None else replica.forward
-        self._wrapped = self._model is not self.module
+        self._model = bare(self.module) if replica.forward is None else replica.forward
+        self._wrapped = self._model is not bare(self.module)
         self._parameters = list(self.module.parameters())
         self._follow()
         self._precision = replica.precision
@@ -385,7 +391,7 @@ class DdpStrategy(RanksStrategy):
             "gradient_as_bucket_view": True,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        self._ddp = DistributedDataParallel(LossModule(replica.task, self._model), **self._settings)
+        self._ddp = DistributedDataParallel(self._loss_module(), **self._settings)
         self._world_size = world_size
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
         self._by_hand = False
@@ -419,6 +425,9 @@ class DdpStrategy(RanksStrategy):
         divisor = 1.0 if window.irregular else float(self._world_size)
         return Reduced(self._sums[0].clone(), self._sums[1].clone(), divisor, self._read_flags(step))
 
+    def _loss_module(self) -> LossModule:
+        return LossModule(self._task, self._model, self.module)
+
     def _adapt(self) -> None:
         self._sums.zero_()
         self._sums[2:] = torch.tensor(Flags(changed=1.0), dtype=torch.float64)
@@ -427,7 +436,7 @@ class DdpStrategy(RanksStrategy):
         super()._adapt()
         del self._ddp  # and the hooks that it has on parameters
         gc.collect()
-        self._ddp = DistributedDataParallel(LossModule(self._task, self._model), **self._settings, init_sync=False)
+        self._ddp = DistributedDataParallel(self._loss_module(), **self._settings, init_sync=False)
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         if self._by_hand:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 
 class Loss(NamedTuple):
@@ -40,6 +41,18 @@ class Datasets:
     train: Any
     val: Any = None
     test: Any = None
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A scheduler of torch's, and when it steps.
+
+    ``interval``: after every optimizer ``step``, at the end of every ``epoch``, or with the monitored ``metric`` after
+    every evaluation.
+    """
+
+    scheduler: LRScheduler
+    interval: Literal["step", "epoch", "metric"] = "step"
 
 
 class TaskConfig(BaseModel):
@@ -197,6 +210,21 @@ class Task:
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
         """Loss and rows of one validation batch; override it to share the forward pass."""
         return self.loss(model, batch), self.evaluate(model, batch)
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Modules with parameters beside the model, such as a criterion, by name; called after :meth:`model`.
+
+        They are trained, moved, reduced and saved together with it.
+        """
+        return {}
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | Scheduler | None:
+        """A scheduler of ``torch.optim.lr_scheduler``, used instead of the run's schedule; ``None``: the run's.
+
+        It steps after every optimizer step, a ``ReduceLROnPlateau`` with the monitored metric after every evaluation;
+        return a :class:`Scheduler` to choose. Its state is saved with the optimizer's.
+        """
+        return None
 
     def optimizer(self, model: nn.Module) -> Optimizer | None:
         """An optimizer of the task's own (parameter groups included); ``None``: the run's settings.

@@ -21,6 +21,7 @@ from lockstep.engine.fsdp import blocks_of, checkpoint_activations
 from lockstep.engine.precision import Precision
 from lockstep.engine.runtime import seeded
 from lockstep.engine.task import Task
+from lockstep.engine.trained import bare, build_model
 from lockstep.engine.update import build_optimizer
 from lockstep.errors import LockstepError, TaskError, UnsupportedError
 from lockstep.forecast.ledger import Ledger
@@ -150,9 +151,9 @@ def _count(
         ledger.add(batch, "batch")
         ledger.watch_gradients(model)
         if recompute:
-            checkpoint_activations(model, blocks_of(task, model))
+            checkpoint_activations(model, blocks_of(task, bare(model)))
         with ledger.counting("optimizer"):
-            optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, config.optimizer.lr)
+            optimizer = task.optimizer(bare(model)) or build_optimizer(config.optimizer, model, config.optimizer.lr)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         order: list[nn.Parameter] = []
         ready: list[int] = []
@@ -194,7 +195,7 @@ def _count(
 def model_of(task: Task, fake: FakeTensorMode | None) -> nn.Module:
     """The model in training mode; with ``fake`` its tensors have shapes alone."""
     if fake is None:
-        return task.model().train()
+        return build_model(task).train()
     with unset_fake_temporarily():
         model = blueprint(task)
     # What to_empty() does, for parameters on the meta device and for real ones.
@@ -221,7 +222,7 @@ def _step(
             ledger.add(parameter.grad, "gradients")
     ledger.reset()
     with precision.autocast():
-        total = task.loss(model, batch).total.float()
+        total = task.loss(bare(model), batch).total.float()
     ends = [len(ledger.work)]
     total.backward()
     del total
@@ -236,7 +237,7 @@ def _step(
 def _blocks(task: Task, model: nn.Module) -> list[int]:
     """Bytes of the blocks that fsdp gathers one by one; last, of the rest. What two share counts once."""
     seen: set[int] = set()
-    return [_bytes_of(part, seen) for part in (*blocks_of(task, model), model)]
+    return [_bytes_of(part, seen) for part in (*blocks_of(task, bare(model)), model)]
 
 
 def _bytes_of(module: nn.Module, seen: set[int]) -> int:

@@ -14,6 +14,7 @@ from lockstep.engine.lightning_task import ModuleTask
 from lockstep.engine.resume import load_weights, restoring
 from lockstep.engine.source import open_data, open_datasets
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.trained import bare, build_model
 from lockstep.errors import CheckpointError, DataError
 from lockstep.launch.folder import refuse_unknown_code
 from lockstep.launch.prepare import settle
@@ -48,9 +49,9 @@ def load_model(run: RunDir, checkpoint: str | int = "best") -> tuple[Task, torch
     snapshot = find_checkpoint(run, checkpoint)
     config = run.config()
     task, _ = settle(config.task.name, config)
-    model = task.model()
+    model = build_model(task)
     restore(task, model, snapshot, run.path)
-    return task, model.eval()
+    return task, bare(model.eval())
 
 
 def find_checkpoint(run: RunDir, checkpoint: str | int) -> Snapshot:

@@ -24,6 +24,7 @@ from lockstep.engine.runtime import rank_device, runtime
 from lockstep.engine.source import open_data
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Context, Datasets, Task
+from lockstep.engine.trained import build_model
 from lockstep.errors import DataError, RankFailed, UnsupportedError
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World
@@ -115,7 +116,7 @@ def _measure(
     precision = Precision(plan.placement["precision"], device, 1.0)
     with restoring(f"the checkpoint of step {snapshot.step}"):
         task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
-    model, evaluated = task.model(), task
+    model, evaluated = build_model(task), task
     if plan.sharded:
         divided = divide(task, model, config, plan, datasets, device, world, collectives)
         evaluated = divided.strategy(task, precision, plan, world).evaluating(task)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.lightning_task import ModuleTask
+from lockstep.engine.trained import bare, build_model
 from lockstep.errors import RunFolderError, UnsupportedError
 from lockstep.launch.afterwards import as_restored, find_checkpoint, model_inputs, reopen, restore
 from lockstep.launch.folder import refuse_unknown_code
@@ -107,10 +108,11 @@ def _write_program(run: RunDir, snapshot: Snapshot, folder: Path, *, wanted: boo
     import torch
 
     task, datasets = reopen(run.config())
-    model = task.model()
+    whole = build_model(task)
+    model = bare(whole)
     if not wanted and isinstance(task, ModuleTask) and getattr(model, "example_input_array", None) is None:
         return False
-    restore(task, model, snapshot, run.path)
+    restore(task, whole, snapshot, run.path)
     args, kwargs = model_inputs(task, model.eval(), as_restored(task, run.config(), datasets))
     try:
         shapes = _dynamic_shapes(model, args, kwargs)

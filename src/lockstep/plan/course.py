@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lockstep.config import RunConfig
 from lockstep.plan.batch import BatchPlan
 from lockstep.plan.lr import scale_lr
-from lockstep.plan.plan import Choice, ResumePoint
+from lockstep.plan.plan import Choice, ResumePoint, TaskFacts
 from lockstep.plan.schedule import Schedule, resolve_schedule, warmup_note
 
 
@@ -21,12 +21,9 @@ class Course(NamedTuple):
     notes: tuple[str, ...]
 
 
-def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None, own_lr: float | None) -> Course:
-    """Epochs, optimizer steps and schedule of a run, from what an earlier attempt has left of it.
-
-    Args:
-        own_lr: that of the task's own optimizer, if it has one.
-    """
+def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None, facts: TaskFacts) -> Course:
+    """Epochs, optimizer steps and schedule of a run, from what an earlier attempt has left of it."""
+    own_lr = facts.optimizer_lr
     base_lr = config.optimizer.lr if own_lr is None else own_lr
     lr, lr_reason, note = scale_lr(
         base_lr,
@@ -49,9 +46,11 @@ def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | No
     choices = (
         Choice(name="steps", value=str(total), reason=length_reason),
         Choice(name="learning rate", value=f"{lr:g}", reason=lr_reason),
-        Choice(name="schedule", value=config.scheduler.name, reason=schedule_reason),
+        Choice(name="schedule", value="task", reason="the task's scheduler() sets the learning rates")
+        if facts.own_schedule
+        else Choice(name="schedule", value=config.scheduler.name, reason=schedule_reason),
     )
-    unfinished = None if config.debug.fast_dev_run else warmup_note(schedule)
+    unfinished = None if config.debug.fast_dev_run or facts.own_schedule else warmup_note(schedule)
     return Course(epochs, total, schedule, choices, tuple(filter(None, (note, unfinished))))
 
 

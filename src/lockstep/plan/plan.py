@@ -26,6 +26,7 @@ class TaskFacts(_Frozen):
     needs to hand it over. ``lengths``: a hash of the lengths of the training samples, if the task gives them.
     ``loader``: the training loader that a ``LightningModule`` brings.
     ``optimizer_lr``: the learning rate of the task's own optimizer, if it has one: of the first group whose is not 0.
+    ``own_schedule``: the task makes a scheduler for its optimizer.
     ``monitor``: the task's metric that evaluations are judged by, and its mode. ``fingerprint``: length and content of
     the training data; ``unstable``: the parts of samples that it leaves out, as they differ each time they are read.
     ``read_file``: a file that the data set has open, whose position moves when a sample is read, so that worker
@@ -43,6 +44,7 @@ class TaskFacts(_Frozen):
     lengths: str | None = None
     loader: LoaderFacts | None = None
     optimizer_lr: float | None = None
+    own_schedule: bool = False
     monitor: tuple[str, Mode] = ("val_loss", "min")
     fingerprint: str = ""
     unstable: tuple[str, ...] = ()

@@ -61,11 +61,14 @@ def module_notes(config: RunConfig) -> Iterator[str]:
 
 
 def optimizer_notes(config: RunConfig, facts: TaskFacts) -> Iterator[str]:
-    """Notes for the plan of a task that makes its own optimizer: settings that do nothing."""
+    """Notes for the plan of a task that makes its own optimizer or scheduler: settings that do nothing."""
     still_heeded = {"lr_scaling", "base_batch_size"}
     names = _changed("optimizer", config.optimizer, *(type(config.optimizer).model_fields.keys() - still_heeded))
     if facts.optimizer_lr is not None and names:
         yield f"{', '.join(sorted(names))} has no effect: the task makes its own optimizer."
+    names = _changed("scheduler", config.scheduler)
+    if facts.own_schedule and names:
+        yield f"{', '.join(sorted(names))} has no effect: the task makes its own scheduler."
 
 
 def _changed(section: str, settings: BaseModel, *names: str) -> list[str]:

@@ -50,7 +50,7 @@ def make_plan(
     sync_batchnorm, synced = _sync_batchnorm(config, placement, facts)
     batch, sized = _batch(config, placement, facts, held=held, sync_batchnorm=sync_batchnorm)
     order, ordered = _order(config, facts, resume)
-    course = resolve_course(config, batch, resume, facts.optimizer_lr)
+    course = resolve_course(config, batch, resume, facts)
     threads, threaded = _threads(config, placement, cores, preset)
     loader, loaded = _loader(config, placement, facts, cores, workers)
     in_shards, saved = _checkpoints(config, placement, facts)

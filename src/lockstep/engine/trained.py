@@ -1,0 +1,82 @@
+"""What is trained: a task's model, and the modules beside it that :meth:`.Task.modules` names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lockstep.engine.task import Task
+from lockstep.errors import TaskError, UnsupportedError
+
+
+class Trained(nn.Module):
+    """A model and modules beside it, moved, trained and saved together.
+
+    Names of parameters and keys of the state dict are the model's own; those of the others begin with
+    ``modules.<name>.``.
+    """
+
+    def __init__(self, model: nn.Module, extras: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.model = model
+        self.extras = nn.ModuleDict(extras)
+
+    def _parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+        """Modules with the prefix of their keys."""
+        yield prefix, self.model
+        for name, module in self.extras.items():
+            yield f"{prefix}modules.{name}.", module
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        for part, module in self._parts(f"{prefix}." if prefix else ""):
+            yield from module.named_modules(memo, part.removesuffix("."), remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        found: dict[str, Any] = {}
+        for prefix, module in self._parts():
+            found |= module.state_dict(prefix=prefix, **kwargs)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        rest = dict(state_dict)
+        for prefix, module in reversed([*self._parts()]):
+            own = {key.removeprefix(prefix): rest.pop(key) for key in [*rest] if key.startswith(prefix)}
+            module.load_state_dict(own, *args, **kwargs)
+
+
+def build_model(task: Task) -> nn.Module:
+    """``task.model()``, together with ``task.modules()`` where there are any: what is trained and saved.
+
+    Raises:
+        TaskError: one of them is not a module.
+    """
+    model = task.model()
+    extras = dict(task.modules())
+    for source, module in (("model()", model), *((f"modules() for {name!r}", extra) for name, extra in extras.items())):
+        if not isinstance(module, nn.Module):
+            raise TaskError(
+                f"the task's {source} did not return a module",
+                why=f"it returned {type(module).__name__}",
+                fix="return an nn.Module",
+            )
+    return Trained(model, extras) if extras else model
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """The task's model itself: what its functions are called with."""
+    return module.model if isinstance(module, Trained) else module
+
+
+def refuse_modules(model: nn.Module, strategy: str) -> None:
+    """Refuse modules beside ``model``. Raises :class:`UnsupportedError`."""
+    if isinstance(model, Trained):
+        raise UnsupportedError(
+            f"strategy {strategy} cannot train modules beside the model: {', '.join(model.extras)}",
+            why="it divides the model among devices, and these belong to no part of it",
+            fix="make them part of the model, or use --strategy ddp",
+        )
