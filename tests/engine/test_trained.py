@@ -295,3 +295,13 @@ def test_divided_models_refuse_modules_by_name() -> None:
 
     with pytest.raises(UnsupportedError, match="pipeline cannot train modules beside the model: head"):
         stages_of(ArcFace(), build_model(ArcFace()), 2)
+
+
+class Blind(Plateau):
+    def datasets(self) -> Datasets:
+        return Datasets(super().datasets().train)
+
+
+def test_a_scheduler_by_metric_without_validation_data_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="steps by a metric, and there is no validation data"):
+        attempt(Blind, tmp_path / "run")

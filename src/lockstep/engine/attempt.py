@@ -50,7 +50,7 @@ from lockstep.engine.task import Context, Datasets, Scheduler, Task
 from lockstep.engine.trace import Trace, trace_file
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.update import Update, build_optimizer, scheduler_of
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, TaskError
 from lockstep.events import Fanout, Note, RunEnded, Sink
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -204,6 +204,12 @@ def assemble(
         model = model.to(device)
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
     optimizer, scheduler = _optimizer(task, model, config, plan)
+    if scheduler is not None and scheduler.interval == "metric" and datasets.val is None:
+        raise TaskError(
+            "the task's scheduler steps by a metric, and there is no validation data",
+            why="the monitored metric is computed at evaluations",
+            fix="return validation data from datasets(), or a scheduler that steps by step or epoch",
+        )
     if divided is not None:
         divided.adopt(optimizer)
     max_norm = config.training.max_grad_norm

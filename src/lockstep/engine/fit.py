@@ -312,7 +312,7 @@ class Fit:
             self._emit(PictureDrawn(self.attempt, self.state.epoch + 1, self.state.step, name, pixels))
 
     def _asked(self, method: Callable[..., Any]) -> Any:
-        return method(self.strategy.module) if signature(method).parameters else method()
+        return method(bare(self.strategy.module)) if signature(method).parameters else method()
 
     def _refuse_divided(self) -> None:
         """One rank alone cannot call a model that is divided among ranks."""

@@ -45,6 +45,7 @@ class FlatStrategy(RanksStrategy):
 
     def __init__(self, replica: Replica, *, collective_forward: bool) -> None:
         super().__init__(replica, collective_forward=collective_forward)
+        self._world_size = dist.get_world_size()
         self._lay_out()
         _sync_module_states(replica.module, _get_default_group(), 250 * 2**20, 0, [])  # 250 MB at a time, as DDP does
 
@@ -58,7 +59,7 @@ class FlatStrategy(RanksStrategy):
 
     def _adapt(self) -> None:
         flags = self._all_reduce(pack(0.0, 0.0, Flags(changed=1.0)), ran=False)[2]
-        check_change(flags, dist.get_world_size(), announced=True)
+        check_change(flags, self._world_size, announced=True)
         super()._adapt()
         self._lay_out()
 
@@ -80,7 +81,7 @@ class FlatStrategy(RanksStrategy):
 
     def _reduce(self, numbers: Sequence[float], *, ran: bool) -> Reduced:
         total, count, flags = self._all_reduce(numbers, ran=ran)
-        check_change(flags, dist.get_world_size())
+        check_change(flags, self._world_size)
         return Reduced(torch.tensor(total, dtype=torch.float64), count, 1.0, flags)
 
     def _all_reduce(self, numbers: Sequence[float], *, ran: bool) -> tuple[float, float, Flags]:
