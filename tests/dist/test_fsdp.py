@@ -17,7 +17,7 @@ from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import FsdpConfig, OptimizerConfig, RunConfig, SchedulerConfig
 from lockstep.config.load import merge
 from lockstep.data.arrays import ArrayDataset
-from lockstep.data.loader import InOrder, Source, windows
+from lockstep.data.loader import InOrder, Source, Window, windows
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.fsdp import FsdpStrategy, ShardedModel
@@ -320,10 +320,11 @@ def test_a_sample_that_is_not_finite_is_skipped_by_all_ranks_and_spares_the_empt
 
 
 def test_models_that_cannot_be_divided_are_refused_by_name(divided: Divided) -> None:
-    with_batchnorm, with_scalar, transposed, alone_on_its_node = divided.refusals
+    with_batchnorm, with_scalar, transposed, alone_on_its_node, frozen_later = divided.refusals
     assert "BatchNorm1d '1'" in with_batchnorm and "scalar parameter scale" in with_scalar
     assert "parameter weight, which is not contiguous" in transposed
     assert "nothing to divide where each node has one rank" in alone_on_its_node
+    assert "cannot freeze or unfreeze parameters during training, as 1.weight" in frozen_later
 
 
 def test_ranks_write_their_parts_where_all_of_them_see_one_folder(divided: Divided) -> None:
@@ -357,7 +358,14 @@ def refusals(world: World) -> list[str]:
         with pytest.raises(UnsupportedError) as caught:
             ShardedModel(Weighted(), model, wanted, "32", CPU, where)
         told.append(caught.value.what)
-    return told
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sharded = ShardedModel(Weighted(), model, FsdpConfig(), "32", CPU, world)
+    replica = Replica(Weighted(), model, Precision("32", CPU, 1.0), CPU, 0, world.rank)
+    strategy = FsdpStrategy(replica, sharded, world_size=world.size, sync_batchnorm=False)
+    model[1].requires_grad_(False)
+    with pytest.raises(UnsupportedError) as caught:
+        strategy.gradients(Window(0, 0, 0, (), irregular=False), iter(()), 0, Flags())
+    return [*told, caught.value.what]
 
 
 @pytest.mark.drill
