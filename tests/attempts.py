@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
 from lockstep.engine.attempt import run_attempt
+from lockstep.engine.source import open_data
 from lockstep.engine.task import Task
 from lockstep.events import Event, Fanout, RecordingSink
 from lockstep.hardware.world import World
@@ -59,7 +60,7 @@ def _prepared(task: type[Task], folder: Path, world: World, sections: Mapping[st
     built, config = settle(task, mine)
     if resume:
         config, point = changed_config(run, mine), resume_point(run, hold=True, report=print)
-    prepared = plan_for(built, config, place(config, World()), built.datasets(), point)
+    prepared = plan_for(built, config, place(config, World()), open_data(built, config), point)
     if resume:
         keep_config(run, config)
     else:

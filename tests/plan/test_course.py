@@ -53,7 +53,9 @@ def test_a_run_that_ends_within_its_warm_up_says_so() -> None:
 
 def test_the_default_warm_up_takes_at_most_a_tenth_of_the_run() -> None:
     def warmup(**changes: Any) -> int:
-        return resolve_course(resolve(changes), BATCH, None, None).schedule.warmup_steps
+        return resolve_course(
+            resolve(changes), BATCH, None, TaskFacts(name="toy", train_samples=1)
+        ).schedule.warmup_steps
 
     steps = BATCH.steps_per_epoch
     assert warmup(training={"epochs": 40}) == 2 * steps
