@@ -37,7 +37,9 @@ def loader(workload: Workload, *, sharded: bool = True) -> DataLoader[Any]:
 
 
 def _of_catalogue(workload: Workload) -> DataLoader[Any]:
-    dataset = DATASETS[workload.dataset or ""][0](workload)
+    # A DataLoader would collate the finished batches of our own arrays.
+    name = "tensors" if workload.dataset == "arrays" else workload.dataset or ""
+    dataset = DATASETS[name][0](workload)
     several = {"sampler": DistributedSampler(dataset)} if workload.ranks > 1 else {"shuffle": True}
     workers = workload.workers or 0
     collate = padded if workload.dataset == "ragged" else None
