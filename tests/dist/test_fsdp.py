@@ -168,7 +168,7 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
     if sharded is None:
         strategy = SingleStrategy(replica)
     else:
-        strategy = FsdpStrategy(replica, sharded, world_size=ranks, sync_batchnorm=case.batchnorm)
+        strategy = FsdpStrategy(replica, sharded, world_size=ranks)
     source = Source(data_of(case), Weighted().collate, 0, InOrder())
     found: list[float] = []
     norms: list[float] = []
@@ -180,7 +180,7 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
         found.append(float(reduced.total) / float(reduced.count))
         norms.append(float(update.grad_norm) if update.grad_norm is not None else 0.0)
         flags.append(reduced.flags)
-    strategy.synchronise_buffers()
+    strategy.check_buffers()
     state = gathered({"model": model.state_dict(), "update": update.state_dict()}, keep=True)
     update.load_state_dict(state["update"])
     again = gathered(update.state_dict()["optimizer"]["state"], keep=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.engine.batchnorm import SyncedBatchNorm, convert, ghost, has_batchnorm, merge_running_stats
+from lockstep.engine.batchnorm import SyncedBatchNorm, convert, ghost, has_batchnorm
 from lockstep.errors import UnsupportedError
 from tests.gloo import run_ranks
 
@@ -109,22 +109,6 @@ class Norms(nn.Module):
         self.third = nn.InstanceNorm1d(3, track_running_stats=True)
 
 
-def merges(rank: int) -> list[dict[str, Tensor]]:
-    states = []
-    for weights, values in [
-        ([10, 30, 0], [1.0, 5.0, float("nan")]),
-        ([0, 0, 0], [1.0, 1.0, 1.0]),
-        ([1, 1, 1], [0.1, 0.2, 0.3]),
-    ]:
-        module = Norms()
-        for name, buffer in module.named_buffers():
-            buffer.fill_(rank + 7 if name.endswith("tracked") else values[rank])
-        merge_running_stats(module, weights[rank])
-        states.append(module.state_dict())
-    merge_running_stats(nn.Linear(1, 1), 3)
-    return states
-
-
 def special_cases(rank: int, ranks: int) -> dict[str, Any]:
     """What the tests below look at; one start of processes for all of them."""
     found: dict[str, Any] = {}
@@ -178,7 +162,6 @@ def special_cases(rank: int, ranks: int) -> dict[str, Any]:
         alone = layer_of(2)
         alone(noise(6, 4, seed=1))
         found["pair"] = largest_error(list(zip(layer.buffers(), alone.buffers(), strict=True)))
-    found["merged"] = merges(rank)
     return found
 
 
@@ -226,25 +209,6 @@ def test_half_precision_keeps_its_type_and_sums_in_float32(special: list[dict[st
 
 def test_a_group_of_some_ranks_is_a_batch_of_its_own(special: list[dict[str, Any]]) -> None:
     assert max(found["pair"] for found in special[:2]) < 1e-12
-
-
-def test_running_statistics_are_merged_by_count_and_agree_bit_for_bit(special: list[dict[str, Any]]) -> None:
-    by_rank = [found["merged"] for found in special]
-    for expected, states in zip([4.0, 1.0, 0.2], zip(*by_rank, strict=True), strict=True):
-        for name, value in states[0].items():
-            assert all(torch.equal(value, other[name]) for other in states), name
-            if name.endswith("tracked"):
-                assert value == 9
-            elif "running" in name:
-                torch.testing.assert_close(value, torch.full_like(value, expected))
-
-
-def test_merging_on_one_process_changes_nothing() -> None:
-    module = Norms()
-    module.first.running_mean.fill_(3)
-    before = copy.deepcopy(module.state_dict())
-    merge_running_stats(module, 5)
-    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -68,7 +68,7 @@ def strategy(rank: int) -> FlatStrategy:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model[1].running_mean.fill_(rank)  # type: ignore[operator, union-attr]
-    return FlatStrategy(Replica(Half(), model, Precision("32", CPU, 1.0), CPU, 0, rank), collective_forward=False)
+    return FlatStrategy(Replica(Half(), model, Precision("32", CPU, 1.0), CPU, 0, rank))
 
 
 class Squares(Task):

@@ -61,9 +61,9 @@ def gradients(
     if ranks == 1:
         strategy = SingleStrategy(replica)
     elif flat:
-        strategy = FlatStrategy(replica, collective_forward=batchnorm)
+        strategy = FlatStrategy(replica)
     else:
-        strategy = DdpStrategy(replica, world_size=ranks, collective_forward=batchnorm)
+        strategy = DdpStrategy(replica, world_size=ranks)
     source = Source(dataset, Weighted().collate, 0, InOrder())
     found = []
     for step, window in enumerate(windows(plan, rank=rank, epoch=0, position=0, epochs=1, ghosts=batchnorm)):

@@ -1,4 +1,4 @@
-"""BatchNorm on several ranks: statistics of the whole batch, or running statistics merged by count.
+"""BatchNorm on several ranks: statistics of the whole batch.
 
 torch's ``SyncBatchNorm`` needs a GPU. :class:`SyncedBatchNorm` runs on any device and over any
 backend, and lets a rank without samples take part.
@@ -16,11 +16,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.engine.wire import Group, all_gather_rows, all_reduce, world_size
 from lockstep.errors import UnsupportedError
@@ -252,51 +251,3 @@ def ghost(module: nn.Module) -> Iterator[None]:
     finally:
         for layer, was in zip(layers, before, strict=True):
             layer.ghost = was
-
-
-def running_statistics(module: nn.Module) -> list[Tensor]:
-    """Every running mean and variance of ``module``, those of InstanceNorm among them, in a fixed order."""
-    return [
-        buffer
-        for layer in module.modules()
-        if isinstance(layer, _NormBase)
-        for buffer in (layer.running_mean, layer.running_var)
-        if buffer is not None
-    ]
-
-
-def tracked_batches(module: nn.Module) -> list[Tensor]:
-    """The counters that go with :func:`running_statistics`: batches seen, one for each layer."""
-    layers = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
-    return [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
-
-
-@torch.no_grad()
-def merge_running_stats(module: nn.Module, weight: float, group: Group = None) -> None:
-    """Give every rank the mean of all ranks' running statistics, weighted by count. Collective.
-
-    Variances are averaged too: each estimates the variance of the same data, since ranks take turns
-    in one order; the spread of their running means is sampling noise that does not belong to it.
-
-    Args:
-        weight: samples that this rank put through ``module`` in training since the last merge. With 0,
-            its statistics are ignored, whatever they are; if all ranks have 0, they stay as they are.
-    """
-    if world_size(group) == 1:
-        return
-    buffers = running_statistics(module)
-    if buffers:
-        flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers])
-        # Not a multiplication by zero: statistics of a rank without samples may be infinite.
-        weighted = flat * weight if weight else torch.zeros_like(flat)
-        sums = all_reduce(torch.cat([weighted.new_full((1,), weight), weighted]), group)
-        if float(sums[0]) > 0:
-            _scatter(sums[1:] / sums[0], buffers)
-    counters = tracked_batches(module)
-    if counters:
-        _scatter(all_reduce(torch.stack(counters), group, dist.ReduceOp.MAX), counters)
-
-
-def _scatter(flat: Tensor, buffers: list[Tensor]) -> None:
-    for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-        buffer.copy_(values.view_as(buffer))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lockstep.data.loader import Window
-from lockstep.engine.batchnorm import running_statistics, tracked_batches
 from lockstep.engine.buffers import Buffers
 from lockstep.engine.strategy import (
     FLAG_INTERVAL,
@@ -36,17 +35,16 @@ class ExactStrategy(SingleStrategy):
 
     def __init__(self, replica: Replica, *, world_size: int) -> None:
         super().__init__(replica)
-        module = replica.module
         self._world_size = world_size
         self.draws = SeededDraws(replica.seed, [replica.device], everything=True)
-        self._statistics = running_statistics(module)
-        self._tracked = tracked_batches(module)
         self._all_reduce = TreeAllReduce(replica.rank, world_size)
-        self._buffers = Buffers(module)
+        self._buffers = Buffers(replica.module, replica.device, "exact")
+        self._statistics = self._buffers.tensors("mean")
+        self._counters = self._buffers.tensors("same", "once")
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        before = [buffer.clone() for buffer in self._statistics]
-        tracked = [buffer.clone() for buffer in self._tracked]
+        statistics = [buffer.clone() for buffer in self._statistics]
+        counters = [buffer.clone() for buffer in self._counters]
         self._begin()
         self._all_used = False
         tree = TreeSum()
@@ -56,21 +54,19 @@ class ExactStrategy(SingleStrategy):
                 tree.push(None)
                 continue
             tree.push(self._lane(batch, step, request.part, request.size))
-            self._restore(before, tracked)
+            self._restore(statistics, counters)
         total = tree.result() or self._nothing()
         sums = total[-1]
         sums[2:_USED] += torch.tensor(flags, dtype=torch.float64, device=sums.device)
         self._all_reduce(total)
-        self._take(total, tracked)
+        self._take(total)
+        if self._buffers.checks_left:
+            self._buffers.check()
         read = self._world_size > 1 and (self._device.type == "cpu" or step % FLAG_INTERVAL == 0)
         agreed = flags if self._world_size == 1 else None
         if read:
             agreed = check_change(Flags(*sums[2:_USED].tolist()), self._world_size)
         return Reduced(sums[0], sums[1], 1.0, agreed)
-
-    def synchronise_buffers(self) -> None:
-        """Statistics agree after every step; any other buffer that changed is refused, declared or not."""
-        self._buffers.refuse_changed()
 
     def _adapt(self) -> None:
         if self._world_size > 1:
@@ -81,7 +77,7 @@ class ExactStrategy(SingleStrategy):
         super()._adapt()
 
     def _lane(self, batch: Any, step: int, lane: int, samples: int) -> Leaf:
-        """Gradients, statistics times samples, and ``[loss, count, flags…, used…, samples]``; the tree owns them."""
+        """Gradients, statistics times samples, counters of lane 0, numbers (see ``_USED``); the tree owns them."""
         self._clear()
         total, count = self._forward_pass(batch, step, lane)
         self._backward(total)
@@ -93,12 +89,11 @@ class ExactStrategy(SingleStrategy):
         sums = torch.zeros(_USED + len(used) + 1, dtype=torch.float64, device=self._device)
         sums[0], sums[1], sums[-1] = total.detach(), count, samples
         sums[_USED:-1] = torch.tensor(used)
-        return [*gradients, *statistics, sums]
+        counters = [buffer.clone() if lane == 0 else torch.zeros_like(buffer) for buffer in self._counters]
+        return [*gradients, *statistics, *counters, sums]
 
-    def _restore(self, statistics: list[Tensor], tracked: list[Tensor]) -> None:
-        if statistics:
-            torch._foreach_copy_(self._statistics, statistics)
-        for buffer, value in zip(self._tracked, tracked, strict=True):
+    def _restore(self, statistics: list[Tensor], counters: list[Tensor]) -> None:
+        for buffer, value in zip((*self._statistics, *self._counters), (*statistics, *counters), strict=True):
             buffer.copy_(value)
 
     def _nothing(self) -> Leaf:
@@ -106,19 +101,21 @@ class ExactStrategy(SingleStrategy):
         return [
             *(torch.zeros_like(p) for p in self._trained),
             *(torch.zeros_like(buffer, dtype=torch.float64) for buffer in self._statistics),
+            *(torch.zeros_like(buffer) for buffer in self._counters),
             sums,
         ]
 
     @torch.no_grad()
-    def _take(self, total: Leaf, tracked: list[Tensor]) -> None:
-        """Put the sums where they belong: gradients, and running statistics as the mean over samples."""
+    def _take(self, total: Leaf) -> None:
+        """Put the sums where they belong: gradients, running statistics as the mean over samples, counters."""
         number = len(self._trained)
         # A parameter that no lane used has no gradient, as in one process: an optimizer leaves it alone.
         used = [1.0] * number if self._all_used else total[-1][_USED:-1].tolist()
         for parameter, gradient, lanes in zip(self._trained, total[:number], used, strict=True):
             parameter.grad = gradient if lanes else None
+        values = iter(total[number:])
         samples = total[-1][-1]
-        for buffer, value in zip(self._statistics, total[number:-1], strict=True):
-            buffer.copy_(value / samples)
-        for buffer, value in zip(self._tracked, tracked, strict=True):
-            buffer.copy_(value + 1)
+        for buffer in self._statistics:
+            buffer.copy_(next(values) / samples)
+        for buffer in self._counters:
+            buffer.copy_(next(values))

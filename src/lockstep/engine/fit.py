@@ -290,7 +290,7 @@ class Fit:
 
     def _validate(self) -> dict[str, float]:
         with self._speed.paused():
-            self.strategy.synchronise_buffers()
+            self.strategy.check_buffers()
             with self._evaluation():
                 values = self._evaluate(self.datasets.val, self._chunks)
                 self._show()
@@ -383,11 +383,11 @@ class Fit:
     # Checkpoints.
 
     def save(self, *, best: bool = False) -> None:
-        """Collective: buffers are merged on all ranks, then rank 0 writes in the background, or each its part."""
+        """Collective: buffers and weights are compared, then rank 0 writes in the background, or each its part."""
         if self.saved_at == self.state.step and not best:
             return
         self.saved_at = self.state.step
-        self.strategy.synchronise_buffers()
+        self.strategy.check_buffers()
         if not (self.plan.sharded or self.plan.pipelined) and self.config.debug.trace == "off":
             check_agreement(self.strategy.module, self.update.optimizer, self.collectives)
         self._policy.saved(self.state.step)

@@ -43,8 +43,8 @@ def fits(model: nn.Module, device: torch.device) -> bool:
 class FlatStrategy(RanksStrategy):
     """One process a rank, and one all-reduce a step. All ranks start from rank 0's weights, as under DDP."""
 
-    def __init__(self, replica: Replica, *, collective_forward: bool) -> None:
-        super().__init__(replica, collective_forward=collective_forward)
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica)
         self._world_size = dist.get_world_size()
         self._lay_out()
         _sync_module_states(replica.module, _get_default_group(), 250 * 2**20, 0, [])  # 250 MB at a time, as DDP does
@@ -63,8 +63,7 @@ class FlatStrategy(RanksStrategy):
         super()._adapt()
         self._lay_out()
 
-    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._begin()
+    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         total, count = 0.0, 0.0
         ran = False
         for place, request in enumerate(window.requests):
@@ -76,7 +75,6 @@ class FlatStrategy(RanksStrategy):
             self._backward(loss)
             total += loss.item()
             count += float(number)
-            self._samples_since_merge += request.size
         return self._reduce(pack(total, count, flags), ran=ran)
 
     def _reduce(self, numbers: Sequence[float], *, ran: bool) -> Reduced:

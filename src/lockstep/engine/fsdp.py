@@ -30,12 +30,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.config import FsdpConfig
 from lockstep.data.loader import Window
-from lockstep.engine.batchnorm import SyncedBatchNorm, ghost
-from lockstep.engine.buffers import Buffers
+from lockstep.engine.batchnorm import ghost
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.parts import gathered, restored
 from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, Replica, SingleStrategy
+from lockstep.engine.strategy import FLAG_INTERVAL, Flags, RanksStrategy, Reduced, Replica
 from lockstep.engine.switches import Watched
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.trace import pick
@@ -128,7 +127,7 @@ class ShardedModel:
 
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> FsdpStrategy:
         replica = Replica(task, self.module, precision, self._device, plan.seed, world.rank)
-        return FsdpStrategy(replica, self, world_size=world.size, sync_batchnorm=plan.sync_batchnorm)
+        return FsdpStrategy(replica, self, world_size=world.size)
 
     def adopt(self, optimizer: Optimizer) -> None:
         pass
@@ -155,7 +154,7 @@ class ShardedModel:
         return {**state, "state": divided}
 
 
-class FsdpStrategy(SingleStrategy):
+class FsdpStrategy(RanksStrategy):
     """One process a rank. Every micro-batch is reduced, so that no rank ever holds a whole gradient.
 
     A rank with fewer micro-batches than another replays samples of the same step: its buffers are as before
@@ -164,30 +163,25 @@ class FsdpStrategy(SingleStrategy):
 
     is_sharded = True
 
-    def __init__(self, replica: Replica, sharded: ShardedModel, *, world_size: int, sync_batchnorm: bool) -> None:
+    def __init__(self, replica: Replica, sharded: ShardedModel, *, world_size: int) -> None:
         super().__init__(replica)
         self._sharded = sharded
         self._world_size = world_size
-        self._sync_batchnorm = sync_batchnorm
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
-        self._samples_since_merge = 0
-        self._buffers = Buffers(replica.module)
         self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
 
-    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._begin()
+    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._sums.zero_()
         self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
         work: dist.Work | None = None
         for place, request in enumerate(window.requests):
             batch = next(batches)
             last = place == len(window.requests) - 1
-            with self._ghost() if request.ghost else nullcontext():
+            with self._sits_out() if request.ghost else nullcontext():
                 total, count = self._forward_pass(batch, step, self._rank + (place << 16))
                 if not request.ghost:
                     self._sums[0] += total.detach()
                     self._sums[1] += count
-                    self._samples_since_merge += request.size
                 if last:
                     work = dist.all_reduce(self._sums, async_op=True)
                 self._backward(total)
@@ -198,10 +192,6 @@ class FsdpStrategy(SingleStrategy):
 
     def _adapt(self) -> None:
         self._refuse_change("fsdp")
-
-    def synchronise_buffers(self) -> None:
-        self._buffers.synchronise(self._samples_since_merge, merge_statistics=not self._sync_batchnorm)
-        self._samples_since_merge = 0
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
         found: dict[str, Any] = gathered(state, keep=keep)
@@ -219,22 +209,14 @@ class FsdpStrategy(SingleStrategy):
             super()._backward(total)
 
     @contextmanager
-    def _ghost(self) -> Iterator[None]:
-        """A forward and a backward inside leave no trace, here or in the reduction.
-
-        Synchronised BatchNorm has counted the other ranks' samples, as it should.
-        """
-        synced = {id(b) for m in self.module.modules() if isinstance(m, SyncedBatchNorm) for b in m.buffers()}
-        buffers = [buffer for buffer in self.module.buffers() if id(buffer) not in synced]
-        kept = [buffer.clone() for buffer in buffers]
+    def _sits_out(self) -> Iterator[None]:
+        """A forward and a backward inside leave no trace, here or in the reduction."""
         self._sharded.reduce_scatter.nothing = True
         try:
-            with ghost(self.module):
+            with ghost(self.module), self._buffers.untouched():
                 yield
         finally:
             self._sharded.reduce_scatter.nothing = False
-            for buffer, before in zip(buffers, kept, strict=True):
-                buffer.copy_(before)
 
 
 class _ThroughRoot(Task):

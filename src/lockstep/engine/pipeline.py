@@ -242,6 +242,7 @@ class PipelineStrategy(SingleStrategy):
     def _forward(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
         if self._pipeline.is_first or self._pipeline.is_last:  # others do not look at it
             batch = to_device(batch, self._device)
+        self._buffers.rewind()
         self.draws(step, place << 16)
         with self._precision.autocast():
             inputs, output = self.through(self._ask, batch)

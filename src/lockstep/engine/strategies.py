@@ -52,11 +52,10 @@ def build_strategy(
         return SingleStrategy(replica)
     unused, bucket_cap_mb = config.distributed.find_unused_parameters, config.distributed.bucket_cap_mb
     if not unused and bucket_cap_mb is None and fits(model, device):
-        return FlatStrategy(replica, collective_forward=plan.sync_batchnorm)
+        return FlatStrategy(replica)
     return DdpStrategy(
         replica,
         world_size=world.size,
-        collective_forward=plan.sync_batchnorm,
         find_unused_parameters=unused,
         bucket_cap_mb=bucket_cap_mb,
     )

@@ -75,7 +75,9 @@ class Strategy(Protocol):
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced: ...
 
-    def synchronise_buffers(self) -> None: ...
+    def check_buffers(self) -> None:
+        """Before buffers are saved or used in evaluation: ranks agree on them. Collective."""
+        ...
 
     def evaluating(self, task: Task) -> Task:
         """``task`` as evaluation must ask it."""
@@ -243,14 +245,15 @@ class SingleStrategy:
         self._side = SideStream(device) if device.type == "cuda" else None
         self.draws = SeededDraws(replica.seed, [device], everything=False)
         self._rank = replica.rank
+        self._buffers = Buffers(self.module, device)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._begin()
         total, count = self._run(window, batches, step)
         return Reduced(total, count, 1.0, flags)
 
-    def synchronise_buffers(self) -> None:
-        pass
+    def check_buffers(self) -> None:
+        self._buffers.check()
 
     def evaluating(self, task: Task) -> Task:
         return task
@@ -264,6 +267,7 @@ class SingleStrategy:
             self._clear()
             self._adapt()
         self._clear()
+        self._buffers.begin()
 
     def _follow(self) -> None:
         """Take note of the parameters that are trained now."""
@@ -306,6 +310,7 @@ class SingleStrategy:
             batch = self._side(batch)
         elif self._moves:
             batch = to_device(batch, self._device)
+        self._buffers.rewind()
         self.draws(step, part)
         if self._precision.is_full:
             return self._loss(batch)
@@ -332,16 +337,18 @@ class SingleStrategy:
 class RanksStrategy(SingleStrategy):
     """One process a rank: what there is to do besides reducing gradients."""
 
-    def __init__(self, replica: Replica, *, collective_forward: bool) -> None:
+    def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
-        self._collective_forward = collective_forward
-        self._samples_since_merge = 0
-        self._buffers = Buffers(replica.module)
+        self._buffers = Buffers(replica.module, replica.device, "ranks")
 
-    def synchronise_buffers(self) -> None:
-        """Merge running statistics by samples (synchronised BatchNorm agrees already) and declared buffers."""
-        self._buffers.synchronise(self._samples_since_merge, merge_statistics=not self._collective_forward)
-        self._samples_since_merge = 0
+    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        self._begin()
+        reduced = self._reduced_gradients(window, batches, step, flags)
+        self._buffers.end(window)
+        return reduced
+
+    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        raise NotImplementedError
 
     def _leave_out(self, used: Sequence[bool]) -> None:
         """Remove zeros that were filled in for parameters without a gradient on any rank. Collective.
@@ -358,10 +365,10 @@ class RanksStrategy(SingleStrategy):
                 parameter.grad = parameter.grad if number else None
 
     def _ghost(self, batch: Any) -> None:
-        """Join the collective forward of ranks that have samples; leave no trace in the gradients."""
+        """Join the collective forward of ranks that have samples; leave no trace in gradients and buffers."""
         kept = [parameter.grad for parameter in self._parameters]
         self._clear()
-        with ghost(self.module):
+        with ghost(self.module), self._buffers.untouched():
             total, _ = self._forward_pass(batch, 0, 0)
             self._backward(total)
         for parameter, gradient in zip(self._parameters, kept, strict=True):
@@ -380,11 +387,10 @@ class DdpStrategy(RanksStrategy):
         replica: Replica,
         *,
         world_size: int,
-        collective_forward: bool,
         find_unused_parameters: bool = False,
         bucket_cap_mb: float | None = None,
     ) -> None:
-        super().__init__(replica, collective_forward=collective_forward)
+        super().__init__(replica)
         self._settings: dict[str, Any] = {
             **_NO_BUFFER_BROADCAST,
             "find_unused_parameters": find_unused_parameters,
@@ -396,8 +402,7 @@ class DdpStrategy(RanksStrategy):
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
         self._by_hand = False
 
-    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._begin()
+    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._sums.zero_()
         if any(flags):
             self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
@@ -417,7 +422,6 @@ class DdpStrategy(RanksStrategy):
             if last:
                 work = dist.all_reduce(self._sums, async_op=True)
             self._backward(total)
-            self._samples_since_merge += request.size
         if window.irregular:
             self._reduce_by_hand()
             work = dist.all_reduce(self._sums, async_op=True)
