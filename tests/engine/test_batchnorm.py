@@ -281,6 +281,21 @@ def test_torchs_own_synchronised_layer_is_replaced() -> None:
     assert torch.allclose(layer(noise(5, 4, seed=1)), nn.BatchNorm1d(4).double()(noise(5, 4, seed=1)))
 
 
+class Named(nn.BatchNorm1d):
+    """A class of the user's that computes what torch's does."""
+
+    label = "norm"
+
+
+def test_a_class_that_inherits_its_forward_is_synchronised() -> None:
+    layer = convert(Named(3))
+    assert isinstance(layer, Named)
+    assert isinstance(layer, SyncedBatchNorm)
+    assert layer.label == "norm"
+    assert type(convert(Named(3))) is type(convert(layer)) is type(copy.deepcopy(layer))
+    assert largest_error([(layer(noise(5, 3, seed=1).float()), Named(3)(noise(5, 3, seed=1).float()))]) < 1e-5
+
+
 class Gated(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()

@@ -169,6 +169,21 @@ class Rows(nn.Module):
         return (self.rows(shaped) + shaped).flatten(1)
 
 
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "frozen": lambda: Frozen(WIDTH).train(),
+    "cumulative": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
+    "untracked": lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False),
+    "plain": lambda: nn.BatchNorm1d(WIDTH, affine=False),
+    "one channel": lambda: nn.Sequential(nn.Unflatten(1, (1, WIDTH)), nn.BatchNorm1d(1), nn.Flatten()),
+    "twice": lambda: nn.Sequential(*[nn.BatchNorm1d(WIDTH)] * 2),
+}
+
+
 def refused(rank: int, ranks: int, layer: nn.Module, **settings: Any) -> tuple[int, str, str]:
     """After how many steps training ends, and how."""
     steps: list[int] = []
@@ -204,6 +219,8 @@ def on_ranks(rank: int, ranks: int) -> dict[str, Any]:
         found[f"cache {kind}"] = train(
             net(Cache(shared), Cache(shared)), rank, ranks, kind=kind, samples=51, after=check_often
         )
+    for layer, build in LAYERS.items():
+        found[f"layer {layer}"] = train(net(build()), rank, ranks, sync=True)
     found["counter"] = refused(rank, ranks, Counter(level="mean", highest="max"))
     found["by rank"] = refused(rank, ranks, ByRank(rank))
     local = ByRank(rank)
@@ -262,6 +279,15 @@ def test_a_replayed_sample_changes_no_buffer(by_rank: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["flat", "ddp"])
 def test_instance_statistics_beside_synchronised_batchnorm_are_those_of_one_device(by_rank: Any, kind: str) -> None:
     assert_equal([found[f"instance {kind}"] for found in by_rank], train(net(Rows()), 0, 1, sync=True))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_any_setting_of_batchnorm_is_that_of_one_device(by_rank: Any, layer: str) -> None:
+    expected = train(net(LAYERS[layer]()), 0, 1, sync=True)
+    assert_equal([found[f"layer {layer}"] for found in by_rank], expected)
+    exact = train(net(LAYERS[layer]()), 0, 1, kind="exact", sync=False)
+    for name, value in expected.items():
+        assert not name.endswith("tracked") or torch.equal(value, exact[name])
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -218,20 +218,30 @@ def convert(module: nn.Module, group: Group = None) -> nn.Module:
         group: ``None`` is the default group.
 
     Raises:
-        UnsupportedError: a layer of a class of its own, whose forward would be lost.
+        UnsupportedError: a layer whose class has another forward, which would be lost.
     """
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
     for name, layer in layers:
-        if type(layer) not in _SYNCED and not isinstance(layer, SyncedBatchNorm):
+        if _synced(type(layer)) is None:
             raise UnsupportedError(
                 f"the BatchNorm layer {name or 'itself'!r} of class {type(layer).__name__} cannot be synchronised",
-                why="only nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm can: another class may compute something else",
+                why="only nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm can: its forward may compute something else",
                 fix="set distributed.sync_batchnorm to off, or use nn.BatchNorm1d, 2d or 3d",
             )
     for _, layer in layers:
-        layer.__class__ = _SYNCED.get(type(layer), type(layer))
+        layer.__class__ = cast(type[SyncedBatchNorm], _synced(type(layer)))
         cast(SyncedBatchNorm, layer).group = group
     return module
+
+
+def _synced(kind: type[_BatchNorm]) -> type[SyncedBatchNorm] | None:
+    """The synchronised class of ``kind``; one that adds to torch's, but inherits its forward, gets one here."""
+    if issubclass(kind, SyncedBatchNorm):
+        return kind
+    base = next((base for base in _SYNCED if issubclass(kind, base) and kind.forward is base.forward), None)
+    if base is not None and kind not in _SYNCED:
+        _SYNCED[kind] = type(f"Synced{kind.__name__}", (_SYNCED[base], kind), {})
+    return _SYNCED.get(kind)
 
 
 @contextmanager
