@@ -197,7 +197,7 @@ def _rule(layer: nn.Module, attribute: str) -> str | None:
     if isinstance(layer, _NormBase) and attribute in {"running_mean", "running_var", "num_batches_tracked"}:
         if isinstance(layer, SyncedBatchNorm):
             return "agreed"
-        return "same" if attribute == "num_batches_tracked" else "mean"
+        return "max" if attribute == "num_batches_tracked" else "mean"
     # torch.nn.utils.parametrizations.spectral_norm, and torch.nn.utils.spectral_norm before it.
     if type(layer).__name__ == "_SpectralNorm" or (
         attribute[-2:] in {"_u", "_v"} and hasattr(layer, attribute[:-2] + "_orig")

@@ -40,7 +40,7 @@ class ExactStrategy(SingleStrategy):
         self._all_reduce = TreeAllReduce(replica.rank, world_size)
         self._buffers = Buffers(replica.module, replica.device, "exact")
         self._statistics = self._buffers.tensors("mean")
-        self._counters = self._buffers.tensors("same", "once")
+        self._counters = self._buffers.tensors("max", "once")
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         statistics = [buffer.clone() for buffer in self._statistics]
