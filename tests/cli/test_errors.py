@@ -135,3 +135,21 @@ def test_an_error_is_coloured_on_a_terminal_only(tmp_path: Path) -> None:
     os.close(controller)
     assert process.returncode == 2
     assert output.startswith("\x1b[1;31merror:\x1b[0m there is no run 'nothing'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["train", "har", "--devices", "2"], "cpu,cpu two CPU ranks"),
+        (["train", "har", "--set", "training.gradient_clip_val=1"], "did you mean training.max_grad_norm"),
+        (["train", "har", "--set", "trainer.max_epochs=1"], "did you mean training"),
+        (["train", "har", "--compile"], "use --set training.compile=VALUE"),
+        (["train", "har", "--gradient-accumulation-steps", "2"], "use --set training.accumulate=VALUE"),
+        (["train", "har", "--gpu-ids", "0", "1"], "write a list with commas: --gpu-ids 0,1"),
+    ],
+)
+def test_what_other_trainers_call_it_is_answered_with_our_name(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], fix: str
+) -> None:
+    assert main(arguments) == 2
+    assert f"fix: {fix}" in capsys.readouterr().err.replace("name each device: --devices gpu:2 is one GPU, ", "")

@@ -102,7 +102,8 @@ def test_several_problems_are_told_at_once() -> None:
         ({"training": {"epoch": 3}}, "training.epochs"),
         ({"trainign": {"epochs": 3}}, "training"),
         ({"batch_size": 3}, "batch_size"),
-        ({"optimizer": {"learning_rate": 1}}, "docs/configuration.md"),
+        ({"optimizer": {"learning_rate": 1}}, "optimizer.lr"),
+        ({"optimizer": {"speed_of_things": 1}}, "docs/configuration.md"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(given: dict[str, Any], hint: str) -> None:

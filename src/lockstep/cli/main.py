@@ -10,9 +10,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from lockstep.cli.output import print_error
+from lockstep.config.load import key_for
 from lockstep.errors import LockstepError, UsageError
 
 INTERRUPTED = 130
@@ -128,9 +129,16 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
     """The parser's complaint in the form of all our errors."""
     error.verbose = False
     if isinstance(error, UnusedCliTokensError):
-        error.msg = f"more words than the command takes: {' '.join(error.unused_tokens or ())}"
+        unused = error.unused_tokens or ()
+        what = f"more words than the command takes: {' '.join(unused)}"
+        listed = all(token.isdecimal() or token.startswith(("gpu:", "cpu")) for token in unused)
+        return UsageError(what, fix="write a list with commas: --gpu-ids 0,1" if listed else _help_of(tokens))
+    if isinstance(error, UnknownOptionError) and (key := key_for(str(error.token.keyword))) is not None:
+        return UsageError(f"unknown option {error.token.keyword}", fix=f"use --set {key}=VALUE (docs/configuration.md)")
     what, asked, suggestion = str(error).strip().partition(" Did you mean ")
+    return UsageError(what[:1].lower() + what[1:], fix=f"did you mean {suggestion}" if asked else _help_of(tokens))
+
+
+def _help_of(tokens: Sequence[str]) -> str:
     verb = next((token for token in tokens if token in {name for name, _, _ in VERBS}), None)
-    command = f"lockstep {verb} --help" if verb else "lockstep --help"
-    fix = f"did you mean {suggestion}" if asked else f"`{command}` says what is possible"
-    return UsageError(what[:1].lower() + what[1:], fix=fix)
+    return f"`lockstep {verb} --help` lists what is possible" if verb else "`lockstep --help` lists what is possible"

@@ -25,6 +25,25 @@ _NUMBERS = ("tag:yaml.org,2002:int", _FLOAT)
 _CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
 
 
+#: What other trainers call a setting.
+PEER_NAMES = {
+    **dict.fromkeys(
+        ("grad_clip", "gradient_clip_val", "clip_grad_norm", "gradient_clipping"), "training.max_grad_norm"
+    ),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "training.epochs"),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "training.accumulate"),
+    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "training.batch_size"),
+    **dict.fromkeys(("learning_rate", "base_lr"), "optimizer.lr"),
+    **dict.fromkeys(("devices", "gpus", "num_gpus"), "hardware.selected_devices"),
+    **dict.fromkeys(("patience", "early_stopping"), "training.early_stopping_patience"),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), "scheduler.name"),
+    **dict.fromkeys(("log_every_n_steps", "logging_steps"), "telemetry.log_interval"),
+    **{"val_check_interval": "validation.every_steps", "save_steps": "checkpoint.every_steps"},
+    **{"deterministic": "training.reproducibility", "mixed_precision": "hardware.precision"},
+    **{"warmup_ratio": "scheduler.warmup_epochs", "output_dir": "save_dir", "default_root_dir": "save_dir"},
+}
+
+
 def resolve(*layers: Mapping[str, Any]) -> RunConfig:
     """Merge nested mappings, later over earlier, and validate the result.
 
@@ -224,6 +243,13 @@ def json_schema() -> dict[str, Any]:
     return RunConfig.model_json_schema()
 
 
+def key_for(option: str) -> str | None:
+    """The setting that an unknown command-line option most likely means: by its own name, or by a peer's."""
+    name = option.lstrip("-").replace("-", "_")
+    leaves = {key.rpartition(".")[2]: key for key in reversed(all_keys(RunConfig))}
+    return PEER_NAMES.get(name) or leaves.get(name)
+
+
 def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> ConfigError:
     """One :class:`ConfigError` for all that pydantic found wrong with ``model``'s input."""
     problems, fixes = [], []
@@ -246,6 +272,8 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
 def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
     """The known key most like the unknown one, looked for in its section first, then everywhere."""
     *parents, wrong = (str(part) for part in location)
+    if model is RunConfig and wrong in PEER_NAMES:
+        return PEER_NAMES[wrong]
     here: type[BaseModel] | None = model
     for parent in parents:
         field = here.model_fields.get(parent) if here else None

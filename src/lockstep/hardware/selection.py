@@ -109,6 +109,8 @@ def _gpus(detected: Sequence[Device]) -> list[Device]:
 def _nearest_form(name: str) -> str:
     """A hint for the commonest slips: ``cuda:1``, ``GPU0``, ``0``, ``gpu``."""
     number = re.fullmatch(r"\s*(?:cuda|gpu|nvidia)?[\s:_]*(\d{1,4})?\s*", name.lower())
+    if name.strip().isdecimal():
+        return f"name each device: --devices gpu:{int(name)} is one GPU, cpu,cpu two CPU ranks, all every GPU"
     if number and name.strip():
         return f"write gpu:{int(number[1] or 0)}"
     if name.strip().lower() == "cpu":

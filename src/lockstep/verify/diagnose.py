@@ -308,8 +308,8 @@ def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
         return None
     return Cause(
         "grouping",
-        "one device that takes the same samples in smaller micro-batches gets another result: a sample's loss depends on "
-        "which others are in its micro-batch, or on how often loss() has been called (a counter in the task)",
+        "one device that takes the same samples in smaller micro-batches gets another result: a sample's loss depends "
+        "on which others are in its micro-batch, or on how often loss() has been called (a counter in the task)",
         "make the loss a sum over samples and its count their number; replace statistics over the batch; read the step "
         "from Task.context",
     )
