@@ -15,6 +15,7 @@ from lockstep.config.load import merge
 from lockstep.engine.attempt import run_attempt
 from lockstep.engine.source import open_data
 from lockstep.engine.task import Task
+from lockstep.errors import LockstepError
 from lockstep.events import Event, Fanout, RecordingSink
 from lockstep.hardware.world import World
 from lockstep.launch.folder import changed_config, create_folder, keep_config
@@ -30,15 +31,21 @@ def attempt(
 ) -> tuple[dict[str, Tensor], list[Event]]:
     """Train ``task`` on CPU ranks, or resume the run in ``folder``: the saved weights, and the events of rank 0.
 
-    Called on each rank alike; only an error on all ranks may be caught.
+    Called on each rank alike; a refusal to start comes on all of them, and only an error on all ranks may be caught.
     """
     if ranks > 1:
         os.environ["RANK"] = str(rank)  # for tasks that look
     world = World(rank, ranks, rank, ranks)
-    given = [_prepared(task, folder, world, sections, resume=resume) if rank == 0 else None]
+    given: list[Any] = [None]
+    if rank == 0:
+        try:
+            given = [_prepared(task, folder, world, sections, resume=resume)]
+        except LockstepError as refusal:
+            given = [refusal]
     if ranks > 1:
         dist.broadcast_object_list(given)
-    assert given[0] is not None
+    if isinstance(given[0], LockstepError):
+        raise given[0]
     config, plan, number = given[0]
     run, heard = RunDir(folder), RecordingSink()
     sink = Fanout([RunFolderSink(run), heard]) if rank == 0 else Fanout()

@@ -317,7 +317,7 @@ def test_a_rank_whose_memory_is_limited_fails_in_an_evaluation(tmp_path: Path) -
 def test_one_device_without_memory_is_told_the_same(tmp_path: Path) -> None:
     with drive(tmp_path, *QUIET, *SAVING, "--set", "task.fault=memory", devices="cpu") as run:
         output = run.finish(1)
-    assert "rank 0 of 1 failed: RuntimeError: [enforce fail" in output
+    assert "the run failed: RuntimeError: [enforce fail" in output
     assert re.search(r"^  rank 0: host: .* \(ulimit -v\)", output, re.MULTILINE)
     assert "the same global batch of 16 as batch size 8 × 2 micro-batches per device: lockstep resume" in output
     assert output.count("error: ") == 1

@@ -16,7 +16,7 @@ from tests.hardware.machines import CPU, MPS, broken_gpu, machine
         ("GPU:0", "write gpu:0"),
         ("gpu0", "write gpu:0"),
         ("gpu", "write gpu:0"),
-        ("3", "write gpu:3"),
+        ("3", "gpu:3 is one GPU"),
         ("gpu:01", "write gpu:1"),
         ("CPU", "write cpu"),
         ("gpu:-1", "lockstep devices"),

@@ -66,7 +66,7 @@ def test_what_cannot_be_measured_follows_the_rule(
     task: type[Toy], settings: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     _, reason = train(tmp_path / "run", task, **settings)
-    assert reason == f"the data set gives whole batches from memory; a thread gathers ahead of the step (auto: {why})"
+    assert reason == f"the data set gives whole batches from memory (auto: {why})"
 
 
 def test_planning_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:

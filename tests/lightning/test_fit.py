@@ -21,7 +21,7 @@ import lockstep
 from lockstep.engine.lightning_evaluate import evaluate_module
 from lockstep.engine.lightning_store import plain_values
 from lockstep.engine.lightning_task import ModuleTask
-from lockstep.errors import ConfigError, DataError, DeviceError, TaskError, UnsupportedError
+from lockstep.errors import ConfigError, DataError, DeviceError, RankFailed, TaskError, UnsupportedError
 from lockstep.launch.export import export
 from lockstep.launch.run import evaluate, resume
 from lockstep.lightning import fit
@@ -147,7 +147,7 @@ def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(tmp_path: 
     done = subprocess.run([sys.executable, str(tmp_path / "out" / "load_example.py")], capture_output=True, text=True)
     assert done.stdout == "output: (2, 2)\n", done.stderr
     again = own.Classifier.load_from_checkpoint(tmp_path / "out" / "module.ckpt")
-    assert again.hparams == {"seen": None, "manual": False, "batchnorm": True, "unused": False}
+    assert again.hparams == {"seen": None, "manual": False, "batchnorm": True, "unused": False, "frozen": False}
     for name, value in weights(tmp_path / "run").items():
         assert torch.equal(again.state_dict()[name], value)
     assert own.Ragged.load_from_checkpoint(tmp_path / "out" / "module.ckpt").hparams.samples == 51
@@ -373,7 +373,7 @@ def test_a_failure_in_the_module_is_the_runs_error(tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ValueError("the module broke, as it was told to")
 
-    with pytest.raises(ValueError, match="as it was told to"):
+    with pytest.raises(RankFailed, match="as it was told to"):
         fit(Broken(), own.Numbered(), hardware=ONE, config=settings(tmp_path))
     run = RunDir.open(tmp_path / "run")
     assert run.status() == "failed"

@@ -199,7 +199,8 @@ def test_synchronised_batchnorm_normalises_the_same_samples_on_any_ranks(
         found = micro_batches(plan, size)
         assert [start for start, _ in found] + [size] == [0, *[stop for _, stop in found]]
         sizes = [stop - start for share in plan.split(size) for start, stop in share]
-        assert max(sizes) <= batch_size + (size == plan.global_batch + 1)
+        # An odd sample joins another micro-batch: alone it has no statistics.
+        assert max(sizes) <= batch_size + (size == plan.global_batch + 1 or (together == 2 and size % 2 == 1))
         # The plan of another number of devices may need more micro-batches; with as many, they are the same.
         if other.accumulate == plan.accumulate:
             assert micro_batches(other, size) == found

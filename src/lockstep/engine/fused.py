@@ -56,8 +56,8 @@ class Stepper:
         if gradients is None:
             if found_inf is not None:
                 optimizer.found_inf, optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
-                if isinstance(optimizer, SGD):
-                    _start_momentum(optimizer)
+            if isinstance(optimizer, SGD):
+                _start_momentum(optimizer)
             optimizer.step()
             return
         with torch.no_grad():
@@ -96,7 +96,11 @@ class Stepper:
 
 
 def _start_momentum(optimizer: Optimizer) -> None:
-    """The fused kernel allocates buffers uninitialised, and leaves them so when a parameter's first step is skipped."""
+    """Momentum of zero for parameters that have none.
+
+    The fused kernel allocates buffers uninitialised, and leaves them so when the first step is skipped; where some
+    parameters have a buffer and others do not (a layer that was unfrozen), it fails.
+    """
     if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
         return
     for group in optimizer.param_groups:
