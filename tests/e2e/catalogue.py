@@ -449,6 +449,16 @@ class Unfrozen(Frozen):
         return [Freezing()]
 
 
+@entry("backbone unfrozen by a hook after step 2, resumed behind it", "fine-tuning")
+class UnfrozenByHook(Frozen):
+    def hooks(self) -> Any:
+        def unfreeze(result: Any, model: Any) -> None:
+            if result.step == 2:
+                model.backbone.requires_grad_(True)
+
+        return [(unfreeze, 1)]
+
+
 @entry("backbone unfrozen at epoch 1, BatchNorm and Adam", "fine-tuning", tolerance=2e-4, batch_statistics=True)
 class UnfrozenBatchNorm(Unfrozen):
     def model(self) -> nn.Module:

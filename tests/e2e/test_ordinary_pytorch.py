@@ -102,6 +102,8 @@ def plain(entry: Entry) -> Weights:
                 scheduler.step()
             for callback in callbacks:
                 callback.on_step_end(task.context, model)
+            for hook, _ in task.hooks():
+                hook(place, model)
         if scheduler is not None and interval == "epoch":
             scheduler.step()
         elif scheduler is not None and interval == "metric":

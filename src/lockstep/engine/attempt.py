@@ -34,6 +34,7 @@ from lockstep.engine.profile import memory_snapshot, profiled
 from lockstep.engine.resume import (
     check_fits,
     check_moments,
+    freeze_again,
     judge_afresh,
     load_initial_weights,
     load_shared,
@@ -218,8 +219,8 @@ def assemble(
     remarks = () if divided is None else divided.remarks
     if snapshot is not None:
         _restore(snapshot, plan, here, task, model, update, run_dir)
-        note = judge_afresh(state, snapshot.manifest, plan)
-        remarks += () if note is None else (note,)
+        notes = judge_afresh(state, snapshot.manifest, plan), freeze_again(model, state.frozen)
+        remarks += tuple(note for note in notes if note is not None)
     warning = None
     if divided is None and config.debug.trace == "off":  # a trace compares them itself
         warning = check_start(model, collectives, exact=plan.reproducibility == "exact")

@@ -416,6 +416,9 @@ class Fit:
         self.state.epoch_loss, self.state.epoch_count = self._meter.read()
         self.state.elapsed_s = self.elapsed_s
         self.state.draws_seeded = self.strategy.draws.everything
+        if not (self.plan.sharded or self.plan.pipelined):
+            named = self.strategy.module.named_parameters()
+            self.state.frozen = [name for name, parameter in named if not parameter.requires_grad]
         return {
             "state": self.state.state_dict(),
             "update": self.update.state_dict(),

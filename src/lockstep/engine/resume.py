@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -158,6 +158,20 @@ def check_moments(optimizer: Optimizer) -> None:
             fits = value is None if not isinstance(value, Tensor) else value.shape in (parameter.shape, torch.Size())
             if not fits or (name == "step" and value.dim()):
                 raise ValueError(f"the optimizer's {name} is no state of a parameter of shape {tuple(parameter.shape)}")
+
+
+def freeze_again(model: nn.Module, frozen: Collection[str] | None) -> str | None:
+    """Freeze and unfreeze parameters as at the checkpoint, since a hook may have changed them.
+
+    Returns a note where that differs from what ``model()`` gives. ``frozen``: their names; ``None``: not known.
+    """
+    named = [] if frozen is None else [*model.named_parameters()]
+    changed = [(name, parameter) for name, parameter in named if parameter.requires_grad == (name in (frozen or ()))]
+    for name, parameter in changed:
+        parameter.requires_grad_(name not in (frozen or ()))
+    if not changed:
+        return None
+    return f"Parameters are frozen and trained as at the checkpoint, not as model() makes them: {len(changed)} differ."
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) -> None:

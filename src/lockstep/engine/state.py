@@ -14,7 +14,7 @@ class TrainState:
 
     ``epoch`` counts from 0 and ``position`` is how many samples of it are used. ``epoch_loss`` and
     ``epoch_count`` sum the loss over the epoch so far, over all ranks. ``draws_seeded``: see
-    :class:`lockstep.engine.strategy.SeededDraws`.
+    :class:`lockstep.engine.strategy.SeededDraws`. ``frozen`` names the parameters that were not trained at the checkpoint.
     """
 
     step: int = 0
@@ -31,6 +31,7 @@ class TrainState:
     best_step: int | None = None
     best_metric: dict[str, float] = field(default_factory=dict)
     evaluations_without_gain: int = 0
+    frozen: list[str] | None = None
     draws_seeded: bool = False
 
     def state_dict(self) -> dict[str, Any]:
