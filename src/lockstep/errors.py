@@ -67,7 +67,7 @@ class ConfigError(UsageError):
     code = "INVALID_CONFIG"
 
 
-class DeviceError(UsageError):
+class DeviceError(UsageError, ValueError):
     code = "GPU_NOT_AVAILABLE"
 
 

@@ -7,6 +7,7 @@ import re
 from multiprocessing import get_context
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import lockstep
@@ -62,6 +63,24 @@ def every_kind(rank: int, ranks: int) -> list[dict[str, Any]]:
 def test_one_process_answers_as_several_do() -> None:
     assert every_kind(0, 1) == [expected(0, 1)] * 2
     assert run_ranks(every_kind, 3) == [[expected(rank, 3)] * 2 for rank in range(3)]
+
+
+def share_a_gradient(rank: int, ranks: int) -> list[str]:
+    c, weight = Collectives(world(rank, ranks)), torch.ones(2, requires_grad=True)
+    found = []
+    for call in (c.all_gather, c.gather, c.broadcast):
+        try:
+            call(weight * rank)
+        except CollectiveError as error:
+            found.append(error.fix)
+    return [*found, str(c.all_gather((weight * rank).detach()))]
+
+
+def test_a_tensor_whose_gradient_would_be_lost_is_refused() -> None:
+    for *refusals, sent in run_ranks(share_a_gradient, 2):
+        assert len(refusals) == 3
+        assert "torch.distributed.nn.functional.all_gather" in refusals[0]
+        assert sent == "[tensor([0., 0.]), tensor([1., 1.])]"
 
 
 def test_outside_a_run_a_process_is_alone() -> None:

@@ -372,6 +372,11 @@ def test_resolve_hardware_refuses(selected: list[str]) -> None:
     assert caught.value.fix
 
 
+def test_nothing_selected_is_a_value_error_too() -> None:
+    with pytest.raises(ValueError, match="no device"):
+        resolve_hardware([])
+
+
 def test_resolve_hardware_looks_at_this_machine() -> None:
     assert resolve_hardware(["cpu"]) == {"accelerator": "cpu", "devices": 1, "strategy": "auto"}
     with pytest.raises(DeviceError, match="gpu:900"):

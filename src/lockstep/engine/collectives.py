@@ -57,6 +57,7 @@ class Collectives:
         """``source``'s value, on every rank. Any object that can be pickled; tensors should be on the CPU."""
         if self.group is None:
             return value
+        self._refuse_gradient(value)
         box = [value if self.rank == source else None]
         with self._call(f"broadcast from {source}"):
             dist.broadcast_object_list(box, src=source, group=self.group)
@@ -66,6 +67,7 @@ class Collectives:
         """Every rank's value, by rank, on every rank."""
         if self.group is None:
             return [value]
+        self._refuse_gradient(value)
         values: list[Any] = [None] * self.size
         with self._call("all_gather"):
             dist.all_gather_object(values, value, group=self.group)
@@ -75,6 +77,7 @@ class Collectives:
         """Every rank's value, by rank, on ``target``; ``None`` elsewhere."""
         if self.group is None:
             return [value]
+        self._refuse_gradient(value)
         values: list[Any] | None = [None] * self.size if self.rank == target else None
         with self._call(f"gather to {target}"):
             dist.gather_object(value, values, dst=target, group=self.group)
@@ -118,6 +121,15 @@ class Collectives:
         with self._call(call):
             dist.all_reduce(tensor, group=self.group)
         return tuple(tensor.tolist())
+
+    @staticmethod
+    def _refuse_gradient(value: object) -> None:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise CollectiveError(
+                "a tensor that requires a gradient was given to a collective call",
+                why="it travels as a copy, so other ranks' gradients would be lost in silence",
+                fix="detach() it, or use torch.distributed.nn.functional.all_gather, which has a backward pass",
+            )
 
     def _call(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Surrounds the communication of one call among several ranks."""
