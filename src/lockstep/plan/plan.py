@@ -55,7 +55,7 @@ class TaskFacts(_Frozen):
 class ResumePoint(_Frozen):
     """Where an earlier attempt stopped; sizes in samples. ``hold``: keep its global batch. Its order always stays.
 
-    ``fingerprint``: of the data it was trained on. ``accept_data``: go on with other data of the same length.
+    ``fingerprint``: of the data it was trained on. ``accept_data``: resume on other data of the same length.
     """
 
     step: int

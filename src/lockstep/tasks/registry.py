@@ -67,7 +67,7 @@ def find_class(where: str) -> type:
     """
     place, _, attribute = where.rpartition(":")
     here = str(Path.cwd())
-    if here not in sys.path:  # as with `python -m`; the folder of the command stands there otherwise
+    if here not in sys.path:  # as `python -m` does; a console script has its own folder instead
         sys.path.insert(0, here)
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     found = getattr(module, attribute, None)
