@@ -30,19 +30,20 @@ def run(kind: type[Toy], tmp_path: Path, sections: dict[str, Any]) -> VerifyRepo
         pytest.param({}, {"identical", "equal"}, marks=pytest.mark.drill),
         ({"task": {"batchnorm": True, "dropout": 0.3, "dataset": "augmented"}}, {"equal without dropout"}),
         ({**NORM, "training": {"reproducibility": "exact"}}, {"identical"}),
+        pytest.param({**NORM, "training": {"accumulate": 2}}, {"identical", "equal"}, marks=pytest.mark.drill),
         pytest.param(
             {"hardware": {**TWO["hardware"], "precision": "bf16-mixed"}}, {"equal in float32"}, marks=pytest.mark.drill
         ),
     ],
-    ids=["plain", "batchnorm and dropout", "exact", "bf16"],
+    ids=["plain", "batchnorm and dropout", "exact", "accumulation", "bf16"],
 )
 def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], outcomes: set[str]) -> None:
     report = run(Toy, tmp_path, sections)
     assert report.outcome in outcomes
     assert (report.exit_code, report.causes) == (0, ())
     assert len(report.comparison.gap.loss) == 16
-    # 200 samples in windows of 32: the short last one and the start of the next epoch are among the steps.
-    assert {8, 32} <= set(report.comparison.one.samples.tolist())
+    # 200 samples in windows of 32 or 64: the short last one and the start of the next epoch are among the steps.
+    assert {8, report.global_batch} <= set(report.comparison.one.samples.tolist())
     if find_spec("matplotlib"):
         files = write_report(report, tmp_path / "report")
         assert files[-1].read_bytes().startswith(b"\x89PNG")
@@ -54,7 +55,6 @@ def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], o
     ("task", "sections", "cause"),
     [
         (Toy, {**NORM, "distributed": {"sync_batchnorm": "off"}}, "batchnorm"),
-        pytest.param(Toy, {**NORM, "training": {"accumulate": 2}}, "batchnorm", marks=pytest.mark.drill),
         (parting.WrongCountAndDraws, {"task": {"samples": 203}}, "denominator"),
         (parting.PaddingSampler, {}, "order"),
         (parting.UnseededAugmentation, {}, "unseeded-data"),

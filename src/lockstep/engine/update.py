@@ -193,9 +193,11 @@ class Update:
             self._apply_on_device(gradients, count, divisor, want_norm, None if counted is None else counted != 0)
 
     def _gradients(self) -> list[Tensor]:
-        gradients: list[Tensor] = [p.grad for p in self._parameters if p.grad is not None]
+        gradients: list[Tensor]
         if self._unusual:
             gradients = [_dense(p) for p in self._parameters if p.grad is not None]
+        else:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
         return gradients if self._divided is None else self._divided.local(gradients)
 
     def _divide(self, gradients: list[Tensor], count: Tensor | float, divisor: float) -> tuple[Tensor | float, float]:

@@ -267,7 +267,7 @@ def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Caus
         off = (*quiet, "batchnorm")
         one, many = lab.run(Variant("one", off)), lab.run(Variant("many", off))
         if floor.parting(gap_between(one, many), FACTOR) is None:
-            yield _batchnorm(plan)
+            yield _batchnorm()
     if rounds_more(plan):
         one, many = (lab.run(Variant(where, quiet, precision="32")) for where in ("one", "many"))
         if floor.parting(gap_between(one, many), FACTOR) is None:
@@ -315,17 +315,11 @@ def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
     )
 
 
-def _batchnorm(plan: Plan) -> Cause:
-    agree = "with BatchNorm's batch statistics switched off the runs agree"
-    if plan.sync_batchnorm and plan.batch.accumulate > 1:
-        return Cause(
-            "batchnorm",
-            f"{agree}: with {plan.batch.accumulate} micro-batches a step, its statistics depend on how the step is cut",
-            "set training.accumulate to 1 with a larger batch_size, or use reproducibility exact",
-        )
+def _batchnorm() -> Cause:
     return Cause(
         "batchnorm",
-        f"{agree}: each device normalises by the statistics of its own part of the batch",
+        "with BatchNorm's batch statistics switched off the runs agree: each device normalises by the statistics of "
+        "its own part of the batch",
         "set distributed.sync_batchnorm to auto or on, use reproducibility exact, or a norm without batch statistics",
     )
 
