@@ -36,7 +36,7 @@ def leaves(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 VALUES: dict[str, Any] = {
-    "devices": "cpu,cpu", "strategy": "ddp", "precision": "bf16-mixed", "engine": "native", "reproducibility": "exact",
+    "devices": "cpu,cpu", "strategy": "ddp", "precision": "bf16-mixed", "reproducibility": "exact",
     "epochs": 3, "max_steps": 7, "batch_size": 16, "grad_accum_steps": 2, "lr": 0.5, "lr_scaling": "linear",
     "warmup_epochs": 0.5, "weight_decay": 0.0, "max_grad_norm": 2.0, "early_stopping_patience": 0, "seed": 1,
     "fast_dev_run": True, "data_dir": Path("data"), "download": False, "num_workers": 0, "save_dir": Path("run"),
@@ -47,7 +47,7 @@ VALUES: dict[str, Any] = {
 def test_every_flag_stands_for_a_key_that_there_is() -> None:
     assert set(flag_table().values()) - {"task.mode", "task.skip_bad"} <= set(all_keys(RunConfig))
     design = {
-        "--config", "--devices", "--strategy", "--precision", "--engine", "--epochs", "--max-steps", "--batch-size",
+        "--config", "--devices", "--strategy", "--precision", "--epochs", "--max-steps", "--batch-size",
         "--global-batch-size", "--grad-accum-steps", "--lr", "--lr-scaling", "--warmup-epochs", "--weight-decay",
         "--max-grad-norm", "--early-stopping-patience", "--num-workers", "--log-interval", "--seed",
         "--reproducibility", "--save-dir", "--data-dir", "--download", "--init-from", "--fast-dev-run", "--set",

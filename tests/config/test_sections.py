@@ -135,3 +135,9 @@ def test_the_schema_knows_every_key() -> None:
     for section in sections():
         where = schema if section is RunConfig else schema["$defs"][section.__name__]
         assert set(where["properties"]) == set(section.model_fields)
+
+
+def test_an_older_configurations_engine_is_accepted_or_said_to_be_gone() -> None:
+    assert resolve({"training": {"engine": "native", "epochs": 3}}) == resolve({"training": {"epochs": 3}})
+    with pytest.raises(ConfigError, match=r"training.engine is gone: leave it out.*`lockstep lightning fit`"):
+        resolve({"training": {"engine": "lightning"}})

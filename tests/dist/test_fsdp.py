@@ -451,7 +451,6 @@ def test_kills_at_random_moments_while_shards_are_written_lose_no_sample(tmp_pat
     [
         ({"training": {"reproducibility": "exact"}}, "strategy fsdp"),
         ({"training": {"compile": True}}, "training.compile"),
-        ({"training": {"engine": "lightning"}}, "training.engine lightning"),
         ({"fsdp": {"cpu_offload": True}}, "fsdp.cpu_offload on the CPU"),
     ],
 )

@@ -19,9 +19,9 @@ from tests.e2e.test_train import train as train_by_command
 from tests.toys import Toy
 
 
-def train(folder: Path, profile: str, **settings: Any) -> Path:
+def train(folder: Path, profile: str) -> Path:
     """A run of 26 steps on one device; returns the folder of its profile."""
-    config: dict[str, Any] = {"save_dir": str(folder / "run"), "hardware": {"selected_devices": "cpu"}, **settings}
+    config: dict[str, Any] = {"save_dir": str(folder / "run"), "hardware": {"selected_devices": "cpu"}}
     config["telemetry"] = {"profile": profile, "profile_ranks": [0, 7], "tensorboard": "off", "log_interval": 1000}
     lockstep.train(Toy, config)
     return folder / "run" / "profile"
@@ -73,12 +73,6 @@ def test_a_run_that_ends_before_the_last_step(
     folder = train(tmp_path, profile)
     assert said in capfd.readouterr().out
     assert (steps_in(folder / "rank-0.trace.json.gz") if folder.exists() else set()) == steps
-
-
-def test_lightnings_trainer_is_recorded_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = train(tmp_path, "2:3", training={"engine": "lightning"})
-    assert steps_in(folder / "rank-0.trace.json.gz") >= {"step 2", "step 3"}
-    capfd.readouterr()
 
 
 @pytest.mark.parametrize("value", ["", "3", "3:", ":3", "0:3", "5:3", "a:b", "3:5:7", "-1:2", 185])

@@ -22,7 +22,7 @@ from lockstep.launch.prepare import Prepared, place, plan_for, settle
 #: What every trial does without: it trains nothing that anybody keeps.
 _QUIET: dict[str, Any] = {
     "init_from": None,
-    "training": {"max_time_s": None, "early_stopping_patience": 0, "tail": "drop", "engine": "native"},
+    "training": {"max_time_s": None, "early_stopping_patience": 0, "tail": "drop"},
     "telemetry": {
         "progress": "silent",
         "tensorboard": "off",

@@ -62,11 +62,6 @@ class Settings:
         Overrides("hardware.precision"),
         _flag("Number format of the forward pass; 16-mixed scales the loss. Default: 32.", _DEVICES),
     ] = None
-    engine: Annotated[
-        Literal["native", "lightning"] | None,
-        Overrides("training.engine"),
-        _flag("Lockstep's own loop or Lightning's Trainer. Default: native.", _DEVICES),
-    ] = None
     reproducibility: Annotated[
         Literal["fast", "exact"] | None,
         Overrides("training.reproducibility"),

@@ -94,7 +94,6 @@ class TrainingConfig(Section):
         "fast", description="exact: the same weights bit for bit on any world size that divides the lanes"
     )
     lanes: int = Field(8, ge=1, le=1024, description="virtual ranks of exact mode; a power of two")
-    engine: Literal["native", "lightning"] = Field("native", description="Lockstep's loop or Lightning's Trainer")
     threads: int | None = Field(None, ge=1, description="intra-op threads per rank; unset: chosen by the plan")
     compile: bool = Field(False, description="compile the model with torch.compile")
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
@@ -107,6 +106,19 @@ class TrainingConfig(Section):
         le=1,
         description="end the run when more than this share of the last 100 steps had no finite gradient",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_engine(cls, values: Any) -> Any:
+        """Older configurations may have ``engine: native``."""
+        if not isinstance(values, dict) or "engine" not in values:
+            return values
+        if values["engine"] != "native":
+            raise ValueError(
+                "the setting training.engine is gone: leave it out. A task trains in Lockstep's own loop, "
+                "a LightningModule in Lightning's Trainer (`lockstep train FILE.py:MODULE` or `lockstep lightning fit`)"
+            )
+        return {name: value for name, value in values.items() if name != "engine"}
 
     @field_validator("lanes")
     @classmethod
@@ -340,7 +352,7 @@ class LaunchConfig(Section):
 
 class LightningConfig(Section):
     profiler: Literal["simple", "advanced", "pytorch"] | None = Field(
-        None, description="profile Lightning's Trainer (engine lightning, LightningModules); the report goes to logs/"
+        None, description="profile Lightning's Trainer (of a LightningModule); the report goes to logs/"
     )
 
 

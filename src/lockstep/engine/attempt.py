@@ -28,7 +28,7 @@ from lockstep.engine.fit import Fit, TimedBatches
 from lockstep.engine.fused import compiler_not_imported
 from lockstep.engine.groups import check_optimizer, check_sparse, untrained
 from lockstep.engine.lightning_task import ModuleTask
-from lockstep.engine.loop import StepResult, training_steps
+from lockstep.engine.loop import training_steps
 from lockstep.engine.precision import Precision
 from lockstep.engine.profile import memory_snapshot, profiled
 from lockstep.engine.resume import (
@@ -332,14 +332,6 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     fit.task.context.is_training = True
     waited_s = 0.0
 
-    def finish(result: StepResult) -> bool:
-        nonlocal waited_s
-        trace.after_update(result)
-        fit.after_step(result, batches.waited_s - waited_s)
-        trace.after_hooks(result, merged=fit.saved_at == result.step)
-        waited_s = batches.waited_s
-        return fit.ended_by is None
-
     telemetry = fit.config.telemetry
     place: dict[str, Any] = {"rank": world.rank, "device": fit.device, "remark": fit.remark}
     with contextlib.closing(loader), memory_snapshot(telemetry, run_dir.profile, **place):
@@ -354,14 +346,13 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
             norm_every=fit.config.telemetry.log_interval,
         )
         with profiled(steps, telemetry, run_dir.profile, ranks=world.size, step=state.step, **place) as watched:
-            if fit.config.training.engine == "lightning":
-                from lockstep.engine.lightning import run_in_trainer
-
-                run_in_trainer(fit, world, watched, finish)
-            else:
-                for result in watched:
-                    if not finish(result):
-                        break
+            for result in watched:
+                trace.after_update(result)
+                fit.after_step(result, batches.waited_s - waited_s)
+                trace.after_hooks(result, merged=fit.saved_at == result.step)
+                waited_s = batches.waited_s
+                if fit.ended_by is not None:
+                    break
     trace.write()
 
 

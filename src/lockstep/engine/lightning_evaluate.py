@@ -7,8 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lockstep.engine.lightning import quiet_trainer
 from lockstep.engine.lightning_data import defines, evaluation_loader, replaced_loaders
+from lockstep.engine.lightning_ranks import quiet_trainer
 from lockstep.engine.lightning_task import ModuleTask
 from lockstep.errors import DataError
 from lockstep.hardware.world import World

@@ -17,9 +17,8 @@ from lockstep.data.workers import child_signal_kept
 from lockstep.engine.attempt import RunResult
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives
-from lockstep.engine.lightning import profiler, quiet_trainer
 from lockstep.engine.lightning_data import evaluation_loader, replaced_loaders, training_loader
-from lockstep.engine.lightning_ranks import KeptSignals, rank_arguments
+from lockstep.engine.lightning_ranks import KeptSignals, profiler, quiet_trainer, rank_arguments
 from lockstep.engine.lightning_record import Recorder
 from lockstep.engine.lightning_store import OWN, StoreIO, save
 from lockstep.engine.lightning_task import ModuleTask
@@ -132,7 +131,7 @@ class ModuleFit:
 
     def _trainer(self, store: StoreIO) -> pl.Trainer:
         config, given = self.config, dict(self.task.trainer_arguments)
-        ranks = rank_arguments(self.plan, self.world, config.distributed, bare=False)
+        ranks = rank_arguments(self.plan, self.world, config.distributed)
         callbacks = [self.recorder, KeptSignals(), *_as_list(given.pop("callbacks", None))]
         batch, validation = self.plan.batch, config.validation
         position = self.state.position

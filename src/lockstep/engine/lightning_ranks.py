@@ -5,16 +5,21 @@ Imported only where a Trainer is made, since it imports Lightning.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.strategies import Strategy
 
 from lockstep.config.sections import DistributedConfig
 from lockstep.engine.lightning_ddp import SharedDDPStrategy
@@ -72,23 +77,6 @@ class RankedDdp(SharedDDPStrategy):
         """Nothing to launch, and the plan has decided the number of threads."""
 
 
-class BareRanks(RankedDdp):
-    """Ranks whose gradients Lockstep reduces itself; the model stays where it is when the Trainer is done."""
-
-    def configure_ddp(self) -> None:
-        pass
-
-    def teardown(self) -> None:
-        pass
-
-
-class BareDevice(SingleDeviceStrategy):
-    """One rank; the model stays where it is when the Trainer is done."""
-
-    def teardown(self) -> None:
-        pass
-
-
 class KeptSignals(pl.Callback):
     """Gives SIGTERM back to whoever had it before the Trainer: a stop is agreed on by all ranks, with a checkpoint."""
 
@@ -107,20 +95,18 @@ def local_devices(plan: Plan, world: World) -> list[torch.device]:
     return [rank_device(tuple(names), node) for node in nodes]
 
 
-def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig, *, bare: bool) -> dict[str, Any]:
+def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig) -> dict[str, Any]:
     """Arguments of a ``Trainer`` for this rank: accelerator, devices, strategy, nodes, cluster environment.
 
     Args:
-        distributed: how DDP reduces, unless ``bare``, and how long a collective may wait.
-        bare: Lockstep moves the model and reduces its gradients; otherwise Lightning does.
+        distributed: how DDP reduces, and how long a collective may wait.
     """
     devices = local_devices(plan, world)
     environment = RankEnvironment(world)
     accelerator = "cpu" if devices[0].type == "cpu" else "cuda"
     strategy: Strategy | str = "auto"
     if world.size > 1:
-        kind = BareRanks if bare else RankedDdp
-        strategy = kind(
+        strategy = RankedDdp(
             parallel_devices=devices,
             cluster_environment=environment,
             process_group_backend=plan.placement["backend"],
@@ -128,8 +114,6 @@ def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig, *, 
             find_unused_parameters=distributed.find_unused_parameters,
             bucket_cap_mb=distributed.bucket_cap_mb,
         )
-    elif bare:
-        strategy = BareDevice(device=devices[0])
     return {
         "accelerator": accelerator,
         # A GPU that carries two ranks is named once here; the strategy knows the device of each rank.
@@ -139,3 +123,39 @@ def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig, *, 
         "plugins": [] if world.size > 1 else [environment],
         "use_distributed_sampler": False,
     }
+
+
+def profiler(kind: str | None, run_dir: Path) -> Profiler | None:
+    """The Trainer's profiler; its report goes to ``logs/`` of the run."""
+    if kind is None:
+        return None
+    where: dict[str, Any] = {"dirpath": run_dir / "logs", "filename": "profile"}
+    kinds = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+    made: Profiler = kinds[kind](**where)
+    return made
+
+
+@contextmanager
+def quiet_trainer() -> Iterator[None]:
+    """Lightning's informational lines go unsaid: the plan has told of devices, and rank 0 speaks through the sinks.
+
+    So do warnings about Lightning's own use of what torch has deprecated, and about resuming and SLURM, which are
+    Lockstep's business here.
+    """
+    names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
+    before = [(logger, logger.level) for logger in map(logging.getLogger, names)]
+    for logger, _ in before:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            for message in (
+                ".*LeafSpec.*",
+                ".*dataloader is.*not resumable.*",
+                ".*than the logging interval.*",
+                "The `srun` command is available.*",
+            ):
+                warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        for logger, level in before:
+            logger.setLevel(level)

@@ -75,7 +75,7 @@ class ModuleTask(Task):
 
     Config = ModuleConfig
     #: The Trainer's own defaults, where the general ones differ.
-    defaults: ClassVar[Any] = {"training": {"engine": "lightning", "max_grad_norm": None, "early_stopping_patience": 0}}
+    defaults: ClassVar[Any] = {"training": {"max_grad_norm": None, "early_stopping_patience": 0}}
     module_class: ClassVar[type | None] = None
     find_class: ClassVar[Callable[[str], type]]
 

@@ -118,7 +118,7 @@ def _alone(config: RunConfig, placement: Placement, plan: Plan, folder: Path) ->
         "hardware": {"selected_devices": [placement.devices[0]], "strategy": "auto"},
         "training": {
             **{"batch_size": plan.batch.batch_size, "global_batch_size": None, "accumulate": 1},
-            **{"epochs": EPOCHS, "max_steps": None, "threads": plan.threads, "engine": "native", "compile": False},
+            **{"epochs": EPOCHS, "max_steps": None, "threads": plan.threads, "compile": False},
         },
         "data": {"num_workers": 0},
         "launch": {"nodes": None},

@@ -54,7 +54,7 @@ def settle(
     """The task as an object and the complete configuration: general defaults < the task's < what was given.
 
     Raises:
-        TaskError, ConfigError: an unknown task, key or value. UnsupportedError: an engine that is not installed.
+        TaskError, ConfigError: an unknown task, key or value. UnsupportedError: Lightning is not installed.
     """
     given = config.model_dump(exclude_unset=True, mode="json") if isinstance(config, RunConfig) else dict(config or {})
     named = given.get("task") or {}
@@ -83,12 +83,12 @@ def settle(
     remember(class_paths(section))
     whole = resolve(kind.defaults, {**given, "task": section})
     if isinstance(built, ModuleTask):
+        if importlib.util.find_spec("lightning") is None:
+            raise UnsupportedError(
+                "Lightning, which trains a LightningModule, is not installed",
+                fix="pip install 'lockstep-train[lightning]'",
+            )
         built.check_config(whole)
-    if whole.training.engine == "lightning" and importlib.util.find_spec("lightning") is None:
-        raise UnsupportedError(
-            "engine: lightning needs Lightning, which is not installed",
-            fix="pip install 'lockstep-train[lightning]', or leave training.engine out",
-        )
     built.data = data_settings(whole)
     return built, whole
 
@@ -172,9 +172,8 @@ def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
 def _may_divide(config: RunConfig, placement: Placement, facts: TaskFacts) -> bool:
     """Whether ``strategy: auto`` may take fsdp: on several GPUs, and not where fsdp would be refused."""
     training = config.training
-    native = training.engine == "native" and facts.loader is None
     several = placement.strategy == "ddp" and placement.accelerator == "gpu" and config.hardware.strategy == "auto"
-    return several and native and training.reproducibility == "fast" and not training.compile
+    return several and facts.loader is None and training.reproducibility == "fast" and not training.compile
 
 
 def _state_bytes(config: RunConfig) -> int:

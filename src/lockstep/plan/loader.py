@@ -52,12 +52,6 @@ def training_of_loader(config: RunConfig, loader: LoaderFacts, *, held: int | No
         ConfigError, UnsupportedError: settings that a ``LightningModule`` cannot have.
     """
     t = config.training
-    if t.engine != "lightning":
-        raise ConfigError(
-            "a LightningModule cannot train with the native engine",
-            why="it needs a Trainer",
-            fix="leave training.engine out, or write a lockstep.Task",
-        )
     refused = {
         "reproducibility: exact": t.reproducibility == "exact",
         "training.compile": t.compile,

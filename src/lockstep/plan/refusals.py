@@ -21,7 +21,6 @@ def _check_exact(config: RunConfig, placement: Placement) -> None:
     refused = {
         f"strategy {placement.strategy}": placement.strategy not in {"single", "ddp"},
         "training.compile": config.training.compile,
-        "training.engine lightning": config.training.engine == "lightning",
         "distributed.sync_batchnorm on": config.distributed.sync_batchnorm == "on",
     }
     for name, asked in refused.items():
@@ -29,7 +28,7 @@ def _check_exact(config: RunConfig, placement: Placement) -> None:
             raise UnsupportedError(
                 f"reproducibility: exact does not go together with {name}",
                 why="its sums or kernels depend on how the work is divided",
-                fix="use strategy single or ddp with the native engine, or reproducibility: fast",
+                fix="use strategy single or ddp, or reproducibility: fast",
             )
     if lanes % ranks:
         raise ConfigError(
@@ -43,7 +42,6 @@ def _check_divided(config: RunConfig, placement: Placement, facts: TaskFacts) ->
     fsdp = placement.strategy == "fsdp"
     refused = {
         "training.compile": (config.training.compile, "compiled code would hold parameters that are freed"),
-        "training.engine lightning": (config.training.engine == "lightning", "Lightning would divide the model itself"),
         "a LightningModule": (facts.loader is not None, "its Trainer would divide the model itself"),
         "fsdp.cpu_offload on the CPU": (
             fsdp and config.fsdp.cpu_offload and placement.accelerator == "cpu",

@@ -40,6 +40,8 @@ def parse_frozen(content: str | bytes, folder: Path) -> RunConfig:
     settings = parse_yaml(content)
     if not isinstance(settings, dict):
         raise ValueError("it holds no settings")
+    if isinstance(settings.get("training"), dict):
+        settings["training"].pop("engine", None)  # of older runs; either one's checkpoints are read alike
     config = resolve(settings)
     _refuse_own_code(config, folder)
     return config

@@ -16,7 +16,7 @@ import { Button, Copy, Dialog, Menu, Problem, tell, tellError } from "./ui.js";
 const NETWORK = new Set(
   "model size form downsample hidden width layers heads memory theta dropout batchnorm code channels kernel patch".split(" "),
 );
-const REPRODUCIBILITY = ["seed", "reproducibility", "lanes", "threads", "engine"];
+const REPRODUCIBILITY = ["seed", "reproducibility", "lanes", "threads"];
 /** Sections that most runs leave alone. */
 const FURTHER = ["data", "distributed", "fsdp", "pipeline", "validation", "checkpoint", "telemetry", "launch", "lightning", "debug"];
 
