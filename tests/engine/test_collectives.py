@@ -23,6 +23,11 @@ def world(rank: int, ranks: int) -> World:
     return World(rank, ranks, rank, ranks)
 
 
+def tensors(c: Collectives, rank: int) -> list[Any]:
+    whole, matrix = c.sum(torch.tensor([rank, 1]), torch.zeros(1, 2))
+    return [*((one.tolist(), str(one.dtype)) for one in (whole, matrix)), *c.max(0.1)]
+
+
 def calls(rank: int, ranks: int, kind: type[Collectives]) -> dict[str, Any]:
     c = kind(world(rank, ranks))
     order: list[str] = []
@@ -34,6 +39,8 @@ def calls(rank: int, ranks: int, kind: type[Collectives]) -> dict[str, Any]:
         "all_gather": c.all_gather(rank),
         "gather": c.gather(rank),
         "sum": c.sum(rank, 1.0),
+        "tensors": tensors(c, rank),
+        "extremes": (*c.min(rank), *c.max(float(rank)), *c.mean(float(rank))),
         "mean": c.weighted_mean(float(rank), rank + 1.0),
         "nothing": math.isnan(c.weighted_mean(5.0, 0.0)),
         "any": (c.any(rank == ranks - 1), c.any(False)),
@@ -49,6 +56,8 @@ def expected(rank: int, ranks: int) -> dict[str, Any]:
         "all_gather": everyone,
         "gather": everyone if rank == 0 else None,
         "sum": (sum(everyone), float(ranks)),
+        "tensors": [([sum(everyone), ranks], "torch.int64"), ([[0.0, 0.0]], "torch.float32"), 0.1],
+        "extremes": (0.0, ranks - 1.0, sum(everyone) / ranks),
         "mean": sum(r * w for r, w in zip(everyone, weights, strict=True)) / sum(weights),
         "nothing": True,
         "any": (True, False),

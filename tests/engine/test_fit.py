@@ -336,6 +336,8 @@ class Refused(Toy):
     [
         (lambda total, count: total / count, "the task's loss is not a sum and a count"),
         (lambda total, count: (total.repeat(2), count), "the task's loss total is not a scalar tensor"),
+        (lambda total, count: (total.item(), count), "the task's loss total is not a scalar tensor"),
+        (lambda total, count: (total / count, count), "the task's loss total is a mean, and its count is"),
         (lambda total, count: (total, torch.ones(3)), "the task's loss count is not one number"),
     ],
 )

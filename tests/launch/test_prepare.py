@@ -43,6 +43,19 @@ def test_a_run_without_a_checkpoint_holds_its_global_batch_on_other_devices(
     assert plan.total_steps == 2 * -(-200 // expected)
 
 
+def test_an_edited_config_is_named_at_resume_and_accepted_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    run, _ = stopped_at_once(tmp_path / "run")
+    written = run.config_file.read_text()
+    run.config_file.write_text(written.replace("lr: 0.01", "lr: 0.02").replace("seed: 42", "seed: 43"))
+    with pytest.raises(RunFolderError, match=r"training\.seed 42 → 43, optimizer\.lr 0\.01 → 0\.02") as caught:
+        changed_config(run, {})
+    assert "--set optimizer.lr=0.02" in caught.value.fix and "--set training.seed" not in caught.value.fix
+    run.config_file.write_text(written.replace("lr: 0.01", "lr: 0.02"))
+    assert changed_config(run, {"optimizer": {"lr": 0.02}}).optimizer.lr == 0.02
+    (run.attempts / "1" / "config.yaml").unlink()  # as in the folder of an earlier version
+    assert changed_config(run, {}).optimizer.lr == 0.02
+
+
 def test_a_run_without_a_checkpoint_begins_where_it_began(tmp_path: Path) -> None:
     run, first = stopped_at_once(tmp_path / "run", debug={"start_position": 64})
     point = resume_point(run, hold=True, report=pytest.fail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -64,9 +65,24 @@ def test_a_task_that_does_not_call_super_has_its_settings() -> None:
     assert isinstance(configured(Sized(4)).config, Task.Config)
 
 
-@pytest.mark.parametrize("kind", [Sized, Configured])
+class Second(WithDefault):
+    def __init__(self, width: int = 3, config: Any = None) -> None:
+        super().__init__(width)
+        self.config = config
+
+
+class Loose(WithDefault):
+    def __init__(self, width: int, **others: Any) -> None:
+        super().__init__(width)
+
+
+def test_settings_are_passed_by_name() -> None:
+    assert make_task(Second, {}).width == 3
+
+
+@pytest.mark.parametrize("kind", [Sized, Configured, Loose])
 def test_an_init_that_takes_other_arguments_than_the_settings_is_refused(kind: type[Task]) -> None:
-    with pytest.raises(TaskError, match="no parameter `config`") as refused:
+    with pytest.raises(TaskError, match=r"__init__ has (no parameter `config`|the required parameter)") as refused:
         make_task(kind, {})
     assert "super().__init__(config)" in refused.value.fix
 

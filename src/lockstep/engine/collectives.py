@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from lockstep.errors import CollectiveError
 from lockstep.hardware.world import World
 
 T = TypeVar("T")
+V = TypeVar("V", float, torch.Tensor)
 
 
 class Collectives:
@@ -83,9 +84,21 @@ class Collectives:
             dist.gather_object(value, values, dst=target, group=self.group)
         return values
 
-    def sum(self, *values: float) -> tuple[float, ...]:
-        """Element-wise sums over ranks, in float64."""
-        return self._sum(f"sum of {len(values)}", *values)
+    def sum(self, *values: V) -> tuple[V, ...]:
+        """Element-wise sums over ranks, in float64, of numbers, or of tensors whose shapes all ranks share."""
+        return self._reduced("sum", values)
+
+    def mean(self, *values: V) -> tuple[V, ...]:
+        """:meth:`sum` divided by the number of ranks; see :meth:`weighted_mean` for shares that differ."""
+        return tuple(total / self.size for total in self._reduced("sum", values))
+
+    def min(self, *values: V) -> tuple[V, ...]:
+        """Element-wise minima over ranks; see :meth:`sum`."""
+        return self._reduced("min", values)
+
+    def max(self, *values: V) -> tuple[V, ...]:
+        """Element-wise maxima over ranks; see :meth:`sum`."""
+        return self._reduced("max", values)
 
     def weighted_mean(self, value: float, count: float) -> float:
         """Σ value·count / Σ count over ranks: the mean of what the ranks counted, whatever each one's share."""
@@ -114,13 +127,26 @@ class Collectives:
         if not first:
             yield
 
+    def _reduced(self, operation: Literal["sum", "min", "max"], values: tuple[V, ...]) -> tuple[V, ...]:
+        for value in values:
+            self._refuse_gradient(value)
+        parts = [torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in values]
+        shapes = "".join(f" {tuple(part.shape)}" for part in parts if part.dim())
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        found = self._all_reduce(f"{operation} of {len(parts)}{shapes}", flat, operation)
+        return tuple(
+            one.view_as(value).to(value) if isinstance(value, torch.Tensor) else one.item()
+            for one, value in zip(found.split([part.numel() for part in parts]), values, strict=True)
+        )
+
     def _sum(self, call: str, *values: float) -> tuple[float, ...]:
-        if self.group is None:
-            return tuple(map(float, values))
-        tensor = torch.tensor(values, dtype=torch.float64)
-        with self._call(call):
-            dist.all_reduce(tensor, group=self.group)
-        return tuple(tensor.tolist())
+        return tuple(self._all_reduce(call, torch.tensor(values, dtype=torch.float64)).tolist())
+
+    def _all_reduce(self, call: str, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        if self.group is not None:
+            with self._call(call):
+                dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
+        return tensor
 
     @staticmethod
     def _refuse_gradient(value: object) -> None:
@@ -268,8 +294,9 @@ def collectives() -> Collectives:
             return [(spread, 100)]
 
     Attributes ``rank``, ``size``, ``is_main``; methods ``barrier``, ``broadcast``, ``gather``, ``all_gather``,
-    ``sum``, ``weighted_mean``, ``any``, ``main_first``. Every rank must make the same calls in the same order:
-    so not in ``metrics()``, which see the rows of all ranks on rank 0 alone, nor in ``evaluate``.
+    ``sum``, ``mean``, ``min``, ``max``, ``weighted_mean``, ``any``, ``main_first``. Every rank must make the same
+    calls in the same order: so not in ``metrics()``, which see the rows of all ranks on rank 0 alone, nor in
+    ``evaluate``.
 
     Raises:
         CollectiveError: from the methods, when a rank has not come within ``distributed.timeout_s``, or is in

@@ -73,6 +73,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         val_samples=0 if datasets.val is None else len(datasets.val),
         test_samples=0 if datasets.test is None else len(datasets.test),
         parameters=sum(p.numel() for p in model.parameters()),
+        frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
         has_batchnorm=has_batchnorm(model),
         whole_batches=_gives_whole_batches(task, datasets.train),
         quick_samples=has_quick_samples(datasets.train),

@@ -21,10 +21,17 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse, before the first step, an optimizer of the task's that could not train ``model``.
 
     Raises:
-        TaskError: it has parameters that are not the model's, or a scheduler.
+        TaskError: it is none, or has parameters that are not the model's, or a scheduler.
         UnsupportedError: its step needs a closure, or sparse gradients are not for it.
     """
     kind = type(optimizer).__name__
+    if not hasattr(optimizer, "param_groups"):
+        raise TaskError(
+            "the task's optimizer() did not return an optimizer",
+            why=f"it returned a {kind}",
+            fix="return one optimizer, with a parameter group for each learning rate: "
+            "torch.optim.AdamW([{'params': …, 'lr': …}, …]); return a scheduler from Task.scheduler(optimizer)",
+        )
     check_belongs(optimizer, dict(model.named_parameters()))
     if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
         raise TaskError(

@@ -26,6 +26,7 @@ from lockstep.engine.batchnorm import ghost
 from lockstep.engine.buffers import Buffers
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.precision import Precision
+from lockstep.engine.reduction import is_mean
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.trained import bare
 from lockstep.engine.transfer import SideStream, to_device
@@ -110,18 +111,32 @@ def check_loss(loss: Any) -> Loss:
     """What a task returned, as a :class:`Loss`.
 
     Raises:
-        TaskError: it is a mean, a vector, or not a pair.
+        TaskError: it is a vector, a number, or not a pair.
     """
     fix = "return Loss(total, count): F.cross_entropy(…, reduction='sum') and the number of items"
     if not isinstance(loss, tuple) or len(loss) != 2:
         raise TaskError("the task's loss is not a sum and a count", why=f"it returned {type(loss).__name__}", fix=fix)
     total, count = loss
     if not isinstance(total, Tensor) or total.numel() != 1 or total.dim() != 0:
-        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        raise TaskError("the task's loss total is not a scalar tensor", why=f"it is {shape}", fix=fix)
+        why = f"its shape is {tuple(total.shape)}" if isinstance(total, Tensor) else f"it is a {type(total).__name__}"
+        if isinstance(total, int | float):
+            why, fix = f"{why}, which has no gradient, as after .item()", "return the tensor itself as the total"
+        raise TaskError("the task's loss total is not a scalar tensor", why=why, fix=fix)
     if isinstance(count, Tensor) and count.numel() != 1:
         raise TaskError("the task's loss count is not one number", why=f"its shape is {tuple(count.shape)}", fix=fix)
     return Loss(total, count)
+
+
+def refuse_mean(loss: Loss) -> None:
+    """Raise :class:`TaskError` where the total is a mean over several items: gradients would be too small."""
+    count = float(loss.count)
+    if is_mean(loss.total, count):
+        raise TaskError(
+            f"the task's loss total is a mean, and its count is {count:g}",
+            why=f"a total is divided by its count, so gradients would be 1/{count:g} of those of the mean",
+            fix="use reduction='sum', or multiply: Loss(mean * count, count); a mean of equal weight for each "
+            "micro-batch is Loss(mean, 1)",
+        )
 
 
 class CheckedLoss:
@@ -134,7 +149,7 @@ class CheckedLoss:
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
         loss = self._loss(model, batch)
         if not self._is_checked:
-            check_loss(loss)
+            refuse_mean(check_loss(loss))
             self._is_checked = True
         if isinstance(loss[1], Tensor) and loss[1].dim():
             return Loss(loss[0], loss[1].reshape(()))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
+import shlex
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from lockstep.tasks.known import require_known
 from lockstep.tasks.registry import make_task
 from lockstep.telemetry.files import storage_error, write_json
 from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
+from lockstep.telemetry.scalars import flattened
 
 #: How long a process of the attempt before may take to end after the run has said that it is over.
 CLAIM_WAIT_S = 15.0
@@ -139,8 +142,11 @@ def changed_config(run: RunDir, changes: Mapping[str, Any]) -> RunConfig:
 
     Raises:
         ConfigError: a change that would make it another run.
+        RunFolderError: ``config.yaml`` was edited since the newest attempt, and ``changes`` do not say so.
     """
-    old = run.config()
+    record, edited = run.read(), run.config()
+    recorded = (run.attempts / str(record.attempt) / run.config_file.name).exists()  # not by earlier versions
+    old = run.config(record.attempt) if recorded else edited
     kept = {key: value for key, value in changes.items() if key != "save_dir"}
     if isinstance(kept.get("task"), Mapping):
         kept["task"] = {key: value for key, value in kept["task"].items() if key != "name"}
@@ -154,11 +160,27 @@ def changed_config(run: RunDir, changes: Mapping[str, Any]) -> RunConfig:
     for name, (before, after) in fixed.items():
         if before != after and not (name == "data.data_dir" and before and after):
             raise ConfigError(
-                f"{name} differs from that of run {run.read().id}",
+                f"{name} differs from that of run {record.id}",
                 why="a resumed run sees the same samples in the same order",
                 fix="leave it as it was, or start a new run with --init-from",
             )
+    _refuse_edits(run.config_file, *(flattened(config.model_dump(mode="json")) for config in (old, edited, new)))
     return new
+
+
+def _refuse_edits(file: Path, old: Mapping[str, Any], edited: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """``new``: ``old`` with what the user asks for."""
+    keys = [key for key in {**old, **edited} if edited.get(key) != old.get(key) == new.get(key)]
+    settable = [key for key in keys if not key.startswith(("task.", "training.seed", "training.lanes"))]
+    if keys:
+        raise RunFolderError(
+            f"{file} was edited since the newest attempt: "
+            + ", ".join(f"{key} {old.get(key)} → {edited.get(key)}" for key in keys),
+            why="what follows would not be the run that was started",
+            fix="restore the old value"
+            + ", or ask for the new one: lockstep resume RUN" * bool(settable)
+            + "".join(" --set " + shlex.quote(f"{key}={json.dumps(edited.get(key))}") for key in settable),
+        )
 
 
 def refuse_unknown_code(run: RunDir) -> None:

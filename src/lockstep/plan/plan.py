@@ -24,6 +24,7 @@ class TaskFacts(_Frozen):
 
     ``whole_batches``: a batch is one gather. ``quick_samples``: a sample is made in less time than another process
     needs to hand it over. ``lengths``: a hash of the lengths of the training samples, if the task gives them.
+    ``parameters``: of the model, ``frozen`` ones included.
     ``loader``: the training loader that a ``LightningModule`` brings.
     ``optimizer_lr``: the learning rate of the task's own optimizer, if it has one: of the first group whose is not 0.
     ``own_schedule``: the task makes a scheduler for its optimizer.
@@ -38,6 +39,7 @@ class TaskFacts(_Frozen):
     val_samples: int = 0
     test_samples: int = 0
     parameters: int = 0
+    frozen: int = 0
     has_batchnorm: bool = False
     whole_batches: bool = False
     quick_samples: bool = False

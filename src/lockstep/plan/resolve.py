@@ -57,7 +57,7 @@ def make_plan(
     judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on what it likes
     monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
     choices = [*_placed(placement), *sized, ordered, *course.choices]
-    choices += [_reproducibility(config), synced, threaded, loaded, *saved, judging]
+    choices += [_parameters(facts), _reproducibility(config), synced, threaded, loaded, *saved, judging]
     return Plan(
         task=facts,
         placement=placement.as_dict(),
@@ -204,6 +204,11 @@ def _checkpoints(config: RunConfig, placement: Placement, facts: TaskFacts) -> t
     if placement.strategy != "fsdp" and form != "on":
         return in_shards, []
     return in_shards, [Choice(name="checkpoints", value="in shards" if in_shards else "whole", reason=reason)]
+
+
+def _parameters(facts: TaskFacts) -> Choice:
+    reason = f"requires_grad is off for the other {facts.frozen:,}" if facts.frozen else "all of the model"
+    return Choice(name="trained parameters", value=f"{facts.parameters - facts.frozen:,}", reason=reason)
 
 
 def _reproducibility(config: RunConfig) -> Choice:

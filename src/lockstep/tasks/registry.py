@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +114,22 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
         config = model.model_validate(dict(settings))
     except ValidationError as error:
         raise explain(error, model, prefix="task.") from None
-    required, takes_config = _parameters(kind)
-    if not takes_config and (required or model.model_fields):
+    parameters = {p.name: p for p in signature(kind).parameters.values()}
+    named = next((name for name in ("config", "cfg") if name in parameters), None)
+    variable = [p.kind for p in parameters.values() if p.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
+    required = [p for p in parameters.values() if p.default is p.empty and p.kind not in variable and p.name != named]
+    if required or (named is None and not variable and model.model_fields):
         raise TaskError(
-            f"{kind.__name__}.__init__ has no parameter `config`",
-            why=f"Lockstep makes the task from its settings, as {kind.__name__}(config)",
+            f"{kind.__name__}.__init__ has "
+            + (f"the required parameter {required[0].name}" if required else "no parameter `config`"),
+            why=f"Lockstep makes the task from its settings, as {kind.__name__}(config=…)",
             fix="declare settings in `class Config(pydantic.BaseModel)` of the task, and write "
             "`def __init__(self, config=None): super().__init__(config)`",
         )
-    return configured(kind(config) if takes_config else kind(), config)
+    if named is None and variable == [Parameter.VAR_POSITIONAL] and len(parameters) == 1:
+        return configured(kind(config), config)
+    given = {named or "config": config} if named or Parameter.VAR_KEYWORD in variable else {}
+    return configured(kind(**given), config)
 
 
 def configured(task: Task, config: BaseModel | None = None) -> Task:
@@ -130,14 +137,6 @@ def configured(task: Task, config: BaseModel | None = None) -> Task:
     if getattr(task, "config", None) is None:
         task.config = task.Config() if config is None else config
     return task
-
-
-def _parameters(kind: type[Task]) -> tuple[list[str], bool]:
-    """The required parameters of ``kind.__init__`` other than ``config``, and whether it takes that."""
-    parameters = list(signature(kind).parameters.values())
-    takes = [p for p in parameters if p.name in ("config", "cfg") or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    required = [p.name for p in parameters if p not in takes and p.default is p.empty]
-    return required, bool(takes)
 
 
 def _import_file(path: Path) -> Any:

@@ -146,6 +146,7 @@ class RunDir(Layout):
             remove_leftovers(self.path)
             remove_leftovers(self.attempts)
             building.mkdir(parents=True)
+            shutil.copyfile(self.config_file, building / self.config_file.name)
             write_json(building / "plan.json", plan)
             write_json(building / "placement.json", {**placement, "resumed_from_step": resumed_from_step})
             building.rename(folder)
@@ -190,14 +191,15 @@ class RunDir(Layout):
             write_json(self.run_file, record.model_dump())
         return record
 
-    def config(self) -> RunConfig:
-        """The run's frozen configuration. Raises :class:`RunFolderError`."""
-        content = read_bytes(self.config_file, max_bytes=MAX_CONFIG_BYTES)
+    def config(self, attempt: int | None = None) -> RunConfig:
+        """The run's frozen configuration, or that of an earlier ``attempt``. Raises :class:`RunFolderError`."""
+        file = self.config_file if attempt is None else self.attempts / str(attempt) / self.config_file.name
+        content = read_bytes(file, max_bytes=MAX_CONFIG_BYTES)
         try:
             return parse_frozen(content, self.path)
         except NO_CONFIG as error:
             raise RunFolderError(
-                f"{self.config_file} is damaged", why=str(error)[:500], fix="restore the file, or start a new run"
+                f"{file} is damaged", why=str(error)[:500], fix="restore the file, or start a new run"
             ) from None
 
     def keep_config(self, config: RunConfig) -> None:
