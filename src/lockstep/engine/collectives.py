@@ -10,8 +10,10 @@ every rank makes the same one, and name the rank that does not.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import pickle
 import sys
 import time
 import zlib
@@ -24,6 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.errors import CollectiveError
 from lockstep.hardware.world import World
@@ -75,14 +78,23 @@ class Collectives:
         return values
 
     def gather(self, value: T, target: int = 0) -> list[T] | None:
-        """Every rank's value, by rank, on ``target``; ``None`` elsewhere."""
+        """Every rank's value, by rank, on ``target``; ``None`` elsewhere. Tensors on the CPU are not pickled."""
         if self.group is None:
             return [value]
         self._refuse_gradient(value)
-        values: list[Any] | None = [None] * self.size if self.rank == target else None
         with self._call(f"gather to {target}"):
-            dist.gather_object(value, values, dst=target, group=self.group)
-        return values
+            if self.rank != target:
+                for part in _packed(value):
+                    dist.send(part, target, group=self.group)
+                return None
+            return [value if rank == target else self._received(rank) for rank in range(self.size)]
+
+    def _received(self, source: int) -> Any:
+        sizes = torch.empty(2, dtype=torch.int64)
+        dist.recv(sizes, source, group=self.group)
+        message = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        dist.recv(message, source, group=self.group)
+        return _Unpacker(message, int(sizes[0])).load()
 
     def sum(self, *values: V) -> tuple[V, ...]:
         """Element-wise sums over ranks, in float64, of numbers, or of tensors whose shapes all ranks share."""
@@ -150,7 +162,7 @@ class Collectives:
 
     @staticmethod
     def _refuse_gradient(value: object) -> None:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+        if isinstance(value, Tensor) and value.requires_grad:
             raise CollectiveError(
                 "a tensor that requires a gradient was given to a collective call",
                 why="it travels as a copy, so other ranks' gradients would be lost in silence",
@@ -160,6 +172,50 @@ class Collectives:
     def _call(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Surrounds the communication of one call among several ranks."""
         return contextlib.nullcontext()
+
+
+class _Packer(pickle.Pickler):
+    """Leaves tensors in ``parts``: pickle copies the whole storage of each several times."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.parts: list[Tensor] = []
+        self.size = 0
+
+    def persistent_id(self, value: object) -> Any:
+        if type(value) is not Tensor or value.requires_grad or value.is_quantized:
+            return None
+        if value.layout != torch.strided or value.device.type != "cpu":
+            return None
+        part = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        start, self.size = self.size, self.size + part.numel() + -part.numel() % 16  # aligned for every dtype
+        self.parts.append(part)
+        return start, part.numel(), value.dtype, value.shape
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, message: Tensor, tensors: int) -> None:
+        super().__init__(io.BytesIO(message[tensors:].numpy().tobytes()))
+        self._message = message
+
+    def persistent_load(self, place: Any) -> Tensor:
+        start, size, dtype, shape = place
+        # A copy: whoever keeps one tensor does not keep the message.
+        return self._message[start : start + size].clone().view(dtype).view(shape)
+
+
+def _packed(value: object) -> tuple[Tensor, Tensor]:
+    """Bytes of ``value``'s tensors and of the rest, pickled; and both."""
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(value)
+    message = torch.empty(packer.size + file.tell(), dtype=torch.uint8)
+    start = 0
+    for part in packer.parts:
+        message[start : start + part.numel()] = part
+        start += part.numel() + -part.numel() % 16
+    message[packer.size :] = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+    return torch.tensor([packer.size, file.tell()]), message
 
 
 class Call(NamedTuple):
@@ -295,8 +351,7 @@ def collectives() -> Collectives:
 
     Attributes ``rank``, ``size``, ``is_main``; methods ``barrier``, ``broadcast``, ``gather``, ``all_gather``,
     ``sum``, ``mean``, ``min``, ``max``, ``weighted_mean``, ``any``, ``main_first``. Every rank must make the same
-    calls in the same order: so not in ``metrics()``, which see the rows of all ranks on rank 0 alone, nor in
-    ``evaluate``.
+    calls in the same order: so not in ``metrics()``, which rank 0 alone may have, nor in ``evaluate``.
 
     Raises:
         CollectiveError: from the methods, when a rank has not come within ``distributed.timeout_s``, or is in

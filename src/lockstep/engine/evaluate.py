@@ -1,15 +1,18 @@
 """Evaluation that counts each sample once on any number of ranks.
 
-The data set is cut into chunks of fixed size in index order; chunk c goes to rank c mod R. After every R
-chunks the rows travel to rank 0, which updates the metrics in index order. So metrics see the same rows
-in the same order, and every chunk has the same content, for any R; a rank without a chunk sends nothing.
-torchmetrics' own synchronisation is not used: some metrics fail on a rank that has seen no sample.
+The data set is cut into chunks of fixed size in index order; chunk c goes to rank c mod R, so every chunk has the
+same content for any R. After every R chunks the rows travel to rank 0, which updates the metrics in index order: they
+see the same rows in the same order. torchmetrics' metrics whose states can be merged are updated on every rank
+instead (:class:`_States`), and rows stay where they are. torchmetrics' own synchronisation is not used: some metrics
+fail on a rank that has seen no sample.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -64,6 +67,26 @@ def evaluate(
         metrics = _own_metrics(task) if collectives.is_main else None
         total = count = 0.0
         merges, merged = getattr(task.merge, "__func__", None) is not Task.merge, list[Any]()
+        states = None
+        if collectives.broadcast(not merges and _States.are_those_of(metrics)):
+            states = _States(_own_metrics(task) if metrics is None else metrics)
+        found = list[tuple[float, float, Any] | None]()
+
+        def flush() -> None:
+            """What ranks have found goes to rank 0, which takes it in index order."""
+            nonlocal total, count
+            for chunk in chain.from_iterable(zip(*collectives.gather(found) or (), strict=True)):
+                if chunk is None or metrics is None:
+                    continue
+                total, count = total + chunk[0], count + chunk[1]
+                if states is not None:
+                    states.add(chunk[2])
+                elif merges:
+                    merged.append(chunk[2])
+                else:
+                    metrics.update(*chunk[2])
+            found.clear()
+
         place = (0, 1) if together else (collectives.rank, collectives.size)
         rounds = list(_rounds(len(dataset), batch_size, *place, chunks, ghosts))
         source = Source(dataset, collate_of(task), seed, InOrder())
@@ -80,13 +103,15 @@ def evaluate(
                 pulse.at(Activity.EVALUATING)
                 draw(step, request.start // batch_size)
                 mine = _chunk(task, bare(model), batch, request, device, precision, checked=not merges)
-                for chunk in collectives.gather(mine) or []:
-                    if chunk is not None and metrics is not None:
-                        total, count = total + chunk[0], count + chunk[1]
-                        if merges:
-                            merged.append(chunk[2])
-                        else:
-                            metrics.update(*chunk[2])
+                if states is not None:
+                    mine = states.update(mine, collectives)
+                found.append(mine)
+                if states is None or not states.add_up:
+                    flush()
+        if states is not None:
+            found.append((0.0, 0.0, states.take()) if states.add_up else None)
+            flush()
+            states.put()
         if merges and metrics is not None:
             metrics.update(*task.merge(merged))
         result = None
@@ -170,6 +195,89 @@ def _own_metrics(task: Task) -> Metrics:
             if isinstance(module, Metric):
                 module.sync_on_compute = module._to_sync = False
     return metrics
+
+
+class _States:
+    """Metrics of torchmetrics that every rank updates with its own rows, and whose states rank 0 merges.
+
+    That takes ``full_state_update = False``, and states that are summed or of which the least or largest counts.
+    Integers are merged once at the end; floating-point numbers chunk by chunk in index order, so that sums are
+    rounded alike on any number of ranks.
+    """
+
+    def __init__(self, metrics: Any) -> None:
+        self._metrics = metrics
+        self._merged: list[Tensor] = []
+        #: Whether the order of merging makes no difference; known after the first update.
+        self.add_up = True
+        self._agreed = False
+
+    @staticmethod
+    def are_those_of(metrics: Any) -> bool:
+        if not isinstance(metrics, nn.Module):
+            return False
+        from torchmetrics import Metric, MetricCollection
+
+        return type(metrics) is MetricCollection and all(
+            metric.full_state_update is False
+            and not metric.dist_sync_on_step
+            and not any(isinstance(module, Metric) for module in [*metric.modules()][1:])
+            and all(
+                isinstance(metric._defaults[name], Tensor) and reduction in _merging()
+                for name, reduction in metric._reductions.items()
+            )
+            for metric in metrics.values(copy_state=False)
+        )
+
+    def update(self, chunk: tuple[float, float, Any] | None, collectives: Collectives) -> Any:
+        """``chunk`` with its states, unless these are taken at the end, in place of its rows. Collective at first."""
+        if not self._agreed and collectives.is_main:
+            self._add(chunk)
+            self.add_up = not any(state.is_floating_point() for state in self.take())
+        if not self._agreed:
+            # Metrics with equal states after their first rows share an update: by those of chunk 0, on every rank.
+            metrics = self._metrics
+            shared = metrics._groups, metrics._groups_checked, self.add_up
+            metrics._groups, metrics._groups_checked, self.add_up = collectives.broadcast(shared)
+            if not collectives.is_main:
+                self._add(chunk)
+            self._agreed = True
+        else:
+            self._add(chunk)
+        return chunk and (*chunk[:2], None if self.add_up else self.take())
+
+    def _add(self, chunk: tuple[float, float, Any] | None) -> None:
+        if chunk is not None:
+            if not self.add_up:
+                self._metrics.reset()
+            self._metrics.update(*chunk[2])
+
+    def _names(self) -> Iterator[tuple[Any, str]]:
+        for metric in self._metrics.values(copy_state=False):
+            for name in metric._defaults:
+                yield metric, name
+
+    def take(self) -> list[Tensor]:
+        return [getattr(metric, name) for metric, name in self._names()]
+
+    def add(self, states: list[Tensor] | None) -> None:
+        if states is not None and self._merged:
+            merge = [_merging()[metric._reductions[name]] for metric, name in self._names()]
+            states = [one(old, new) for one, old, new in zip(merge, self._merged, states, strict=True)]
+        self._merged = states or self._merged
+
+    def put(self) -> None:
+        """What was merged, into the metrics."""
+        for (metric, name), state in zip(self._names(), self._merged, strict=False):
+            setattr(metric, name, state)
+            metric._update_count = max(1, metric._update_count)
+
+
+@cache
+def _merging() -> dict[Any, Callable[[Tensor, Tensor], Tensor]]:
+    from torchmetrics.utilities import data
+
+    return {data.dim_zero_sum: torch.add, data.dim_zero_max: torch.maximum, data.dim_zero_min: torch.minimum}
 
 
 def _rounds(

@@ -124,7 +124,10 @@ class Callback:
 class Metrics(Protocol):
     """Scores of a data set: torchmetrics' ``MetricCollection``, or another object with these two methods.
 
-    Rank 0 alone has one and feeds it the rows of all ranks in index order, so it must not talk to other ranks.
+    Rank 0 alone has one and feeds it the rows of all ranks in index order, so it must not talk to other ranks. Of a
+    ``MetricCollection`` whose metrics all have ``full_state_update = False`` and states that are tensors reduced by
+    ``sum``, ``max`` or ``min`` (accuracy, F1, a confusion matrix, mean errors), every rank has one for its own rows,
+    and the states are merged: equal on any number of ranks, and no row is sent.
     """
 
     def update(self, *rows: Any) -> None:
