@@ -3,7 +3,7 @@
 .venv/bin/python benchmarks/evaluation.py --rounds 5 --out benchmarks/results/evaluation.json
 
 Two gloo ranks on CPU, one thread each, a linear model, top-1 and top-5 accuracy of torchmetrics. *hand*: each rank
-evaluates its half, torchmetrics sums the states over ranks. *merged*: ``Task.metrics`` returns the same metrics. *rows*:
+evaluates its half, torchmetrics sums the states over ranks. *merged*: ``Task.metrics`` returns them too. *rows*:
 it returns them in an object with ``update`` and ``compute`` alone, so every row goes to rank 0. *Memory*: what a rank's
 resident memory grows by, at its highest.
 """
