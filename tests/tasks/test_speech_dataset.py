@@ -12,7 +12,7 @@ from lockstep.data.loader import fetch
 from lockstep.errors import DataError
 from lockstep.tasks.speech.audio import read_audio
 from lockstep.tasks.speech.checking import open_rows
-from lockstep.tasks.speech.dataset import AugmentedRecordings, Recordings, Sample, SpeechBatch, collate
+from lockstep.tasks.speech.dataset import AugmentedRecordings, Perturbation, Recordings, Sample, SpeechBatch, collate
 from lockstep.tasks.speech.features import SpecAugment, extract
 from lockstep.tasks.speech.manifest import Utterance, read_rows
 from lockstep.tasks.speech.vocabulary import encode
@@ -114,3 +114,21 @@ def test_the_fingerprint_knows_the_content_and_not_the_place(recordings: Recordi
     for change in ({"text": "GO OFF"}, {"duration": 0.5}):
         changed = [recordings.utterances[0]._replace(**change), *recordings.utterances[1:]]
         assert Recordings(changed).fingerprint() != recordings.fingerprint()
+
+
+def test_perturbed_recordings_stay_long_enough_for_their_text(recordings: Recordings) -> None:
+    changed = AugmentedRecordings(recordings, None, Perturbation(speeds=(0.5, 2.0), band_share=1.0), downsampling=1)
+    made = [changed.sample(0, np.random.default_rng(seed)) for seed in range(8)]
+    frames = len(recordings[0].features)
+    assert {round(len(sample.features) / frames, 1) for sample in made} == {0.5, 2.0}
+    assert torch.equal(changed.sample(0, np.random.default_rng(3)).features, made[3].features)
+    assert all(sample.symbols.tolist() == encode("GO ON") for sample in made)
+    tight = AugmentedRecordings(recordings, None, Perturbation(speeds=(2.0,)), downsampling=12)
+    assert len(tight.sample(0, np.random.default_rng(0)).features) == frames, "five symbols need 60 of 74 frames"
+
+
+def test_the_band_of_a_telephone_ends_at_4_khz() -> None:
+    wave = sound(0.5).astype(np.float32)
+    quiet = Perturbation(speeds=(1.0,), noise_db=(200.0, 200.0), band_share=1.0)(wave, np.random.default_rng(0), 1)
+    power = np.square(np.abs(np.fft.rfft(quiet)))
+    assert power[len(power) // 2 + 1 :].sum() < 1e-6 * power.sum()

@@ -80,7 +80,7 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({**GOOD, "offset": 3}, "ends at .* the file at 1.000 s"),
     ({**GOOD, "offset": 0.5, "duration": 0}, "the part has no samples"),
     ({**GOOD, "text": "  "}, "the text is empty"),
-    ({**GOOD, "text": "turn 3 left!"}, "symbols outside the vocabulary: '!' '3'"),
+    ({**GOOD, "text": "turn <3> left!"}, "symbols outside the vocabulary: '<' '>'"),
     ({**GOOD, "text": "A" * 51}, "51 symbols need 101 frames, the recording gives 51"),
 ]
 
@@ -102,7 +102,7 @@ def test_every_bad_line_is_listed_with_what_is_wrong(folder: Path) -> None:
 
 
 def test_one_line_tells_all_that_is_wrong_with_it(folder: Path) -> None:
-    rows = read_rows(write_lines(folder / "m.jsonl", [{"audio_path": "slow.wav", "text": "3", "sample_rate": 5}]))
+    rows = read_rows(write_lines(folder / "m.jsonl", [{"audio_path": "slow.wav", "text": "$", "sample_rate": 5}]))
     ((where, what),) = check_rows(rows).faults
     assert where == "line 1"
     assert [what.count(part) for part in ("vocabulary", "recorded at", "sample_rate says")] == [1, 1, 1]

@@ -37,8 +37,25 @@ def test_spaces_and_apostrophes_are_symbols_like_others() -> None:
     assert len(encode("DON'T GO")) == len("DON'T GO")
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("Press 1, 2 or 30 — then the #-key!", "PRESS ONE TWO OR THIRTY THEN THE # KEY"),
+        ("Zoë's café: 1,234,567 cats & 50%", "ZOE'S CAFE ONE MILLION TWO HUNDRED THIRTY FOUR THOUSAND FIVE HUNDRED "
+         "SIXTY SEVEN CATS AND FIFTY PERCENT"),
+        ("the 1st, 12th, 20th and 103rd at 3.05.", "THE FIRST TWELFTH TWENTIETH AND ONE HUNDRED THIRD AT THREE POINT "
+         "ZERO FIVE"),
+        ("call 0123 - 'now'…", "CALL ZERO ONE TWO THREE 'NOW'"),
+        ("...", ""),
+    ],
+)  # fmt: skip
+def test_numbers_and_punctuation_are_read_aloud(written: str, read: str) -> None:
+    assert normalise(written) == read
+    assert normalise(read) == read
+
+
 def test_what_the_vocabulary_lacks_is_named() -> None:
-    assert unknown_symbols(normalise("Zoë has 3 cats-3")) == ["-", "3", "Ë"]
+    assert unknown_symbols(normalise("$3 for the [beep] in Ελλάδα")) == sorted("$[]ΕΛΑΔ")
     with pytest.raises(KeyError):
         encode("3")
 

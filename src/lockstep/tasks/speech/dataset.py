@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lockstep.tasks.speech.audio import read_audio
-from lockstep.tasks.speech.features import SpecAugment, extract
+from lockstep.tasks.speech.audio import Waveform, read_audio
+from lockstep.tasks.speech.features import HOP, SpecAugment, extract
 from lockstep.tasks.speech.manifest import Utterance
-from lockstep.tasks.speech.vocabulary import BLANK, encode
+from lockstep.tasks.speech.vocabulary import BLANK, alignment_frames, encode
 
 
 class Sample(NamedTuple):
@@ -59,9 +60,13 @@ class Recordings:
 
     def __getitem__(self, index: int) -> Sample:
         """Raises :class:`lockstep.errors.DataError` when the file cannot be read."""
+        return Sample(
+            extract(torch.from_numpy(self.waveform(index))), torch.tensor(encode(self.utterances[index].text))
+        )
+
+    def waveform(self, index: int) -> Waveform:
         utterance = self.utterances[index]
-        wave = read_audio(utterance.audio_path, utterance.offset, utterance.duration)
-        return Sample(extract(torch.from_numpy(wave)), torch.tensor(encode(utterance.text)))
+        return read_audio(utterance.audio_path, utterance.offset, utterance.duration)
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Feature frames of each utterance, shape [utterances]; opens no audio."""
@@ -75,22 +80,64 @@ class Recordings:
         return digest.hexdigest()[:16]
 
 
-class AugmentedRecordings:
-    """Utterances for training, masked in a new way in each epoch.
+@dataclass(frozen=True)
+class Perturbation:
+    """Random changes of a training waveform: speed, noise, and the band of a telephone.
 
-    Every draw comes from the generator of (seed, epoch, sample), so ranks and workers do not matter.
+    Speed (and with it pitch) as in Ko et al. 2015, "Audio Augmentation for Speech Recognition"; white noise; and half
+    of the time nothing above 4 kHz, as on a telephone line.
     """
 
-    def __init__(self, recordings: Recordings, augment: SpecAugment) -> None:
-        self._recordings, self._augment = recordings, augment
+    speeds: tuple[float, ...] = (0.9, 0.95, 1.0, 1.05, 1.1)
+    noise_db: tuple[float, float] = (15.0, 50.0)
+    band_share: float = 0.5
+
+    def __call__(self, wave: Waveform, rng: np.random.Generator, shortest: int) -> Waveform:
+        """A changed copy, not faster where less than ``shortest`` samples would remain; draws are from ``rng``."""
+        speed = float(rng.choice(self.speeds))
+        if len(wave) / speed >= shortest:
+            wave = np.interp(np.arange(0, len(wave) - 1, speed), np.arange(len(wave)), wave).astype(np.float32)
+        if rng.random() < self.band_share:
+            spectrum = np.fft.rfft(wave)
+            spectrum[len(spectrum) // 2 :] = 0
+            wave = np.fft.irfft(spectrum, len(wave)).astype(np.float32)
+        loudness = float(np.sqrt(np.square(wave).mean()))
+        noise = rng.standard_normal(len(wave), dtype=np.float32)
+        return wave + noise * np.float32(loudness * 10 ** (-rng.uniform(*self.noise_db) / 20))
+
+
+class AugmentedRecordings:
+    """Utterances for training, changed in a new way in each epoch.
+
+    Every draw comes from the generator of (seed, epoch, sample), so ranks and workers do not matter.
+
+    Args:
+        downsampling: by how much the recogniser shortens the features, since CTC needs a frame for every symbol.
+    """
+
+    def __init__(
+        self,
+        recordings: Recordings,
+        mask: SpecAugment | None,
+        perturb: Perturbation | None = None,
+        downsampling: int = 1,
+    ) -> None:
+        self._recordings, self._mask, self._perturb = recordings, mask, perturb
+        self._downsampling = downsampling
 
     def __len__(self) -> int:
         return len(self._recordings)
 
     def sample(self, index: int, rng: np.random.Generator) -> Sample:
-        """Utterance ``index`` with masks drawn from ``rng``."""
-        features, symbols = self._recordings[index]
-        return Sample(self._augment(features, rng), symbols)
+        """Utterance ``index``, changed by draws from ``rng``."""
+        if self._perturb is None:
+            features, symbols = self._recordings[index]
+        else:
+            ids = encode(self._recordings.utterances[index].text)
+            shortest = alignment_frames(ids) * self._downsampling * HOP
+            wave = self._perturb(self._recordings.waveform(index), rng, shortest)
+            features, symbols = extract(torch.from_numpy(wave)), torch.tensor(ids)
+        return Sample(features if self._mask is None else self._mask(features, rng), symbols)
 
     def lengths(self) -> npt.NDArray[np.int64]:
         return self._recordings.lengths()

@@ -17,7 +17,7 @@ from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.recogniser import Recogniser, output_lengths
 from lockstep.tasks.speech.checking import open_rows
-from lockstep.tasks.speech.dataset import AugmentedRecordings, Recordings, SpeechBatch, collate
+from lockstep.tasks.speech.dataset import AugmentedRecordings, Perturbation, Recordings, SpeechBatch, collate
 from lockstep.tasks.speech.decoding import Hypotheses, decode_beam, decode_greedy, texts
 from lockstep.tasks.speech.features import MELS, SpecAugment
 from lockstep.tasks.speech.librispeech import fetch_librispeech, find_librispeech, librispeech_rows
@@ -74,6 +74,7 @@ class SpeechConfig(TaskConfig):
     theta: float | None = Field(None, gt=0, description="steps the memory looks back; unset: the size's own")
     dropout: float = Field(0.1, ge=0, lt=1, description="behind each block")
     augment: bool = Field(True, description="SpecAugment: mask bands and frames of training utterances at random")
+    perturb: bool = Field(False, description="other speed, noise and the band of a telephone, at random, in training")
     decoder: Literal["greedy", "beam"] = Field("greedy", description="how text is read from the output")
     beam_width: int = Field(16, ge=1, description="beam: prefixes kept after each frame")
 
@@ -89,7 +90,8 @@ class SpeechTask(Task):
         "validation": {"batch_size": 32},
         "telemetry": {"log_interval": 50},
     }
-    monitor = ("val_wer", "min")
+    #: Letters come out right long before words do.
+    monitor = ("val_cer", "min")
     config: SpeechConfig
     _examples: Sequence[tuple[str, str]] = ()
 
@@ -202,8 +204,10 @@ class SpeechTask(Task):
     def datasets(self) -> Datasets:
         found = self._recordings
         train: Any = found["train"]
-        if self.config.augment:
-            train = AugmentedRecordings(train, MASKS[self.config.size])
+        config = self.config
+        if config.augment or config.perturb:
+            mask, perturb = MASKS[config.size] if config.augment else None, Perturbation() if config.perturb else None
+            train = AugmentedRecordings(train, mask, perturb, self.downsample)
         return Datasets(train, found.get("val"), found.get("test"))
 
     def lengths(self) -> npt.NDArray[np.int64]:
