@@ -33,8 +33,9 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepLogged:
-    """The newest values after a log interval. ``loss`` is the mean over the interval's items.
+    """The newest values after a log interval.
 
+    ``loss`` is the mean over the interval's items; ``None`` where a ``LightningModule`` neither returns nor logs one.
     ``samples_per_s`` counts all ranks; ``data_wait_share`` is the share of wall time that rank 0
     waited for input. ``scalars`` holds what the task's own hooks logged.
     """
@@ -43,7 +44,7 @@ class StepLogged:
     step: int
     epoch: int
     samples_seen: int
-    loss: float
+    loss: float | None
     lr: float
     grad_norm: float | None
     samples_per_s: float

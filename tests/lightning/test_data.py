@@ -18,8 +18,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.workers import child_signal_kept
-from lockstep.engine.lightning_data import SharedBatches, epoch_steps, evaluation_loader
-from lockstep.engine.lightning_task import check_loader
+from lockstep.engine.lightning_data import SharedBatches, epoch_steps, evaluation_loader, orders
 from lockstep.errors import ConfigError, DataError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.plan.batch import BatchPlan, resolve_batch
@@ -148,7 +147,8 @@ class Stream(IterableDataset[int]):
 )
 def test_a_loader_whose_order_cannot_be_lockstep_s_is_refused(loader: Any, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
-        check_loader(loader)
+        orders(loader, 2)
+    assert not orders(loader, 1)
 
 
 @pytest.mark.parametrize("own", [{"sampler": WeightedRandomSampler([1.0] * 4, 4)}, {"batch_sampler": OWN_BATCHES}])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.data.order import Order
-from lockstep.errors import CheckpointError, UnsupportedError
+from lockstep.errors import CheckpointError
 from lockstep.lightning.cli import run
 from tests.conftest import RunCli
 from tests.gloo import ROOT
@@ -80,6 +80,11 @@ def test_a_stopped_fit_goes_on_with_the_samples_that_it_had_not_seen(tmp_path: P
         tokens = ["--run_dir", name, "--ckpt_path", str(checkpoint), "--weights_only", "false"]
         assert run(["fit", "-c", str(path), *tokens]) == 0
         assert seen(tmp_path, name) == whole[step:]
+    path = configuration(tmp_path, name="ended")
+    assert run(["fit", "-c", str(path), "--run_dir", "ended", "--trainer.max_steps", "4"]) == 0
+    tokens = ["--run_dir", "ended", "--ckpt_path", str(tmp_path / "ended" / "checkpoints" / "last.ckpt")]
+    assert run(["fit", "-c", str(path), *tokens]) == 0
+    assert seen(tmp_path, "ended") == whole, "what max_steps ended in mid-epoch, too"
     path = configuration(tmp_path, batch_size=8)
     with pytest.raises(CheckpointError, match="global batch of 4, and it is 8 now"):
         tokens = ["--ckpt_path", str(tmp_path / "saved" / "step=4.ckpt"), "--weights_only", "false"]
@@ -94,12 +99,12 @@ def test_micro_batches_that_batchnorm_cannot_take_are_fewer_and_larger(tmp_path:
     assert flat(seen(tmp_path), 0) == in_order(0)
 
 
-@pytest.mark.parametrize(("kind", "sampler"), [("Weighted", "WeightedRandomSampler"), ("Batched", "BatchSampler")])
-def test_a_loader_that_cannot_be_ordered_is_refused(tmp_path: Path, kind: str, sampler: str) -> None:
+@pytest.mark.parametrize("kind", ["Weighted", "Batched"])
+def test_a_loader_keeps_its_own_order_on_one_device(tmp_path: Path, kind: str) -> None:
     path = configuration(tmp_path)
     path.write_text(path.read_text().replace("trainings.Numbers", f"trainings.{kind}"))
-    with pytest.raises(UnsupportedError, match=sampler):
-        run(["fit", "-c", str(path), "--run_dir", "out"])
+    assert run(["fit", "-c", str(path), "--run_dir", "out"]) == 0
+    assert [len(flat(seen(tmp_path), epoch)) for epoch in (0, 1)] == [SAMPLES, SAMPLES]
 
 
 def test_two_ranks_share_the_order_of_one(run_cli: RunCli, tmp_path: Path) -> None:

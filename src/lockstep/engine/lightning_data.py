@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,69 @@ class OrderedBatches:
                 yield self._order.slice(epoch, start, stop).tolist()
 
 
+class OwnOrder:
+    """A training loader in its own order, on one device: an epoch's batches, from where ``state`` stands.
+
+    A loader that has fewer batches is read again. A resumed epoch skips the batches that were used.
+    """
+
+    def __init__(self, loader: Any, batch: BatchPlan, seed: int, state: TrainState) -> None:
+        self._loader, self._batch, self._seed, self._state = loader, batch, seed, state
+
+    def __len__(self) -> int:
+        return self._batch.samples // self._batch.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._batches(), self._state.position // self._batch.batch_size, len(self))
+
+    def _batches(self) -> Iterator[Any]:
+        end = object()
+        for number in count():
+            with seeded(derive_key("loader", self._seed, self._state.epoch, number)):  # samplers draw at their start
+                batches = _iterate(self._loader)
+                batch = next(batches, end)
+            if batch is end:
+                raise DataError("the training loader gives no batch", fix="check what train_dataloader() returns")
+            while batch is not end:
+                yield batch
+                batch = next(batches, end)
+
+
+def own_batches(loader: Any, unsized: int | None) -> int:
+    """How many batches an epoch of ``loader`` has; ``unsized``: where it does not say so.
+
+    Raises:
+        UnsupportedError: nobody says how many.
+    """
+    try:
+        if _is_several(loader):
+            loader = _combined(loader)
+            iter(loader)
+        return len(loader)
+    except TypeError:
+        if unsized is not None:
+            return unsized
+    raise UnsupportedError(
+        "the training data do not say how many batches an epoch has",
+        why="an iterable data set without __len__() ends when it ends",
+        fix="set training.max_steps: the run is then one epoch of so many steps; or give the data set __len__()",
+    )
+
+
+def _iterate(loader: Any) -> Iterator[Any]:
+    return (batch for batch, _, _ in _combined(loader)) if _is_several(loader) else iter(loader)
+
+
+def _is_several(loader: Any) -> bool:
+    return isinstance(loader, (list, tuple, dict)) or type(loader).__name__ == "CombinedLoader"
+
+
+def _combined(loaders: Any) -> Any:
+    from lightning.pytorch.utilities import CombinedLoader
+
+    return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+
+
 class SharedBatches:
     """Batch sampler of one rank for evaluation: every sample in one batch of one rank, in index order.
 
@@ -163,14 +227,16 @@ class SeededLoader(DataLoader[Any]):
 
 
 def training_loader(
-    loader: DataLoader[Any], batch: BatchPlan, seed: int, world: World, state: TrainState
-) -> SeededLoader:
-    """The user's training loader in Lockstep's order, from where ``state`` stands.
+    loader: Any, batch: BatchPlan, seed: int, world: World, state: TrainState
+) -> SeededLoader | OwnOrder:
+    """The user's training loader in Lockstep's order, or on one device in its own, from where ``state`` stands.
 
     Raises:
-        DataError: its data set is not that of the plan.
+        DataError: its data set is not that of the plan. UnsupportedError: several ranks cannot share its samples.
     """
-    samples = len(loader.dataset)  # type: ignore[arg-type]
+    if not orders(loader, world.size):
+        return OwnOrder(loader, batch, seed, state)
+    samples = len(loader.dataset)
     if samples != batch.samples:
         raise DataError(
             f"the training set has {samples} samples here, and had {batch.samples} when the run was planned",
@@ -179,6 +245,55 @@ def training_loader(
     order: SampleOrder = Order(samples, seed) if isinstance(loader.sampler, RandomSampler) else InOrder()
     batches = OrderedBatches(batch, order, world.rank, state)
     return SeededLoader(loader, seed, world.rank, lambda: state.epoch, batch_sampler=batches)
+
+
+def orders(loader: Any, ranks: int) -> bool:
+    """Whether the samples of a training loader come in Lockstep's order; on one device they may keep the loader's.
+
+    Raises:
+        UnsupportedError, DataError: several ranks cannot share them; or there are none.
+    """
+    try:
+        check_loader(loader)
+    except UnsupportedError:
+        if ranks > 1:
+            raise
+        return False
+    return True
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse a training loader whose samples Lockstep cannot put into an order of its own.
+
+    Raises:
+        UnsupportedError, DataError: saying what to do instead.
+    """
+    from lockstep.engine.facts import check_dataset
+
+    if not isinstance(loader, DataLoader):
+        raise UnsupportedError(
+            f"train_dataloader() returned {type(loader).__name__}, not one DataLoader",
+            why="the order of several loaders together is not a function of sample and position",
+            fix="concatenate the data sets (torch.utils.data.ConcatDataset) into one DataLoader",
+        )
+    check_dataset(loader.dataset, "train")
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UnsupportedError(
+            f"the training loader is a {type(loader).__name__}, which walks its data in a way of its own",
+            why="Lockstep's order could not be seen to hold",
+            fix="use torch.utils.data.DataLoader; a resume needs no stateful loader",
+        )
+    known = isinstance(loader.sampler, (RandomSampler, SequentialSampler))
+    replaced = isinstance(loader.sampler, RandomSampler) and (
+        loader.sampler.replacement or loader.sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if not known or replaced or loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        what = type(loader.sampler if not known or replaced else loader.batch_sampler).__name__
+        raise UnsupportedError(
+            f"the training loader draws its samples by {what}",
+            why="Lockstep's order shows every sample once an epoch, on any number of ranks, and resumes anywhere",
+            fix="use shuffle=True or shuffle=False with batch_size; make weights part of the loss or the data set",
+        )
 
 
 def evaluation_loader(loader: Any, world: World, seed: int) -> Any:

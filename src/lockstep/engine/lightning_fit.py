@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ProgressBar
 
 from lockstep.checkpoint.policy import retained
 from lockstep.checkpoint.store import Snapshot
@@ -142,13 +143,13 @@ class ModuleFit:
             "max_steps": (config.training.max_steps or -1) if self.task.module.automatic_optimization else -1,
             "accumulate_grad_batches": batch.accumulate,
             "gradient_clip_val": config.training.max_grad_norm,
-            "precision": _precision(self.plan.placement["precision"]),
+            "precision": _precision(self.plan.placement["precision"], self.device),
             # With validation.every_steps, the recorder says after each batch whether to validate.
             "check_val_every_n_epoch": 1 if validation.every_steps else validation.every_epochs,
             "num_sanity_val_steps": 0 if self.snapshot else validation.sanity_steps,
             "limit_val_batches": 1 if config.debug.fast_dev_run else config.debug.limit_eval_batches or 1.0,
             "log_every_n_steps": config.telemetry.log_interval,
-            "enable_progress_bar": False,
+            "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
             "enable_model_summary": False,
             "profiler": profiler(config.lightning.profiler, self.run_dir.path),
             "detect_anomaly": config.debug.detect_anomaly,
@@ -179,7 +180,9 @@ class ModuleFit:
         self.writer.submit(snapshot, best=self._saving_best, keep=keep)
 
 
-def _precision(kind: str) -> Any:
+def _precision(kind: str, device: torch.device) -> Any:
+    if kind == "16-mixed" and device.type == "cpu":
+        return "bf16-mixed"  # as Lightning would, with a warning; the plan says so
     return "32-true" if kind == "32" else kind
 
 

@@ -28,7 +28,7 @@ from lockstep.engine.update import match_layouts
 from lockstep.events import EpochEnded, Evaluated, Note, RunStarted, Sink, StepLogged
 from lockstep.plan import Plan
 from lockstep.telemetry.pulse import Activity, pulse
-from lockstep.telemetry.scalars import as_row, row_name
+from lockstep.telemetry.scalars import as_row, monitored, row_name
 from lockstep.telemetry.throughput import Throughput
 
 
@@ -68,6 +68,7 @@ class Recorder(Checkpoint):
         self._interval_sums = self._epoch_sums.clone()
         self._paused = ExitStack()
         self._losses: list[tuple[Tensor, int]] = []
+        self._returns_loss = False
         self._steps: Iterator[Step] = iter(())
         self._step: Step | None = None
         self._micro = 0
@@ -77,6 +78,7 @@ class Recorder(Checkpoint):
         self._earlier: dict[str, Any] = {}
         self._norm: float | None = None
         self._monitor = plan.monitor
+        self._remarked = False
         #: Whether the newest validation, in mid-epoch, has been judged already.
         self._judged = False
         self._lr = math.nan
@@ -129,7 +131,8 @@ class Recorder(Checkpoint):
         if self._left_at is not None:
             self._waited_s += time.perf_counter() - self._left_at
         self._save_if_due(trainer)
-        self._lr = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else math.nan
+        groups = trainer.optimizers[0].param_groups if trainer.optimizers else []
+        self._lr = float(groups[0]["lr"]) if groups else math.nan
         if self._step is None:
             self._step = next(self._steps)
             if self._is_logged(self._state.step + 1):
@@ -148,6 +151,7 @@ class Recorder(Checkpoint):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
             # The Trainer has divided it for the accumulation.
+            self._returns_loss = True
             self._losses.append((loss.detach() * trainer.accumulate_grad_batches, stop - start))
         self._micro += 1
         stepped = self._micro == len(self._step.mine)
@@ -198,7 +202,8 @@ class Recorder(Checkpoint):
             return  # a stop in mid-epoch
         total, count = self._epoch_sums.tolist()
         speed, state = self._speed.since(self._epoch_mark), self._state
-        row = {"train_loss": total / count if count else math.nan, **_numbers(self._fresh(trainer))}
+        row = {"train_loss": total / count if count else math.nan} if self._returns_loss else {}
+        row |= _numbers(self._fresh(trainer))
         row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         epoch = state.epoch + 1
         improved = not (self._judged and _is_of_validation(self._monitor)) and self._judge(row, epoch)
@@ -292,7 +297,7 @@ class Recorder(Checkpoint):
                 step=state.step,
                 epoch=state.epoch + 1,
                 samples_seen=state.samples_seen,
-                loss=total / count if count else math.nan,
+                loss=total / count if count else self._logged_loss(trainer),
                 lr=self._lr,
                 grad_norm=self._norm,
                 samples_per_s=speed.samples_per_s,
@@ -305,22 +310,41 @@ class Recorder(Checkpoint):
         self._interval, self._interval_sums = self._speed.mark(), self._epoch_sums.clone()
         self._poll()
 
+    def _logged_loss(self, trainer: pl.Trainer) -> float | None:
+        """Of a module that returns none, as with manual optimization."""
+        if self._returns_loss:
+            return math.nan
+        names = [f"{name}{step}" for name in ("loss", "train_loss", "train/loss") for step in ("", "_step")]
+        return next((float(trainer.logged_metrics[name]) for name in names if name in trainer.logged_metrics), None)
+
     def _is_logged(self, step: int) -> bool:
         return step % self._config.telemetry.log_interval == 0 or step >= self._plan.total_steps
 
     def _judge(self, row: dict[str, float], epoch: int) -> bool:
         """Rank 0's verdict for all: what a module logs without sync_dist differs between ranks."""
         monitor = self._monitor
-        value = self._collectives.broadcast(row.get(monitor, row.get(row_name(monitor))))
-        if value is None:
+        found = self._collectives.broadcast(monitored(row, monitor))
+        self._remark(found[0] if found else None, row)
+        if found is None:
             return False
-        if judge(self._state, _of_validation(row), value, self._plan.mode, epoch):
+        if judge(self._state, _of_validation(row), found[1], self._plan.mode, epoch):
             return True
         patience = self._config.training.early_stopping_patience
         if patience and self._state.evaluations_without_gain >= patience:
             self.ended_by = "completed"
             self._sink.emit(Note("info", f"Early stopping: {monitor} has not improved for {patience} evaluations."))
         return False
+
+    def _remark(self, name: str | None, row: Mapping[str, float]) -> None:
+        """Says once what the best epoch is judged by where that is not the monitor itself."""
+        if self._remarked or name in (self._monitor, row_name(self._monitor)):
+            return
+        self._remarked = True
+        text = f"There are several validation loaders: the best epoch is judged by {name}."
+        if name is None:
+            names = ", ".join(row.keys() - {"train_loss", "lr", "samples_per_s", "duration_s"}) or "nothing"
+            text = f"No epoch is the best: the module does not log {self._monitor!r}; it logs {names}."
+        self._sink.emit(Note("info", f"{text} checkpoint.monitor sets another name."))
 
     def _save_if_due(self, trainer: pl.Trainer) -> None:
         if self._due is not None:

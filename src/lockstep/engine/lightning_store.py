@@ -71,17 +71,19 @@ class StoreIO(TorchCheckpointIO):
         """The progress of the Trainer's loops at the run's epoch and position, for this number of ranks."""
         loops = deepcopy(trainer.fit_loop.state_dict())
         epoch, begun = self._state.epoch, self._state.epoch + (self._state.position > 0)
-        _set(loops["epoch_progress"], ready=begun, started=begun, processed=epoch, completed=epoch)
+        set_progress(loops["epoch_progress"], ready=begun, started=begun, processed=epoch, completed=epoch)
         steps = self._done // self._per_step
         total = self._state.step * self._per_step
-        _set(loops["epoch_loop.batch_progress"], **dict.fromkeys(("ready", "started", "processed", "completed"), total))
+        set_progress(
+            loops["epoch_loop.batch_progress"], **dict.fromkeys(("ready", "started", "processed", "completed"), total)
+        )
         for counter in loops["epoch_loop.batch_progress"]["current"]:
             loops["epoch_loop.batch_progress"]["current"][counter] = self._done
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self._state.step
         automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
         manual = loops["epoch_loop.manual_optimization.optim_step_progress"]
         for progress in (automatic, manual):
-            _set(progress, ready=global_step, completed=global_step)
+            set_progress(progress, ready=global_step, completed=global_step)
             progress["current"] = dict.fromkeys(progress["current"], steps)
         return loops
 
@@ -112,7 +114,8 @@ def checkpoint_file(snapshot: Snapshot) -> dict[str, Any]:
     return {**{key: state[key] for key in _OF_A_FILE if key in state}, "state_dict": dict(snapshot.model)}
 
 
-def _set(progress: dict[str, Any], **counters: int) -> None:
+def set_progress(progress: dict[str, Any], **counters: int) -> None:
+    """Of one of a Trainer's loops, as its checkpoints have it."""
     progress["total"].update(counters)
     progress["current"].update(counters)
 

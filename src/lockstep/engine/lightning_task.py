@@ -6,18 +6,25 @@ Nothing here imports Lightning: the objects are asked for what their classes pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from pydantic import Field, field_validator
 from torch import nn
+from torch.utils.data import RandomSampler
 
 from lockstep.config import RunConfig
+from lockstep.engine.lightning_data import defines, orders, own_batches
 from lockstep.engine.runtime import seeded
 from lockstep.engine.task import Datasets, Task, TaskConfig
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
+from lockstep.hardware.detect import detect_devices
+from lockstep.hardware.resolve import resolve_placement
+from lockstep.hardware.world import read_world
 from lockstep.plan.loader import LoaderFacts
 
 #: Arguments of the Trainer that the plan and the run's settings decide.
@@ -63,6 +70,32 @@ class ModuleConfig(TaskConfig):
         return f"{Path(place).resolve()}{colon}{attribute}" if place.endswith(".py") else value
 
 
+class _NotPlanned(TaskError, AttributeError):
+    """Of ``self.trainer`` before there is a Trainer."""
+
+
+class PlannedTrainer:
+    """What ``self.trainer`` is in ``prepare_data``, ``setup`` and ``train_dataloader`` while a run is planned."""
+
+    def __init__(self, config: RunConfig, ranks: int, module: Any, datamodule: Any) -> None:
+        training = config.training
+        self.world_size = self.num_devices = ranks
+        self.num_nodes, self.precision = 1, config.hardware.precision
+        self.global_rank = self.local_rank = self.node_rank = self.current_epoch = self.global_step = 0
+        self.is_global_zero = self.training = True
+        self.max_epochs, self.max_steps = training.epochs, training.max_steps or -1
+        self.accumulate_grad_batches, self.gradient_clip_val = training.accumulate, training.max_grad_norm
+        self.model = self.lightning_module = module
+        self.datamodule = datamodule
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _NotPlanned(
+            f"self.trainer.{name} is not known in setup() and train_dataloader() while the run is planned",
+            why=f"there is no Trainer yet, only {', '.join(sorted(vars(self)))}",
+            fix="read it in configure_optimizers(), on_fit_start() or a later hook",
+        )
+
+
 class ModuleTask(Task):
     """A ``LightningModule`` with its data. It trains on Lightning's Trainer; its losses are its own means.
 
@@ -90,11 +123,13 @@ class ModuleTask(Task):
         super().__init__(config)
         self._module, self._datamodule = module, datamodule
         self._facts: LoaderFacts | None = None
+        self._planned = RunConfig()  # type: ignore[call-arg]
         self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
         _check_given(self.trainer_arguments)
 
     def check_config(self, config: RunConfig) -> None:
         """Raises :class:`ConfigError` when the run and the Trainer's arguments both say when to validate."""
+        self._planned = config
         given = sorted({"val_check_interval", "check_val_every_n_epoch"} & self.trainer_arguments.keys())
         if given and config.validation.every_steps is not None:
             raise ConfigError(
@@ -135,28 +170,53 @@ class ModuleTask(Task):
             return _make(self.module_class, self.config.model, "task.model")
 
     def prepare(self) -> None:
-        for owner in filter(None, (self.datamodule, self.module)):
-            owner.prepare_data()
+        with self._planning():
+            for owner in filter(None, (self.datamodule, self.module)):
+                owner.prepare_data()
 
     def datasets(self) -> Datasets:
-        """Only the training set: the module's own hooks see the others."""
-        loader = self.train_loader()
-        self._facts = _facts_of(loader, self.module)
-        return Datasets(loader.dataset)
-
-    def train_loader(self) -> Any:
-        """The user's own training loader, set up as the Trainer would.
+        """Only the training set: the module's own hooks see the others. A loader in its own order stands for its.
 
         Raises:
-            UnsupportedError: its order cannot be Lockstep's.
+            UnsupportedError, DataError: what cannot be trained on, or not on several devices.
         """
-        source = self._source()
-        with seeded(self.data.seed):
-            source.setup("fit")
-        with seeded(self.data.seed):
-            loader = source.train_dataloader()
-        check_loader(loader)
-        return loader
+        with self._planning() as ranks:
+            source = self._source()
+            with seeded(self.data.seed):
+                source.setup("fit")
+            with seeded(self.data.seed):
+                loader = source.train_dataloader()
+            whole_steps = not self.module.automatic_optimization
+            if orders(loader, ranks):
+                self._facts = LoaderFacts(
+                    batch_size=loader.batch_size,
+                    shuffle=isinstance(loader.sampler, RandomSampler),
+                    drop_last=loader.drop_last,
+                    whole_steps=whole_steps,
+                )
+                return Datasets(loader.dataset)
+            training, size = self._planned.training, getattr(loader, "batch_size", None) or 1
+            batches = own_batches(loader, training.max_steps and training.max_steps * training.accumulate)
+            self._facts = LoaderFacts(batch_size=size, shuffle=False, whole_steps=whole_steps, batches=batches)
+            return Datasets(range(batches * size))
+
+    @contextmanager
+    def _planning(self) -> Iterator[int]:
+        """``self.trainer`` of module and data module is a :class:`PlannedTrainer`; yields the number of ranks."""
+        config, owners = self._planned, [owner for owner in (self.datamodule, self.module) if owner is not None]
+        world = read_world(os.environ)
+        ranks = resolve_placement(config.hardware, config.distributed, world, detect_devices()).world_size
+        view = PlannedTrainer(config, ranks, self.module, self.datamodule)
+        from lockstep.engine.lightning_ranks import quiet_trainer
+
+        try:
+            for owner in owners:
+                owner.trainer = view
+            with quiet_trainer():
+                yield ranks
+        finally:
+            for owner in owners:
+                owner.trainer = None
 
     @property
     def loader_facts(self) -> LoaderFacts:
@@ -171,12 +231,12 @@ class ModuleTask(Task):
     def _source(self) -> Any:
         """Who has the training loader: the data module where it defines one, else the module, as the Trainer looks."""
         for owner in filter(None, (self.datamodule, self.module)):
-            if owner.train_dataloader.__module__.partition(".")[0] not in _LIGHTNING:
+            if defines(owner, "train_dataloader"):
                 return owner
         raise TaskError(
             f"{type(self.module).__name__} has no training data",
             why="neither it nor a LightningDataModule defines train_dataloader()",
-            fix="give a data module: --set task.datamodule=my_file.py:MyData, or fit(module, datamodule)",
+            fix="give a data module: --set task.datamodule=my_file.py:MyData, or fit(module, train_loader)",
         )
 
     def loss(self, model: nn.Module, batch: Any) -> NoReturn:
@@ -248,50 +308,3 @@ def _make(kind: type, arguments: dict[str, Any], section: str) -> Any:
             fix=f"set them as {section}.<argument>: {kind.__name__}{signature(kind)}",
         ) from None
     return kind(**arguments)
-
-
-def _facts_of(loader: Any, module: Any) -> LoaderFacts:
-    from torch.utils.data import RandomSampler
-
-    return LoaderFacts(
-        batch_size=loader.batch_size,
-        shuffle=isinstance(loader.sampler, RandomSampler),
-        drop_last=loader.drop_last,
-        whole_steps=not module.automatic_optimization,
-    )
-
-
-def check_loader(loader: Any) -> None:
-    """Refuse a training loader whose samples Lockstep cannot put into an order of its own.
-
-    Raises:
-        UnsupportedError, DataError: saying what to do instead.
-    """
-    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
-
-    from lockstep.engine.facts import check_dataset
-
-    if not isinstance(loader, DataLoader):
-        raise UnsupportedError(
-            f"train_dataloader() returned {type(loader).__name__}, not one DataLoader",
-            why="the order of several loaders together is not a function of sample and position",
-            fix="concatenate the data sets (torch.utils.data.ConcatDataset) into one DataLoader",
-        )
-    check_dataset(loader.dataset, "train")
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        raise UnsupportedError(
-            f"the training loader is a {type(loader).__name__}, which walks its data in a way of its own",
-            why="Lockstep's order could not be seen to hold",
-            fix="use torch.utils.data.DataLoader; a resume needs no stateful loader",
-        )
-    known = isinstance(loader.sampler, (RandomSampler, SequentialSampler))
-    replaced = isinstance(loader.sampler, RandomSampler) and (
-        loader.sampler.replacement or loader.sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
-    )
-    if not known or replaced or loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        what = type(loader.sampler if not known or replaced else loader.batch_sampler).__name__
-        raise UnsupportedError(
-            f"the training loader draws its samples by {what}",
-            why="Lockstep's order shows every sample once an epoch, on any number of ranks, and resumes anywhere",
-            fix="use shuffle=True or shuffle=False with batch_size; make weights part of the loss or the data set",
-        )

@@ -16,12 +16,14 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lockstep.engine.lightning_data import SharedBatches, evaluation_loader, replaced_loaders
 from lockstep.engine.lightning_ddp import shared_ddp
+from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.world import read_world
 from lockstep.launch.folder import claimed, warn
@@ -164,7 +166,14 @@ class LockstepCLI(LightningCLI):
             if self.run_dir is not None:
                 arguments["callbacks"] += self._listeners(self.run_dir, settings, callbacks)
                 arguments |= self._places(self.run_dir, settings)
-        return super().instantiate_trainer(**arguments | kwargs)
+        try:
+            return super().instantiate_trainer(**arguments | kwargs)
+        except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
+            raise ConfigError(
+                "Lightning refuses the trainer section",
+                why=str(error)[:500],
+                fix="change the trainer or hardware settings that it names; `lockstep devices` lists what is here",
+            ) from error
 
     @cached_property
     def order(self) -> TrainingOrder:

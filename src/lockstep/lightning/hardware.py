@@ -62,6 +62,10 @@ def resolve(
     """
     own = [name for name in DECIDED if trainer.get(name) != defaults.get(name)]
     _check_nodes(trainer, world)
+    if trainer.get("strategy") == "dp":
+        raise UnsupportedError(
+            "trainer.strategy=dp is not available", why="Lightning 2.0 removed it", fix="set it to ddp or auto"
+        )
     if own and hardware != Hardware():
         settings = ", ".join(f"trainer.{name}={trainer[name]}" for name in own)
         raise ConfigError(

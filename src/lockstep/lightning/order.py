@@ -8,10 +8,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
 
-from lockstep.engine.lightning_data import SeededLoader, Step, epoch_steps, training_loader
-from lockstep.engine.lightning_task import check_loader
+from lockstep.engine.lightning_data import Step, epoch_steps, orders, training_loader
+from lockstep.engine.lightning_store import set_progress
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError
 from lockstep.hardware.world import World
@@ -38,19 +37,19 @@ class TrainingOrder(Callback):
         self._step: Step | None = None
         self._micro = 0
 
-    def loader(self, loader: DataLoader[Any], trainer: Trainer, module: LightningModule) -> SeededLoader:
-        """``loader`` in Lockstep's order, from where the checkpoint stands.
+    def loader(self, loader: Any, trainer: Trainer, module: LightningModule) -> Any:
+        """``loader`` in Lockstep's order, from where the checkpoint stands; on one device it may keep its own.
 
         Raises:
             UnsupportedError, DataError: a loader whose samples Lockstep cannot put into an order of its own.
             CheckpointError: it was saved in mid-epoch with another global batch.
         """
-        check_loader(loader)
-        assert loader.batch_size is not None
+        if not orders(loader, self._world.size):
+            return loader
         # The Trainer may ask for its loader again, and has what fits by then.
         self._accumulate = self._accumulate or trainer.accumulate_grad_batches
         self._batch, reasons = resolve_batch(
-            samples=len(loader.dataset),  # type: ignore[arg-type]
+            samples=len(loader.dataset),
             ranks=self._world.size,
             devices_per_rank=1,
             batch_size=loader.batch_size,
@@ -78,7 +77,8 @@ class TrainingOrder(Callback):
         return training_loader(loader, self._batch, self._seed, self._world, self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._batch is not None
+        if self._batch is None:
+            return {}
         return {
             "epoch": self._state.epoch,
             "position": self._state.position,
@@ -91,17 +91,27 @@ class TrainingOrder(Callback):
         self._saved_batch = int(state_dict["global_batch"])
         self._state.epoch, self._state.position = int(state_dict["epoch"]), int(state_dict["position"])
 
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A stop in mid-epoch resumes in that epoch; Lightning counts an epoch that ``max_steps`` ended as done."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if state and state["position"]:
+            epoch, progress = int(state["epoch"]), checkpoint["loops"]["fit_loop"]["epoch_progress"]
+            set_progress(progress, ready=epoch + 1, started=epoch + 1, processed=epoch, completed=epoch)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        assert self._batch is not None, "the Trainer has asked for the training loader"
+        if self._batch is None:  # the loader keeps its own order
+            return
         self._steps = epoch_steps(self._batch, self._world.rank, self._state.position)
         self._step, self._micro = None, 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._batch is None:
+            return
         if self._step is None:
             self._step = next(self._steps, None)
         assert self._step is not None, "a batch belongs to a step"

@@ -15,6 +15,13 @@ from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import resolve_hardware
 from lockstep.hardware.selection import choose_default
 
+_OF_TRAINING = {
+    "epochs": "max_epochs",
+    "max_steps": "max_steps",
+    "accumulate": "accumulate_grad_batches",
+    "max_grad_norm": "gradient_clip_val",
+}
+
 
 def build_trainer(run_dir: Path | str, config: Mapping[str, Any]) -> Trainer:
     """A ``Trainer`` on the devices of ``config["hardware"]``, with ``run_dir`` as its root.
@@ -25,19 +32,13 @@ def build_trainer(run_dir: Path | str, config: Mapping[str, Any]) -> Trainer:
     Args:
         run_dir: where the Trainer's logs and checkpoints go.
         config: ``{"hardware": {"selected_devices": ["gpu:0"], "precision": "32"}}``; without devices the first
-            GPU, else the CPU. ``config["trainer"]`` has more arguments of the ``Trainer``.
+            GPU, else the CPU. ``config["trainer"]`` has more arguments of the ``Trainer``; of ``config["training"]``
+            it takes ``epochs``, ``max_steps``, ``accumulate`` and ``max_grad_norm``. Other sections are left alone.
 
     Raises:
         DeviceError: an empty selection, or a device that is malformed, absent or named twice.
-        ConfigError: an unknown key or value, or a Trainer argument that the devices decide.
+        ConfigError: an unknown key or value of the hardware, or a Trainer argument that the devices decide.
     """
-    unknown = config.keys() - {"hardware", "trainer"}
-    if unknown:
-        raise ConfigError(
-            f"build_trainer does not know {', '.join(sorted(unknown))}",
-            why="it takes the sections hardware and trainer",
-            fix="put arguments of the Trainer into config['trainer']",
-        )
     given = dict(config.get("hardware") or {})
     hardware = _checked(given)
     detected = detect_devices()
@@ -45,7 +46,9 @@ def build_trainer(run_dir: Path | str, config: Mapping[str, Any]) -> Trainer:
     if selected is None:
         selected = choose_default(detected).devices
     decided = {**resolve_hardware(list(selected), detected), "precision": hardware.precision}
-    arguments = dict(config.get("trainer") or {})
+    training = config.get("training") or {}
+    arguments = {name: training[key] for key, name in _OF_TRAINING.items() if training.get(key) is not None}
+    arguments |= config.get("trainer") or {}
     both = sorted(arguments.keys() & {*decided, "default_root_dir"})
     if both:
         raise ConfigError(

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def fit(
-    module: LightningModule,
+    model: LightningModule,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
     datamodule: LightningDataModule | None = None,
     *,
     hardware: Mapping[str, Any] | None = None,
@@ -28,17 +30,17 @@ def fit(
     trainer: Mapping[str, Any] | None = None,
     resume: bool = False,
 ) -> RunResult:
-    """Train ``module`` on the devices of ``hardware``; returns when the run has ended. ``module`` then has its weights.
+    """Train ``model`` on the devices of ``hardware``; returns when the run has ended. ``model`` then has its weights.
 
-    Both run unchanged on Lightning's Trainer. One device trains in this process, several in processes of their
-    own that share nothing with it, so this may be called from a script without a main guard, a notebook, a
-    thread or a server. Promised are the order of training samples (Lockstep's: no ``DistributedSampler``, no
-    padding, resumed anywhere on any number of ranks), that each validation sample counts once, and the run
-    folder. Losses are the module's own means, so their denominators are too.
+    The first arguments are those of ``Trainer.fit``. Model and data run unchanged on Lightning's Trainer. One device
+    trains in this process, several in processes of their own that share nothing with it, so this may be called from a
+    script without a main guard, a notebook, a thread or a server. Promised are the order of training samples
+    (Lockstep's: no ``DistributedSampler``, no padding, resumed anywhere on any number of ranks), that each validation
+    sample counts once, and the run folder. Losses are the module's own means, so their denominators are too.
 
     Args:
-        module: its ``configure_optimizers`` decides optimizer and schedule.
-        datamodule: ``None`` when ``module`` has ``train_dataloader`` itself.
+        model: its ``configure_optimizers`` decides optimizer and schedule.
+        train_dataloaders: or a ``LightningDataModule``; ``None`` when ``model`` has ``train_dataloader`` itself.
         hardware: the section of document 000: ``{"selected_devices": ["gpu:0", "gpu:1"], "precision": "bf16-mixed"}``.
         config: other settings that differ from the defaults: ``{"training": {"epochs": 5}, "save_dir": "run"}``.
             The batch size per device is the DataLoader's.
@@ -53,11 +55,28 @@ def fit(
         if settings.get("hardware"):
             raise ConfigError("hardware is given twice", fix="leave it out of config")
         settings = merge(settings, {"hardware": dict(hardware)})
-    task = ModuleTask(module=module, datamodule=datamodule, trainer=dict(trainer or {}))
+    data = _data_of(train_dataloaders, val_dataloaders, datamodule)
+    task = ModuleTask(module=model, datamodule=data, trainer=dict(trainer or {}))
     result = train(task, settings, resume=resume)
     # Other processes may have trained it, or an earlier attempt, which left nothing to do.
     store = CheckpointStore(RunDir.open(result.run_dir).checkpoints)
     step = store.step_of("last")
     if step is not None:
-        module.load_state_dict(store.load(step).model, strict=module.strict_loading)
+        model.load_state_dict(store.load(step).model, strict=model.strict_loading)
     return result
+
+
+def _data_of(train: Any, val: Any, datamodule: LightningDataModule | None) -> LightningDataModule | None:
+    """The data module, or one with these loaders, as ``Trainer.fit`` takes them."""
+    from lightning.pytorch import LightningDataModule
+
+    if isinstance(train, LightningDataModule):
+        train, datamodule = datamodule, train
+    given = {"train_dataloader": train, "val_dataloader": val}
+    hooks = {name: (lambda _, found=found: found) for name, found in given.items() if found is not None}
+    if not hooks:
+        return datamodule
+    if datamodule is not None:
+        raise ConfigError("a data module and loaders are both given", fix="leave one of the two out")
+    made: LightningDataModule = type("GivenLoaders", (LightningDataModule,), hooks)()
+    return made

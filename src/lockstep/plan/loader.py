@@ -13,6 +13,7 @@ class LoaderFacts(BaseModel):
     """The user's ``DataLoader``: samples per device, whether it shuffles, whether it leaves out a short last batch.
 
     ``whole_steps``: the module optimizes manually, so that every batch is a step: there is no accumulation.
+    ``batches``: of an epoch of a loader that keeps its own order, on one device.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -21,6 +22,7 @@ class LoaderFacts(BaseModel):
     shuffle: bool
     drop_last: bool = False
     whole_steps: bool = False
+    batches: int | None = None
 
 
 #: Decisions of a plan that such a module takes itself.
@@ -38,6 +40,8 @@ def reasons_of_loader(loader: LoaderFacts, reasons: dict[str, str]) -> dict[str,
         own["batch size"] = "the DataLoader's own"
     shuffled = "the DataLoader shuffles: Lockstep's order does, anew each epoch"
     own["order"] = shuffled if loader.shuffle else "the DataLoader does not shuffle: index order"
+    if loader.batches is not None:
+        own["order"] = "the loader's own, which only one device can keep"
     return {**reasons, **own}
 
 
@@ -77,5 +81,11 @@ def training_of_loader(config: RunConfig, loader: LoaderFacts, *, held: int | No
                 fix="leave it out",
             )
         batch_size = batch_size if held is None else -(-held // devices)
+    if loader.batches is not None and loader.batches % t.accumulate:
+        raise ConfigError(
+            f"training.accumulate={t.accumulate} does not divide the {loader.batches} batches of an epoch",
+            why="the training loader keeps its own order, so its batches are not divided again",
+            fix="set it to a divisor",
+        )
     tail = "drop" if loader.drop_last else t.tail
     return t.model_copy(update={"batch_size": batch_size, "tail": tail})

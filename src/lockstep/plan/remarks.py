@@ -42,8 +42,10 @@ def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) ->
         )
 
 
-def module_notes(config: RunConfig) -> Iterator[str]:
+def module_notes(config: RunConfig, placement: Placement) -> Iterator[str]:
     """Notes for the plan of a ``LightningModule``: settings that do nothing, since its own parts decide."""
+    if placement.accelerator == "cpu" and placement.precision == "16-mixed":
+        yield "On a CPU, Lightning's Trainer uses bf16-mixed instead of 16-mixed."
     own = {
         "the module's configure_optimizers() decides": [
             *_changed("optimizer", config.optimizer),

@@ -44,7 +44,7 @@ def make_plan(
     held = resume.global_batch if resume and resume.hold else config.training.global_batch_size
     of_module: list[str] = []
     if facts.loader is not None:
-        of_module = list(module_notes(config))
+        of_module = list(module_notes(config, placement))
         training = training_of_loader(config, facts.loader, held=held, devices=placement.world_size)
         config = config.model_copy(update={"training": training})
     sync_batchnorm, synced = _sync_batchnorm(config, placement, facts)
@@ -132,7 +132,7 @@ def _batch(
         global_batch_size=held,
         tail=t.tail,
         lanes=t.lanes if t.reproducibility == "exact" else None,
-        has_batchnorm=facts.has_batchnorm,
+        has_batchnorm=facts.has_batchnorm and not (facts.loader and facts.loader.batches),
         sync_batchnorm=sync_batchnorm,
         even=facts.loader is not None,
     )
@@ -223,7 +223,9 @@ def _reproducibility(config: RunConfig) -> Choice:
 
 def _choices_of_loader(choices: list[Choice], loader: LoaderFacts) -> list[Choice]:
     reasons = reasons_of_loader(loader, {choice.name: choice.reason for choice in choices})
-    values = dict.fromkeys(ITS_OWN, "its own") | ({} if loader.shuffle else {"order": "index"})
+    values = dict.fromkeys(ITS_OWN, "its own") | (
+        {} if loader.shuffle else {"order": "index" if loader.batches is None else "its own"}
+    )
     return [Choice(name=c.name, value=values.get(c.name, c.value), reason=reasons[c.name]) for c in choices]
 
 

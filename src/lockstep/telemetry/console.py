@@ -200,7 +200,9 @@ class _Bar:
     def _draw(self, step: int) -> None:
         self._shown = step
         newest, seconds_left = self._newest, self._seconds_left(step)
-        parts = [] if newest is None else [f"{newest.samples_per_s:,.0f} samples/s", f"loss {number(newest.loss)}"]
+        parts = [] if newest is None else [f"{newest.samples_per_s:,.0f} samples/s"]
+        if newest is not None and newest.loss is not None:
+            parts.append(f"loss {number(newest.loss)}")
         if seconds_left is not None:
             parts.append(f"{duration(seconds_left)} left")
         if newest is not None:
@@ -330,7 +332,9 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 
 def step_line(event: StepLogged, total: int, seconds_left: float | None) -> str:
-    parts = [f"epoch {event.epoch}", f"step {event.step}/{total}", f"loss {number(event.loss)}", f"lr {event.lr:.3g}"]
+    parts = [f"epoch {event.epoch}", f"step {event.step}/{total}"]
+    parts += [] if event.loss is None else [f"loss {number(event.loss)}"]
+    parts.append(f"lr {event.lr:.3g}")
     if event.grad_norm is not None:
         parts.append(f"grad_norm {number(event.grad_norm)}")
     parts.append(f"{event.samples_per_s:,.0f} samples/s")

@@ -20,6 +20,12 @@ def row_name(name: str) -> str:
     return f"val_{found[3]}" if found[1] is None else f"{found[1]}_{found[2]}"
 
 
+def monitored(row: Mapping[str, Value], monitor: str) -> tuple[str, Value] | None:
+    """The value that ``monitor`` means, and its name: as logged, as in rows, or of the first of several loaders."""
+    name = row_name(monitor)
+    return next(((known, row[known]) for known in (monitor, name, f"{name}/dataloader_idx_0") if known in row), None)
+
+
 def as_row(values: Mapping[str, Value], *, taken: Container[str] = ()) -> dict[str, Value]:
     """``values`` by :func:`row_name`; one whose name another value has, or that is ``taken``, keeps its own."""
     row: dict[str, Value] = {}
@@ -37,7 +43,8 @@ def named_scalars(event: Event) -> tuple[int, dict[str, float]]:
     """
     match event:
         case StepLogged():
-            values = {"train/loss": event.loss, "lr": event.lr}
+            values = {"lr": event.lr}
+            values |= {} if event.loss is None else {"train/loss": event.loss}
             values |= {} if event.grad_norm is None else {"train/grad_norm": event.grad_norm}
             values |= {f"throughput/{name}": getattr(event, name) for name in ("samples_per_s", "data_wait_share")}
             values |= {f"train/{name}": value for name, value in event.scalars.items()}

@@ -8,10 +8,14 @@ from lockstep.lightning.callbacks.status import RunStatus
 from lockstep.lightning.callbacks.stopping import AgreedEarlyStopping, StopOnSignal
 from lockstep.lightning.callbacks.upload import Upload
 
+#: By the name that some configurations have.
+JSONMetricLogger = JSONMetricsLogger
+
 __all__ = [
     "AgreedEarlyStopping",
     "ConfigurationCheck",
     "DeviceMonitor",
+    "JSONMetricLogger",
     "JSONMetricsLogger",
     "LearningRate",
     "RunStatus",

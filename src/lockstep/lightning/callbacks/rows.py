@@ -38,7 +38,8 @@ class CompleteRows(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         # A scheduler that steps with the optimizer has moved on by the end of the batch.
-        self._lr = float(optimizer.param_groups[0]["lr"])
+        groups = optimizer.param_groups  # none without configure_optimizers()
+        self._lr = float(groups[0]["lr"]) if groups else None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._complete(trainer)

@@ -17,7 +17,7 @@ from lockstep.lightning.callbacks.rows import CompleteRows, Row, scalars
 from lockstep.lightning.callbacks.stopping import StopOnSignal
 from lockstep.telemetry.heartbeat import Heartbeat
 from lockstep.telemetry.rundir import RunDir, new_run_id, utc_now
-from lockstep.telemetry.scalars import row_name
+from lockstep.telemetry.scalars import monitored, row_name
 
 
 class RunStatus(CompleteRows):
@@ -67,7 +67,8 @@ class RunStatus(CompleteRows):
             self._run.update(best_epoch=row["epoch"], best_metric=best)
 
     def _value(self, row: Mapping[str, float]) -> float | None:
-        return row.get(self._monitor, row.get(row_name(self._monitor)))
+        found = monitored(row, self._monitor)
+        return found[1] if found else None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
