@@ -32,10 +32,15 @@ def test_two_ranks_train_what_one_trains_and_recordings_are_transcribed(tmp_path
         arguments = ("--save-dir", run, "--devices", devices, "--set", "task.dropout=0", *flags(manifest))
         output = finish(start("train", "speech", *arguments, cwd=tmp_path))
         assert output.count("said: ") == 3
+        assert "val: all of 21 utterances are training data too" in output
     one, two = (losses(tmp_path / run)[0] for run in ("one", "two"))
     for key in ("train_loss", "val_loss"):
         assert one[key] == pytest.approx(two[key], rel=1e-5)
     assert one["val_wer"] == two["val_wer"]
+    evaluated = finish(start("evaluate", "two", "--data", str(manifest), "--json", cwd=tmp_path))
+    metrics = json.loads(evaluated[evaluated.index("{") :])["metrics"]
+    assert metrics["test_cer"] == two["val_cer"]
+    assert "cannot read the manifest" in finish(start("evaluate", "two", "--data", "no.jsonl", cwd=tmp_path), code=2)
     recordings = [str(manifest.parent / f"{index}.wav") for index in (0, 1)]
     heard = json.loads(finish(start("transcribe", "two", *recordings, "--json", cwd=tmp_path)))
     assert [row["file"] for row in heard["transcripts"]] == recordings
@@ -55,7 +60,7 @@ def test_exact_mode_gives_the_same_weights_on_one_and_two_ranks(tmp_path: Path, 
 def test_bad_lines_are_all_told_before_training_or_left_out_on_request(tmp_path: Path, manifest: Path) -> None:
     bad = [
         {"audio_path": "nowhere.wav", "text": "ON"},
-        {"audio_path": "0.wav", "text": "ÄH"},
+        {"audio_path": "0.wav", "text": "[H]"},
         {"audio_path": "1.wav", "text": "FAR TOO LONG FOR SO SHORT A RECORDING AS THIS ONE " * 3},
         "{no json",
     ]

@@ -6,13 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 
 from lockstep.errors import DataError
 from lockstep.models.recogniser import output_lengths
-from lockstep.tasks.speech.checking import check_rows, open_rows, output_frames
-from lockstep.tasks.speech.manifest import read_manifest, read_rows, write_manifest
+from lockstep.tasks.speech.checking import check_rows, open_rows, output_frames, report_repeats
+from lockstep.tasks.speech.manifest import Utterance, read_manifest, read_rows, write_manifest
 from tests.tasks.speech_files import sound, write_audio, write_lines
 
 GOOD = {"audio_path": "good.wav", "text": "go left", "duration": 1.0}
@@ -31,6 +33,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_audio(place / "empty.wav", sound(0.0))
     whole = (place / "good.flac").read_bytes()
     (place / "cut.flac").write_bytes(whole[: len(whole) // 2])
+    (place / "cut.wav").write_bytes((place / "good.wav").read_bytes()[:20_000])
+    write_audio(place / "long.wav", sound(3.0))
+    soundfile.write(place / "nan.wav", np.append(sound(0.5), np.nan), 16_000, subtype="FLOAT")
     (place / "text.wav").write_text("this is no sound")
     return place
 
@@ -69,9 +74,15 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({**GOOD, "audio_path": ""}, "there is no file"),
     ({**GOOD, "audio_path": "x" * 5000}, "there is no file"),
     ({**GOOD, "audio_path": "a\0b"}, "there is no file"),
-    ({**GOOD, "audio_path": "\ud800.wav", "text": "\ud800"}, r"vocabulary: '\\ud800'; there is no file .*\\ud800.wav"),
+    (
+        {**GOOD, "audio_path": "\ud800.wav", "text": "\ud800"},
+        r"vocabulary: '\\ud800'; unreadable recording: there is no file .*\\ud800.wav",
+    ),
     ({**GOOD, "audio_path": "text.wav"}, "cannot read .*text.wav"),
     ({**GOOD, "audio_path": "cut.flac"}, "cannot read .*cut.flac"),
+    ({**GOOD, "audio_path": "cut.wav"}, "cannot read .*cut.wav .it ends before its header says"),
+    ({**GOOD, "audio_path": "nan.wav"}, "cannot read .*nan.wav .it has samples that are NaN"),
+    ({**GOOD, "audio_path": "long.wav", "duration": 3.0}, r"too long: .*long.wav takes 3.0 s, task.longest_s is 2"),
     ({**GOOD, "audio_path": "empty.wav"}, "no samples"),
     ({**GOOD, "audio_path": "slow.wav"}, "recorded at 4000 Hz"),
     ({**GOOD, "sample_rate": 8000}, "sample_rate says 8000 Hz, the file has 16000"),
@@ -81,7 +92,7 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({**GOOD, "offset": 0.5, "duration": 0}, "the part has no samples"),
     ({**GOOD, "text": "  "}, "the text is empty"),
     ({**GOOD, "text": "turn <3> left!"}, "symbols outside the vocabulary: '<' '>'"),
-    ({**GOOD, "text": "A" * 51}, "51 symbols need 101 frames, the recording gives 51"),
+    ({**GOOD, "text": "A" * 51}, "51 symbols need 101 frames, .*good.wav gives 51"),
 ]
 
 
@@ -90,11 +101,12 @@ def test_every_bad_line_is_listed_with_what_is_wrong(folder: Path) -> None:
     for line, _ in BAD:
         lines += [GOOD, line]
     rows = read_rows(write_lines(folder / "m.jsonl", lines))
-    checked = check_rows(rows, downsampling=2)
+    checked = check_rows(rows, downsampling=2, longest_s=2)
     assert len(checked.utterances) == len(BAD)
     with pytest.raises(DataError, match=rf"^m.jsonl: {len(BAD)} of {2 * len(BAD)} lines cannot be used") as caught:
-        open_rows(rows, "m.jsonl", downsampling=2)
-    told = caught.value.why.splitlines()
+        open_rows(rows, "m.jsonl", downsampling=2, longest_s=2)
+    causes, *told = caught.value.why.splitlines()
+    assert causes.startswith("8 × unreadable recording, 5 × 'duration' is not a number of at least 0, 2 × ")
     assert len(told) == len(BAD)
     for place, (_, message) in enumerate(BAD):
         assert told[place].startswith(f"line {2 * place + 2}: ")
@@ -112,7 +124,7 @@ def test_of_very_many_bad_lines_each_is_still_named(folder: Path) -> None:
     rows = read_rows(write_lines(folder / "m.jsonl", [{**GOOD, "text": ""}] * 250))
     with pytest.raises(DataError) as caught:
         open_rows(rows, "m.jsonl")
-    assert caught.value.why.count("the text is empty") == 200
+    assert caught.value.why.count(": the text is empty") == 200
     assert "line 201, line 202" in caught.value.why
     assert caught.value.why.endswith("line 250")
 
@@ -176,3 +188,14 @@ def test_a_missing_manifest_is_a_clear_error(folder: Path) -> None:
     with pytest.raises(DataError, match="cannot read the manifest") as caught:
         read_rows(folder / "none.jsonl")
     assert caught.value.fix
+
+
+def test_repeats_and_training_data_in_other_splits_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    a, b, c = (Utterance(f"{name}.wav", "GO", 1.0) for name in "abc")
+    report_repeats({"train": [a, b], "val": [], "test": [c]})
+    assert not caplog.text
+    report_repeats({"train": [a, b, a], "val": [b, a], "test": [b, c]})
+    train, val, test = [record.getMessage() for record in caplog.records]
+    assert train == "train: 1 utterances occur more than once, the first is a.wav"
+    assert val.startswith("val: all of 2 utterances are training data too")
+    assert test.startswith("test: 1 of 2 utterances are training data too")

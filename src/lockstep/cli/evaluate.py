@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
@@ -30,6 +31,10 @@ def evaluate(
     /,
     *,
     split: Annotated[Literal["test", "val"], Parameter(help="Which data to evaluate on. Default: test.")] = "test",
+    data: Annotated[
+        Path | None,
+        Parameter(metavar="FILE", help="Evaluate on other data than the run's, such as a manifest of recordings."),
+    ] = None,
     checkpoint: Annotated[
         str, Parameter(metavar="best|last|STEP", help="Which weights to evaluate. Default: best.")
     ] = "best",
@@ -50,7 +55,7 @@ def evaluate(
     from lockstep.telemetry.console import value_text
     from lockstep.telemetry.tables import print_table
 
-    result = launcher.evaluate(found, split=split, devices=devices, checkpoint=chosen)
+    result = launcher.evaluate(found, split=split, devices=devices, checkpoint=chosen, data=data)
     if as_json:
         print_json(result, sys.stdout)
         return

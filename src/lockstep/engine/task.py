@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from lockstep.engine.state import TrainState
+from lockstep.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -193,6 +195,14 @@ class Task:
     def metrics(self) -> Metrics:
         """New scores of one evaluation, that have seen nothing yet."""
         return _LossOnly()
+
+    def evaluation_data(self, path: Path) -> Any:
+        """A data set read from ``path``, for ``lockstep evaluate RUN --data PATH``."""
+        raise UnsupportedError(
+            f"this task cannot read data from {path}",
+            why=f"{type(self).__name__} has no evaluation_data()",
+            fix="leave out --data: the run's own --split test or val is evaluated; or define that method",
+        )
 
     def merge(self, rows: Sequence[Any]) -> tuple[Any, ...]:
         """For an ``evaluate`` that returns a type of the task's own: what one ``metrics().update`` takes for all data.

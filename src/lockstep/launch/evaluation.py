@@ -45,13 +45,16 @@ REQUEST_FILE, RESULT_FILE = "evaluation.json", "result.pkl"
 STOP_GRACE_S = 5.0
 
 
-def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpoint: str | int) -> dict[str, Any]:
+def evaluate_checkpoint(
+    run: RunDir, *, split: str, devices: str | None, checkpoint: str | int, data: Path | None = None
+) -> dict[str, Any]:
     """Metrics of one checkpoint on one split, the same on any number of devices.
 
     Each sample counts once. Every rank holds the whole model; of a run with ``strategy: fsdp`` its part of it.
 
     Args:
         devices: as ``--devices``; ``None``: the first one of the run.
+        data: a file for the task's ``evaluation_data``, instead of ``split``; the run's own data are not opened.
 
     Raises:
         LockstepError: no such split, checkpoint or device; several devices for a ``LightningModule``; a rank failed.
@@ -73,7 +76,8 @@ def evaluate_checkpoint(run: RunDir, *, split: str, devices: str | None, checkpo
     changed = {"placement": placement.as_dict(), "threads": min(plan.threads, max(1, cores)), "loader": loader}
     plan = plan.model_copy(update=changed)
     compute = _here if placement.world_size == 1 else _on_ranks
-    return {"run": run.read().id, "split": split, "step": step, **compute(run, config, plan, split, step)}
+    where = {"split": split} if data is None else {"data": str(data)}
+    return {"run": run.read().id, **where, "step": step, **compute(run, config, plan, split, step, data)}
 
 
 def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConfig:
@@ -85,23 +89,23 @@ def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConf
     return resolve(config.model_dump(mode="json"), {"hardware": hardware, "distributed": {"backend": "auto"}})
 
 
-def _here(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int) -> dict[str, Any]:
+def _here(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int, data: Path | None) -> dict[str, Any]:
     snapshot = CheckpointStore(run.checkpoints).load(step)
-    task, datasets = reopen(config)
-    if isinstance(task, ModuleTask):
+    task, datasets = (settle(config.task.name, config)[0], None) if data else reopen(config)
+    if isinstance(task, ModuleTask) and data is None:
         from lockstep.engine.lightning_evaluate import evaluate_module
 
         load_weights(task.module, snapshot.model, run.path)
         device = rank_device(tuple(plan.placement["devices"]), World())
         values, samples = evaluate_module(task, split, device, plan.placement["precision"], config.training.seed)
         return {"samples": samples, "metrics": values}
-    return _measure(run, task, datasets, config, plan, snapshot, split, World(), Collectives(World()))
+    return _measure(run, task, datasets or data, config, plan, snapshot, split, World(), Collectives(World()))
 
 
 def _measure(
     run: RunDir,
     task: Task,
-    datasets: Datasets,
+    data: Datasets | Path | None,
     config: RunConfig,
     plan: Plan,
     snapshot: Snapshot,
@@ -110,6 +114,7 @@ def _measure(
     collectives: Collectives,
 ) -> dict[str, Any]:
     """What one rank does, with the others; the result is the same on all of them. Collective."""
+    datasets = data if isinstance(data, Datasets) else Datasets(None, test=task.evaluation_data(Path(str(data))))
     if getattr(datasets, split, None) is None:
         raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
     device = rank_device(tuple(plan.placement["devices"]), world)
@@ -123,7 +128,9 @@ def _measure(
     else:
         model = model.to(device)
     restore(task, model, snapshot, run.path)
-    dataset = getattr(as_restored(task, config, datasets), split)
+    if datasets is data:
+        datasets = as_restored(task, config, datasets)
+    dataset = getattr(datasets, split)
     with evaluation(task, model, Callbacks(task)):
         values = evaluate(
             evaluated,
@@ -141,7 +148,7 @@ def _measure(
     return {"samples": len(dataset), "metrics": {f"{split}_{name}": value for name, value in values.items()}}
 
 
-def _on_ranks(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int) -> dict[str, Any]:
+def _on_ranks(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int, data: Path | None) -> dict[str, Any]:
     """Start a rank for each device and wait for what they find.
 
     Raises:
@@ -158,7 +165,9 @@ def _on_ranks(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int)
         ranks = RunDir.create(folder / "ranks", config, run_id=run.read().id, command=sys.argv)
         ranks.begin_attempt(plan.as_dict(), plan.placement)
         pack_task(ranks, task, config)
-        write_json(ranks.path / REQUEST_FILE, {"run": str(run.path), "split": split, "step": step})
+        write_json(
+            ranks.path / REQUEST_FILE, {"run": str(run.path), "split": split, "step": step, "data": data and str(data)}
+        )
         # What the ranks say is not the result, which may be wanted as JSON.
         with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr):
             code = elastic.launch(
@@ -189,8 +198,8 @@ def rank_main(ranks: RunDir, world: World) -> int:
         collectives = Collectives(world, timeout_s=timeout_s)
         store = CheckpointStore(run.checkpoints)
         snapshot = load_shared(store, asked["step"], collectives, in_pieces=plan.sharded)
-        datasets = open_data(task, config, collectives)
-        found = _measure(run, task, datasets, config, plan, snapshot, asked["split"], world, collectives)
+        data = Path(asked["data"]) if asked["data"] else open_data(task, config, collectives)
+        found = _measure(run, task, data, config, plan, snapshot, asked["split"], world, collectives)
         if world.is_main:
             (ranks.path / RESULT_FILE).write_bytes(pickle.dumps(found))
     return 0

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig
@@ -269,12 +270,18 @@ def _begin_again(run: RunDir, plan: Plan, sink: Sink) -> None:
 
 
 def evaluate(
-    run: RunDir, *, split: str = "test", devices: str | None = None, checkpoint: str | int = "best"
+    run: RunDir,
+    *,
+    split: str = "test",
+    devices: str | None = None,
+    checkpoint: str | int = "best",
+    data: Path | None = None,
 ) -> dict[str, Any]:
     """Metrics of a checkpoint on the ``val`` or ``test`` data, the same on any number of devices.
 
     Args:
         devices: as ``--devices``; ``None``: the first one of the run.
+        data: a file of other data, for a task with ``evaluation_data``.
 
     Raises:
         UsageError: no such split, checkpoint or device. RunError: a rank failed.
@@ -282,7 +289,7 @@ def evaluate(
     from lockstep.launch.evaluation import evaluate_checkpoint
 
     refuse_lightning_cli(run, "evaluate", split=split)
-    return evaluate_checkpoint(run, split=split, devices=devices, checkpoint=checkpoint)
+    return evaluate_checkpoint(run, split=split, devices=devices, checkpoint=checkpoint, data=data)
 
 
 def stop(run: RunDir, timeout: float = 60.0) -> str:

@@ -45,16 +45,22 @@ def soundfile() -> Any:
 
 
 def read_info(path: Path | str) -> AudioInfo:
-    """Length and rate from the header; also seeks the last frame, which a file that was cut lacks.
+    """Length and rate from the header of a file that is whole.
+
+    It also seeks the last frame, which a file that was cut lacks, and reads samples that are floating-point numbers.
 
     Raises:
-        DataError: no file, or none that can be read to its end.
+        DataError: no file, or none that can be read to its end; a sample is not finite.
     """
     library = soundfile()
     _refuse_others(path)
     try:
         with library.SoundFile(path) as file:
             info = AudioInfo(file.frames, file.samplerate)
+            if info.frames and file.subtype in ("FLOAT", "DOUBLE") and not np.isfinite(file.read(always_2d=True)).all():
+                raise _unreadable(path, "it has samples that are NaN or infinite")
+            if file.format == "WAV" and _is_cut(Path(path)):
+                raise _unreadable(path, "it ends before its header says")
             if info.frames:
                 file.seek(info.frames - 1)
                 if len(file.read(1)) != 1:
@@ -92,6 +98,19 @@ def read_audio(path: Path | str, offset: float = 0.0, duration: float | None = N
     if len(wave) < wanted:
         raise _unreadable(path, f"it has {len(wave) / RATE_HZ:.3f} s of the {duration:.3f} s from {offset:.3f} s on")
     return wave[:wanted]
+
+
+def _is_cut(wav: Path) -> bool:
+    """Whether the samples of a WAV file end before its header says, which libsndfile does not report."""
+    size = wav.stat().st_size
+    with wav.open("rb") as file:
+        file.seek(12)
+        while len(head := file.read(8)) == 8:
+            name, length = head[:4], int.from_bytes(head[4:], "little")
+            if name == b"data":  # streams that do not know their length say 0 or the largest number
+                return length < 2**31 - 1 and file.tell() + length > size
+            file.seek(length + length % 2, os.SEEK_CUR)
+    return False
 
 
 def _refuse_others(path: Path | str) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ TOLERANCE_S, TOLERANCE_SHARE = 0.05, 0.01
 #: Faults told in full; of more, only the lines.
 MOST_TOLD = 200
 #: Raise it when the checks change, so that what older ones found is not taken for theirs.
-VERSION = 2
+VERSION = 3
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +53,13 @@ def output_frames(frames: int, downsampling: int) -> int:
 
 
 def open_rows(
-    rows: Sequence[Row], name: str, *, downsampling: int = 1, skip_bad: bool = False, recheck: bool = False
+    rows: Sequence[Row],
+    name: str,
+    *,
+    downsampling: int = 1,
+    longest_s: float = math.inf,
+    skip_bad: bool = False,
+    recheck: bool = False,
 ) -> list[Utterance]:
     """The utterances of ``rows``: each file is there and whole, each transcript can be learnt from it.
 
@@ -60,22 +68,24 @@ def open_rows(
     Args:
         name: what the rows are, for people: the manifest's path.
         downsampling: by how much the recogniser shortens the features; CTC needs a frame for every symbol.
+        longest_s: seconds of the longest utterance that is accepted.
         skip_bad: leave out what cannot be used, with a warning that says how many.
         recheck: look again, whatever was found before (once per node: ``prepare()``).
 
     Raises:
         DataError: some lines cannot be used, each of them listed, or none is left.
     """
-    checked = None if recheck else _recall(_key(rows, downsampling))
+    key = _key(rows, downsampling, longest_s)
+    checked = None if recheck else _recall(key)
     is_new = checked is None
     if checked is None:
-        checked = check_rows(rows, downsampling)
-        _remember(_key(rows, downsampling), checked)
+        checked = check_rows(rows, downsampling, longest_s)
+        _remember(key, checked)
     if checked.faults and not skip_bad:
         raise DataError(
             f"{name}: {len(checked.faults)} of {len(rows)} lines cannot be used",
             why=_told(checked.faults),
-            fix="mend or remove these lines, or train without them: --set task.skip_bad=true",
+            fix="fix or remove these lines, or train without them: --set task.skip_bad=true",
         )
     if not checked.utterances:
         raise DataError(
@@ -88,14 +98,32 @@ def open_rows(
     return checked.utterances
 
 
+def report_repeats(splits: Mapping[str, Sequence[Utterance]]) -> None:
+    """Warn about utterances that occur twice in a split, or in training and in another split too."""
+    seen = {split: Counter((u.audio_path, u.offset, u.text) for u in found) for split, found in splits.items()}
+    for split, found in seen.items():
+        repeats = {one: count for one, count in found.items() if count > 1}
+        if repeats:
+            first = next(iter(repeats))[0]
+            _log.warning("%s: %d utterances occur more than once, the first is %s", split, len(repeats), first)
+        shared = found.keys() & seen["train"].keys() if split != "train" else set()
+        if shared:
+            share = "all" if len(shared) == len(found) else str(len(shared))
+            _log.warning(
+                "%s: %s of %d utterances are training data too, so its scores say little", split, share, len(found)
+            )
+
+
 def _told(faults: Sequence[Fault]) -> str:
-    told = [f"{fault.where}: {fault.what}" for fault in faults[:MOST_TOLD]]
+    causes = Counter(fault.what.partition(":")[0].partition(" (")[0] for fault in faults)
+    told = [", ".join(f"{count} × {cause}" for cause, count in causes.most_common())] if len(faults) > 1 else []
+    told += [f"{fault.where}: {fault.what}" for fault in faults[:MOST_TOLD]]
     if len(faults) > MOST_TOLD:
         told.append(f"and also: {', '.join(fault.where for fault in faults[MOST_TOLD:])}")
     return "\n".join(told)
 
 
-def check_rows(rows: Sequence[Row], downsampling: int = 1) -> Checked:
+def check_rows(rows: Sequence[Row], downsampling: int = 1, longest_s: float = math.inf) -> Checked:
     """Look at every row and, by its header, at every file."""
     checked = Checked([], [])
     for row in rows:
@@ -107,7 +135,14 @@ def check_rows(rows: Sequence[Row], downsampling: int = 1) -> Checked:
         if not faults:
             ids, frames = encode(text), output_frames(feature_frames(samples), downsampling)
             if alignment_frames(ids) > frames:
-                faults.append(f"{len(ids)} symbols need {alignment_frames(ids)} frames, the recording gives {frames}")
+                need = alignment_frames(ids)
+                faults.append(
+                    f"too short for its text: {len(ids)} symbols need {need} frames, {row.audio_path} gives {frames}"
+                )
+            if samples > longest_s * RATE_HZ:
+                faults.append(
+                    f"too long: {row.audio_path} takes {samples / RATE_HZ:.1f} s, task.longest_s is {longest_s:g}"
+                )
         if faults:
             # A path or a text may hold what no terminal can show.
             told = "; ".join(faults).encode("utf-8", "backslashreplace").decode()
@@ -129,24 +164,23 @@ def _samples(row: Row, faults: list[str]) -> int:
     try:
         info = read_info(row.audio_path)
     except DataError as error:
-        faults.append(f"{error.what} ({error.why})" if error.why else error.what)
+        faults.append(f"unreadable recording: {error.what}" + (f" ({error.why})" if error.why else ""))
         return 0
     if info.frames == 0:
         faults.append("the recording has no samples")
         return 0
     if info.rate < LOWEST_RATE_HZ:
-        faults.append(f"recorded at {info.rate} Hz, speech needs {LOWEST_RATE_HZ}")
+        faults.append(f"low sample rate: recorded at {info.rate} Hz, speech needs {LOWEST_RATE_HZ}")
     if row.rate is not None and row.rate != info.rate:
-        faults.append(f"sample_rate says {row.rate:g} Hz, the file has {info.rate}")
+        faults.append(f"wrong sample_rate: sample_rate says {row.rate:g} Hz, the file has {info.rate}")
     return _whole(row, info, faults) if row.offset is None else _part(row, row.offset, info, faults)
 
 
 def _whole(row: Row, info: AudioInfo, faults: list[str]) -> int:
     seconds = info.frames / info.rate
     if row.duration is not None and abs(row.duration - seconds) > max(TOLERANCE_S, TOLERANCE_SHARE * seconds):
-        faults.append(
-            f"duration says {row.duration:g} s, the file has {seconds:.3f} s at {info.rate} Hz (a part needs an offset)"
-        )
+        there = f"the file has {seconds:.3f} s at {info.rate} Hz"
+        faults.append(f"wrong duration: duration says {row.duration:g} s, {there} (a part needs an offset)")
     return info.samples
 
 
@@ -154,7 +188,7 @@ def _part(row: Row, offset: float, info: AudioInfo, faults: list[str]) -> int:
     seconds = info.frames / info.rate
     duration = seconds - offset if row.duration is None else row.duration
     if offset >= seconds or offset + duration > seconds + TOLERANCE_S:
-        faults.append(f"ends at {offset + max(duration, 0):.3f} s, the file at {seconds:.3f} s")
+        faults.append(f"outside the recording: ends at {offset + max(duration, 0):.3f} s, the file at {seconds:.3f} s")
         return 0
     there = resampled_length(info.frames - round(offset * info.rate), info.rate, RATE_HZ)
     samples = min(round(duration * RATE_HZ), there)
@@ -166,8 +200,8 @@ def _part(row: Row, offset: float, info: AudioInfo, faults: list[str]) -> int:
 # What an earlier check found
 
 
-def _key(rows: Sequence[Row], downsampling: int) -> Path:
-    content = json.dumps([VERSION, downsampling, rows])
+def _key(rows: Sequence[Row], downsampling: int, longest_s: float) -> Path:
+    content = json.dumps([VERSION, downsampling, longest_s, rows])
     return cache_folder() / "checked" / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
 
 

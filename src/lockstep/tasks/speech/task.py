@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.recogniser import Recogniser, output_lengths
-from lockstep.tasks.speech.checking import open_rows
+from lockstep.tasks.speech.checking import open_rows, report_repeats
 from lockstep.tasks.speech.dataset import AugmentedRecordings, Perturbation, Recordings, SpeechBatch, collate
 from lockstep.tasks.speech.decoding import Hypotheses, decode_beam, decode_greedy, texts
 from lockstep.tasks.speech.features import MELS, SpecAugment
@@ -64,6 +64,7 @@ class SpeechConfig(TaskConfig):
     librispeech_test: tuple[str, ...] = Field(("test-clean",), description="splits to test on")
     utterances: int = Field(4000, ge=1, description="synthesised: training utterances")
     skip_bad: bool = Field(False, description="leave out lines that cannot be used, instead of refusing to start")
+    longest_s: float = Field(60.0, gt=0, description="seconds; an utterance that is longer cannot be used")
     size: Literal["tiny", "base"] = Field("tiny", description="tiny: trains on two CPU cores; base: 7.2M parameters")
     form: Literal["parallel", "recurrent"] | None = Field(None, description="of the LMU; unset: the size's own")
     downsample: Literal[1, 2, 4] | None = Field(None, description="frames stacked to a step; unset: the size's own")
@@ -105,8 +106,7 @@ class SpeechTask(Task):
         elif self.source == "librispeech" and self.data.download:
             fetch_librispeech(self._librispeech_names(), self._folder())
         if self.source != "synthesised":
-            for split in SPLITS:
-                self._open(split, recheck=True)
+            report_repeats({split: self._open(split, recheck=True) for split in SPLITS})
 
     @cached_property
     def source(self) -> Literal["synthesised", "manifest", "librispeech"]:
@@ -162,7 +162,12 @@ class SpeechTask(Task):
         rows, name = self._rows(split)
         if not rows and split != "train":
             return []
-        return open_rows(rows, name, downsampling=self.downsample, skip_bad=self.config.skip_bad, recheck=recheck)
+        return self._checked(rows, name, recheck=recheck)
+
+    def _checked(self, rows: list[Row], name: str, *, recheck: bool) -> list[Utterance]:
+        config = self.config
+        limits: dict[str, Any] = {"downsampling": self.downsample, "longest_s": config.longest_s}
+        return open_rows(rows, name, **limits, skip_bad=config.skip_bad, recheck=recheck)
 
     def _rows(self, split: Split) -> tuple[list[Row], str]:
         """Lines of a split, and what they are for people."""
@@ -209,6 +214,10 @@ class SpeechTask(Task):
             mask, perturb = MASKS[config.size] if config.augment else None, Perturbation() if config.perturb else None
             train = AugmentedRecordings(train, mask, perturb, self.downsample)
         return Datasets(train, found.get("val"), found.get("test"))
+
+    def evaluation_data(self, path: Path) -> Recordings:
+        """The utterances of a manifest."""
+        return Recordings(self._checked(read_rows(path), str(path), recheck=True))
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Feature frames of each training utterance."""
