@@ -224,6 +224,7 @@ def test_who_is_behind() -> None:
     waiting = standstill(1, 3, WAITING).model_copy(update={"waits_for_save": True})
     assert behind(standstill(0, 3, WAITING), waiting) == [0]
     assert behind(standstill(0, 3, own)) == [0]
+    assert behind(standstill(0, 3), standstill(1, 3, WAITING)) == [0]
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -56,7 +57,25 @@ def stand_still(rank: int, size: int) -> dict[str, Any]:
     heart.join()
     (report, tells), by_itself = reports
     ranks = [at.model_dump() for at in report.ranks]
-    return {"early": early, "tells": tells, "ranks": ranks, "alone": (by_itself[1], len(by_itself[0].ranks))}
+    found = {"early": early, "tells": tells, "ranks": ranks, "alone": (by_itself[1], len(by_itself[0].ranks))}
+    return found | {"states": states_with_rank_1_stopped(world, store)}
+
+
+def states_with_rank_1_stopped(world: World, store: dist.Store) -> list[str]:
+    """As rank 0 sees them."""
+    reports: list[tuple[HangReport, bool]] = []
+    pulse.at(Activity.HOOKS, 4)
+    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told))
+    watchdog.start()
+    pids: list[int] = [0] * world.size
+    dist.all_gather_object(pids, os.getpid())
+    if world.is_main:
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_for(reports)
+        os.kill(pids[1], signal.SIGCONT)
+    dist.barrier()
+    watchdog.end()
+    return [at.state for at in reports[0][0].ranks] if world.is_main else []
 
 
 def beat(over: threading.Event) -> None:
@@ -75,6 +94,7 @@ def test_nobody_hangs_while_one_is_at_something_long_and_all_hang_when_none_move
     outcomes = run_ranks(stand_still, 2)
     assert [outcome["early"] for outcome in outcomes] == [0, 0]
     assert [outcome["tells"] for outcome in outcomes] == [True, False]
+    assert outcomes[0]["states"] == ["running", "stopped"]
     for outcome in outcomes:
         assert [at["rank"] for at in outcome["ranks"]] == [0, 1]
         for at in outcome["ranks"]:

@@ -36,7 +36,7 @@ _FIX_WORKERS = "mend what its worker does there, or try --num-workers 0"
 class Standstill(BaseModel):
     """Where one rank was when no rank moved any more. ``stack``: ``file:line in function``, innermost first.
 
-    ``state``: ``running``, ``stopped`` (by a signal or a debugger) or ``blocked`` (in the kernel).
+    ``state``: ``running``, ``stopped`` (by a signal or a debugger), ``blocked`` (in the kernel) or ``unresponsive``.
     ``in_framework``: its innermost call is torch's or Lockstep's, as that of a rank which waits for others.
     ``node``: its host, where there are several. ``workers``: where its loader's workers are, if it waits for them.
     """
@@ -107,6 +107,7 @@ class HangReport(BaseModel):
         for apart in (
             [rank for rank in self.ranks if rank.state == "stopped"],
             [rank for rank in self.ranks if rank.stack and (rank.waits_for_data or not rank.in_framework)],
+            [rank for rank in self.ranks if not rank.stack],
             [rank for rank in self.ranks if not rank.waits_for_save],
             [rank for rank in self.ranks if (rank.step, rank.ahead) == min((r.step, r.ahead) for r in self.ranks)],
         ):
@@ -145,6 +146,12 @@ class HangReport(BaseModel):
                 "hang",
                 "its loader brings no batch; the other ranks wait for it",
                 f"{_FIX_WORKERS if behind[0].workers else _FIX_LOADER}; {slow}",
+            )
+        if behind and not behind[0].stack:
+            return Cause(
+                "hang",
+                "its process does not answer: native code keeps the interpreter, or the kernel blocks it",
+                f"`py-spy dump --native --pid` shows where it is; {slow}",
             )
         if behind and not behind[0].in_framework:
             return Cause(
@@ -238,7 +245,7 @@ class HangWatch:
     def stands_at(self, alive: Collection[int]) -> tuple[Standstill, ...]:
         """Where each rank of ``alive`` is; asks them for their stacks, and waits a little for the answers."""
         signs, now = self._read(alive), self._clock()
-        states = {rank: _state(self._pids[rank]) for rank in signs}
+        states = {rank: process_state(self._pids[rank]) for rank in signs}
         answering = {rank: self._pids[rank] for rank in signs if states[rank] != "stopped"}
         found = stacks.ask(answering, self._logs, f"has made no progress for {self._timeout_s:g} s; its threads are at")
         workers = {
@@ -268,10 +275,11 @@ class HangWatch:
         return sign.beats, saving_progress(self._pids[rank], sign.writer) if saving else None
 
     def _is_stopped(self, rank: int) -> bool:
-        return _state(self._pids[rank]) == "stopped"
+        return process_state(self._pids[rank]) == "stopped"
 
 
-def _state(pid: int) -> str:
+def process_state(pid: int) -> str:
+    """``running``, ``stopped`` or ``blocked``, whatever the process itself can say."""
     try:
         return _STATES.get(psutil.Process(pid).status(), "running")
     except psutil.Error:

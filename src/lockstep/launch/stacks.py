@@ -24,8 +24,9 @@ from lockstep.launch.output import MARK, log_file
 
 #: Asks a rank for its stacks. SIGUSR1 is what batch systems announce a preemption with.
 SIGNAL = signal.SIGUSR2
-#: How long ranks may take to write them.
+#: How long ranks may take to write them, and on a busy machine to get the signal before.
 WAIT_S = 2.0
+_DELIVERY_S = 10.0
 
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -93,10 +94,13 @@ def ask(pids: Mapping[int, int], logs: Path, title: str) -> dict[int, Stack]:
                 log.write(f"{MARK}rank {rank} {title}\n")
             starts[rank] = log_file(logs, rank).stat().st_size
             os.kill(pid, SIGNAL)
-    deadline = time.monotonic() + WAIT_S
+    asked = delivered = time.monotonic()
     found: dict[int, Stack] = {}
-    while len(found) < len(starts) and time.monotonic() < deadline:
+    while len(found) < len(starts) and time.monotonic() < delivered + WAIT_S:
         time.sleep(0.1)  # also for what comes after the first lines
+        pending = any(_has_signal(pids[rank], "ShdPnd:") for rank in starts.keys() - found)
+        if pending and delivered < asked + _DELIVERY_S:
+            delivered = time.monotonic()
         found = {rank: stack for rank, start in starts.items() if (stack := parse(_read(log_file(logs, rank), start)))}
     return found
 
@@ -125,15 +129,15 @@ def _workers(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         rank = psutil.Process(pid)
         command = rank.cmdline()
-        return [child for child in rank.children() if _catches(child.pid) and child.cmdline() == command]
+        return [child for child in rank.children() if _has_signal(child.pid, "SigCgt:") and child.cmdline() == command]
     return []
 
 
-def _catches(pid: int) -> bool:
-    """Whether a process has a handler for :data:`SIGNAL`; see proc_pid_status(5)."""
+def _has_signal(pid: int, field: str) -> bool:
+    """Whether :data:`SIGNAL` is caught (``SigCgt:``) or pending (``ShdPnd:``); see proc_pid_status(5)."""
     with contextlib.suppress(OSError, ValueError):
         status = Path(f"/proc/{pid}/status").read_text()
-        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (SIGNAL - 1) & 1)
+        return bool(int(status.partition(field)[2].split()[0], 16) >> (SIGNAL - 1) & 1)
     return False
 
 

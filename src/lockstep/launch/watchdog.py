@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,7 +29,14 @@ from torch.distributed.distributed_c10d import Store
 from lockstep.errors import LockstepError, RankFailed
 from lockstep.hardware.world import World
 from lockstep.launch import stacks
-from lockstep.launch.hang import OWN_PAUSE_S, HangReport, Standstill, saving_progress, waits_for_data
+from lockstep.launch.hang import (
+    OWN_PAUSE_S,
+    HangReport,
+    Standstill,
+    process_state,
+    saving_progress,
+    waits_for_data,
+)
 from lockstep.launch.output import MARK, log_file
 from lockstep.launch.worker import leave
 from lockstep.telemetry.pulse import Activity, pulse
@@ -42,13 +50,18 @@ _TELL_S = 5.0
 
 
 class _Word(BaseModel):
-    """What a rank tells the others. ``number`` grows with each; ``untimed``: what it is at may take any time."""
+    """What a rank tells the others. ``number`` grows with each; ``untimed``: what it is at may take any time.
+
+    ``host``, ``pid``: its process, whose state others on that host can see.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     number: int
     untimed: bool
     at: Standstill
+    host: str = ""
+    pid: int = 0
 
 
 class Watchdog(threading.Thread):
@@ -79,6 +92,7 @@ class Watchdog(threading.Thread):
         self._ask_workers = ask_workers
         self._workers: tuple[str, ...] | None = None
         self._ended = threading.Event()
+        self._host = socket.gethostname()
         self._told = 0
         self._seen: object = None
         self._moved_at = self._looked_at = time.monotonic()
@@ -94,7 +108,8 @@ class Watchdog(threading.Thread):
             with contextlib.suppress(RuntimeError):  # the store's process is gone: the ranks will notice, too
                 report = self._look(time.monotonic())
                 if report is not None and not self._ended.is_set():
-                    answering = [rank.rank for rank in report.ranks if rank.state == "running"]
+                    silent = ("stopped", "unresponsive")
+                    answering = [rank.rank for rank in report.ranks if rank.state not in silent]
                     self._hung(report, min(answering) == self._world.rank)
                     return
 
@@ -129,7 +144,8 @@ class Watchdog(threading.Thread):
             self._workers = self._ask_workers() if waits_for_data(sign, stack) else ()
         self._told += 1
         at = Standstill.of(self._world.rank, sign, silent_s=silent_s, stack=stack, workers=self._workers or ())
-        return _Word(number=self._told, untimed=sign.activity.is_untimed, at=at)
+        process: dict[str, Any] = {"host": self._host, "pid": os.getpid()}
+        return _Word(number=self._told, untimed=sign.activity.is_untimed, at=at, **process)
 
     def _others(self, now: float) -> dict[int, _Word]:
         """The newest word of each other rank that has begun; one that is not renewed grows old here."""
@@ -143,7 +159,9 @@ class Watchdog(threading.Thread):
                 if self._heard.get(rank, (0, now))[0] != word.number:
                     self._heard[rank] = (word.number, now)
                 age = now - self._heard[rank][1]
-                state = "stopped" if age > max(OWN_PAUSE_S, 3 * self._interval_s) else "running"
+                state = process_state(word.pid) if word.host == self._host else "running"
+                if state == "running" and age > max(OWN_PAUSE_S, 3 * self._interval_s):
+                    state = "unresponsive" if word.host == self._host else "stopped"
                 at = word.at.model_copy(update={"silent_s": word.at.silent_s + age, "state": state})
                 found[rank] = word.model_copy(update={"at": at})
         return found
