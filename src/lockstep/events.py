@@ -37,7 +37,8 @@ class StepLogged:
 
     ``loss`` is the mean over the interval's items; ``None`` where a ``LightningModule`` neither returns nor logs one.
     ``samples_per_s`` counts all ranks; ``data_wait_share`` is the share of wall time that rank 0
-    waited for input. ``scalars`` holds what the task's own hooks logged.
+    waited for input. ``scalars`` holds what the task's own hooks logged. ``items_per_s``: what the loss
+    counts, where that is more than samples, say, tokens.
     """
 
     attempt: int
@@ -51,6 +52,7 @@ class StepLogged:
     data_wait_share: float
     skipped_steps: int
     scalars: Mapping[str, float] = field(default_factory=dict)
+    items_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,10 +349,13 @@ def test_a_loss_is_checked_on_the_first_training_batch(tmp_path: Path, returned:
     assert task.steps == 1
 
 
-def test_a_count_of_one_element_is_a_number(tmp_path: Path) -> None:
+def test_a_count_of_one_element_is_a_number_and_has_a_rate(tmp_path: Path) -> None:
     task = Refused()
-    task.returned = lambda total, count: (total, torch.tensor([count]))
-    assert trained(tmp_path / "run", task=task).read().status == "completed"
+    task.returned = lambda total, count: (total, torch.tensor([3 * count]))
+    run = trained(tmp_path / "run", task=task)
+    assert run.read().status == "completed"
+    for row in run.steps():
+        assert row["items_per_s"] == pytest.approx(3 * row["samples_per_s"])
 
 
 @pytest.mark.parametrize("kept", [Path("words"), np.random.default_rng(0), lambda: 1, torch.zeros(1, device="meta")])

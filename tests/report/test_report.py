@@ -95,7 +95,8 @@ def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, cli: Cli, tmp_
     assert page.tags.isdisjoint({"script", "link", "iframe", "b"}), "a run's name is text, not HTML"
     assert NAME in page.text
     assert "url(http" not in files[0].read_text()
-    for expected in ("optimizer.lr", "0.003", "val_accuracy", "completed"):
+    classes = json.loads((runs / "a" / "tables.json").read_text())["class_names"]
+    for expected in ("optimizer.lr", "0.003", "val_accuracy", "completed", "true class (recall)", f"{classes[0]} ("):
         assert expected in page.text
     assert cli("report", runs / "a", runs / "b", "--out", tmp_path / "again")[0] == 0
     pages = [(tmp_path / name / "report.html").read_text() for name in ("out", "again")]

@@ -20,13 +20,15 @@ def test_each_configuration_is_that_of_the_document(name: str) -> None:
     assert config.training.max_grad_norm == 0.5
 
 
-def test_two_devices_share_the_documents_batch_at_twice_the_rate(speech_manifest: str) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_device_gets_the_documents_batch_and_the_rate_grows(speech_manifest: str, ranks: int) -> None:
+    devices = ",".join(["cpu"] * ranks)
     settings = load(
         [FOLDER / "multi_gpu.yaml"],
-        ["task.size=tiny", f"task.train_manifest={speech_manifest}", "hardware.selected_devices=cpu,cpu"],
+        ["task.size=tiny", f"task.train_manifest={speech_manifest}", f"hardware.selected_devices={devices}"],
     )
     plan = make_plan("speech", settings)
-    assert (plan.batch.global_batch, plan.batch.batch_size, plan.schedule.lr) == (32, 16, 2e-3)
+    assert (plan.batch.global_batch, plan.batch.batch_size, plan.schedule.lr) == (16 * ranks, 16, 1e-3 * ranks)
     assert plan.placement["backend"] == "gloo"
 
 

@@ -167,6 +167,11 @@ def test_the_remaining_time_counts_from_where_the_attempt_began() -> None:
     assert "10.0 s left" in shown(events=[started, StepLogged(2, 150, 1, 1, 1.0, 1.0, None, 1.0, 0.0, 0)])
 
 
+def test_the_rate_of_what_the_loss_counts_is_shown_where_it_is_not_samples() -> None:
+    event = StepLogged(1, 50, 1, 1, 1.0, 1.0, None, 800.0, 0.0, 0, items_per_s=51_200.0)
+    assert "800 samples/s (51,200 loss items/s)" in shown(events=[RUN[0], event])
+
+
 def test_a_stream_without_the_characters_gets_question_marks() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")

@@ -32,7 +32,21 @@ CLAIMS: dict[tuple[str, str, int], Claim] = {
     ("speech", "ddp", 4): Claim(None, 3.5),
     ("speech", "ddp", 8): Claim(None, 6.5),
 }
-TASKS = tuple(dict.fromkeys(task for task, _, _ in CLAIMS))
+#: Parameters of the model that a guide's figures are of.
+PARAMETERS = {"har": 86_200_000, "speech": 7_160_000}
+
+
+def claims_note(task: str, parameters: int) -> str | None:
+    """What keeps claims and measured figures from being comparable."""
+    claimed = PARAMETERS.get(task)
+    if claimed is None:
+        return f"nothing is claimed for {task}: the guides speak of {' and '.join(PARAMETERS)}"
+    if 0.9 < parameters / claimed < 1.1:
+        return None
+    return (
+        f"the claims are of a model of {claimed:,} parameters, the measured figures of one of {parameters:,}: "
+        "their rates, speed-ups and memory are not comparable"
+    )
 
 
 def claim_of(task: str, strategy: str, devices: int) -> dict[str, object]:

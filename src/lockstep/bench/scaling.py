@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from lockstep.bench.claims import TASKS, claim_of
+from lockstep.bench.claims import claim_of, claims_note
 from lockstep.bench.measure import Case
 from lockstep.bench.report import BenchReport
 from lockstep.bench.step import EXCHANGE_INSIDE, MUCH_COMMUNICATION, check_steps, measure_all
@@ -85,8 +85,8 @@ def bench_scaling(
     report.rows += _rows(measured, subject.name if claims else None) + refused
     _conclude(report)
     report.notes += [note for point in measured for note in lost_repeats(point)]
-    if claims and subject.name not in TASKS:
-        report.notes.append(f"nothing is claimed for {subject.name}: the guides speak of {' and '.join(TASKS)}")
+    if claims and (note := claims_note(subject.name, base.facts.parameters)):
+        report.notes.append(note)
     return report
 
 

@@ -245,7 +245,7 @@ class Settings:
     ] = None
     gpu_ids: Annotated[
         str | None,
-        _flag("--devices by number: 0,1,3 is gpu:0,gpu:1,gpu:3.", _ALIASES, metavar="N,..."),
+        _flag("--devices by number: 0,1,3 is gpu:0,gpu:1,gpu:3; commas, no spaces.", _ALIASES, metavar="N,..."),
     ] = None
     mode: Annotated[
         str | None,

@@ -399,7 +399,8 @@ def _test_the_best(fit: Fit, run_dir: RunDir) -> dict[str, float]:
             fit.task.load_state_dict(snapshot.trainer["task"])
     numbers, tables = fit.test(step)
     if tables and fit.collectives.is_main:
-        write_json(run_dir.path / "tables.json", tables)
+        names = getattr(fit.task, "class_names", None)
+        write_json(run_dir.path / "tables.json", tables | ({"class_names": list(names)} if names else {}))
     return {**fit.state.best_metric, **numbers}
 
 

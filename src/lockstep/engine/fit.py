@@ -212,6 +212,7 @@ class Fit:
         before_total, before_count = self._interval_sums
         items = count - before_count
         speed = self._speed.since(self._interval)
+        counts_more = speed.seconds > 0 and items > 1.001 * speed.samples_per_s * speed.seconds
         skipped = self.update.skipped
         self.state.skipped_steps = skipped
         norm = self.update.grad_norm
@@ -229,6 +230,7 @@ class Fit:
                     data_wait_share=speed.data_wait_share,
                     skipped_steps=skipped,
                     scalars=dict(self.scalars),
+                    items_per_s=items / speed.seconds if counts_more else None,
                 )
             )
         self._ranks.log(result.step, result.window.epoch + 1)

@@ -136,7 +136,10 @@ class Metrics(Protocol):
         """Take what :meth:`Task.evaluate` returned, on the CPU."""
 
     def compute(self) -> Mapping[str, Any]:
-        """A number or a tensor for each name: one number is logged, several are kept as a table."""
+        """A number or a tensor for each name: one number is logged, several are kept as a table.
+
+        A report names the rows and columns of ``confusion`` as the task's ``class_names``, if it has them.
+        """
 
 
 class _LossOnly:

@@ -50,7 +50,7 @@ def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | No
         if facts.own_schedule
         else Choice(name="schedule", value=config.scheduler.name, reason=schedule_reason),
     )
-    unfinished = None if config.debug.fast_dev_run or facts.own_schedule else warmup_note(schedule)
+    unfinished = None if config.debug.fast_dev_run or facts.own_schedule else warmup_note(schedule, config.scheduler)
     return Course(epochs, total, schedule, choices, tuple(filter(None, (note, unfinished))))
 
 

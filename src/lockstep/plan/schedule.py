@@ -111,11 +111,12 @@ def resolve_schedule(
     return schedule, f"{config.name} over {total_steps} optimizer steps; {reason}"
 
 
-def warmup_note(schedule: Schedule) -> str | None:
+def warmup_note(schedule: Schedule, config: SchedulerConfig) -> str | None:
     """What people should know of a run that ends before its warm-up does."""
     if not 0 < schedule.total_steps <= schedule.warmup_steps:
         return None
+    setting = "--warmup-epochs 0" if config.warmup_steps is None else "--set scheduler.warmup_steps=0"
     return (
         f"Warm-up takes all {schedule.total_steps} steps: the learning rate grows to {schedule.lr:g} at the "
-        "last one, and the schedule never begins. Train longer, or set --warmup-epochs 0."
+        f"last one, and the schedule never begins. Train longer, or set {setting}."
     )

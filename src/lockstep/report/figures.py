@@ -274,7 +274,7 @@ def _power(row: Row) -> dict[str, Any]:
 
 
 def _matrix(run: RunData, name: str, table: Sequence[Sequence[float]]) -> Picture:
-    """Rows are true classes; shades are shares of a row, numbers are counts."""
+    """Rows are true classes; shades are shares of a row, numbers are counts. Square ones show recall and precision."""
     figure, axes = new_figure(f"{name.replace('_', ' ')} of {run.label}")
     figure.set_size_inches(4.8, 4.4)
     axes.grid(False)
@@ -287,7 +287,21 @@ def _matrix(run: RunData, name: str, table: Sequence[Sequence[float]]) -> Pictur
                 axes.text(j, i, f"{value:g}", ha="center", va="center", fontsize="small", color=colour)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
+    if len(table) == len(table[0]) <= 20:
+        names = [name.replace("$", r"\$")[:24] for name in run.class_names]
+        names = names if len(names) == len(table) else [str(number) for number in range(len(table))]
+        rows = zip(names, table, strict=True)
+        axes.set_yticks(range(len(table)), [f"{name} ({_share(row, i)})" for i, (name, row) in enumerate(rows)])
+        columns = zip(names, zip(*table, strict=True), strict=True)
+        labels = [f"{name} ({_share(column, i)})" for i, (name, column) in enumerate(columns)]
+        axes.set_xticks(range(len(table)), labels, rotation=90)
+        axes.set_ylabel("true class (recall)")
+        axes.set_xlabel("predicted class (precision)")
     return Picture(f"{name}-{run.record.id}", f"{name.replace('_', ' ')} of {run.label}", figure)
+
+
+def _share(counts: Sequence[float], place: int) -> str:
+    return f"{counts[place] / sum(counts):.2f}" if sum(counts) else "none"
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -26,8 +26,8 @@ class RunData:
     """One run. ``label`` names it in pictures; rows are as in the run folder, superseded ones left out.
 
     ``config`` and ``plan`` are flat: ``optimizer.lr`` → 0.001; where the run lies is left out. ``tables`` are matrices
-    of the test, such as a confusion matrix. ``problems``: files that could not be read, and why. ``forecast``: how
-    right the one in the folder was, in words.
+    of the test, such as a confusion matrix, and ``class_names`` those of its rows. ``problems``: files that could not
+    be read, and why. ``forecast``: how right the one in the folder was, in words.
     """
 
     path: Path
@@ -42,6 +42,7 @@ class RunData:
     ranks: Sequence[Row]
     system: Mapping[str, Sequence[Row]]
     tables: Mapping[str, Sequence[Sequence[float]]]
+    class_names: Sequence[str] = ()
     problems: tuple[str, ...] = field(default=())
     forecast: str | None = None
     #: The newest of each of the task's pictures by name, as PNG.
@@ -67,6 +68,8 @@ def read_run(run: RunDir) -> RunData:
     plan: Any = safely(run.plan, {}) if run.plan_file.exists() else {}
     scored: Any = safely(lambda: score_of(run), None) if plan else None
     tables: Any = safely(lambda: read_json(run.path / "tables.json"), {}) if (run.path / "tables.json").exists() else {}
+    tables = tables if isinstance(tables, dict) else {}
+    names = tables.get("class_names")
     return RunData(
         path=run.path,
         label=record.name or record.id,
@@ -82,7 +85,8 @@ def read_run(run: RunDir) -> RunData:
             file.stem.removeprefix("system-"): thinned(safely(lambda file=file: sparse_rows(file, MAX_POINTS), []))
             for file in sorted(run.path.glob("system-*.jsonl"))
         },
-        tables={name: table for name, table in tables.items() if is_matrix(table)} if isinstance(tables, dict) else {},
+        tables={name: table for name, table in tables.items() if is_matrix(table)},
+        class_names=tuple(map(str, names)) if isinstance(names, list) else (),
         forecast=in_words(scored) if scored is not None else None,
         drawn=safely(lambda: _drawn(run), {}),
         problems=tuple(problems),

@@ -200,7 +200,7 @@ class _Bar:
     def _draw(self, step: int) -> None:
         self._shown = step
         newest, seconds_left = self._newest, self._seconds_left(step)
-        parts = [] if newest is None else [f"{newest.samples_per_s:,.0f} samples/s"]
+        parts = [] if newest is None else [_rates(newest)]
         if newest is not None and newest.loss is not None:
             parts.append(f"loss {number(newest.loss)}")
         if seconds_left is not None:
@@ -337,13 +337,18 @@ def step_line(event: StepLogged, total: int, seconds_left: float | None) -> str:
     parts.append(f"lr {event.lr:.3g}")
     if event.grad_norm is not None:
         parts.append(f"grad_norm {number(event.grad_norm)}")
-    parts.append(f"{event.samples_per_s:,.0f} samples/s")
+    parts.append(_rates(event))
     if seconds_left is not None:
         parts.append(f"{duration(seconds_left)} left")
     parts += [f"{name} {number(value)}" for name, value in event.scalars.items()]
     if event.skipped_steps:
         parts.append(f"{event.skipped_steps} steps skipped")
     return "  ".join(parts)
+
+
+def _rates(event: StepLogged) -> str:
+    items = "" if event.items_per_s is None else f" ({event.items_per_s:,.0f} loss items/s)"
+    return f"{event.samples_per_s:,.0f} samples/s{items}"
 
 
 def epoch_line(event: EpochEnded, epochs: int | None) -> str:

@@ -190,7 +190,7 @@ class RunFolderSink:
 
 
 def step_row(event: StepLogged) -> dict[str, Any]:
-    """A line of ``steps.jsonl``. Units: ``lr`` per step, ``samples_per_s`` over all ranks, shares from 0 to 1."""
+    """A line of ``steps.jsonl``. Units: ``lr`` per step, rates over all ranks, shares from 0 to 1."""
     return {
         "attempt": event.attempt,
         "step": event.step,
@@ -203,6 +203,7 @@ def step_row(event: StepLogged) -> dict[str, Any]:
         "data_wait_share": event.data_wait_share,
         "skipped_steps": event.skipped_steps,
         "scalars": event.scalars,
+        **({} if event.items_per_s is None else {"items_per_s": event.items_per_s}),
     }
 
 
