@@ -158,8 +158,9 @@ class Hdf5(Rows):
 
         super().__init__(workload)
         self.path, self.file = Path(workload.folder) / "inputs.h5", None
-        with h5py.File(self.path, "w") as file:
-            file["inputs"] = self.inputs
+        if not self.path.exists():  # the plan and the training open it
+            with h5py.File(self.path, "w") as file:
+                file["inputs"] = self.inputs
 
     def __getitem__(self, index: int) -> Any:
         import h5py

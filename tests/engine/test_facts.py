@@ -238,14 +238,12 @@ def test_samples_that_take_their_time_are_told_from_quick_ones() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    ("device", "quick", "workers"), [("cpu", True, 0), ("cpu", False, 3), ("gpu:0", True, 3), ("gpu:0", False, 3)]
-)
-def test_quick_samples_need_no_process_beside_a_step_on_the_cpu(device: str, quick: bool, workers: int) -> None:
-    placement = resolve_placement(HardwareConfig(selected_devices=[device]), DistributedConfig(), World(), machine(1))
-    facts = TaskFacts(name="toy", train_samples=100, quick_samples=quick)
+@pytest.mark.parametrize(("quick", "workers"), [(True, 0), (False, 3)])
+def test_workers_for_data_that_reading_opens_follow_from_the_cores(quick: bool, workers: int) -> None:
+    placement = resolve_placement(HardwareConfig(selected_devices=["cpu"]), DistributedConfig(), World(), machine(1))
+    facts = TaskFacts(name="toy", train_samples=100, quick_samples=quick, opens_files=True)
     plan = make_plan(resolve({}), placement, facts, cores=4)
-    assert plan.loader.num_workers == workers
+    assert (plan.loader.num_workers, plan.loader.most_workers) == (workers, workers)
     (reason,) = [choice.reason for choice in plan.choices if choice.name == "loader"]
     assert ("less time than another process" in reason) == (workers == 0)
 

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from lockstep.bench.measure import Case, measure, on_site
 from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
 from lockstep.bench.subject import Subject
 from lockstep.bench.trials import Outcome, new_trials
+from lockstep.data.loader import Request, Source, make_loader, windows
 from lockstep.engine.source import training_source
+from lockstep.engine.transfer import to_device
 from lockstep.hardware.host import usable_cores
-from lockstep.launch.pace import EPOCHS, loading_rate
-from lockstep.plan import Plan
+from lockstep.plan import LoaderPlan, Plan
 from lockstep.plan.workers import CLOSE, recommend, worker_counts
 
 WARM_UP, STEPS = 3, 12
+#: A plan of so many epochs does not run out of batches meanwhile.
+EPOCHS = 100_000
+
+
+class Rate(NamedTuple):
+    """How fast a loader is. ``first_s``: seconds until the first batch, whose workers have to start.
+
+    ``transfer_s``: to bring a batch to the GPU, where there is one.
+    """
+
+    samples_per_s: float
+    batch_s: float
+    first_s: float
+    transfer_s: float | None
+    batches: int
 
 
 def bench_loader(
@@ -153,3 +175,63 @@ def measure_loader(rank: Rank, step: Case, endless: Plan, counts: Sequence[int],
                     "batches": rate.batches,
                 }
             )
+
+
+def loading_rate(
+    source: Source,
+    plan: Plan,
+    workers: int,
+    seconds: float,
+    *,
+    device: torch.device | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Rate:
+    """Load the batches of a single rank for about ``seconds``, after the first one.
+
+    Args:
+        device: where to bring some of the batches, to see how long that takes; only a GPU takes any time.
+        check: called with every batch; may raise to end it.
+    """
+    how = LoaderPlan(
+        num_workers=workers,
+        prefetch_factor=plan.loader.prefetch_factor,
+        persistent_workers=workers > 0,
+        pin_memory=plan.loader.pin_memory,
+    )
+    loader = make_loader(source, _requests(plan), how, 0, largest=plan.batch.batch_size)
+    first, samples, loaded, transfers = 0.0, 0, 0, list[float]()
+    started = now = time.perf_counter()
+    with contextlib.closing(loader):
+        for batch, request in zip(iter(loader), _requests(plan), strict=False):
+            check()
+            now = time.perf_counter()
+            if not first:
+                first, started = now - started, now
+                continue
+            samples, loaded = samples + request.size, loaded + 1
+            if loaded <= 10 and device is not None and device.type == "cuda":
+                transfers.append(_transfer(batch, device))
+            if now - started > seconds:
+                break
+        taken = time.perf_counter() - started - sum(transfers)
+    return Rate(
+        samples / taken if taken > 0 else 0.0,
+        taken / max(1, loaded),
+        first,
+        statistics.median(transfers) if transfers else None,
+        loaded,
+    )
+
+
+def _requests(plan: Plan) -> Iterable[Request]:
+    walk = windows(plan.batch, rank=0, epoch=0, position=0, epochs=plan.epochs, ghosts=False)
+    return itertools.chain.from_iterable(window.requests for window in walk)
+
+
+def _transfer(batch: Any, device: torch.device) -> float:
+    """Seconds to bring a batch to a GPU."""
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    to_device(batch, device)
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - started

@@ -191,8 +191,7 @@ class Settings:
         str | None,
         Overrides("data.num_workers"),
         _flag(
-            "Processes that load data, per rank; auto measures what a step needs before the first one. "
-            "Default: chosen by the plan from the cores.",
+            "Processes that load data, per rank. Default (auto): started if the first steps show that they are faster.",
             FILES,
             metavar="INT|auto",
         ),

@@ -196,8 +196,7 @@ class DataConfig(Section):
     download: bool = Field(False, description="let the task download its named data set into data_dir")
     num_workers: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"] | None, BeforeValidator(_workers)] = Field(
         None,
-        description="loader processes per rank; auto: measured before the first step; unset: chosen by the plan from "
-        "the cores",
+        description="loader processes per rank; unset or auto: started when the first steps show that they are faster",
     )
     prefetch_factor: int | None = Field(
         None, ge=1, description="batches in flight per worker; unset: chosen by the plan"

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from lockstep.data.adaptive import AdaptiveLoader
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import deal
 from lockstep.data.nested import mapped
@@ -188,11 +189,20 @@ class Batches(Protocol):
     def close(self) -> None: ...
 
 
-def make_loader(source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int, *, largest: int) -> Batches:
+def make_loader(
+    source: Source,
+    requests: Iterable[Request],
+    plan: LoaderPlan,
+    rank: int,
+    *,
+    largest: int,
+    report: Callable[[str], None] = lambda text: None,
+) -> Batches:
     """The loader that the plan asks for.
 
     Args:
         largest: samples of the largest request that is to be expected.
+        report: gets a sentence when the loader has measured how many processes to use.
     """
     if plan.num_workers > 0:
         return WorkerLoader(source, requests, plan, rank)
@@ -202,6 +212,8 @@ def make_loader(source: Source, requests: Iterable[Request], plan: LoaderPlan, r
     # For a GPU, which computes meanwhile, a thread gathers other tensors ahead, too. On a CPU it would take its cores.
     if (source.gathers and not small) or (pin and source.reader.gathers_tensors):
         return ThreadLoader(source, requests, depth=plan.prefetch_factor, pin=pin)
+    if plan.most_workers and not source.gathers and not source.reader.gathers:
+        return AdaptiveLoader(source, requests, plan, rank, finish=_pinned if pin else _as_is, report=report)
     return InPlaceLoader(source, requests, pin=pin)
 
 

@@ -326,7 +326,8 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     source = trace.source(training_source(fit.task, fit.datasets.train, plan))
     start: dict[str, int] = {"epoch": state.epoch, "position": state.position}
     requests = chain.from_iterable(window.requests for window in walk(plan, world, **start))
-    loader = make_loader(source, requests, plan.loader, world.rank, largest=plan.batch.batch_size)
+    largest = plan.batch.batch_size
+    loader = make_loader(source, requests, plan.loader, world.rank, largest=largest, report=fit.remark)
     batches = TimedBatches(trace.batches(iter(loader)))
     train_mode(fit.strategy.module)
     fit.task.context.is_training = True

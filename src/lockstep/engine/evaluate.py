@@ -91,7 +91,7 @@ def evaluate(
         rounds = list(_rounds(len(dataset), batch_size, *place, chunks, ghosts))
         source = Source(dataset, collate_of(task), seed, InOrder())
         if source.is_at_hand or source.reader.gathers:  # to start processes for it takes longer than its rows
-            loader = loader.model_copy(update={"num_workers": 0, "persistent_workers": False})
+            loader = loader.model_copy(update={"num_workers": 0, "most_workers": 0, "persistent_workers": False})
         devices = dict.fromkeys((device, *(parameter.device for parameter in model.parameters())))
         draw = SeededDraws(seed, list(devices), everything=True, purpose="evaluation")
         # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.

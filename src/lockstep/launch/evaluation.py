@@ -71,8 +71,8 @@ def evaluate_checkpoint(
         warn(note)
     cores = usable_cores() // placement.world_size
     loader = plan.loader
-    if loader.num_workers > cores:
-        loader = loader.model_copy(update={"num_workers": cores, "persistent_workers": cores > 0})
+    most = {"num_workers": min(loader.num_workers, cores), "most_workers": min(loader.most_workers, cores)}
+    loader = loader.model_copy(update={**most, "persistent_workers": loader.persistent_workers and cores > 0})
     changed = {"placement": placement.as_dict(), "threads": min(plan.threads, max(1, cores)), "loader": loader}
     plan = plan.model_copy(update=changed)
     compute = _here if placement.world_size == 1 else _on_ranks

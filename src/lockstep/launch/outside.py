@@ -41,7 +41,6 @@ from lockstep.launch.folder import (
 from lockstep.launch.keep import Keeping, agree, lowest_sharing, mark_job
 from lockstep.launch.meet import OWN_SETTINGS, Team, join, meeting
 from lockstep.launch.output import rank_output
-from lockstep.launch.pace import measured_workers
 from lockstep.launch.prepare import place, plan_for, resume_point
 from lockstep.launch.share import gather_logs, share_run
 from lockstep.launch.signals import StopRequest
@@ -208,7 +207,7 @@ def _lay_down(
     run = RunDir(keeping.path)
     check_sinks(config, keeping.path)
     point = resume_point(run, hold=True, accept_data=accept_data, report=warn) if keeping.found else None
-    prepared = plan_for(task, config, placement, datasets, point, measure=measured_workers)
+    prepared = plan_for(task, config, placement, datasets, point)
     if keeping.found:
         keep_config(run, config)
     else:

@@ -30,7 +30,6 @@ from lockstep.hardware.world import World, read_world
 from lockstep.plan import OrderPlan, Plan, ResumePoint, TaskFacts
 from lockstep.plan import make_plan as compute_plan
 from lockstep.plan.checkpoint import moments_of
-from lockstep.plan.workers import Recommendation
 from lockstep.tasks.known import class_paths, remember
 from lockstep.tasks.registry import configured, find_task, make_task
 from lockstep.telemetry.rundir import RunDir
@@ -129,13 +128,11 @@ def plan_for(
     datasets: Datasets,
     resume: ResumePoint | None,
     *,
-    measure: Callable[[Task, RunConfig, Placement, Plan], Recommendation | str] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> Prepared:
     """The plan for data that is open already.
 
     Args:
-        measure: answers ``data.num_workers: auto`` when a training starts.
         devices: what the machine has; ``None`` looks.
     """
     facts = inspect_task(task, datasets, config.task.name)
@@ -146,9 +143,6 @@ def plan_for(
     cores = usable_cores()
     preset = _preset_threads(placement, cores)
     plan = compute_plan(config, placement, facts, cores=cores, preset=preset, resume=resume)
-    if config.data.num_workers == "auto" and facts.loader is None and measure is not None:
-        workers = measure(task, config, placement, plan)
-        plan = compute_plan(config, placement, facts, cores=cores, preset=preset, resume=resume, workers=workers)
     if plan.pipelined:
         tried = trial_of(task)
         stages_of(tried, on_meta(tried), max(placement.world_size, len(placement.devices)))

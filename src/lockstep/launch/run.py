@@ -34,7 +34,6 @@ from lockstep.launch.folder import (
 from lockstep.launch.lightning_cli import refuse_lightning_cli
 from lockstep.launch.nodes import train_as_node_rank, train_on_nodes
 from lockstep.launch.outside import train_as_rank
-from lockstep.launch.pace import measured_workers
 from lockstep.launch.prepare import Prepared, make_plan, place, plan_for, resume_point, settle
 from lockstep.launch.signals import StopRequest
 from lockstep.plan import Plan, ResumePoint
@@ -150,7 +149,7 @@ def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool, accept_dat
 
 def _prepare(task: Task, config: RunConfig, point: ResumePoint | None, world: World) -> Prepared:
     placement = place(config, world)
-    return plan_for(task, config, placement, open_data(task, config), point, measure=measured_workers)
+    return plan_for(task, config, placement, open_data(task, config), point)
 
 
 def _start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:

@@ -72,9 +72,13 @@ class ResumePoint(_Frozen):
 
 
 class LoaderPlan(_Frozen):
-    """Input pipeline of one rank."""
+    """Input pipeline of one rank.
+
+    ``most_workers``: with more than ``num_workers`` of them the loader may start processes after its first batches.
+    """
 
     num_workers: int
+    most_workers: int = 0
     prefetch_factor: int
     persistent_workers: bool
     pin_memory: bool

@@ -13,7 +13,7 @@ from lockstep.plan.order import OrderPlan, order_note, resolve_order
 from lockstep.plan.plan import Choice, LoaderPlan, Plan, ResumePoint, TaskFacts
 from lockstep.plan.refusals import refuse_contradictions
 from lockstep.plan.remarks import data_notes, module_notes, optimizer_notes, strategy_notes
-from lockstep.plan.workers import Recommendation, choose_workers
+from lockstep.plan.workers import choose_workers
 
 #: Time of a step in exact mode against fast, as measured by ``benchmarks/exact_cost.py`` with 8 lanes on CPU cores.
 EXACT_COST = "measured: 0.9 times the time of fast on two CPU ranks, 1.8 to 2.9 times on one"
@@ -27,7 +27,6 @@ def make_plan(
     cores: int,
     preset: tuple[int, str] | None = None,
     resume: ResumePoint | None = None,
-    workers: Recommendation | str | None = None,
 ) -> Plan:
     """Resolve everything that does not change during the run.
 
@@ -35,7 +34,6 @@ def make_plan(
         cores: CPU cores this node may use.
         preset: intra-op threads that the user has set outside Lockstep, and where.
         resume: given on resume; its global batch is held unless it says otherwise.
-        workers: what measuring said for ``data.num_workers: auto``, or why nothing was measured.
 
     Raises:
         ConfigError, DataError, UnsupportedError: what was asked for cannot be.
@@ -52,7 +50,7 @@ def make_plan(
     order, ordered = _order(config, facts, resume)
     course = resolve_course(config, batch, resume, facts)
     threads, threaded = _threads(config, placement, cores, preset)
-    loader, loaded = _loader(config, placement, facts, cores, workers)
+    loader, loaded = _loader(config, placement, facts, cores)
     in_shards, saved = _checkpoints(config, placement, facts)
     judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on what it likes
     monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
@@ -176,26 +174,18 @@ def _threads(config: RunConfig, placement: Placement, cores: int, preset: tuple[
     return threads, Choice(name="threads", value=str(threads), reason=reason)
 
 
-def _loader(
-    config: RunConfig, placement: Placement, facts: TaskFacts, cores: int, measured: Recommendation | str | None
-) -> tuple[LoaderPlan, Choice]:
+def _loader(config: RunConfig, placement: Placement, facts: TaskFacts, cores: int) -> tuple[LoaderPlan, Choice]:
     d = config.data
-    workers, reason = choose_workers(
-        d,
-        whole_batches=facts.whole_batches,
-        read_file=facts.read_file,
-        quick_on_cpu=facts.quick_samples and placement.accelerator == "cpu",
-        cores=cores,
-        local_ranks=_local_ranks(placement),
-        measured=measured,
-    )
+    workers, most, reason = choose_workers(d, facts, cores=cores, local_ranks=_local_ranks(placement))
     loader = LoaderPlan(
         num_workers=workers,
+        most_workers=most,
         prefetch_factor=d.prefetch_factor or 2,
-        persistent_workers=workers > 0 if d.persistent_workers is None else d.persistent_workers,
+        persistent_workers=most > 0 if d.persistent_workers is None else d.persistent_workers,
         pin_memory=placement.accelerator == "gpu" if d.pin_memory is None else d.pin_memory,
     )
-    return loader, Choice(name="loader", value=f"{workers} worker{'s' * (workers != 1)}", reason=reason)
+    value = f"{workers} worker{'s' * (workers != 1)}" + (f" at first, up to {most}" if most > workers else "")
+    return loader, Choice(name="loader", value=value, reason=reason)
 
 
 def _checkpoints(config: RunConfig, placement: Placement, facts: TaskFacts) -> tuple[bool, list[Choice]]:

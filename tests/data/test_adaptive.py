@@ -1,0 +1,145 @@
+"""The number of loader processes follows from the first batches; the batches do not follow from it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import random
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+import lockstep
+from lockstep.cli.main import main
+from lockstep.data.loader import InOrder, Request, Source, make_loader
+from lockstep.hardware.host import usable_cores
+from lockstep.plan import LoaderPlan
+from lockstep.plan.workers import worth_trying
+from tests.toys import Toy
+
+BATCH, BATCHES = 4, 120
+
+
+class Waiting:
+    """Samples that take their time, ``in_worker`` seconds in a loader process; each draws a number."""
+
+    def __init__(self, in_training: float, in_worker: float) -> None:
+        self.pauses = in_training, in_worker
+
+    def __len__(self) -> int:
+        return BATCH * BATCHES
+
+    def __getitem__(self, index: int) -> tuple[int, float, int]:
+        is_worker = multiprocessing.parent_process() is not None
+        time.sleep(self.pauses[is_worker] / BATCH)
+        return index, random.random(), int(is_worker)
+
+
+def requests() -> list[Request]:
+    epochs = [(epoch, start) for epoch in (0, 1) for start in range(0, BATCH * BATCHES // 2, BATCH)]
+    return [Request(epoch, 0, start, start + BATCH) for epoch, start in epochs]
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(("in_worker", "ends_in"), [(0.004, 1), (0.1, 0)], ids=["they help", "they do not"])
+def test_processes_are_kept_if_steps_are_faster_with_them(in_worker: float, ends_in: int, persistent: bool) -> None:
+    plan = LoaderPlan(num_workers=0, most_workers=2, prefetch_factor=2, persistent_workers=persistent, pin_memory=False)
+    source, said = Source(Waiting(0.01, in_worker), default_collate, 3, InOrder()), list[str]()
+    with contextlib.closing(make_loader(source, requests(), plan, 0, largest=BATCH, report=said.append)) as loader:
+        found = []
+        for batch in loader:
+            time.sleep(0.01)  # a step
+            found.append(batch)
+    expected = [Source(Waiting(0, 0), default_collate, 3, InOrder()).batch(request) for request in requests()]
+    assert len(found) == len(expected)
+    for (indices, drawn, _), (same_indices, same_drawn, _) in zip(found, expected, strict=True):
+        assert torch.equal(indices, same_indices)
+        assert torch.equal(drawn, same_drawn)
+    places = [int(where[0]) for *_, where in found]
+    assert places[0] == 0
+    assert 1 in places
+    assert places[-1] == ends_in
+    (text,) = said
+    assert ("in the training process" in text.partition(":")[0]) == (ends_in == 0)
+    assert not multiprocessing.active_children()
+
+
+def test_a_loader_that_is_closed_early_leaves_no_process() -> None:
+    plan = LoaderPlan(num_workers=0, most_workers=2, prefetch_factor=2, persistent_workers=True, pin_memory=False)
+    source = Source(Waiting(0.01, 0.004), default_collate, 3, InOrder())
+    with contextlib.closing(make_loader(source, requests(), plan, 0, largest=BATCH)) as loader:
+        for *_, where in loader:
+            time.sleep(0.01)
+            if where[0]:
+                break
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("load_s", "step_s", "size", "cores", "workers"),
+    [
+        (1e-3, 10e-3, 0, 2, 0),  # loading hardly matters
+        (1e-3, 1.8e-3, 0, 2, 0),  # handing over takes longer
+        (10e-3, 20e-3, 0, 8, 2),  # one would be just too slow
+        (100e-3, 110e-3, 0, 8, 7),
+        (5e-3, 5.5e-3, 0, 1, 0),  # no core for it
+        (20e-3, 21e-3, 200_000_000, 2, 0),  # copying is slower than loading
+    ],
+)
+def test_processes_are_tried_where_they_should_help(
+    load_s: float, step_s: float, size: int, cores: int, workers: int
+) -> None:
+    assert worth_trying(load_s, step_s, size, cores) == workers
+
+
+class OpensFiles(Toy):
+    """Each sample is read from a file that is opened with the first one."""
+
+    def datasets(self) -> lockstep.Datasets:
+        return lockstep.Datasets(_Lazily(Path(__file__)))
+
+
+class _Lazily:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: BinaryIO | None = None
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray[Any, Any], int]:
+        self.file = self.file or self.path.open("rb")
+        self.file.seek(index)
+        self.file.read(1)
+        return np.ones(4, dtype=np.float32), 0
+
+    def __del__(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+@pytest.mark.parametrize("given", [[], ["--num-workers", "auto"]])
+def test_a_file_that_reading_opens_is_not_shared_with_processes(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "tests.data.test_adaptive:OpensFiles", "--devices", "cpu", "--json", *given]) == 0
+    assert '"most_workers": 0' in capsys.readouterr().out
+
+
+def test_the_plan_names_how_many_processes_there_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "tests.toys:Toy", "--devices", "cpu", "--set", "task.dataset=plain"]
+    assert main(command) == 0
+    assert f"0 workers at first, up to {usable_cores()}" in capsys.readouterr().out
+    assert main([*command, "--num-workers", "2"]) == 0
+    assert "as configured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["many", "-1", "1.5"])
+def test_anything_else_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tests.toys:Toy", "--devices", "cpu", "--num-workers", value]) == 2
+    assert "it must be `auto` or a number from 0" in capsys.readouterr().err
