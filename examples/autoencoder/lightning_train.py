@@ -5,7 +5,6 @@ from pathlib import Path
 
 import yaml
 from lightning import seed_everything
-from lightning.pytorch.loggers import TensorBoardLogger
 from src.data.lightning_datamodule import DigitsDataModule
 from src.model.lightning_module import AutoencoderModule
 from src.model.lightning_picture import ReconstructionPicture
@@ -19,13 +18,10 @@ result = fit(
     DigitsDataModule(seed=config["seed"], **config["data"]),
     hardware=config["hardware"],
     config={
-        "save_dir": config["run_dir"],
+        "runs_dir": config["runs_dir"],
         "training": {**config["training"], "seed": config["seed"]},
         "telemetry": {"upload_to": config["upload_to"]},
     },
-    trainer={
-        "callbacks": [ReconstructionPicture()],
-        "logger": TensorBoardLogger(config["run_dir"], name="", version="logs/lightning"),
-    },
+    trainer={"callbacks": [ReconstructionPicture()]},
 )
-print(f"best epoch {result.best_epoch}: {result.best_metric}")
+print(f"{result.run_dir}: best epoch {result.best_epoch}: {result.best_metric}")

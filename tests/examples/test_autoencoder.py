@@ -81,7 +81,7 @@ def test_the_script_trains(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     output = finish(start(tmp_path, str(FOLDER / "lightning_train.py"), "config.yaml"))
     assert "best epoch 2:" in output
-    run = RunDir.open(tmp_path / "output" / "train")
+    run = RunDir.open(next((tmp_path / "output" / "train").iterdir()))
     assert len(run.epochs()) == 2
     assert list(run.logs.glob("**/reconstructions.png"))
     assert json.loads((tmp_path / "output" / "uploaded" / "run.json").read_text())["status"] == "completed"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -115,12 +116,21 @@ def test_the_sections_contradict_each_other(config: Path, capsys: pytest.Capture
     assert "Traceback" not in error
 
 
+def test_what_lightning_refuses_is_one_error(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(config.parent, hardware={})
+    assert main(["lightning", "validate", "-c", str(config), "--trainer.accelerator", "tpu"]) == 2
+    error = capsys.readouterr().err
+    assert "Lightning refuses the trainer section" in error
+    assert "torch_xla" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--hardware.selected_devices", "[gpu:7]"], "there is no gpu:7 on this machine"),
         (["--hardware.precision", "8"], "hardware.precision"),
         (["--trainer.epochs", "3"], "trainer.epochs"),
+        (["--trainer.strategy", "dp"], "Lightning 2.0 removed it"),
         (["--model", "no.such.Model"], "no.such.Model"),
     ],
 )
@@ -156,7 +166,7 @@ def test_an_old_run_folder_is_not_written_into(config: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("where", ["init", "setup"])
-def test_a_fit_that_fails_before_its_first_step_says_so_and_may_be_repeated(
+def test_a_fit_that_fails_before_its_first_step_says_so_and_the_next_has_its_own_folder(
     config: Path, tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_config(tmp_path, model={"class_path": "tests.lightning.trainings.Breaking"})
@@ -170,12 +180,10 @@ def test_a_fit_that_fails_before_its_first_step_says_so_and_may_be_repeated(
     assert "--ckpt_path YOUR_CHECKPOINT.ckpt" in advice("resume", capsys), "it has none of its own"
     (tmp_path / "broken").unlink()
     assert run(command) == 0
-    done = RunDir.open(tmp_path / "out").read()
-    assert (done.id, done.status, done.attempt, done.error) == (failed.id, "completed", 1, None)
-    with pytest.raises(RunFolderError, match="which is completed") as caught:
-        run(command)
-    assert "another --run_dir" in caught.value.fix
-    assert f"--ckpt_path {tmp_path}/out/checkpoints/last.ckpt" in caught.value.fix
+    assert "out has a run already, so this one is in out-2" in capsys.readouterr().err
+    assert RunDir.open(tmp_path / "out").read() == failed
+    done = RunDir.open(tmp_path / "out-2").read()
+    assert (done.status, done.attempt, done.error) == ("completed", 1, None)
 
 
 def test_ctrl_c_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
@@ -195,12 +203,11 @@ def test_a_signal_to_end_before_the_first_step_is_a_stop(tmp_path: Path) -> None
     assert (folder.read().status, folder.read().error) == ("stopped", None)
 
 
-@pytest.mark.parametrize("ckpt_path", [None, "module.ckpt"])
-def test_a_run_with_checkpoints_of_lockstep_stays_as_it_is(tmp_path: Path, ckpt_path: str | None) -> None:
+def test_a_run_with_checkpoints_of_lockstep_stays_as_it_is(tmp_path: Path) -> None:
     make_run(tmp_path / "out").update(status="failed")
     before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
     with pytest.raises(RunFolderError, match="not of `lockstep lightning fit`"):
-        fit_folder(str(tmp_path / "out"), ckpt_path, "tests.lightning.trainings:Probe", World())
+        fit_folder(str(tmp_path / "out"), "module.ckpt", "tests.lightning.trainings:Probe", World())
     assert {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()} == before
 
 
@@ -217,6 +224,19 @@ def test_predictions_come_with_the_indices_of_their_samples(config: Path, tmp_pa
     write_config(tmp_path, model={"class_path": "tests.lightning.trainings.Numbers"}, trainer=settings)
     assert run(["predict", "-c", str(config)]) == 0
     assert predicted(tmp_path, 0) == [[[0, 1], [0, 10]], [[2, 3], [20, 30]], [[4], [40]]]
+    assert not list(tmp_path.rglob("predictions.pt")), "the callback has written them"
+
+
+def test_predictions_are_in_the_run_folder_of_the_checkpoint(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path, model={"class_path": "tests.lightning.trainings.Numbers"})
+    assert run(["fit", "-c", str(config), "--run_dir", "out"]) == 0
+    last = str(tmp_path / "out" / "checkpoints" / "last.ckpt")
+    assert run(["predict", "-c", str(config), "--ckpt_path", last]) == 0
+    file = tmp_path / "out" / "predictions.pt"
+    assert f"predictions: {file}" in capsys.readouterr().out
+    assert torch.load(file) == [[0, 10], [20, 30], [40]]
 
 
 def predicted(folder: Path, rank: int) -> list[Any]:

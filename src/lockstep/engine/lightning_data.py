@@ -12,7 +12,8 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lockstep.data.loader import InOrder, SampleOrder
 from lockstep.data.order import Order
@@ -66,7 +67,6 @@ class OrderedBatches:
 
     def __init__(self, batch: BatchPlan, order: SampleOrder, rank: int, state: TrainState) -> None:
         self._batch, self._order, self._rank, self._state = batch, order, rank, state
-        self._counted: tuple[int, int] | None = None
 
     @property
     def done(self) -> int:
@@ -74,10 +74,7 @@ class OrderedBatches:
         return round(self._state.position / self._batch.global_batch) * self._batch.accumulate
 
     def __len__(self) -> int:
-        position = self._state.position
-        if self._counted is None or self._counted[0] != position:
-            self._counted = position, sum(len(step.mine) for step in epoch_steps(self._batch, self._rank, position))
-        return self.done + self._counted[1]
+        return self.done + self._batch.steps_left(self._state.position) * self._batch.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._walk(self._state.epoch, self._state.position)
@@ -107,7 +104,7 @@ class OwnOrder:
         end = object()
         for number in count():
             with seeded(derive_key("loader", self._seed, self._state.epoch, number)):  # samplers draw at their start
-                batches = _iterate(self._loader)
+                batches = (batch for batch, _, _ in _combined(self._loader))
                 batch = next(batches, end)
             if batch is end:
                 raise DataError("the training loader gives no batch", fix="check what train_dataloader() returns")
@@ -122,11 +119,10 @@ def own_batches(loader: Any, unsized: int | None) -> int:
     Raises:
         UnsupportedError: nobody says how many.
     """
+    combined = _combined(loader)
+    iter(combined)
     try:
-        if _is_several(loader):
-            loader = _combined(loader)
-            iter(loader)
-        return len(loader)
+        return len(combined)
     except TypeError:
         if unsized is not None:
             return unsized
@@ -137,15 +133,8 @@ def own_batches(loader: Any, unsized: int | None) -> int:
     )
 
 
-def _iterate(loader: Any) -> Iterator[Any]:
-    return (batch for batch, _, _ in _combined(loader)) if _is_several(loader) else iter(loader)
-
-
-def _is_several(loader: Any) -> bool:
-    return isinstance(loader, (list, tuple, dict)) or type(loader).__name__ == "CombinedLoader"
-
-
 def _combined(loaders: Any) -> Any:
+    """One loader, or several as the Trainer combines them."""
     from lightning.pytorch.utilities import CombinedLoader
 
     return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
@@ -180,6 +169,12 @@ class SharedBatches:
         return (list(range(start, stop)) for start, stop in self._spans)
 
 
+_KEPT = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
+)
+
+
 class SeededLoader(DataLoader[Any]):
     """The user's DataLoader with another batch sampler; its generator and its workers are seeded anew each epoch.
 
@@ -205,15 +200,8 @@ class SeededLoader(DataLoader[Any]):
         super().__init__(
             loader.dataset,
             batch_sampler=batch_sampler,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
             generator=torch.Generator() if loader.generator is None else loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            **{name: getattr(loader, name) for name in _KEPT},
             **defaults,
         )
 
@@ -253,47 +241,35 @@ def orders(loader: Any, ranks: int) -> bool:
     Raises:
         UnsupportedError, DataError: several ranks cannot share them; or there are none.
     """
-    try:
-        check_loader(loader)
-    except UnsupportedError:
-        if ranks > 1:
-            raise
-        return False
-    return True
+    own = _own_order(loader)
+    if own is None:
+        from lockstep.engine.facts import check_dataset
 
-
-def check_loader(loader: Any) -> None:
-    """Refuse a training loader whose samples Lockstep cannot put into an order of its own.
-
-    Raises:
-        UnsupportedError, DataError: saying what to do instead.
-    """
-    from lockstep.engine.facts import check_dataset
-
-    if not isinstance(loader, DataLoader):
+        check_dataset(loader.dataset, "train")
+    elif ranks > 1:
         raise UnsupportedError(
-            f"train_dataloader() returned {type(loader).__name__}, not one DataLoader",
-            why="the order of several loaders together is not a function of sample and position",
-            fix="concatenate the data sets (torch.utils.data.ConcatDataset) into one DataLoader",
-        )
-    check_dataset(loader.dataset, "train")
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        raise UnsupportedError(
-            f"the training loader is a {type(loader).__name__}, which walks its data in a way of its own",
-            why="Lockstep's order could not be seen to hold",
-            fix="use torch.utils.data.DataLoader; a resume needs no stateful loader",
-        )
-    known = isinstance(loader.sampler, (RandomSampler, SequentialSampler))
-    replaced = isinstance(loader.sampler, RandomSampler) and (
-        loader.sampler.replacement or loader.sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
-    )
-    if not known or replaced or loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        what = type(loader.sampler if not known or replaced else loader.batch_sampler).__name__
-        raise UnsupportedError(
-            f"the training loader draws its samples by {what}",
+            f"several devices cannot share the samples of this training loader: it {own}",
             why="Lockstep's order shows every sample once an epoch, on any number of ranks, and resumes anywhere",
-            fix="use shuffle=True or shuffle=False with batch_size; make weights part of the loss or the data set",
+            fix="use one device; or one torch.utils.data.DataLoader of a map-style data set (ConcatDataset joins "
+            "several) with batch_size and no sampler: weights can be part of the loss or the data set",
         )
+    return own is None
+
+
+def _own_order(loader: Any) -> str | None:
+    """What decides the order of a loader's samples, where it is more than ``shuffle``."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return f"is a {type(loader).__name__}"
+    if isinstance(loader.dataset, IterableDataset):
+        return "has an iterable data set"
+    sampler: Any = loader.sampler
+    known = isinstance(sampler, (RandomSampler, SequentialSampler))
+    redrawn = isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if known and not redrawn and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
+        return None
+    return f"has a {type(sampler if not known or redrawn else loader.batch_sampler).__name__} of its own"
 
 
 def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
@@ -302,18 +278,13 @@ def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
     Raises:
         UnsupportedError: a loader that cannot be shared out. DataError: fewer samples than ranks.
     """
-    plain = (
-        isinstance(loader, DataLoader)
-        and loader.batch_size is not None  # else the batch sampler is the user's
-        and isinstance(loader.sampler, (RandomSampler, SequentialSampler))
-        and type(loader.batch_sampler) is BatchSampler
-    )
-    if not plain:
+    own = _own_order(loader)
+    if own is not None:
         if world.size == 1:
             return loader
         raise UnsupportedError(
-            f"an evaluation loader ({type(loader).__name__}) has a sampler of its own",
-            why="its samples could not be shared out so that each counts once",
+            f"several devices cannot share the samples of an evaluation loader: it {own}",
+            why="each sample must count once",
             fix="use a DataLoader of a map-style data set with batch_size and no sampler, or one device",
         )
     batches = SharedBatches(len(loader.dataset), loader.batch_size, world)
@@ -359,8 +330,4 @@ def _seeded(hook: Callable[..., Any], seed: int, change: Change | None) -> Calla
 
 def _each(change: Change, loaders: Any) -> Any:
     """``change`` of one loader, or of each in a list or mapping; nothing is left as it is."""
-    if isinstance(loaders, (list, tuple)):
-        return [change(loader) for loader in loaders]
-    if isinstance(loaders, dict):
-        return {name: change(loader) for name, loader in loaders.items()}
-    return loaders if loaders is None else change(loaders)
+    return None if loaders is None else tree_map(change, loaders)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from lockstep.telemetry.scalars import as_row, monitored, row_name
 from lockstep.telemetry.throughput import Throughput
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Recorder(Checkpoint):
     """Counts steps and samples, emits events, saves, and stops all ranks on the same step.
 
@@ -43,24 +45,20 @@ class Recorder(Checkpoint):
         poll: reports a save that is done.
     """
 
-    def __init__(
-        self,
-        *,
-        config: RunConfig,
-        plan: Plan,
-        state: TrainState,
-        collectives: Collectives,
-        sink: Sink,
-        attempt: int,
-        run_dir: Path,
-        stop_requested: Callable[[], bool],
-        heartbeat: Callable[[int, int], None],
-        save: Callable[[pl.Trainer, bool], None],
-        poll: Callable[[], None],
-    ) -> None:
-        self._config, self._plan, self._state, self._collectives = config, plan, state, collectives
-        self._sink, self._attempt, self._run_dir = sink, attempt, run_dir
-        self._stop_requested, self._heartbeat, self._save, self._poll = stop_requested, heartbeat, save, poll
+    config: RunConfig
+    plan: Plan
+    state: TrainState
+    collectives: Collectives
+    sink: Sink
+    attempt: int
+    run_dir: Path
+    stop_requested: Callable[[], bool]
+    heartbeat: Callable[[int, int], None]
+    save: Callable[[pl.Trainer, bool], None]
+    poll: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        config, plan, state = self.config, self.plan, self.state
         self._policy = SavePolicy(config.checkpoint.every_steps, config.checkpoint.every_s, step=state.step)
         self._speed = Throughput()
         self._started, self._earlier_s = time.monotonic(), state.elapsed_s
@@ -92,32 +90,32 @@ class Recorder(Checkpoint):
     @property
     def is_over(self) -> bool:
         """Whether an earlier attempt did all there was to do."""
-        patience = self._config.training.early_stopping_patience
-        return self._state.step >= self._plan.total_steps or 0 < patience <= self._state.evaluations_without_gain
+        patience = self.config.training.early_stopping_patience
+        return self.state.step >= self.plan.total_steps or 0 < patience <= self.state.evaluations_without_gain
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        plan, state = self._plan, self._state
+        plan, state = self.plan, self.state
         for optimizer in trainer.optimizers:
             match_layouts(optimizer)  # Lightning has restored them
-        where = (self._run_dir, self._attempt, state.step, plan.total_steps, plan.as_dict())
-        self._sink.emit(RunStarted(*where, position=lambda: state.step))
+        where = (self.run_dir, self.attempt, state.step, plan.total_steps, plan.as_dict())
+        self.sink.emit(RunStarted(*where, position=lambda: state.step))
         self._ranks = RankWatch(
-            self._collectives,
+            self.collectives,
             trainer.strategy.root_device,
             pl_module.parameters(),
             self._speed,
-            self._sink.emit,
-            attempt=self._attempt,
+            self.sink.emit,
+            attempt=self.attempt,
             step=state.step,
         )
         for note in plan.notes:
-            self._sink.emit(Note("info", note))
+            self.sink.emit(Note("info", note))
         pulse.at(Activity.FIRST_STEP, state.step)
         self._begin_epoch()
         self._interval = self._epoch_mark = self._speed.mark()
 
     def _begin_epoch(self) -> None:
-        self._steps = epoch_steps(self._plan.batch, self._collectives.rank, self._state.position)
+        self._steps = epoch_steps(self.plan.batch, self.collectives.rank, self.state.position)
         self._step, self._micro = None, 0
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -135,11 +133,11 @@ class Recorder(Checkpoint):
         self._lr = float(groups[0]["lr"]) if groups else math.nan
         if self._step is None:
             self._step = next(self._steps)
-            if self._is_logged(self._state.step + 1):
+            if self._is_logged(self.state.step + 1):
                 self._ranks.before_logged_step()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        if self._is_logged(self._state.step + 1):
+        if self._is_logged(self.state.step + 1):
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else None
 
@@ -158,15 +156,15 @@ class Recorder(Checkpoint):
         if stepped:
             self._finish_step(trainer, self._step)
             self._step, self._micro = None, 0
-        if self._config.validation.every_steps is not None:
+        if self.config.validation.every_steps is not None:
             # Lightning knows validations every so many batches, or at the ends of epochs; this asks it for both.
             trainer.val_check_batch = 1 if stepped and self._validates() else sys.maxsize
         self._left_at = time.perf_counter()
 
     def _validates(self) -> bool:
         """Whether a validation follows this step: at the end of every so many epochs, and every so many steps."""
-        every, state = self._config.validation, self._state
-        if self._plan.batch.window(state.position) is None:
+        every, state = self.config.validation, self.state
+        if self.plan.batch.window(state.position) is None:
             return (state.epoch + 1) % every.every_epochs == 0
         return every.every_steps is not None and state.step % every.every_steps == 0
 
@@ -190,18 +188,18 @@ class Recorder(Checkpoint):
         if trainer.is_last_batch:
             return  # the epoch's row judges it
         metrics = _of_validation(_numbers(trainer.callback_metrics))
-        epoch = self._state.epoch + 1
+        epoch = self.state.epoch + 1
         improved = self._judge(metrics, epoch)
-        self._sink.emit(Evaluated(self._attempt, epoch, self._state.step, metrics, improved))
+        self.sink.emit(Evaluated(self.attempt, epoch, self.state.step, metrics, improved))
         if improved:
             self._due = True
         trainer.should_stop = trainer.should_stop or self.ended_by is not None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._plan.batch.window(self._state.position) is not None and self.ended_by != "completed":
+        if self.plan.batch.window(self.state.position) is not None and self.ended_by != "completed":
             return  # a stop in mid-epoch
         total, count = self._epoch_sums.tolist()
-        speed, state = self._speed.since(self._epoch_mark), self._state
+        speed, state = self._speed.since(self._epoch_mark), self.state
         row = {"train_loss": total / count if count else math.nan} if self._returns_loss else {}
         row |= _numbers(self._fresh(trainer))
         row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
@@ -209,13 +207,13 @@ class Recorder(Checkpoint):
         improved = not (self._judged and _is_of_validation(self._monitor)) and self._judge(row, epoch)
         if self.ended_by == "completed":
             trainer.should_stop = True
-        if self._plan.batch.window(state.position) is None:
+        if self.plan.batch.window(state.position) is None:
             state.epoch, state.position, state.epoch_loss, state.epoch_count = epoch, 0, 0.0, 0.0
             self._interval_sums -= self._epoch_sums  # of what the next log tells
             self._epoch_sums.zero_()
         self._ranks.end_epoch(state.step, epoch)
         self._epoch_mark = self._speed.mark()
-        self._sink.emit(EpochEnded(self._attempt, epoch, state.step, row, improved))
+        self.sink.emit(EpochEnded(self.attempt, epoch, state.step, row, improved))
         self._due = improved
         self._begin_epoch()
         if trainer.should_stop and self.ended_by is None:  # a callback of the user's
@@ -237,16 +235,16 @@ class Recorder(Checkpoint):
     # One step.
 
     def _finish_step(self, trainer: pl.Trainer, step: Step) -> None:
-        state = self._state
+        state = self.state
         state.step += 1
         state.micro_step += len(step.mine)
         state.samples_seen += step.stop - step.start
         state.position = step.stop
         self._speed.add(step.stop - step.start, self._waited_s)
         self._waited_s = 0.0
-        self._heartbeat(state.step, self._plan.total_steps)
+        self.heartbeat(state.step, self.plan.total_steps)
         pulse.at(Activity.HOOKS, state.step)
-        over = self._plan.batch.window(state.position) is None
+        over = self.plan.batch.window(state.position) is None
         log = self._is_logged(state.step)
         on_host = trainer.strategy.root_device.type == "cpu"
         if on_host or over or log or state.step % FLAG_INTERVAL == 0:
@@ -263,16 +261,16 @@ class Recorder(Checkpoint):
         requests = self._requests()
         sums = torch.tensor([0.0, count, *requests], dtype=torch.float64, device=device)
         sums[0] += losses
-        if self._collectives.size > 1:
+        if self.collectives.size > 1:
             dist.all_reduce(sums)
         values = sums.tolist()
         if math.isfinite(values[0]):
             self._epoch_sums += torch.tensor(values[:2], dtype=torch.float64)
-        self._state.epoch_loss, self._state.epoch_count = self._epoch_sums.tolist()
+        self.state.epoch_loss, self.state.epoch_count = self._epoch_sums.tolist()
         flags = Flags(*values[2:])
         if flags.save and not epoch_over:
             self._due = False
-        if self._state.step >= self._plan.total_steps:
+        if self.state.step >= self.plan.total_steps:
             self.ended_by, trainer.should_stop = "completed", True
         elif flags.stop or flags.time_up:
             self.ended_by, trainer.should_stop = "stopped" if flags.stop else "time is up", True
@@ -281,19 +279,19 @@ class Recorder(Checkpoint):
 
     def _requests(self) -> Flags:
         """What this rank asks all ranks to agree on; clocks are rank 0's alone."""
-        stop = float(self._stop_requested())
-        if not self._collectives.is_main:
+        stop = float(self.stop_requested())
+        if not self.collectives.is_main:
             return Flags(stop)
-        limit = self._config.training.max_time_s
+        limit = self.config.training.max_time_s
         time_up = limit is not None and time.monotonic() - self._started > limit
-        return Flags(stop, float(time_up), float(self._policy.due(self._state.step)))
+        return Flags(stop, float(time_up), float(self._policy.due(self.state.step)))
 
     def _log(self, trainer: pl.Trainer) -> None:
         total, count = (self._epoch_sums - self._interval_sums).tolist()
-        speed, state = self._speed.since(self._interval), self._state
-        self._sink.emit(
+        speed, state = self._speed.since(self._interval), self.state
+        self.sink.emit(
             StepLogged(
-                attempt=self._attempt,
+                attempt=self.attempt,
                 step=state.step,
                 epoch=state.epoch + 1,
                 samples_seen=state.samples_seen,
@@ -308,7 +306,7 @@ class Recorder(Checkpoint):
         )
         self._ranks.log(state.step, state.epoch + 1)
         self._interval, self._interval_sums = self._speed.mark(), self._epoch_sums.clone()
-        self._poll()
+        self.poll()
 
     def _logged_loss(self, trainer: pl.Trainer) -> float | None:
         """Of a module that returns none, as with manual optimization."""
@@ -318,21 +316,21 @@ class Recorder(Checkpoint):
         return next((float(trainer.logged_metrics[name]) for name in names if name in trainer.logged_metrics), None)
 
     def _is_logged(self, step: int) -> bool:
-        return step % self._config.telemetry.log_interval == 0 or step >= self._plan.total_steps
+        return step % self.config.telemetry.log_interval == 0 or step >= self.plan.total_steps
 
     def _judge(self, row: dict[str, float], epoch: int) -> bool:
         """Rank 0's verdict for all: what a module logs without sync_dist differs between ranks."""
         monitor = self._monitor
-        found = self._collectives.broadcast(monitored(row, monitor))
+        found = self.collectives.broadcast(monitored(row, monitor))
         self._remark(found[0] if found else None, row)
         if found is None:
             return False
-        if judge(self._state, _of_validation(row), found[1], self._plan.mode, epoch):
+        if judge(self.state, _of_validation(row), found[1], self.plan.mode, epoch):
             return True
-        patience = self._config.training.early_stopping_patience
-        if patience and self._state.evaluations_without_gain >= patience:
+        patience = self.config.training.early_stopping_patience
+        if patience and self.state.evaluations_without_gain >= patience:
             self.ended_by = "completed"
-            self._sink.emit(Note("info", f"Early stopping: {monitor} has not improved for {patience} evaluations."))
+            self.sink.emit(Note("info", f"Early stopping: {monitor} has not improved for {patience} evaluations."))
         return False
 
     def _remark(self, name: str | None, row: Mapping[str, float]) -> None:
@@ -344,14 +342,14 @@ class Recorder(Checkpoint):
         if name is None:
             names = ", ".join(row.keys() - {"train_loss", "lr", "samples_per_s", "duration_s"}) or "nothing"
             text = f"No epoch is the best: the module does not log {self._monitor!r}; it logs {names}."
-        self._sink.emit(Note("info", f"{text} checkpoint.monitor sets another name."))
+        self.sink.emit(Note("info", f"{text} checkpoint.monitor sets another name."))
 
     def _save_if_due(self, trainer: pl.Trainer) -> None:
         if self._due is not None:
             best, self._due = self._due, None
-            self._policy.saved(self._state.step)
+            self._policy.saved(self.state.step)
             with pulse.during(Activity.SAVING):
-                self._save(trainer, best)
+                self.save(trainer, best)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

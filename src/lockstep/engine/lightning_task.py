@@ -239,21 +239,14 @@ class ModuleTask(Task):
             fix="give a data module: --set task.datamodule=my_file.py:MyData, or fit(module, train_loader)",
         )
 
-    def loss(self, model: nn.Module, batch: Any) -> NoReturn:
-        self._refuse("loss")
-
-    def evaluate(self, model: nn.Module, batch: Any) -> NoReturn:
-        self._refuse("evaluate")
-
-    def metrics(self) -> NoReturn:
-        self._refuse("metrics")
-
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, *_: Any) -> NoReturn:
         raise UnsupportedError(
-            f"{type(self.module).__name__} is a LightningModule, which has no {what}() of a task",
+            f"{type(self.module).__name__} is a LightningModule without loss(), evaluate() and metrics()",
             why="its steps compute and log what they like",
             fix="use `lockstep lightning validate` or `test`, or write a lockstep.Task",
         )
+
+    loss = evaluate = metrics = _refuse  # type: ignore[assignment]
 
 
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")

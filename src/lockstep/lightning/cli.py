@@ -12,14 +12,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property, partial
+from itertools import zip_longest
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import BasePredictionWriter, Checkpoint, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from torch import distributed
 
 from lockstep.engine.lightning_data import SharedBatches, evaluation_loader, replaced_loaders
 from lockstep.engine.lightning_ddp import shared_ddp
@@ -45,6 +48,7 @@ from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.tensorboard import tensorboard_wanted
 
 CONFIG_FILE = "cli_config.yaml"
+_NONE = object()
 
 
 class RanksNeeded(Exception):
@@ -56,6 +60,27 @@ class RanksNeeded(Exception):
     def __init__(self, ranks: int, run_dir: RunDir | None, claim: ExitStack) -> None:
         super().__init__(ranks, run_dir)
         self.ranks, self.run_dir, self.claim = ranks, run_dir, claim
+
+
+class WritePredictions(Callback):
+    """Writes what ``predict_step`` returned to ``file``: a list in index order, or one for each of several loaders."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop = trainer.predict_loop
+        ranks: list[Any] = [loop.predictions if loop.num_dataloaders > 1 else [loop.predictions]]
+        if trainer.world_size > 1:
+            own, ranks = ranks[0], [None] * trainer.world_size
+            distributed.all_gather_object(ranks, own)
+        if trainer.is_global_zero:
+            # Batches are dealt to the ranks in turn.
+            rounds = [zip_longest(*of_loader, fillvalue=_NONE) for of_loader in zip(*ranks, strict=True)]
+            whole = [[batch for dealt in found for batch in dealt if batch is not _NONE] for found in rounds]
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(whole[0] if len(whole) == 1 else whole, self._file)
+            print(f"predictions: {self._file}")
 
 
 class LockstepCLI(LightningCLI):
@@ -150,10 +175,21 @@ class LockstepCLI(LightningCLI):
             seed=seed,
         )
         if subcommand == "predict":
+            self._write_predictions()
             # Lightning cannot know that these show all samples.
             warnings.filterwarnings("ignore", f"You are using a custom batch sampler .{SharedBatches.__qualname__}.")
         with told_clearly(self._get(self.config, "ckpt_path")), loaders:
             super()._run_subcommand(subcommand)
+
+    def _write_predictions(self) -> None:
+        """Into the run folder of the checkpoint, or else ``--run_dir`` or the Trainer's; unless a callback does it."""
+        if any(isinstance(callback, BasePredictionWriter) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+            return
+        checkpoint, given = (self._get(self.config, name) for name in ("ckpt_path", "run_dir"))
+        run = Path(checkpoint).absolute().parent.parent if checkpoint else None
+        in_run = run is not None and (run / "run.json").exists()
+        folder = Path(str(given or (run if in_run else self.trainer.default_root_dir)))
+        self.trainer.callbacks.append(WritePredictions(folder / "predictions.pt"))  # type: ignore[attr-defined]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         settings = self._get(self.config_init, "trainer")

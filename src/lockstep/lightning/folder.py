@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
-from lockstep.config import RunConfig
 from lockstep.config import resolve as resolve_config
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.hardware.world import World
-from lockstep.launch.folder import create_folder, keep_config, refuse_running, warn
-from lockstep.launch.lightning_cli import newest_checkpoint, resume_command
-from lockstep.telemetry.heartbeat import announce
+from lockstep.launch.folder import create_folder, refuse_running, warn
+from lockstep.launch.lightning_cli import newest_checkpoint
 from lockstep.telemetry.rundir import RunDir, utc_now
 
 
 def fit_folder(path: str | None, ckpt_path: str | None, task: str, world: World) -> RunDir | None:
-    """The run folder ``path``: that of the run which the checkpoint is of, else a new or a never used one.
+    """The run folder ``path``: that of the run which the checkpoint is of, else a new one.
 
     Args:
-        path: as given; ``None``: a new folder in ``runs/``.
+        path: as given, with a number where another run is in it; ``None``: a new folder in ``runs/``.
         ckpt_path: the checkpoint that the fit goes on from.
         task: what the run's record names.
 
@@ -41,50 +37,34 @@ def fit_folder(path: str | None, ckpt_path: str | None, task: str, world: World)
     if not world.is_main:
         assert path is not None, "the launcher has named it"
         return RunDir(Path(path))
-    config = resolve_config({"task": {"name": task}, "save_dir": path})
     if path is not None and (Path(path) / "run.json").exists():
-        run = RunDir.open(Path(path))
-        refuse_running(run)
-        _refuse_native(run)
-        return run if ckpt_path else _used_anew(run, config)
+        if ckpt_path:
+            return _of_lightning(RunDir.open(Path(path)))
+        if not world.from_outside:  # the other ranks would not know
+            taken, path = path, _free_beside(path)
+            warn(
+                f"{taken} has a run already, so this one is in {path}; --ckpt_path resumes an earlier one in its folder"
+            )
     try:
-        return create_folder(config)
+        return create_folder(resolve_config({"task": {"name": task}, "save_dir": path}))
     except RunFolderError as error:
         raise RunFolderError(error.what, why=error.why, fix=error.fix.replace("--save-dir", "--run_dir")) from None
 
 
-def _refuse_native(run: RunDir) -> None:
-    """Raise :class:`RunFolderError` for a run with Lockstep's own checkpoints, which would no longer be found."""
+def _free_beside(path: str) -> str:
+    """``path-2``, ``path-3``, …: the first that is not there."""
+    return next(name for name in (f"{Path(path)}-{number}" for number in count(2)) if not Path(name).exists())
+
+
+def _of_lightning(run: RunDir) -> RunDir:
+    """Raise :class:`RunFolderError` for one that is running, or has Lockstep's own checkpoints."""
+    refuse_running(run)
     if not run.cli_config_file.exists() and newest_checkpoint(run) is None:
         raise RunFolderError(
             f"{run.path} holds the run {run.read().id}, which is not of `lockstep lightning fit`",
             why="its checkpoints are Lockstep's, and a run folder holds one run",
             fix="choose another --run_dir",
         )
-
-
-def _used_anew(run: RunDir, config: RunConfig) -> RunDir:
-    """``run`` as a new one, where nothing has been trained in it. Raises :class:`RunFolderError`."""
-    record = run.read()
-    if record.attempt:
-        saved = run.cli_config_file.exists() and newest_checkpoint(run) is not None
-        go_on = f", or go on with that run: {resume_command(run)}" if saved else ""
-        raise RunFolderError(
-            f"{run.path} holds the run {record.id}, which is {run.judge(record)}",
-            why="a run folder holds one run, and it is not overwritten",
-            fix=f"choose another --run_dir{go_on}",
-        )
-    keep_config(run, config)
-    announce(run.heartbeat_file, handing_over=True)
-    run.update(
-        task=config.task.name,
-        status="pending",
-        pid=os.getpid(),
-        host=socket.gethostname(),
-        command=sys.argv,
-        error=None,
-        completed_at=None,
-    )
     return run
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.engine.lightning_data import Step, epoch_steps, orders, training_loader
+from lockstep.engine.lightning_data import orders, training_loader
 from lockstep.engine.lightning_store import set_progress
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError
@@ -33,8 +32,6 @@ class TrainingOrder(Callback):
         self._batch: BatchPlan | None = None
         self._saved_batch: int | None = None
         self._accumulate: int | None = None
-        self._steps: Iterator[Step] = iter(())
-        self._step: Step | None = None
         self._micro = 0
 
     def loader(self, loader: Any, trainer: Trainer, module: LightningModule) -> Any:
@@ -99,28 +96,17 @@ class TrainingOrder(Callback):
             set_progress(progress, ready=epoch + 1, started=epoch + 1, processed=epoch, completed=epoch)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin_epoch()
-
-    def _begin_epoch(self) -> None:
-        if self._batch is None:  # the loader keeps its own order
-            return
-        self._steps = epoch_steps(self._batch, self._world.rank, self._state.position)
-        self._step, self._micro = None, 0
+        self._micro = 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._batch is None:
-            return
-        if self._step is None:
-            self._step = next(self._steps, None)
-        assert self._step is not None, "a batch belongs to a step"
         self._micro += 1
-        if self._micro == len(self._step.mine):
-            self._state.position = self._step.stop
-            self._step, self._micro = None, 0
+        if self._batch is not None and self._micro == self._batch.accumulate:  # else the loader keeps its own order
+            window = self._batch.window(self._state.position)
+            assert window is not None, "a batch belongs to a step"
+            self._state.position, self._micro = window[1], 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_last_batch:  # and not a stop in mid-epoch
-            self._state.epoch, self._state.position = trainer.current_epoch + 1, 0
-            self._begin_epoch()
+            self._state.epoch, self._state.position, self._micro = trainer.current_epoch + 1, 0, 0

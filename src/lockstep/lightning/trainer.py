@@ -8,8 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lockstep.config import HardwareConfig
-from lockstep.config.load import explain
+from lockstep.config import resolve
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import resolve_hardware
@@ -39,8 +38,7 @@ def build_trainer(run_dir: Path | str, config: Mapping[str, Any]) -> Trainer:
         DeviceError: an empty selection, or a device that is malformed, absent or named twice.
         ConfigError: an unknown key or value of the hardware, or a Trainer argument that the devices decide.
     """
-    given = dict(config.get("hardware") or {})
-    hardware = _checked(given)
+    hardware = resolve({"hardware": config.get("hardware") or {}}).hardware
     detected = detect_devices()
     selected = hardware.selected_devices
     if selected is None:
@@ -57,12 +55,3 @@ def build_trainer(run_dir: Path | str, config: Mapping[str, Any]) -> Trainer:
             fix="leave it out",
         )
     return Trainer(**decided, **arguments, default_root_dir=run_dir)
-
-
-def _checked(given: Mapping[str, Any]) -> HardwareConfig:
-    from pydantic import ValidationError
-
-    try:
-        return HardwareConfig.model_validate(dict(given))
-    except ValidationError as error:
-        raise explain(error, HardwareConfig, prefix="hardware.") from None

@@ -78,5 +78,4 @@ def _data_of(train: Any, val: Any, datamodule: LightningDataModule | None) -> Li
         return datamodule
     if datamodule is not None:
         raise ConfigError("a data module and loaders are both given", fix="leave one of the two out")
-    made: LightningDataModule = type("GivenLoaders", (LightningDataModule,), hooks)()
-    return made
+    return type("GivenLoaders", (LightningDataModule,), hooks)()  # type: ignore[no-any-return]

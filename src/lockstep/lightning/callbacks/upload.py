@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lockstep.errors import ConfigError
 from lockstep.telemetry.upload import Retry, Uploader
 
 
@@ -16,7 +17,8 @@ class Upload(Callback):
     then reported as a warning; it never ends the training.
 
     Args:
-        local_dir: for instance the folder of checkpoints and logs.
+        local_dir: for instance the folder of checkpoints and logs; ``None``: the Trainer's ``default_root_dir``, which
+            is the run folder of ``lockstep lightning fit``.
         target: any path or URL that fsspec knows, such as ``s3://bucket/run``.
         every_n_epochs: how often, besides the end.
         retry: how often a file is tried.
@@ -26,10 +28,22 @@ class Upload(Callback):
     """
 
     def __init__(
-        self, local_dir: Path | str, target: str, *, every_n_epochs: int = 1, retry: Retry | None = None
+        self,
+        local_dir: Path | str | None = None,
+        target: str | None = None,
+        *,
+        every_n_epochs: int = 1,
+        retry: Retry | None = None,
     ) -> None:
-        self.uploader = Uploader(local_dir, target, retry=retry)
-        self._every = every_n_epochs
+        if target is None:
+            raise ConfigError("Upload has no target", fix="give a path or an address, such as s3://bucket/run")
+        self._target, self._every, self._retry = target, every_n_epochs, retry
+        if local_dir is not None:
+            self.uploader = Uploader(local_dir, target, retry=retry)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not hasattr(self, "uploader"):
+            self.uploader = Uploader(trainer.default_root_dir, self._target, retry=self._retry)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # At the start of the next one: an epoch's checkpoint is written after most callbacks have heard of its end.
