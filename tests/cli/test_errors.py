@@ -143,7 +143,7 @@ def test_an_error_is_coloured_on_a_terminal_only(tmp_path: Path) -> None:
         (["train", "har", "--devices", "2"], "cpu,cpu two CPU ranks"),
         (["train", "har", "--set", "training.gradient_clip_val=1"], "did you mean training.max_grad_norm"),
         (["train", "har", "--set", "trainer.max_epochs=1"], "did you mean training"),
-        (["train", "har", "--compile"], "use --set training.compile=VALUE"),
+        (["train", "har", "--compile"], "use --set training.compile=true"),
         (["train", "har", "--gradient-accumulation-steps", "2"], "use --set training.accumulate=VALUE"),
         (["train", "har", "--gpu-ids", "0", "1"], "write a list with commas: --gpu-ids 0,1"),
     ],

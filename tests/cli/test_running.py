@@ -206,9 +206,13 @@ def test_the_program_of_a_model_with_keyword_arguments_takes_any_batch(
     assert torch.equal(program(x, mask=mask), model(x, mask=mask))
 
 
-def test_a_finished_run_is_not_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_not_overwritten_and_says_how_to_train_on(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", "tiny.py:Tiny", *PLAIN, "--save-dir", "run"]) == 2
     assert "finished run" in capsys.readouterr().err
+    assert main(["resume", "run"]) == 0
+    assert "--set training.epochs=N" in capsys.readouterr().out
 
 
 def test_stop_wants_a_running_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

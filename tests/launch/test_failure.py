@@ -159,6 +159,19 @@ def test_last_lines(tmp_path: Path, content: str, expected: tuple[str, ...]) -> 
     assert evidence.last_lines(log_file(tmp_path, 0)) == expected
 
 
+def test_a_crash_in_native_code_keeps_its_words_and_the_innermost_calls(tmp_path: Path) -> None:
+    """As gloo writes it where ranks gather different sizes, with the stacks that Python adds."""
+    calls = [f'  File "task.py", line {line} in loss' for line in range(30)]
+    words = "  what():  [enforce fail] op.preamble.length <= op.nbytes. 84 vs 78. Received data size doesn't match"
+    stacks = ["Fatal Python error: Aborted", "", "Thread 0x1 (most recent call first):", "  File watch", ""]
+    lines = ["before", "terminate called", words, *stacks, "Thread 0x2 (most recent call first):", *calls, "Extension"]
+    log_file(tmp_path, 0).write_text("\n".join(lines))
+    found = evidence.last_lines(log_file(tmp_path, 0))
+    assert found[:5] == (*lines[:4], "Thread 0x2 (most recent call first):") and calls[0] in found
+    cause = find_cause("\n".join(found), "SIGABRT")
+    assert cause is not None and "training.tail=drop" in cause.fix
+
+
 def test_last_lines_of_no_log(tmp_path: Path) -> None:
     assert evidence.last_lines(tmp_path / "none") == ()
 

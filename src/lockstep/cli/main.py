@@ -134,7 +134,8 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
         listed = all(token.isdecimal() or token.startswith(("gpu:", "cpu")) for token in unused)
         return UsageError(what, fix="write a list with commas: --gpu-ids 0,1" if listed else _help_of(tokens))
     if isinstance(error, UnknownOptionError) and (key := key_for(str(error.token.keyword))) is not None:
-        return UsageError(f"unknown option {error.token.keyword}", fix=f"use --set {key}=VALUE (docs/configuration.md)")
+        value = "true" if key == "training.compile" else "VALUE"
+        return UsageError(f"unknown option {error.token.keyword}", fix=f"use --set {key}={value}")
     what, asked, suggestion = str(error).strip().partition(" Did you mean ")
     return UsageError(what[:1].lower() + what[1:], fix=f"did you mean {suggestion}" if asked else _help_of(tokens))
 

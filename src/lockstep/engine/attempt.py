@@ -299,6 +299,10 @@ def _train_and_finish(fit: Fit, run_dir: RunDir, world: World, stop_signal: Call
     fit.stop_requested = lambda: stop_signal() is not None
     fit.start()
     if fit.is_over:
+        fit.remark(
+            f"Nothing is left to train: the run ended at step {fit.state.step}. To train on, raise training.epochs "
+            "(lockstep resume RUN --set training.epochs=N), or training.max_steps or early_stopping_patience."
+        )
         fit.ended_by = "completed"
     else:
         _train(fit, run_dir, world)

@@ -98,6 +98,15 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
             ),
         ),
         (
+            r"Received data size doesn't match expected size|op\.preamble\.length <= op\.nbytes",
+            Cause(
+                "uneven-sizes",
+                "ranks met in a collective call with tensors of different sizes: in the last step of an epoch they may "
+                "have different numbers of samples",
+                "where the loss or the model gathers over the batch, set training.tail=drop, or gather equal shapes",
+            ),
+        ),
+        (
             r"EADDRINUSE|address already in use",
             Cause(
                 "port", "another process has the port", "end that process, or choose another port for the rendezvous"

@@ -206,7 +206,10 @@ def read_errors(logs: Path) -> dict[int, RankError]:
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
-    """The last lines that a rank wrote since it began; Lockstep's own, its traceback included, left out."""
+    """The last lines that a rank wrote since it began; Lockstep's own, its traceback included, left out.
+
+    Of a crash in native code, the words before it and the innermost Python calls.
+    """
     text = ""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -217,7 +220,14 @@ def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
     _, mark, own = text.rpartition(f"{MARK}process ")
     lines = own.split("\n")[1:] if mark else text.split("\n")
     drawn = (line.rstrip().rsplit("\r", 1)[-1] for line in lines)  # a progress bar redraws its line
-    return tuple(line for line in drawn if line)[-count:]
+    found = [line for line in drawn if line]
+    crash = next((place for place, line in enumerate(found) if line.startswith("Fatal Python error")), None)
+    if crash is None:
+        return tuple(found[-count:])
+    threads = [place for place, line in enumerate(found) if place > crash and line.startswith(("Thread", "Current"))]
+    current = [place for place in threads if found[place].startswith("Current")] or threads[-1:]
+    words = found[max(0, crash + 1 - count // 2) : crash + 1]
+    return (*words, *(found[current[0] :][: count - len(words)] if current else ()))
 
 
 def _read(path: Path, model: type[_File]) -> _File | None:
