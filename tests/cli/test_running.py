@@ -18,7 +18,7 @@ from lockstep.config import resolve
 from lockstep.launch.afterwards import load_model
 from lockstep.launch.evaluation import _config_on
 from lockstep.telemetry.rundir import RunDir
-from tests.conftest import cli_environment
+from tests.conftest import RunCli, cli_environment
 
 TASK = """
 import os
@@ -273,3 +273,9 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+def test_threads_of_a_command_do_not_spin_while_they_wait(run_cli: RunCli, given: dict[str, str], policy: str) -> None:
+    shown = run_cli("plan", "har", "--devices", "cpu", env={"OMP_DISPLAY_ENV": "true", **given})
+    assert f"OMP_WAIT_POLICY = '{policy}'" in shown.err

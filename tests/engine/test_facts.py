@@ -25,6 +25,7 @@ from lockstep.engine.facts import (
     fingerprint,
     has_quick_samples,
     inspect_task,
+    multiply_adds,
     optimizer_facts,
     refuse_meta,
     same_data,
@@ -246,6 +247,24 @@ def test_workers_for_data_that_reading_opens_follow_from_the_cores(quick: bool, 
     assert (plan.loader.num_workers, plan.loader.most_workers) == (workers, workers)
     (reason,) = [choice.reason for choice in plan.choices if choice.name == "loader"]
     assert ("less time than another process" in reason) == (workers == 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "sample", "expected"),
+    [
+        (torch.nn.Linear(561, 6, bias=False), torch.zeros(1, 561), 561 * 6),
+        (torch.nn.Conv1d(9, 4, 5, bias=False), np.zeros((9, 128)), 9 * 4 * 5 * 128),
+        (torch.nn.Embedding(10, 4), {"tokens": [1, 2, 3], "label": 0}, 10 * 4 * 3),
+        (torch.nn.Linear(4, 2), "text", 0),
+    ],
+)
+def test_the_work_of_a_step_decides_over_its_threads(model: torch.nn.Module, sample: Any, expected: int) -> None:
+    assert multiply_adds(model, [(sample, 0)]) == expected
+    placement = resolve_placement(HardwareConfig(selected_devices=["cpu"]), DistributedConfig(), World(), machine(1))
+    for scale, threads in ((1, 4 if expected == 0 else 1), (10_000, 4)):
+        facts = TaskFacts(name="toy", train_samples=100, multiply_adds=expected * scale)
+        assert make_plan(resolve({}), placement, facts, cores=4).threads == threads
+    assert make_plan(resolve({}), placement, facts, cores=4, preset=(3, "OMP_NUM_THREADS")).threads == 3
 
 
 class ByValue(Toy):

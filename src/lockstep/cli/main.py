@@ -97,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "LOCAL_RANK" in os.environ:
         # torch.distributed.launch tells each rank its place on the command line too.
         tokens = [token for token in tokens if not token.startswith(("--local-rank=", "--local_rank="))]
+    if argv is None:  # as in ranks (launch/environment.py); libgomp reads it when torch is imported
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         result = app(tokens, exit_on_error=False, print_error=False)
         sys.stdout.flush()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import math
 import os
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         unstable=unstable,
         read_file=next((name for key, (name, _) in before.items() if after.get(key, before[key]) != before[key]), None),
         opens_files=bool(after.keys() - before.keys()),
+        multiply_adds=multiply_adds(model, datasets.train),
     )
 
 
@@ -211,6 +213,31 @@ def _monitor_of(task: Task) -> tuple[str, Mode]:
 def _gives_whole_batches(task: Task, dataset: Any) -> bool:
     with generators_kept():
         return Reader(dataset, collate_of(task), 0).gives_whole_batches
+
+
+def multiply_adds(model: nn.Module, dataset: Any) -> int:
+    """Of a sample's forward pass, rather too many: as if each parameter were used at each position.
+
+    A position is what the first layer reads at once: its input features or channels, or one token.
+    """
+    widths = (getattr(module, name, None) for module in model.modules() for name in ("in_features", "in_channels"))
+    width = 1 if any(isinstance(m, nn.Embedding) for m in model.modules()) else next(filter(None, widths), 1)
+    with generators_kept():
+        positions = _largest(_read(dataset, 0)) / width
+    return math.ceil(positions) * sum(p.numel() for p in model.parameters())
+
+
+def _largest(sample: Any) -> int:
+    """Numbers in the largest part of a sample; 0: there is none that we know."""
+    if isinstance(sample, Tensor):
+        return sample.numel()
+    if isinstance(sample, np.ndarray):
+        return sample.size
+    if isinstance(sample, Mapping):
+        return max(map(_largest, sample.values()), default=0)
+    if isinstance(sample, (list, tuple)):
+        return max(len(sample) if type(sample) is list else 0, *map(_largest, sample), 0)
+    return 0
 
 
 def has_quick_samples(dataset: Any) -> bool:

@@ -55,6 +55,8 @@ def for_launcher(
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(first))
     # Each rank with a thread for every core would be slower than one thread each.
     environ["OMP_NUM_THREADS"] = base.get(THREADS) or base.get("OMP_NUM_THREADS") or "1"
+    # Threads that spin while they wait for each other slow a step 10 to 100 times where other programs use the cores.
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
     # The order of a set of strings is the same on all ranks then, and in every attempt: a vocabulary, for example.
     environ.setdefault("PYTHONHASHSEED", "0")
     if "TORCH_DISTRIBUTED_DEBUG" not in base:

@@ -32,6 +32,7 @@ class TaskFacts(_Frozen):
     the training data; ``unstable``: the parts of samples that it leaves out, as they differ each time they are read.
     ``read_file``: a file that the data set has open, whose position moves when a sample is read, so that worker
     processes would move it for each other. ``opens_files``: reading samples has opened files, which stay open.
+    ``multiply_adds``: of a sample's forward pass, rather too many; 0: not known.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TaskFacts(_Frozen):
     fingerprint: str = ""
     unstable: tuple[str, ...] = ()
     read_file: str | None = None
+    multiply_adds: int = 0
     opens_files: bool = False
 
 

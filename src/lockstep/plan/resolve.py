@@ -15,6 +15,8 @@ from lockstep.plan.refusals import refuse_contradictions
 from lockstep.plan.remarks import data_notes, module_notes, optimizer_notes, strategy_notes
 from lockstep.plan.workers import choose_workers
 
+#: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.
+SMALL_STEP = 5e7
 #: Time of a step in exact mode against fast, as measured by ``benchmarks/exact_cost.py`` with 8 lanes on CPU cores.
 EXACT_COST = "measured: 0.9 times the time of fast on two CPU ranks, 1.8 to 2.9 times on one"
 
@@ -49,7 +51,7 @@ def make_plan(
     batch, sized = _batch(config, placement, facts, held=held, sync_batchnorm=sync_batchnorm)
     order, ordered = _order(config, facts, resume)
     course = resolve_course(config, batch, resume, facts)
-    threads, threaded = _threads(config, placement, cores, preset)
+    threads, threaded = _threads(config, placement, facts, batch.batch_size, cores, preset)
     loader, loaded = _loader(config, placement, facts, cores)
     in_shards, saved = _checkpoints(config, placement, facts)
     judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on what it likes
@@ -160,7 +162,14 @@ def _local_ranks(placement: Placement) -> int:
     return -(-placement.world_size // placement.nodes)
 
 
-def _threads(config: RunConfig, placement: Placement, cores: int, preset: tuple[int, str] | None) -> tuple[int, Choice]:
+def _threads(
+    config: RunConfig,
+    placement: Placement,
+    facts: TaskFacts,
+    batch_size: int,
+    cores: int,
+    preset: tuple[int, str] | None,
+) -> tuple[int, Choice]:
     local_ranks = _local_ranks(placement)
     if config.training.threads is not None:
         threads, reason = config.training.threads, "as configured"
@@ -168,6 +177,8 @@ def _threads(config: RunConfig, placement: Placement, cores: int, preset: tuple[
         threads, reason = 1, "exact mode: more intra-op threads change the order of sums"
     elif preset is not None:
         threads, reason = preset
+    elif placement.accelerator == "cpu" and 0 < (flops := 6 * facts.multiply_adds * batch_size) < SMALL_STEP:
+        threads, reason = 1, f"a step has {flops / 1e6:.2g} MFLOP: more threads would wait longer than they compute"
     else:
         threads = max(1, cores // local_ranks)
         reason = f"{cores} cores shared by {local_ranks} rank(s) of this node"
