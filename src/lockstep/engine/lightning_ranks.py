@@ -31,21 +31,13 @@ from lockstep.plan import Plan
 class RankEnvironment(ClusterEnvironment):
     """Tells Lightning that the ranks are there already, so that it starts none (and never re-executes the caller)."""
 
+    creates_processes_externally = True
+    #: Not used: the process group exists before the Trainer.
+    main_address, main_port = "127.0.0.1", 0
+
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"  # not used: the process group exists before the Trainer
-
-    @property
-    def main_port(self) -> int:
-        return 0
 
     @staticmethod
     def detect() -> bool:

@@ -23,7 +23,7 @@ def refuse_lightning_cli(run: RunDir, verb: Literal["resume", "evaluate", "expor
     if not run.cli_config_file.exists():
         return
     if verb == "resume":
-        fix = resume_command(run)
+        fix = _command(run, "fit", "--run_dir", str(run.path))
     elif verb == "evaluate":
         fix = _command(run, "validate" if split == "val" else "test")
     else:
@@ -35,11 +35,6 @@ def refuse_lightning_cli(run: RunDir, verb: Literal["resume", "evaluate", "expor
         why=f"`lockstep lightning fit` made it, and its checkpoints are Lightning's{none_here}",
         fix=fix,
     )
-
-
-def resume_command(run: RunDir) -> str:
-    """What goes on with a run of LightningCLI in its folder, from its newest checkpoint."""
-    return _command(run, "fit", "--run_dir", str(run.path))
 
 
 def _command(run: RunDir, subcommand: str, *more: str) -> str:
