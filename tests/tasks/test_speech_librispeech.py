@@ -39,7 +39,7 @@ def test_a_recording_that_is_missing_is_named(tmp_path: Path) -> None:
     (split / "84" / "122" / "84-122-0001.flac").unlink()
     with pytest.raises(DataError, match="1 of 8 lines") as caught:
         open_rows(librispeech_rows(split), "dev-clean")
-    assert caught.value.why.startswith("84-122-0001: there is no file")
+    assert caught.value.why.startswith("84-122-0001: unreadable recording: there is no file")
 
 
 def test_a_folder_without_transcripts_is_a_clear_error(tmp_path: Path) -> None:
