@@ -16,12 +16,13 @@ from lockstep.engine.attempt import run_attempt
 from lockstep.engine.source import open_data
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError
-from lockstep.events import Event, Fanout, RecordingSink
+from lockstep.events import Event, Fanout
 from lockstep.hardware.world import World
 from lockstep.launch.folder import changed_config, create_folder, keep_config
 from lockstep.launch.prepare import place, plan_for, resume_point, settle
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import RunFolderSink
+from tests.fakes import RecordingSink
 
 QUIET = {"tensorboard": "off", "progress": "off", "monitor": False, "log_interval": 1}
 

@@ -196,19 +196,6 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class RecordingSink:
-    """Keeps what it receives: the fake that ships with the seam."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
-
-
 class Fanout:
     """Sends every event to several sinks; a sink that fails is reported once and left out.
 

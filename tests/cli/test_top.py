@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.events import RankState
-from lockstep.hardware.monitor import FakeSource, Monitor, Sample
+from lockstep.hardware.monitor import Monitor, Sample
 from lockstep.telemetry.files import JsonLines
 from lockstep.telemetry.live import live_state
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import RunCli, cli_environment
+from tests.fakes import FakeSource
 from tests.telemetry.runs import make_run
 
 

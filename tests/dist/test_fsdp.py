@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.fakes import RecordingSink
 from lockstep import make_plan
 from lockstep.checkpoint.sharded import ShardedStore
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
@@ -30,7 +31,7 @@ from lockstep.engine.switches import Watched
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.update import Update, build_optimizer
 from lockstep.errors import UnsupportedError
-from lockstep.events import Note, RecordingSink
+from lockstep.events import Note
 from lockstep.hardware.world import World
 from lockstep.launch.run import evaluate
 from lockstep.plan import BatchPlan, Plan

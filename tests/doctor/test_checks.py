@@ -50,7 +50,8 @@ from lockstep.doctor.storage import RunFolder, check_run_folder, probe_run_folde
 from lockstep.doctor.together import check_meeting
 from lockstep.errors import DataError
 from lockstep.hardware.device import GpuUser
-from lockstep.hardware.nvml import FakeNvml, GpuHealth, GpuLink, NvmlGpu
+from lockstep.hardware.nvml import GpuHealth, GpuLink, NvmlGpu
+from tests.fakes import FakeNvml
 from tests.hardware.machines import CPU, broken_gpu, gpu, machine
 
 GOOD = Versions("0.1.0", "3.12.1", "2.13.0+cu130", cuda="13.0", nccl="2.28.9", driver="580.65.06", driver_cuda=(13, 0))

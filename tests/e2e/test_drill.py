@@ -24,9 +24,9 @@ from lockstep.errors import RunFolderError
 from lockstep.launch.evidence import LAUNCHER_FILE
 from lockstep.telemetry.files import read_json, read_jsonl
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.samples import audit_samples, samples_file
 from tests.e2e.test_exact import fingerprint
 from tests.e2e.test_train import TOY, finish, start
+from tests.samples import audit_samples
 
 EPOCHS, SAMPLES, LAST_KILL = 4, 91, 26
 #: 4 × 8 steps, the last one of an epoch short; saves fall between and on the ends of epochs, where it evaluates.
@@ -103,7 +103,7 @@ def wait_until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> N
 
 def has_begun(run: RunDir, attempt: int, step: int) -> bool:
     """Whether rank 0 works on ``step`` of ``attempt``, or on a later one (the heartbeat would tell it later)."""
-    rows = read_jsonl(samples_file(run, 0))
+    rows = read_jsonl(run.samples_file(0))
     return bool(rows) and rows[-1]["attempt"] == attempt and rows[-1]["step"] >= step
 
 

@@ -20,11 +20,11 @@ import pytest
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.launch.evidence import LAUNCHER_FILE
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.samples import audit_samples
 from tests.disks import make_read_only, small_disk
 from tests.e2e import faulty
 from tests.e2e.test_train import finish, start, wait_for_step
 from tests.gloo import ROOT
+from tests.samples import audit_samples
 
 TASK = f"{ROOT / 'tests' / 'e2e' / 'faulty.py'}:Faulty"
 #: 2 epochs × 7 steps, of which each takes a moment, with a loader worker for each rank.

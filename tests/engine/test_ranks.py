@@ -16,11 +16,12 @@ from torch import nn
 import lockstep
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.ranks import JUDGED_ROWS, OwnTime, RankWatch, memory, slow_message, slow_rank
-from lockstep.events import RanksLogged, RankState, RecordingSink
+from lockstep.events import RanksLogged, RankState
 from lockstep.hardware.world import World
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.throughput import Throughput
 from tests.attempts import attempt
+from tests.fakes import RecordingSink
 from tests.gloo import run_ranks
 from tests.toys import Toy
 

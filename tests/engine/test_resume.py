@@ -14,9 +14,10 @@ from lockstep.engine.attempt import _newest
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.resume import load_initial_weights
 from lockstep.errors import CheckpointError, UnreadableError
-from lockstep.events import Note, RecordingSink
+from lockstep.events import Note
 from lockstep.hardware.world import World
 from lockstep.telemetry.rundir import RunDir
+from tests.fakes import RecordingSink
 from tests.gloo import run_ranks
 from tests.telemetry.runs import make_run
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.engine.tree import Leaf, TreeAllReduce, TreeSum, all_reduce_tree
+from lockstep.engine.tree import Leaf, TreeAllReduce, TreeSum
 from tests.gloo import run_ranks
 
 LANES = 8
@@ -82,7 +82,7 @@ def other_uses(rank: int, ranks: int) -> dict[str, Any]:
     odd = dist.new_group([1, 3])
     own = [torch.full((3,), 2.0**rank)]
     if rank % 2:
-        all_reduce_tree(own, rank // 2, 2, odd)
+        TreeAllReduce(rank // 2, 2, odd)(own)
     reduce = TreeAllReduce(rank, ranks)
     changing = []
     for shape in ((2,), (5, 1), (2,)):
@@ -116,7 +116,7 @@ def test_the_stack_adds_the_pairs_of_the_recursion(height: int, values: st.DataO
     if result is None:
         assert drawn == [None] * number
         return
-    all_reduce_tree(result, 0, 1)
+    TreeAllReduce(0, 1)(result)
     assert np.array_equal(result[0].numpy().view(np.int32), (expected + 0.0).numpy().view(np.int32)) or (
         result[0].isnan().all() and expected.isnan().all()
     )
@@ -131,7 +131,7 @@ def test_subtrees_of_any_size_make_the_same_tree(seed: int, ranks: int, empty: s
     ours = whole.result() or leaf_of(0, empty=True)
     theirs = subtree(0, 1, empty, seed)
     for leaf in (ours, theirs):
-        all_reduce_tree(leaf, 0, 1)
+        TreeAllReduce(0, 1)(leaf)
     assert bits(ours) == bits(theirs)
 
 

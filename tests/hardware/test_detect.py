@@ -12,8 +12,9 @@ import pytest
 from lockstep.hardware import detect_devices, get_available_gpus
 from lockstep.hardware.detect import cuda_precisions, find_devices
 from lockstep.hardware.device import Device, GpuUser
-from lockstep.hardware.nvml import FakeNvml, NvmlGpu
+from lockstep.hardware.nvml import NvmlGpu
 from lockstep.hardware.probe import ProbedDevice, TorchBuild
+from tests.fakes import FakeNvml
 
 CUDA = TorchBuild(cuda="12.8")
 CPU_ONLY = TorchBuild()

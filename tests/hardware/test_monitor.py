@@ -12,9 +12,10 @@ import pytest
 
 from lockstep.hardware.detect import find_devices
 from lockstep.hardware.device import GpuUser
-from lockstep.hardware.monitor import NO_GPU, USERS_EVERY, FakeSource, Monitor, SystemSource
-from lockstep.hardware.nvml import FakeNvml, GpuReading, NvmlGpu
+from lockstep.hardware.monitor import NO_GPU, USERS_EVERY, Monitor, SystemSource
+from lockstep.hardware.nvml import GpuReading, NvmlGpu
 from lockstep.hardware.probe import TorchBuild
+from tests.fakes import FakeNvml, FakeSource
 
 GPUS = [
     NvmlGpu(f"GPU-{letter}", "NVIDIA Test", (9, 0), 80_000_000_000, 70_000_000_000, (GpuUser(7, "python", 9.5),))

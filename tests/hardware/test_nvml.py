@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lockstep.hardware.device import GpuUser
-from lockstep.hardware.nvml import FakeNvml, GpuHealth, GpuLink, GpuReading, Nvml, NvmlGpu, PyNvml, open_nvml
+from lockstep.hardware.nvml import GpuHealth, GpuLink, GpuReading, Nvml, NvmlGpu, open_nvml
+from tests.fakes import FakeNvml
 
 
 class DriverError(Exception):
@@ -127,7 +128,7 @@ WHOLE = {
 
 def test_a_gpu_in_full() -> None:
     driver = Driver(WHOLE)
-    with PyNvml(driver) as nvml:
+    with Nvml(driver) as nvml:
         (gpu,) = nvml.gpus()
         assert nvml.driver_cuda() == (12, 4)
     assert not driver.open
@@ -142,14 +143,14 @@ def test_a_gpu_in_full() -> None:
 
 
 def test_a_gpu_whose_driver_says_little() -> None:
-    (gpu,) = PyNvml(Driver({"name": b"Orin", "uuid": b"GPU-2"})).gpus()
+    (gpu,) = Nvml(Driver({"name": b"Orin", "uuid": b"GPU-2"})).gpus()
     assert gpu == NvmlGpu(uuid="GPU-2", name="Orin", capability=(0, 0), total=None, free=None)
 
 
 def test_mig_slices_take_the_capability_of_their_gpu() -> None:
     parent = {**WHOLE, "mig": (1, 1), "processes": []}
     part = {"name": "NVIDIA H100 MIG 1g.10gb", "uuid": "MIG-7", "memory": (10, 9), "parent": parent}
-    nvml = PyNvml(Driver(parent, part))
+    nvml = Nvml(Driver(parent, part))
     assert [gpu.mig for gpu in nvml.gpus()] == [True]
     found = nvml.by_uuid("MIG-7")
     assert found is not None
@@ -160,7 +161,7 @@ def test_mig_slices_take_the_capability_of_their_gpu() -> None:
 def test_health_and_links() -> None:
     hot = {"uuid": "GPU-1", "temperature": 93, "ecc": (1, 1), "ecc errors": 2, "remapped rows": (0, 1, 1, 0)}
     hot |= {"throttle reasons": 0x4 | 0x40 | 0x80, "peers": {"GPU-2": {0: 0, 2: 5}}, "levels": {"GPU-2": 50}}
-    nvml = PyNvml(Driver(hot, {"uuid": "GPU-2"}))
+    nvml = Nvml(Driver(hot, {"uuid": "GPU-2"}))
     assert nvml.driver_version() == "550.54.15"
     assert nvml.health("GPU-1") == GpuHealth(93, True, 2, "pending", ("hot", "power brake"))
     assert nvml.health("GPU-2") == nvml.health("GPU-9") == GpuHealth()
@@ -171,7 +172,7 @@ def test_health_and_links() -> None:
 def test_readings() -> None:
     busy = {**WHOLE, "utilisation": 97, "power": 640_500, "power limit": 700_000, "temperature": 61}
     busy |= {"clocks": {1: 1980, 2: 2619}, "throttle reasons": 0x4 | 0x20}
-    nvml = PyNvml(Driver(busy, {"uuid": "GPU-2"}))
+    nvml = Nvml(Driver(busy, {"uuid": "GPU-2"}))
     assert nvml.reading("GPU-1") == GpuReading(
         0.97, 5_899_345_920, 85_899_345_920, 640.5, 700.0, 61, 1980, 2619, ("power cap", "hot")
     )

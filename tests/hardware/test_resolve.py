@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import DistributedConfig, HardwareConfig
+from lockstep.engine.runtime import rank_device
 from lockstep.errors import ConfigError, DeviceError, UnsupportedError, UsageError
 from lockstep.hardware.device import Device, GpuUser
 from lockstep.hardware.resolve import Placement, resolve_hardware, resolve_placement
@@ -342,12 +344,6 @@ def test_any_selection_resolves_or_says_what_and_how_to_mend(
     assert Placement.from_dict(json.loads(json.dumps(placement.as_dict()))) == placement
 
 
-def test_torch_device_names() -> None:
-    placement = place("gpu:3,gpu:1", 4)
-    assert [placement.torch_device(rank) for rank in range(2)] == ["cuda:3", "cuda:1"]
-    assert place("cpu", 0).torch_device() == "cpu"
-
-
 # resolve_hardware: document 000, section 8
 
 
@@ -381,3 +377,10 @@ def test_resolve_hardware_looks_at_this_machine() -> None:
     assert resolve_hardware(["cpu"]) == {"accelerator": "cpu", "devices": 1, "strategy": "auto"}
     with pytest.raises(DeviceError, match="gpu:900"):
         resolve_hardware(["gpu:900"])
+
+
+def test_the_torch_device_of_a_rank() -> None:
+    world = World(rank=1, size=2, local_rank=1, local_size=2)
+    assert rank_device(("cpu",), world) == torch.device("cpu")
+    with pytest.raises(DeviceError, match="gpu:77 is not available to rank 1"):
+        rank_device(("gpu:93", "gpu:77"), world)

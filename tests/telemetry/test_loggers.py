@@ -25,7 +25,6 @@ from lockstep.events import (
     PictureDrawn,
     RanksLogged,
     RankState,
-    RecordingSink,
     RunEnded,
     RunStarted,
     StepLogged,
@@ -36,6 +35,7 @@ from lockstep.telemetry.csv import CsvSink
 from lockstep.telemetry.mlflow import MlflowSink
 from lockstep.telemetry.scalars import as_row
 from lockstep.telemetry.sinks import loggers
+from tests.fakes import RecordingSink
 from tests.gloo import ROOT, clean_environment
 from tests.telemetry.runs import make_run
 

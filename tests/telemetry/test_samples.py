@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.errors import RunFolderError
 from lockstep.telemetry.files import JsonLines
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.samples import EpochSamples, audit_samples, samples_file, used_samples
+from tests.samples import EpochSamples, audit_samples, used_samples
 from tests.telemetry.runs import ON_TMP_PATH, make_run
 
 SAMPLES, PER_STEP, STEPS = 10, 4, 6  # three steps an epoch, the last of two samples
@@ -27,13 +27,13 @@ def train(run: RunDir, ranks: int, first: int, last: int, torn: bool = False) ->
     """One attempt over steps ``first`` + 1 … ``last``; ``torn``: it was killed while it wrote the next row."""
     attempt = begin(run, first)
     for rank in range(ranks):
-        file = JsonLines(samples_file(run, rank))
+        file = JsonLines(run.samples_file(rank))
         for step in range(first + 1, last + 1):
             start = (step - 1) % 3 * PER_STEP
             indices = list(range(SAMPLES))[start : start + PER_STEP][rank::ranks]
             file.append({"attempt": attempt, "step": step, "epoch": 1 + (step - 1) // 3, "indices": indices})
         if torn:
-            with samples_file(run, rank).open("a") as text:
+            with run.samples_file(rank).open("a") as text:
                 text.write('{"attempt":1,"step":')
 
 
@@ -66,7 +66,7 @@ def test_what_was_used_twice_or_not_at_all_is_found(tmp_path: Path) -> None:
     run = fresh(tmp_path)
     train(run, 1, 0, 5)
     begin(run, 5)
-    JsonLines(samples_file(run, 0)).append({"attempt": 2, "step": 6, "epoch": 2, "indices": [8, 0, 0]})
+    JsonLines(run.samples_file(0)).append({"attempt": 2, "step": 6, "epoch": 2, "indices": [8, 0, 0]})
     assert audit_samples(run) == [CLEAN[0], EpochSamples(2, 11, (0,), (9,))]
     assert used_samples(run)[2] == Counter({0: 3, **dict.fromkeys(range(1, 9), 1)})
 

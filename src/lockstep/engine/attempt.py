@@ -58,7 +58,6 @@ from lockstep.plan import Plan
 from lockstep.telemetry.files import JsonLines, write_json
 from lockstep.telemetry.pulse import Activity, pulse
 from lockstep.telemetry.rundir import Heartbeat, RunDir
-from lockstep.telemetry.samples import samples_file
 from lockstep.telemetry.system import monitored
 
 if TYPE_CHECKING:
@@ -381,7 +380,7 @@ def _recorded(steps: Iterator[Window], fit: Fit, run_dir: RunDir, world: World, 
     if not fit.config.telemetry.record_samples or (fit.plan.pipelined and not world.is_main):
         yield from steps
         return
-    file = JsonLines(samples_file(run_dir, world.rank))
+    file = JsonLines(run_dir.samples_file(world.rank))
     for window in steps:
         indices: list[int] = []
         for request in window.requests:

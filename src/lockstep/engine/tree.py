@@ -105,11 +105,6 @@ class TreeAllReduce:
             work.wait()
 
 
-def all_reduce_tree(tensors: Sequence[Tensor], rank: int, world_size: int, group: Group = None) -> None:
-    """Sum ``tensors`` once as :class:`TreeAllReduce` does, without keeping its buffers."""
-    TreeAllReduce(rank, world_size, group)(tensors)
-
-
 _Layout = tuple[tuple[torch.dtype, torch.Size], ...]
 
 

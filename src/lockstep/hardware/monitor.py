@@ -126,22 +126,6 @@ class SystemSource:
         return values
 
 
-class FakeSource:
-    """Gives the samples that it is given, then the last one again: the fake that ships with the seam."""
-
-    def __init__(self, samples: Iterable[Sample]) -> None:
-        self._left = list(samples)
-
-    def sample(self) -> Sample:
-        return self._left.pop(0) if len(self._left) > 1 else self._left[0]
-
-    def __enter__(self) -> FakeSource:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-
 class Monitor:
     """Takes a sample every ``interval_s`` seconds in a daemon thread, and a last one when it is stopped.
 

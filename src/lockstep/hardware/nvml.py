@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.hardware.device import GpuUser, gigabytes
 
@@ -94,102 +93,8 @@ class GpuLink:
     path: str
 
 
-class Nvml(Protocol):
-    """What Lockstep asks of NVML; use it as a context manager."""
-
-    def gpus(self) -> list[NvmlGpu]:
-        """Every GPU in the order of the PCI bus, whatever ``CUDA_VISIBLE_DEVICES`` says."""
-        ...
-
-    def by_uuid(self, uuid: str) -> NvmlGpu | None:
-        """One GPU or MIG slice by its identifier."""
-        ...
-
-    def driver_cuda(self) -> tuple[int, int]:
-        """The newest CUDA version that the driver supports."""
-        ...
-
-    def driver_version(self) -> str:
-        """The driver's own version; empty where it does not say."""
-        ...
-
-    def health(self, uuid: str) -> GpuHealth:
-        """Temperature, memory errors and slowdowns of a GPU."""
-        ...
-
-    def reading(self, uuid: str) -> GpuReading:
-        """What a GPU does now; cheap enough for once a second."""
-        ...
-
-    def users(self, uuid: str) -> tuple[GpuUser, ...]:
-        """The processes that hold memory on a GPU now."""
-        ...
-
-    def link(self, one: str, other: str) -> GpuLink:
-        """How two GPUs, by their identifiers, reach each other."""
-        ...
-
-    def __enter__(self) -> Nvml: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class FakeNvml:
-    """A machine with the GPUs that it is given: the fake that ships with the seam."""
-
-    def __init__(
-        self,
-        gpus: Sequence[NvmlGpu] = (),
-        *,
-        driver: tuple[int, int] = (13, 0),
-        health: Mapping[str, GpuHealth] | None = None,
-        links: Mapping[tuple[str, str], GpuLink] | None = None,
-        readings: Mapping[str, GpuReading] | None = None,
-    ) -> None:
-        self._gpus = list(gpus)
-        self._readings = dict(readings or {})
-        self._driver = driver
-        self._health = dict(health or {})
-        self._links = dict(links or {})
-
-    def gpus(self) -> list[NvmlGpu]:
-        return list(self._gpus)
-
-    def by_uuid(self, uuid: str) -> NvmlGpu | None:
-        return next((gpu for gpu in self._gpus if gpu.uuid == uuid), None)
-
-    def driver_cuda(self) -> tuple[int, int]:
-        return self._driver
-
-    def driver_version(self) -> str:
-        return "580.65.06"
-
-    def health(self, uuid: str) -> GpuHealth:
-        return self._health.get(uuid, GpuHealth())
-
-    def reading(self, uuid: str) -> GpuReading:
-        return self._readings.get(uuid, GpuReading())
-
-    def users(self, uuid: str) -> tuple[GpuUser, ...]:
-        gpu = self.by_uuid(uuid)
-        return gpu.users if gpu else ()
-
-    def link(self, one: str, other: str) -> GpuLink:
-        return self._links.get((one, other), GpuLink(peer=None, nvlink=False, path=""))
-
-    def __enter__(self) -> FakeNvml:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-class PyNvml:
-    """The driver's own NVML, through nvidia-ml-py.
+class Nvml:
+    """The driver's NVML, through nvidia-ml-py; use it as a context manager.
 
     Args:
         library: the module ``pynvml``, or something with its functions.
@@ -200,21 +105,26 @@ class PyNvml:
         self._handles: dict[str, Any] = {}
 
     def gpus(self) -> list[NvmlGpu]:
+        """Every GPU in the order of the PCI bus, whatever ``CUDA_VISIBLE_DEVICES`` says."""
         count = self._lib.nvmlDeviceGetCount()
         return [self._describe(self._lib.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
 
     def by_uuid(self, uuid: str) -> NvmlGpu | None:
+        """One GPU or MIG slice by its identifier."""
         handle = self._ask(self._lib.nvmlDeviceGetHandleByUUID, uuid.encode())
         return None if handle is None else self._describe(handle)
 
     def driver_cuda(self) -> tuple[int, int]:
+        """The newest CUDA version that the driver supports."""
         version = self._lib.nvmlSystemGetCudaDriverVersion_v2()  # 1000 × major + 10 × minor
         return version // 1000, version % 1000 // 10
 
     def driver_version(self) -> str:
+        """The driver's own version; empty where it does not say."""
         return _text(self._ask(self._lib.nvmlSystemGetDriverVersion))
 
     def health(self, uuid: str) -> GpuHealth:
+        """Temperature, memory errors and slowdowns of a GPU."""
         lib, ask = self._lib, self._ask
         handle = ask(lib.nvmlDeviceGetHandleByUUID, uuid.encode())
         if handle is None:
@@ -233,6 +143,7 @@ class PyNvml:
         )
 
     def reading(self, uuid: str) -> GpuReading:
+        """What a GPU does now; cheap enough for once a second."""
         lib, ask = self._lib, self._ask
         handle = self._handle(uuid)
         if handle is None:
@@ -254,10 +165,12 @@ class PyNvml:
         )
 
     def users(self, uuid: str) -> tuple[GpuUser, ...]:
+        """The processes that hold memory on a GPU now."""
         handle = self._handle(uuid)
         return () if handle is None else self._users(handle)
 
     def link(self, one: str, other: str) -> GpuLink:
+        """How two GPUs, by their identifiers, reach each other."""
         lib, ask = self._lib, self._ask
         pair = [ask(lib.nvmlDeviceGetHandleByUUID, uuid.encode()) for uuid in (one, other)]
         if None in pair:
@@ -270,7 +183,7 @@ class PyNvml:
             path=_PATHS.get(level, ""),
         )
 
-    def __enter__(self) -> PyNvml:
+    def __enter__(self) -> Nvml:
         return self
 
     def __exit__(
@@ -316,7 +229,7 @@ class PyNvml:
         return tuple(users)
 
 
-def open_nvml() -> PyNvml | None:
+def open_nvml() -> Nvml | None:
     """The driver's NVML, started; ``None`` where there is no NVIDIA driver."""
     import pynvml
 
@@ -324,7 +237,7 @@ def open_nvml() -> PyNvml | None:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return None
-    return PyNvml(pynvml)
+    return Nvml(pynvml)
 
 
 def _text(value: Any) -> str:

@@ -63,10 +63,6 @@ class Placement:
         lists = {"devices": tuple(values["devices"]), "notes": tuple(values["notes"]), "by_node": by_node}
         return cls(**{**values, **lists})
 
-    def torch_device(self, local_rank: int = 0) -> str:
-        """What torch calls the device of a rank of this node (with ``dp``, its first): ``"cpu"``, ``"cuda:0"``."""
-        return self.devices[local_rank].replace("gpu", "cuda")
-
 
 def resolve_placement(
     config: HardwareConfig,

@@ -22,7 +22,6 @@ from lockstep.launch.meet import Member, Team
 from lockstep.launch.output import log_file
 from lockstep.telemetry.files import storage_error, temporary_name
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.samples import samples_file
 
 #: How much travels in one piece.
 CHUNK_BYTES = 32 << 20
@@ -196,7 +195,7 @@ def gather_logs(team: Team, keeping: Keeping) -> None:
 
 def _own_files(run: RunDir, me: Member) -> dict[str, bytes]:
     found = {}
-    files = [log_file(run.logs, me.rank), samples_file(run, me.rank)]
+    files = [log_file(run.logs, me.rank), run.samples_file(me.rank)]
     if me.local_rank == 0:
         files.append(run.path / f"system-{me.node_rank}.jsonl")
     for path in files:

@@ -5,77 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 
 
+class _In:
+    """The path of a name in the run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layout: Layout, kind: type[Layout]) -> Path:
+        return layout.path / self._name
+
+
 class Layout:
     """Paths of one run folder; whether they exist is another matter."""
+
+    run_file = _In("run.json")
+    config_file = _In("config.yaml")
+    #: Of LightningCLI; only its runs have one.
+    cli_config_file = _In("cli_config.yaml")
+    heartbeat_file = _In("heartbeat.json")
+    metrics_file = _In("metrics.json")
+    steps_file = _In("steps.jsonl")
+    evaluations_file = _In("evaluations.jsonl")
+    ranks_file = _In("ranks.jsonl")
+    profile = _In("profile")
+    plan_file = _In("plan.json")
+    task_file = _In("task.pkl")
+    forecast_file = _In("forecast.json")
+    slurm_file = _In("slurm.json")
+    attempts = _In("attempts")
+    checkpoints = _In("checkpoints")
+    pictures = _In("pictures")
+    logs = _In("logs")
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @property
-    def run_file(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def cli_config_file(self) -> Path:
-        """Of LightningCLI; only its runs have one."""
-        return self.path / "cli_config.yaml"
-
-    @property
-    def heartbeat_file(self) -> Path:
-        return self.path / "heartbeat.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.json"
-
-    @property
-    def steps_file(self) -> Path:
-        return self.path / "steps.jsonl"
-
-    @property
-    def evaluations_file(self) -> Path:
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def ranks_file(self) -> Path:
-        return self.path / "ranks.jsonl"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def plan_file(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def task_file(self) -> Path:
-        return self.path / "task.pkl"
-
-    @property
-    def forecast_file(self) -> Path:
-        return self.path / "forecast.json"
-
-    @property
-    def slurm_file(self) -> Path:
-        return self.path / "slurm.json"
-
-    @property
-    def attempts(self) -> Path:
-        return self.path / "attempts"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def pictures(self) -> Path:
-        return self.path / "pictures"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+    def samples_file(self, rank: int) -> Path:
+        """Where ``rank`` writes ``{"attempt", "step", "epoch" (from 1), "indices"}``, a line before each step."""
+        return self.path / f"samples-rank{rank}.jsonl"

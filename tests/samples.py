@@ -8,17 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 from lockstep.errors import RunFolderError
 from lockstep.telemetry.files import read_jsonl
 from lockstep.telemetry.records import surviving
 from lockstep.telemetry.rundir import RunDir
-
-
-def samples_file(run: RunDir, rank: int) -> Path:
-    """Where ``rank`` writes ``{"attempt", "step", "epoch" (from 1), "indices"}``, a line before each step."""
-    return run.path / f"samples-rank{rank}.jsonl"
 
 
 @dataclass(frozen=True)
