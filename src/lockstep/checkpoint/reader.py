@@ -37,6 +37,14 @@ class CheckpointReader:
         found = {step_in(name.removesuffix(REPLACED)) for name in names_in(self.folder)}
         return sorted(step for step in found if step is not None)
 
+    def listed(self) -> list[dict[str, Any]]:
+        """The checkpoints, ascending: step, folder, and whether it is the ``last`` and the ``best``; none is opened."""
+        marks = {mark: self.step_of(mark) for mark in ("last", "best")}
+        return [
+            {"step": step, "path": str(self.path_of(step)), **{mark: step == at for mark, at in marks.items()}}
+            for step in self.steps()
+        ]
+
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of ``step`` lies, or would lie."""
         return self.folder / folder_name(step)

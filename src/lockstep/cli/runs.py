@@ -33,33 +33,18 @@ def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> No
 
 def summary(run: RunDir) -> dict[str, Any]:
     """What one line, or one JSON object, says of a run."""
-    from lockstep.errors import RunFolderError
+    from lockstep.telemetry.finding import or_else, planned_epochs
 
-    record = run.read()
-    beat = run.progress()
-    try:
-        rows = run.epochs()
-    except RunFolderError:
-        rows = []  # a damaged curve does not hide the run
+    record, beat, rows = run.read(), run.progress(), or_else(run.epochs, [])
     return {
         **record.model_dump(mode="json"),
         "status": run.judge(record),
         "path": str(run.path),
         "epoch": rows[-1].get("epoch") if rows else None,
-        "epochs": _planned_epochs(run),
+        "epochs": planned_epochs(run),
         "step": beat.step if beat else None,
         "total_steps": beat.total if beat else None,
     }
-
-
-def _planned_epochs(run: RunDir) -> int | None:
-    from lockstep.errors import RunFolderError
-
-    try:
-        epochs = run.plan().get("epochs")
-    except RunFolderError:
-        return None
-    return epochs if isinstance(epochs, int) else None
 
 
 def _row(run: dict[str, Any]) -> tuple[str, ...]:
@@ -71,15 +56,16 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
         run["name"] or "",
         run["task"],
         run["status"],
-        _of(run["epoch"], run["epochs"]),
-        _of(run["step"], run["total_steps"]),
+        done_of(run["epoch"], run["epochs"]),
+        done_of(run["step"], run["total_steps"]),
         best,
         local_time(run["started_at"] or run["created_at"]),
         ",".join((run["placement"] or {}).get("devices", ())),
     )
 
 
-def _of(done: int | None, total: int | None) -> str:
+def done_of(done: int | None, total: int | None) -> str:
+    """``3/10``; empty when nothing is done."""
     if done is None:
         return ""
     return f"{done}/{total}" if total else str(done)

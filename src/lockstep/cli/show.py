@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import App
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, print_json
-from lockstep.cli.runs import local_time, summary
+from lockstep.cli.runs import done_of, local_time, summary
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir
@@ -29,17 +29,15 @@ def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT
 
 def describe(run: RunDir) -> dict[str, Any]:
     """One document: record, judged status, plan, epochs, checkpoints and logs."""
-    from lockstep.errors import RunFolderError
+    from lockstep.checkpoint.store import CheckpointStore
+    from lockstep.telemetry.finding import or_else
 
-    try:
-        plan = run.plan()
-    except RunFolderError:
-        plan = {}  # it failed before there was one
+    plan = or_else(run.plan, {})  # none if it failed before there was one
     return {
         **summary(run),
         "plan": plan,
         "metrics": {"epochs": run.epochs(), "evaluations": run.evaluations()},
-        "checkpoints": _checkpoints(run),
+        "checkpoints": CheckpointStore(run.checkpoints).listed(),
         "logs": sorted(str(file) for file in run.logs.glob("*.log")),
         "config": str(run.config_file),
         "slurm": _slurm(run),
@@ -65,17 +63,6 @@ def _slurm(run: RunDir) -> str | None:
     return None if job is None else f"{job.id}, {state(job) or 'over'}"
 
 
-def _checkpoints(run: RunDir) -> list[dict[str, Any]]:
-    from lockstep.checkpoint.store import CheckpointStore
-
-    store = CheckpointStore(run.checkpoints)
-    marks = {name: store.step_of(name) for name in ("last", "best")}
-    return [
-        {"step": step, "path": str(store.path_of(step)), **{name: step == marked for name, marked in marks.items()}}
-        for step in store.steps()
-    ]
-
-
 def _print(details: dict[str, Any]) -> None:
     from lockstep.telemetry.console import print_plan, value_text
     from lockstep.telemetry.tables import print_table, say
@@ -87,8 +74,8 @@ def _print(details: dict[str, Any]) -> None:
         ("task", details["task"]),
         ("status", details["status"]),
         ("attempt", details["attempt"]),
-        ("step", _of(details["step"], details["total_steps"])),
-        ("epoch", _of(details["epoch"], details["epochs"])),
+        ("step", done_of(details["step"], details["total_steps"])),
+        ("epoch", done_of(details["epoch"], details["epochs"])),
         ("started", local_time(details["started_at"])),
         ("completed", local_time(details["completed_at"])),
         ("devices", ", ".join(placement.get("devices", ()))),
@@ -128,7 +115,3 @@ def _in_words(found: dict[str, Any] | None) -> str | None:
 def _checkpoint_label(saved: dict[str, Any]) -> str:
     marks = [name for name in ("last", "best") if saved[name]]
     return f"checkpoint ({', '.join(marks)})" if marks else "checkpoint"
-
-
-def _of(done: int | None, total: int | None) -> str | None:
-    return None if done is None else f"{done}/{total}" if total else str(done)

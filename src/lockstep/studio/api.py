@@ -31,6 +31,7 @@ from lockstep.studio.schemas import (
 from lockstep.studio.settings import command_text, train_arguments
 from lockstep.studio.studio import Studio
 from lockstep.telemetry.files import plain
+from lockstep.telemetry.finding import or_else
 
 RunName = Annotated[str, Path(description="the run's folder below the runs folder")]
 Bound = Annotated[float | None, Query(allow_inf_nan=False)]
@@ -178,7 +179,7 @@ def _number_routes(router: APIRouter, studio: Studio) -> None:
     @router.get("/runs/{name}/metrics", summary="Rows of metrics.json, one an epoch, and of evaluations.jsonl")
     def metrics(name: RunName) -> Response:
         run = studio.index.run_folder(name)
-        return ok({"epochs": details.read_epochs(run), "evaluations": details.read_evaluations(run)})
+        return ok({"epochs": or_else(run.epochs, []), "evaluations": or_else(run.evaluations, [])})
 
     @router.get("/runs/{name}/steps", summary="Rows of steps.jsonl as columns")
     def steps(

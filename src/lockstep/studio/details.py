@@ -8,12 +8,12 @@ from typing import Any
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
-from lockstep.errors import RunFolderError
 from lockstep.report.source import differences
 from lockstep.studio.index import LIVE
 from lockstep.studio.settings import REFUSED, command_text, flatten
 from lockstep.studio.starts import Start
 from lockstep.telemetry.files import names_in
+from lockstep.telemetry.finding import or_else
 from lockstep.telemetry.rundir import RunDir
 
 #: Settings that are not the page's, and that a copy gets in another way.
@@ -22,17 +22,16 @@ _OF_ITS_OWN = {"save_dir", "runs_dir", "task.name", "task.datamodule"}
 
 def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> dict[str, Any]:
     """Everything that the page shows of a run beside its summary."""
-    config, plan = read_config(run), read_plan(run)
-    checkpoints = find_checkpoints(run)
+    config = or_else(run.config, None)
     record = run.read() if os.path.lexists(run.run_file) else None
     words = list(record.command[1:]) if record is not None else []
     return {
         **summary,
         "config": config.model_dump(mode="json") if config else None,
         "config_yaml": dump(config) if config else "",
-        "plan": plan or None,
-        "epochs_rows": read_epochs(run),
-        "checkpoints": checkpoints,
+        "plan": or_else(run.plan, {}) or None,
+        "epochs_rows": or_else(run.epochs, []),
+        "checkpoints": CheckpointStore(run.checkpoints).listed(),
         "logs": log_names(run),
         "command": ["lockstep", *(words or (start.arguments if start else []))],
         "command_text": command_text(words or (start.arguments if start else [])),
@@ -48,52 +47,10 @@ def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> di
     }
 
 
-def find_checkpoints(run: RunDir) -> list[dict[str, Any]]:
-    """Saved steps, oldest first, and which are the last and the best; their content is not looked at."""
-    store = CheckpointStore(run.checkpoints)
-    marked = {mark: store.step_of(mark) for mark in ("last", "best")}
-    return [
-        {"step": step, "path": str(store.path_of(step)), **{mark: step == at for mark, at in marked.items()}}
-        for step in store.steps()
-    ]
-
-
 def log_names(run: RunDir) -> list[str]:
     """Text files in ``logs``; the command's own output first."""
     names = [name for name in names_in(run.logs) if name.endswith(".log") and not name.startswith(".")]
     return sorted(names, key=lambda name: (name != "output.log", name))
-
-
-def read_config(run: RunDir) -> RunConfig | None:
-    """The run's configuration, if it can be read."""
-    try:
-        return run.config()
-    except RunFolderError:
-        return None
-
-
-def read_plan(run: RunDir) -> dict[str, Any]:
-    """The newest plan; empty when the run has none."""
-    try:
-        return run.plan()
-    except RunFolderError:
-        return {}
-
-
-def read_epochs(run: RunDir) -> list[dict[str, Any]]:
-    """Rows of ``metrics.json``; none when they are damaged."""
-    try:
-        return run.epochs()
-    except RunFolderError:
-        return []
-
-
-def read_evaluations(run: RunDir) -> list[dict[str, Any]]:
-    """Rows of ``evaluations.jsonl``; none when they are damaged."""
-    try:
-        return run.evaluations()
-    except RunFolderError:
-        return []
 
 
 def form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -120,8 +77,10 @@ def form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[s
 
 def compare(runs: Sequence[tuple[RunDir, Mapping[str, Any]]]) -> dict[str, Any]:
     """Runs side by side: only what differs between them."""
-    configs = [_settings(read_config(run)) for run, _ in runs]
-    plans = [{choice["name"]: choice["value"] for choice in read_plan(run).get("choices", ())} for run, _ in runs]
+    configs = [_settings(or_else(run.config, None)) for run, _ in runs]
+    plans = [
+        {choice["name"]: choice["value"] for choice in or_else(run.plan, {}).get("choices", ())} for run, _ in runs
+    ]
     metrics = [
         {
             **{f"best {name}": value for name, value in summary["best_metric"].items()},

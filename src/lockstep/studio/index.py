@@ -18,6 +18,7 @@ from lockstep.studio.problems import run_not_found
 from lockstep.studio.processes import is_alive, reap
 from lockstep.studio.starts import Labels, Start, Starts
 from lockstep.telemetry.files import plain
+from lockstep.telemetry.finding import or_else, planned_epochs
 from lockstep.telemetry.heartbeat import Beat
 from lockstep.telemetry.heartbeat import is_alive as is_beating
 from lockstep.telemetry.rundir import RunDir, RunRecord
@@ -258,7 +259,8 @@ def _read(entry: Entry, *, there: bool) -> None:
         entry.beats = [pair for pair in entry.beats if beat.updated - pair[0] < _WINDOW_S and pair[1] <= beat.step]
         entry.beats.append((beat.updated, beat.step))
     # Only the progress of a run that is going needs them: a list of a thousand others opens no file for it.
-    last, planned = (_last_epoch(run), _planned_epochs(run)) if record.status in LIVE else (None, None)
+    rows, planned = (or_else(run.epochs, []), planned_epochs(run)) if record.status in LIVE else ([], None)
+    last = rows[-1] if rows else None
     placement = record.placement or {}
     # The record's texts have been checked; its metrics and what comes from elsewhere may hold what JSON cannot.
     entry.base = record.model_dump(mode="json", exclude={"command", "versions", "placement", "format_version"})
@@ -280,22 +282,6 @@ def _read(entry: Entry, *, there: bool) -> None:
         }
     )
     entry.record, entry.beat, entry.problem = record, beat, ""
-
-
-def _last_epoch(run: RunDir) -> dict[str, Any] | None:
-    try:
-        rows = run.epochs()
-    except RunFolderError:
-        return None  # a damaged curve does not hide the run
-    return rows[-1] if rows else None
-
-
-def _planned_epochs(run: RunDir) -> int | None:
-    try:
-        planned = run.plan().get("epochs")
-    except RunFolderError:
-        return None  # there is no plan yet
-    return planned if isinstance(planned, int) else None
 
 
 def _devices(record: RunRecord, run: RunDir) -> list[str]:

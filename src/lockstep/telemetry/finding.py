@@ -1,4 +1,4 @@
-"""Finding runs: those in a folder, and the one that a word on the command line means."""
+"""Finding runs: those in a folder, and the one that a word means; reading files that may be damaged."""
 
 from __future__ import annotations
 
@@ -6,11 +6,28 @@ import difflib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from lockstep.errors import RunFolderError
 from lockstep.telemetry.files import absolute, is_folder, names_in
 from lockstep.telemetry.records import RunRecord
 from lockstep.telemetry.rundir import RunDir
+
+T = TypeVar("T")
+
+
+def or_else(read: Callable[[], T], otherwise: Any) -> T | Any:
+    """What ``read`` returns of a run folder; ``otherwise`` where it is not there or damaged: that hides no run."""
+    try:
+        return read()
+    except RunFolderError:
+        return otherwise
+
+
+def planned_epochs(run: RunDir) -> int | None:
+    """How many epochs the newest plan has, if there is one."""
+    epochs = or_else(run.plan, {}).get("epochs")
+    return epochs if isinstance(epochs, int) else None
 
 
 def list_runs(root: Path, report: Callable[[str], None] | None = None) -> list[RunDir]:
