@@ -1,0 +1,54 @@
+"""Refuse the words that the vocabulary of CONTRIBUTING.md replaces: ``python scripts/words.py [FILE...]``.
+
+Without files: README, CONTRIBUTING, benchmarks/README and the hand-written pages of ``docs``. Code is not checked.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+#: What is not checked: generated pages and parts of pages, and the vocabulary itself.
+GENERATED = {"cli.md", "configuration.md"}
+SKIPPED = {"CONTRIBUTING.md": r"## Vocabulary.*?(?=\n## )", "ordinary-pytorch.md": r"### Models.*"}
+#: What the table cannot express.
+PATTERNS = {
+    r"(?<!there )\bis no (?!longer\b|more\b)\w+": "is not a …",
+    r"\bcannot be(?=\s*[.,;:|])": "the reason",
+}
+
+
+def vocabulary() -> dict[str, str]:
+    """Pattern to replacement, from the first table of the section."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.split("| not | but |\n| --- | --- |\n")[1].split("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    words = {word.strip(): use for cell, use in rows for word in cell.split(",")}
+    patterns = {r"\b" + r"\s+".join(map(re.escape, word.split())) + r"\b": use for word, use in words.items()}
+    return patterns | PATTERNS
+
+
+def findings(paths: list[Path]) -> Iterator[str]:
+    words = vocabulary()
+    for path in paths:
+        code = "|".join(filter(None, [r"```.*?```|`[^`\n]+`", SKIPPED.get(path.name)]))
+        text = re.sub(code, lambda part: "\n" * part[0].count("\n"), path.read_text(encoding="utf-8"), flags=re.S)
+        for pattern, use in words.items():
+            for found in re.finditer(pattern, text, re.I):
+                line = text.count("\n", 0, found.start()) + 1
+                yield f"{path}:{line}: {' '.join(found[0].split())!r}, use: {use}"
+
+
+def main() -> int:
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+    pages += [page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED]
+    found = sorted(findings([Path(name) for name in sys.argv[1:]] or pages))
+    print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
