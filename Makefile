@@ -22,7 +22,7 @@ help: ## show this list
 	@echo "make test     set up, then lint and the whole test suite"
 	@echo "make coverage the test suite, with the coverage of every process that a test starts"
 	@echo "make setup    make $(VENV) and install Lockstep with the tested versions"
-	@echo "make lint     ruff (rules and format) and mypy"
+	@echo "make lint     ruff (rules and format), mypy, and the words of the documentation"
 	@echo "make drills   the long repetitions of fault drills and fuzzing"
 	@echo "make clean    remove $(VENV), caches and builds; never a run"
 
@@ -57,10 +57,11 @@ test: lint browser ## lint, then every test
 coverage: setup browser ## coverage of every process that the tests start
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff, mypy and the words of the documentation
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) scripts/words.py
 
 drills: setup ## long repetitions
 	$(RUN) -m pytest -m drill --timeout 3600 $(PYTEST_ARGS) $(TESTS)
