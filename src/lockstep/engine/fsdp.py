@@ -32,11 +32,12 @@ from lockstep.config import FsdpConfig
 from lockstep.data.loader import Window
 from lockstep.engine.batchnorm import ghost
 from lockstep.engine.collectives import Collectives
+from lockstep.engine.divided import Divided, Through
 from lockstep.engine.parts import gathered, restored
 from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import FLAG_INTERVAL, Flags, RanksStrategy, Reduced, Replica
 from lockstep.engine.switches import Watched
-from lockstep.engine.task import Loss, Task
+from lockstep.engine.task import Task
 from lockstep.engine.trace import pick
 from lockstep.engine.wire import wait
 from lockstep.errors import TaskError, UnsupportedError
@@ -71,7 +72,7 @@ class _ReduceScatter(DefaultReduceScatter):
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
-class ShardedModel:
+class ShardedModel(Divided):
     """A model whose parameters have been divided among the ranks of a run, for good. Collective.
 
     Args:
@@ -128,12 +129,6 @@ class ShardedModel:
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> FsdpStrategy:
         replica = Replica(task, self.module, precision, self._device, plan.seed, world.rank)
         return FsdpStrategy(replica, self, world_size=world.size)
-
-    def adopt(self, optimizer: Optimizer) -> None:
-        pass
-
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
 
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
         """This rank's parts of ``tensors``, sharing their memory."""
@@ -198,7 +193,7 @@ class FsdpStrategy(RanksStrategy):
         return found
 
     def evaluating(self, task: Task) -> Task:
-        return _ThroughRoot(task, self._sharded.root)
+        return Through(task, lambda function, _, batch: _through(self._sharded.root, function, batch))
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         loss: tuple[Tensor, Tensor | int] = _through(self._sharded.root, self._ask, batch)
@@ -217,25 +212,6 @@ class FsdpStrategy(RanksStrategy):
                 yield
         finally:
             self._sharded.reduce_scatter.nothing = False
-
-
-class _ThroughRoot(Task):
-    """What evaluation asks of a task, where the model must be called through its root."""
-
-    def __init__(self, task: Task, root: _Root) -> None:
-        super().__init__(task.config)
-        self._task, self._root = task, root
-        self.merge = task.merge  # type: ignore[method-assign]
-
-    def collate(self, samples: Sequence[Any]) -> Any:
-        return self._task.collate(samples)
-
-    def metrics(self) -> Any:
-        return self._task.metrics()
-
-    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Tensor, ...]]:
-        result: tuple[Loss, tuple[Tensor, ...]] = _through(self._root, self._task.validate, batch)
-        return result
 
 
 def _through(root: _Root, function: Callable[..., Any], batch: Any) -> Any:

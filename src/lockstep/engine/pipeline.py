@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 
 from lockstep.data.loader import Window
 from lockstep.engine.collectives import Collectives
+from lockstep.engine.divided import Divided, Through
 from lockstep.engine.line import Line
 from lockstep.engine.placed import Inputs, as_inputs, ask, generators_of, inputs_of, set_states, states_of
 from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import FLAG_INTERVAL, Flags, Reduced, Replica, SingleStrategy
 from lockstep.engine.switches import Watched
-from lockstep.engine.task import Loss, Task
+from lockstep.engine.task import Task
 from lockstep.engine.trace import pick
 from lockstep.engine.transfer import to_device
 from lockstep.engine.wire import all_reduce
@@ -58,7 +59,7 @@ def schedule(kind: str, rank: int, ranks: int, micro_batches: int) -> list[Actio
     return actions + [Action(False, index) for index in range(micro_batches - ahead, micro_batches)]
 
 
-class PipelineModel:
+class PipelineModel(Divided):
     """The stages that this rank holds of a model, on its device; the others stay as they are, on the host.
 
     Args:
@@ -107,9 +108,6 @@ class PipelineModel:
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.mine.parameters())
-
-    def local(self, tensors: list[Tensor]) -> list[Tensor]:
-        return tensors
 
     def total_norm(self, norm: Tensor) -> Tensor:
         # A rank without gradients has a norm on the host.
@@ -207,7 +205,13 @@ class PipelineStrategy(SingleStrategy):
         return self._pipeline.whole(state, collectives, keep=keep)
 
     def evaluating(self, task: Task) -> Task:
-        return _ThroughStages(task, self)
+        return Through(task, self._ask_stages)
+
+    def _ask_stages(self, function: Callable[..., Any], _: nn.Module, batch: Any) -> Any:
+        """Of an evaluation: the last rank alone has rows."""
+        result = self.through(function, batch)[1]
+        self._down.flush()
+        return result if self._pipeline.is_last else None
 
     def through(self, function: Callable[..., Any], batch: Any) -> tuple[Inputs, Any]:
         """This rank's part of ``function(model, batch)``: what it got, and what came of it."""
@@ -230,14 +234,6 @@ class PipelineStrategy(SingleStrategy):
             output = as_inputs(run())
         self._down.send((*states_of(self._generators), *output), rank + 1)
         return inputs, output
-
-    @property
-    def is_last(self) -> bool:
-        return self._pipeline.is_last
-
-    def flush(self) -> None:
-        """Wait until the next rank has what :meth:`through` sent."""
-        self._down.flush()
 
     def _forward(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
         if self._pipeline.is_first or self._pipeline.is_last:  # others do not look at it
@@ -291,23 +287,3 @@ class Answer(nn.Module):
                 fix="call model(…) once in loss, and with the same input in loss and evaluate",
             )
         return self._output
-
-
-class _ThroughStages(Task):
-    """What evaluation asks of a task: the last rank alone has rows."""
-
-    def __init__(self, task: Task, strategy: PipelineStrategy) -> None:
-        super().__init__(task.config)
-        self._task, self._strategy = task, strategy
-        self.merge = task.merge  # type: ignore[method-assign]
-
-    def collate(self, samples: Sequence[Any]) -> Any:
-        return self._task.collate(samples)
-
-    def metrics(self) -> Any:
-        return self._task.metrics()
-
-    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Tensor, ...]] | None:  # type: ignore[override]
-        _, result = self._strategy.through(self._task.validate, batch)
-        self._strategy.flush()
-        return result if self._strategy.is_last else None

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from lockstep.engine.divided import Divided, Through
 from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import Replica, SeededDraws, SingleStrategy
-from lockstep.engine.task import Loss, Task
-from lockstep.engine.trace import pick
+from lockstep.engine.task import Task
 from lockstep.engine.trained import refuse_modules
 from lockstep.errors import ConfigError, TaskError
 from lockstep.hardware.world import World
@@ -246,8 +245,8 @@ class _Chain(nn.Module):
         return home[0] if isinstance(output, Tensor) else home
 
 
-class PlacedModel:
-    """The stages of a model on several devices of one process (model parallel). See :class:`.divide.Divided`."""
+class PlacedModel(Divided):
+    """The stages of a model on several devices of one process (model parallel)."""
 
     def __init__(
         self,
@@ -268,27 +267,6 @@ class PlacedModel:
         replica = Replica(task, self.module, precision, self._devices[0], plan.seed, forward=self._chain)
         return PlacedStrategy(replica, self._devices)
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        pass
-
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
-
-    def local(self, tensors: list[Tensor]) -> list[Tensor]:
-        return tensors
-
-    def total_norm(self, norm: Tensor) -> Tensor:
-        return norm
-
-    def agree(self, flag: Tensor) -> None:
-        pass
-
-    def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        return pick(parameters, places)
-
-    def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        return state
-
 
 class PlacedStrategy(SingleStrategy):
     """One process that holds several devices, each with some stages; they take turns."""
@@ -298,28 +276,12 @@ class PlacedStrategy(SingleStrategy):
         self.draws = SeededDraws(replica.seed, devices, everything=False)
 
     def evaluating(self, task: Task) -> Task:
-        return _ThroughPlaces(task, self._model)
+        return Through(task, self._ask_through)
+
+    def _ask_through(self, function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
+        self._model.train(model.training)
+        return ask(function, self._model, batch)
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         loss: tuple[Tensor, Tensor | int] = ask(self._ask, self._model, batch)
         return loss
-
-
-class _ThroughPlaces(Task):
-    """What evaluation asks of a task, where its model is called through its places."""
-
-    def __init__(self, task: Task, placed: nn.Module) -> None:
-        super().__init__(task.config)
-        self._task, self._placed = task, placed
-        self.merge = task.merge  # type: ignore[method-assign]
-
-    def collate(self, samples: Sequence[Any]) -> Any:
-        return self._task.collate(samples)
-
-    def metrics(self) -> Any:
-        return self._task.metrics()
-
-    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Tensor, ...]]:
-        self._placed.train(model.training)
-        found: tuple[Loss, tuple[Tensor, ...]] = ask(self._task.validate, self._placed, batch)
-        return found

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.engine.data_parallel import DataParallelStrategy
-from lockstep.engine.divide import Divided
+from lockstep.engine.divided import Divided
 from lockstep.engine.flat import FlatStrategy, fits
 from lockstep.engine.precision import Precision
 from lockstep.engine.runtime import rank_device

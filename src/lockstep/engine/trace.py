@@ -48,7 +48,7 @@ from lockstep.engine.loop import StepResult
 from lockstep.engine.update import Update
 
 if TYPE_CHECKING:
-    from lockstep.engine.divide import Divided
+    from lockstep.engine.divided import Divided
 
 #: Values kept of each parameter and buffer, spread over it: enough to see any update, few enough for any model.
 VALUES_PER_TENSOR = 1024

@@ -20,7 +20,7 @@ from lockstep.errors import TaskError
 from lockstep.plan import Schedule
 
 if TYPE_CHECKING:
-    from lockstep.engine.divide import Divided
+    from lockstep.engine.divided import Divided
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Optimizer:
