@@ -1,9 +1,7 @@
 """Callbacks for any Lightning ``Trainer``; each works alone."""
 
-from lockstep.lightning.callbacks.check import ConfigurationCheck
-from lockstep.lightning.callbacks.devices import DeviceMonitor
-from lockstep.lightning.callbacks.learning_rate import LearningRate
-from lockstep.lightning.callbacks.metrics import JSONMetricsLogger
+from lockstep.lightning.callbacks.monitors import ConfigurationCheck, DeviceMonitor, LearningRate
+from lockstep.lightning.callbacks.rows import JSONMetricsLogger
 from lockstep.lightning.callbacks.status import RunStatus
 from lockstep.lightning.callbacks.stopping import AgreedEarlyStopping, StopOnSignal
 from lockstep.lightning.callbacks.upload import Upload

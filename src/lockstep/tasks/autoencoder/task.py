@@ -17,8 +17,7 @@ from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError
 from lockstep.models.autoencoder import Autoencoder
 from lockstep.tasks.autoencoder.digits import load_digits
-from lockstep.tasks.autoencoder.metrics import PixelErrors
-from lockstep.tasks.autoencoder.picture import draw
+from lockstep.tasks.autoencoder.metrics import PixelErrors, draw
 
 
 class AutoencoderConfig(TaskConfig):

@@ -7,9 +7,8 @@ Smartphones", ESANN 2013; https://doi.org/10.24432/C54S4K, CC BY 4.0. Windows of
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,8 @@ def fetch_uci(folder: Path, archive: Archive = ARCHIVE) -> Path:
     if found is not None:
         return found
     outer = download(archive.url, folder / "uci-har.zip", archive.sha256, size=archive.size)
-    with _temporary_folder(folder) as temporary:
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder, ignore_cleanup_errors=True) as name:
+        temporary = Path(name)
         inner = extract_zip(outer, temporary / "outer") / f"{FOLDER}.zip"
         unpacked = extract_zip(inner, temporary / "inner") / FOLDER if inner.exists() else temporary / "outer" / FOLDER
         if not (unpacked / "train").is_dir():
@@ -80,15 +80,6 @@ def fetch_uci(folder: Path, archive: Archive = ARCHIVE) -> Path:
     if find_uci(folder) is None:
         raise DataError(f"cannot write {folder / FOLDER}", fix="move away what is there, or choose another --data-dir")
     return folder / FOLDER
-
-
-@contextlib.contextmanager
-def _temporary_folder(parent: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def load_uci(folder: Path, *, val_subjects: Sequence[int] | None) -> HarData:

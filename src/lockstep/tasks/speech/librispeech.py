@@ -7,7 +7,6 @@ https://www.openslr.org/12, CC BY 4.0.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -81,9 +80,8 @@ def fetch_librispeech(
 
 
 def _unpack(archive: Path, folder: Path, name: str) -> None:
-    temporary = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))
-    try:
-        unpacked = extract_tar(archive, temporary / "out", max_bytes=MAX_UNPACKED_BYTES) / FOLDER
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder, ignore_cleanup_errors=True) as temporary:
+        unpacked = extract_tar(archive, Path(temporary, "out"), max_bytes=MAX_UNPACKED_BYTES) / FOLDER
         if not (unpacked / name).is_dir():
             raise DataError(
                 f"{archive} does not hold {name}",
@@ -94,7 +92,5 @@ def _unpack(archive: Path, folder: Path, name: str) -> None:
         # Another process may have been faster: then its folder is as good as ours.
         with contextlib.suppress(OSError):
             (unpacked / name).rename(folder / FOLDER / name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     if name not in find_librispeech(folder):
         raise DataError(f"cannot write {folder / FOLDER / name}", fix="choose another --data-dir")
