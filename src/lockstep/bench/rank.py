@@ -17,8 +17,8 @@ from lockstep.hardware.world import World
 from lockstep.telemetry.files import JsonLines
 from lockstep.telemetry.rundir import RunDir
 
-#: In the folder of a trial: the function with its arguments, and what rank 0 has reported so far.
-CALL_FILE, ROWS_FILE = "call.pkl", "rows.jsonl"
+#: In the folder of a trial: what rank 0 has reported so far.
+ROWS_FILE = "rows.jsonl"
 
 
 @dataclass(frozen=True)

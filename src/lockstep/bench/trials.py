@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import cloudpickle
-
-from lockstep.bench.rank import CALL_FILE, ROWS_FILE
+from lockstep.bench.rank import ROWS_FILE, Rank
 from lockstep.config import RunConfig
 from lockstep.engine.task import Task
+from lockstep.errors import RankFailed
 from lockstep.hardware.host import usable_memory
 from lockstep.hardware.resolve import Placement
-from lockstep.launch import elastic, failure
+from lockstep.hardware.world import World
+from lockstep.launch import failure
 from lockstep.launch.carry import pack_task
 from lockstep.launch.causes import MEMORY_CAUSES
 from lockstep.launch.folder import create_folder
+from lockstep.launch.on_ranks import run_on_ranks
 from lockstep.launch.signals import StopRequest
+from lockstep.launch.temporary import temporary_folder
 from lockstep.telemetry.files import read_jsonl
+from lockstep.telemetry.rundir import RunDir
 
 #: How long a rank may take to end after a stop.
 STOP_GRACE_S = 5.0
@@ -77,30 +78,22 @@ class Trials:
         run = create_folder(config.model_copy(update={"save_dir": path}))
         if task is not None:
             pack_task(run, task, config)
-        (path / CALL_FILE).write_bytes(cloudpickle.dumps((function, arguments)))
-        code = 0
-        with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr):
-            if stop.requested is None:  # between two trials, that is
-                code = elastic.launch(
-                    run,
-                    ranks,
-                    environ={"LOCKSTEP_THREADS": str(threads)},
-                    stop_grace_s=STOP_GRACE_S,
-                    worker_module="lockstep.bench.worker",
-                )
-        rows = read_jsonl(path / ROWS_FILE)
-        # Ranks that were still starting are killed after the grace, and the code says that they failed.
-        if stop.requested is not None or code >= 128:
-            return Outcome(rows, "stopped")
-        if code == 0:
-            return Outcome(rows)
-        report = failure.collect(run)
-        if report is None:
-            return Outcome(rows, "failed", f"the ranks ended with exit code {code}")
-        if report.first is not None and report.first.is_usage_error:
-            raise report.as_error()
-        lacks_memory = report.cause is not None and report.cause.name in MEMORY_CAUSES
-        return Outcome(rows, "out of memory" if lacks_memory else "failed", report.what.splitlines()[0])
+        ended: Literal["done", "out of memory", "failed", "stopped"] = "done"
+        said = ""
+        try:
+            run_on_ranks(run, ranks, _on_rank, function, arguments, threads=threads, stop_grace_s=STOP_GRACE_S)
+        except KeyboardInterrupt:
+            ended = "stopped"
+        except RankFailed as error:
+            report = failure.collect(run)
+            lacks_memory = report is not None and report.cause is not None and report.cause.name in MEMORY_CAUSES
+            ended, said = "out of memory" if lacks_memory else "failed", error.what.splitlines()[0]
+        return Outcome(read_jsonl(path / ROWS_FILE), ended, said)
+
+
+def _on_rank(run: RunDir, world: World, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    with StopRequest() as stop:
+        function(Rank(run, world, lambda: stop.requested), *arguments)
 
 
 def memory_share(placement: Placement) -> int | None:
@@ -116,5 +109,5 @@ def memory_share(placement: Placement) -> int | None:
 @contextlib.contextmanager
 def new_trials() -> Iterator[Trials]:
     """Trials in a temporary folder, removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-bench-", ignore_cleanup_errors=True) as name:
-        yield Trials(Path(name))
+    with temporary_folder("lockstep-bench-") as folder:
+        yield Trials(folder)

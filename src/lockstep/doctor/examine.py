@@ -17,7 +17,6 @@ from lockstep.doctor.practice import (
     failed,
     let_ranks_meet,
     step_finding,
-    temporary_folder,
     train_one_step,
 )
 from lockstep.doctor.ranks import Meeting
@@ -27,6 +26,7 @@ from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import read_world
 from lockstep.launch.signals import StopRequest
+from lockstep.launch.temporary import temporary_folder
 
 
 def examine(
@@ -61,7 +61,7 @@ def examine(
         from lockstep.doctor.outside import examine_as_rank
 
         return examine_as_rank(placement, world, detected, runs_dir, quick=quick, say=say)
-    with StopRequest() as stop, temporary_folder() as folder:
+    with StopRequest() as stop, temporary_folder("lockstep-doctor-") as folder:
         say("looking at this machine")
         findings = examine_node(placement, world, detected, runs_dir)
         meeting = None

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config import resolve
 from lockstep.doctor.finding import Finding, first_line
-from lockstep.doctor.ranks import MEETING_FILE, PLACEMENT_FILE, TIMEOUT_S, Meeting
-from lockstep.errors import LockstepError, RunError
+from lockstep.doctor.ranks import TIMEOUT_S, Meeting, meet
+from lockstep.errors import LockstepError
 from lockstep.hardware.resolve import Placement
-from lockstep.launch import elastic, failure
 from lockstep.launch.causes import find_cause
 from lockstep.launch.folder import create_folder
-from lockstep.telemetry.rundir import read_json, write_json
+from lockstep.launch.on_ranks import run_on_ranks
 
 if TYPE_CHECKING:
     from lockstep.engine.attempt import RunResult
@@ -25,13 +22,6 @@ if TYPE_CHECKING:
 TASK = "har"
 TOGETHER = "several devices train together only if their processes reach each other"
 STEP = "a whole step: data, forward, backward, all-reduce, optimizer, validation and checkpoint, as `train` does it"
-
-
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder for the runs of the examination, removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-", ignore_cleanup_errors=True) as name:
-        yield Path(name)
 
 
 def alone(placement: Placement) -> Finding:
@@ -48,15 +38,8 @@ def let_ranks_meet(placement: Placement, folder: Path) -> Meeting:
         LockstepError: a rank failed. KeyboardInterrupt: stopped.
     """
     run = create_folder(resolve({"save_dir": str(folder / "ranks")}))
-    write_json(run.path / PLACEMENT_FILE, placement.as_dict())
-    with contextlib.redirect_stdout(sys.stderr):
-        code = elastic.launch(run, placement.world_size, worker_module="lockstep.doctor.worker")
-    if code >= 128:
-        raise KeyboardInterrupt
-    if code:
-        report = failure.collect(run)
-        raise report.as_error() if report else RunError(f"the ranks ended with exit code {code}")
-    return Meeting.model_validate(read_json(run.path / MEETING_FILE))
+    meeting: Meeting = run_on_ranks(run, placement.world_size, meet, placement)
+    return meeting
 
 
 def train_one_step(placement: Placement, folder: Path) -> RunResult:

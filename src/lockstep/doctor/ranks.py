@@ -1,6 +1,6 @@
 """What the ranks of the examination do together: meet, compare clocks, sum numbers.
 
-The same for ranks that Lockstep's launcher started (:mod:`lockstep.doctor.worker`) and for those of ``torchrun``
+The same for ranks that Lockstep's launcher started (:func:`meet`) and for those of ``torchrun``
 or ``srun`` (:mod:`lockstep.doctor.outside`).
 """
 
@@ -24,8 +24,8 @@ from lockstep.engine.runtime import rank_device
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.telemetry.records import versions
+from lockstep.telemetry.rundir import RunDir
 
-PLACEMENT_FILE, MEETING_FILE = "placement.json", "meeting.json"
 #: How long a rank waits for the others.
 TIMEOUT_S = 60.0
 #: Bytes: the latency; a small bucket; enough to fill the line (DDP sends buckets of 25 MiB).
@@ -89,6 +89,12 @@ def joined(world: World, placement: Placement) -> Iterator[Store]:
         # NCCL waits for all ranks there, and after a failure they wait for this one.
         if not (failed and placement.backend == "nccl"):
             dist.destroy_process_group()
+
+
+def meet(folder: RunDir, world: World, placement: Placement) -> Meeting:
+    """One rank of the examination, started by Lockstep's launcher."""
+    with joined(world, placement):
+        return measure(Collectives(world, timeout_s=TIMEOUT_S), world, placement)
 
 
 def measure(collectives: Collectives, world: World, placement: Placement) -> Meeting:

@@ -1,13 +1,10 @@
 """The metrics of a checkpoint: on one device in this process, on several on a rank for each.
 
-The ranks are started as those of a training, in a temporary folder: the run's own is only read.
-``python -m lockstep.launch.evaluation FOLDER`` is one of them.
+The ranks are started in a temporary folder: the run's own is only read.
 """
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,22 +22,18 @@ from lockstep.engine.source import open_data
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import build_model
-from lockstep.errors import DataError, RankFailed, UnsupportedError
+from lockstep.errors import DataError, UnsupportedError
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World
-from lockstep.launch import elastic, failure
 from lockstep.launch.afterwards import as_restored, find_step, reopen, restore
 from lockstep.launch.carry import load_task, pack_task
 from lockstep.launch.folder import refuse_unknown_code, warn
+from lockstep.launch.on_ranks import run_on_ranks
 from lockstep.launch.prepare import place, plan_of, settle
-from lockstep.launch.signals import StopRequest
 from lockstep.launch.temporary import temporary_folder
-from lockstep.launch.worker import main
 from lockstep.plan import Plan
-from lockstep.telemetry.rundir import RunDir, read_json, write_json
+from lockstep.telemetry.rundir import RunDir
 
-#: In the folder of the ranks: what is asked for, and what rank 0 has found.
-REQUEST_FILE, RESULT_FILE = "evaluation.json", "result.pkl"
 #: How long a rank may take to end after a stop: it keeps nothing.
 STOP_GRACE_S = 5.0
 
@@ -165,45 +158,26 @@ def _on_ranks(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int,
         ranks = RunDir.create(folder / "ranks", config, run_id=run.read().id, command=sys.argv)
         ranks.begin_attempt(plan.as_dict(), plan.placement)
         pack_task(ranks, task, config)
-        write_json(
-            ranks.path / REQUEST_FILE, {"run": str(run.path), "split": split, "step": step, "data": data and str(data)}
+        found: dict[str, Any] = run_on_ranks(
+            ranks,
+            int(plan.placement["world_size"]),
+            _on_rank,
+            *(run.path, split, step, data),
+            threads=plan.threads,
+            stop_grace_s=STOP_GRACE_S,
+            hang_timeout_s=config.launch.hang_timeout_s,
         )
-        # What the ranks say is not the result, which may be wanted as JSON.
-        with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr):
-            code = elastic.launch(
-                ranks,
-                int(plan.placement["world_size"]),
-                environ={"LOCKSTEP_THREADS": str(plan.threads)},
-                stop_grace_s=STOP_GRACE_S,
-                hang_timeout_s=config.launch.hang_timeout_s,
-                worker_module=__name__,
-            )
-        if stop.requested is not None or code >= 128:
-            raise KeyboardInterrupt
-        if code:
-            report = failure.collect(ranks)
-            raise report.as_error() if report is not None else RankFailed(f"the ranks ended with exit code {code}")
-        result: dict[str, Any] = pickle.loads((ranks.path / RESULT_FILE).read_bytes())
-        return result
+        return found
 
 
-def rank_main(ranks: RunDir, world: World) -> int:
-    """One of the ranks of an evaluation; rank 0 leaves the result in the folder that they were started with."""
-    asked = read_json(ranks.path / REQUEST_FILE)
-    run, config, plan = RunDir(Path(asked["run"])), ranks.config(), Plan.model_validate(ranks.plan())
+def _on_rank(ranks: RunDir, world: World, path: Path, split: str, step: int, data: Path | None) -> dict[str, Any]:
+    """One of the ranks of an evaluation."""
+    run, config, plan = RunDir(path), ranks.config(), Plan.model_validate(ranks.plan())
     task = load_task(ranks, config)
     device = rank_device(tuple(plan.placement["devices"]), world)
     timeout_s = config.distributed.timeout_s
     with runtime(plan, device, world, timeout_s, detect_anomaly=False), shared(world, timeout_s):
         collectives = Collectives(world, timeout_s=timeout_s)
-        store = CheckpointStore(run.checkpoints)
-        snapshot = load_shared(store, asked["step"], collectives, in_pieces=plan.sharded)
-        data = Path(asked["data"]) if asked["data"] else open_data(task, config, collectives)
-        found = _measure(run, task, data, config, plan, snapshot, asked["split"], world, collectives)
-        if world.is_main:
-            (ranks.path / RESULT_FILE).write_bytes(pickle.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], rank_main))
+        snapshot = load_shared(CheckpointStore(run.checkpoints), step, collectives, in_pieces=plan.sharded)
+        measured = data or open_data(task, config, collectives)
+        return _measure(run, task, measured, config, plan, snapshot, split, world, collectives)

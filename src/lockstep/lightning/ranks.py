@@ -1,24 +1,16 @@
-"""Ranks of ``lockstep lightning``: started by Lockstep's launcher, each runs the same command.
-
-``python -m lockstep.lightning.ranks RUN_FOLDER`` is one rank.
-"""
+"""Ranks of ``lockstep lightning``: started by Lockstep's launcher, each runs the same command."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-import cloudpickle
-
 from lockstep.config import resolve
-from lockstep.errors import RankFailed
 from lockstep.hardware.world import World
-from lockstep.launch import elastic, failure
+from lockstep.launch.on_ranks import call_on_ranks, failure_of
 from lockstep.launch.temporary import temporary_folder
-from lockstep.launch.worker import main
 from lockstep.telemetry.rundir import RunDir, utc_now
 
-CALL_FILE = "lightning.pkl"
 _STOPPED = (130, 143)
 
 
@@ -39,29 +31,16 @@ def run_in_ranks(run: RunDir | None, ranks: int, cli_class: type[Any], arguments
 
 
 def _run(folder: RunDir, ranks: int, cli_class: type[Any], arguments: dict[str, Any], *, keeps: bool) -> int:
-    try:
-        # By reference where a class can be imported, by value where it lives in a script or notebook.
-        (folder.path / CALL_FILE).write_bytes(cloudpickle.dumps((cli_class, arguments, keeps)))
-        code = elastic.launch(folder, ranks, worker_module="lockstep.lightning.ranks")
-        if code in _STOPPED and folder.read().status in ("pending", "running"):
-            folder.update(status="stopped", completed_at=utc_now())  # before training began, or without waiting
-        if code == 0 or code in _STOPPED:
-            return code
-        report = failure.collect(folder)
-        error = report.as_error() if report else RankFailed(f"the launcher ended with exit code {code}")
-        folder.update(status="failed", completed_at=utc_now(), error=str(error))
-        raise error
-    finally:
-        (folder.path / CALL_FILE).unlink(missing_ok=True)
+    code = call_on_ranks(folder, ranks, _be_rank, cli_class, arguments, keeps)
+    if code in _STOPPED and folder.read().status in ("pending", "running"):
+        folder.update(status="stopped", completed_at=utc_now())  # before training began, or without waiting
+    if code == 0 or code in _STOPPED:
+        return code
+    error = failure_of(folder, f"the launcher ended with exit code {code}")
+    folder.update(status="failed", completed_at=utc_now(), error=str(error))
+    raise error
 
 
-def be_rank(run: RunDir, world: World) -> int:
-    """What one rank does; returns its exit code."""
-    cli_class, arguments, keeps = cloudpickle.loads((run.path / CALL_FILE).read_bytes())
-    cli = cli_class(**arguments, run_dir=run if keeps else None)
-    code: int = cli.exit_code
+def _be_rank(run: RunDir, world: World, cli_class: type[Any], arguments: dict[str, Any], keeps: bool) -> int:
+    code: int = cli_class(**arguments, run_dir=run if keeps else None).exit_code
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], be_rank))
