@@ -19,6 +19,7 @@ from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import resolve
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.runtime import join, rank_device
+from lockstep.engine.transfer import finish
 from lockstep.errors import UsageError
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
@@ -165,11 +166,11 @@ def _time(collectives: Collectives, call: Callable[[], Any], device: torch.devic
     """Seconds of one call: the slowest rank's median, each call begun together."""
 
     def once() -> float:
-        _finish(device)
+        finish(device)
         collectives.barrier()
         started = time.perf_counter()
         call()
-        _finish(device)
+        finish(device)
         return time.perf_counter() - started
 
     warm = [once() for _ in range(WARM_UP)]
@@ -190,12 +191,7 @@ def _link(collectives: Collectives, one: int, other: int, device: torch.device) 
             else:
                 dist.recv(message, src=one)
                 dist.send(message, dst=one)
-            _finish(device)
+            finish(device)
             times.append((time.perf_counter() - started) / 2)
     quickest = collectives.all_gather(min(times, default=0.0))
     return {"link": [one, other], "bytes": LINK_BYTES, "gb_s": LINK_BYTES / quickest[one] / 1e9}
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.engine.task import Loss, Task
+from lockstep.engine.transfer import finish
 from lockstep.engine.update import Update
 
 #: Parts of a step. ``other``: what the host does in between.
@@ -28,12 +29,11 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[str, Any]] = []
 
     def enter(self, part: str) -> None:
         """From now on time belongs to ``part``."""
-        self._marks.append((part, self._now()))
+        self._marks.append((part, moment(self._device)))
 
     def next_step(self) -> None:
         """A step ends here, and the next one begins."""
@@ -41,25 +41,28 @@ class Stopwatch:
 
     def steps(self) -> list[dict[str, float]]:
         """Seconds of each part, for every step between two calls of :meth:`next_step`."""
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
+        finish(self._device)
         found: list[dict[str, float]] = []
         for (part, start), (_, stop) in zip(self._marks, self._marks[1:], strict=False):
             if part == _NEXT_STEP:
                 found.append(dict.fromkeys(PARTS, 0.0))
             if found:
-                found[-1]["other" if part == _NEXT_STEP else part] += self._between(start, stop)
+                found[-1]["other" if part == _NEXT_STEP else part] += between(start, stop)
         return found
 
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
-    def _between(self, start: Any, stop: Any) -> float:
-        return float(start.elapsed_time(stop)) / 1e3 if self._on_gpu else float(stop - start)
+def moment(device: torch.device) -> Any:
+    """Now; on a GPU when it has done what it has been given so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def between(start: Any, stop: Any) -> float:
+    """Seconds between two moments of one device, which has :func:`finished <lockstep.engine.transfer.finish>`."""
+    return float(stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3)
 
 
 class TimedUpdate:

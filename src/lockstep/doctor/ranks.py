@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.engine.collectives import Collectives
 from lockstep.engine.runtime import rank_device
+from lockstep.engine.transfer import finish
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.telemetry.records import versions
@@ -155,19 +156,14 @@ def _all_reduce(
     times = []
     for _ in range(WARM_UP + REPEATS):
         tensor.zero_()
-        _finish(device)
+        finish(device)
         collectives.barrier()
         started = time.perf_counter()
         dist.all_reduce(tensor, group=group)
-        _finish(device)
+        finish(device)
         times.append(time.perf_counter() - started)
     outcomes = collectives.all_gather((right, median(times[WARM_UP:])))
     seconds = max(taken for _, taken in outcomes)
     wrong = tuple(rank for rank, (right, _) in enumerate(outcomes) if not right)
     bus = 2 * (ranks - 1) / ranks * size / seconds / 1e9
     return AllReduce(bytes=size, seconds=seconds, bus_gb_s=bus, wrong=wrong)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

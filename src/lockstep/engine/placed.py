@@ -20,6 +20,7 @@ from lockstep.engine.precision import Precision
 from lockstep.engine.strategy import Replica, SeededDraws, SingleStrategy
 from lockstep.engine.task import Task
 from lockstep.engine.trained import refuse_modules
+from lockstep.engine.transfer import finish
 from lockstep.errors import ConfigError, TaskError
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
@@ -199,8 +200,7 @@ def measure(
 
 
 def _clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    finish(device)
     return time.perf_counter()
 
 

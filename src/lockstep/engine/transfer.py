@@ -67,3 +67,9 @@ class SideStream:
             leaf.record_stream(current)
             return leaf
         return _moved(leaf, self._device)  # what tensors it holds is its own affair
+
+
+def finish(device: torch.device) -> None:
+    """Wait until ``device`` has done all that it was given; the host has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

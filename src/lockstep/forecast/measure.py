@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,11 +14,12 @@ from torch import Tensor, nn
 
 from lockstep.bench.measure import Case, Site, on_site, training
 from lockstep.bench.rank import Rank
-from lockstep.bench.stopwatch import Stopwatch
+from lockstep.bench.stopwatch import Stopwatch, between, moment
 from lockstep.bench.summary import summarise
 from lockstep.bench.trials import TIMEOUT_S
 from lockstep.engine.batchnorm import convert
 from lockstep.engine.collectives import Collectives
+from lockstep.engine.transfer import finish
 from lockstep.engine.wire import Group, all_gather_rows
 from lockstep.hardware.world import World
 
@@ -143,7 +143,7 @@ class _Arrivals:
 
         def noted(model: nn.Module, batch: Any) -> Any:
             result = loss(model, batch)
-            self._marks = [("", self._now())]
+            self._marks = [("", moment(self._device))]
             return result
 
         task.loss = noted
@@ -155,23 +155,11 @@ class _Arrivals:
                 handle.remove()
 
     def _note(self, parameter: Tensor) -> None:
-        self._marks.append((self._names[id(parameter)], self._now()))
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        self._marks.append((self._names[id(parameter)], moment(self._device)))
 
     def close_step(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        begun = self._marks[0][1]
-        passed = {
-            name: begun.elapsed_time(when) if self._device.type == "cuda" else when - begun
-            for name, when in self._marks[1:]
-        }
+        finish(self._device)
+        passed = {name: between(self._marks[0][1], when) for name, when in self._marks[1:]}
         whole = max(passed.values(), default=0.0)
         for name, seconds in passed.items():
             self._shares.setdefault(name, []).append(seconds / whole if whole > 0 else 1.0)
