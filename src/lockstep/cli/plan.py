@@ -28,11 +28,11 @@ def plan(
 ) -> None:
     """Print the plan with its reasons."""
     name, mapping = to_mapping(settings, task)
-    from lockstep.launch.run import plan_from_mapping
+    from lockstep.launch.run import make_plan
     from lockstep.telemetry.console import print_plan
     from lockstep.telemetry.tables import say
 
-    made = plan_from_mapping(name, mapping)
+    made = make_plan(name, mapping)
     if as_json:
         print_json(made.as_dict(), sys.stdout)
         return

@@ -55,6 +55,6 @@ def train(
     if cluster.on is not None:
         return submit(name, mapping, cluster)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
-        from lockstep.launch.run import train_from_mapping
+        from lockstep.launch.run import train as start
 
-    return train_from_mapping(name, mapping, resume=resume, accept_data=accept_data).exit_code
+    return start(name, mapping, resume=resume, accept_data=accept_data).exit_code

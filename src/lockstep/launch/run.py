@@ -37,6 +37,7 @@ from lockstep.launch.outside import train_as_rank
 from lockstep.launch.prepare import Prepared, make_plan, place, plan_for, resume_point, settle
 from lockstep.launch.signals import StopRequest
 from lockstep.plan import Plan, ResumePoint
+from lockstep.telemetry.finding import or_else
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import check_sinks, standard_sinks
 
@@ -44,12 +45,10 @@ __all__ = [
     "RunResult",
     "evaluate",
     "make_plan",
-    "plan_from_mapping",
     "resume",
     "run_rank",
     "stop",
     "train",
-    "train_from_mapping",
 ]
 
 
@@ -93,18 +92,6 @@ def train(
     prepared = _prepare(built, whole, None, world)
     run_dir = create_folder(prepared.config)
     return _start(prepared, run_dir, resumed_from=0)
-
-
-def train_from_mapping(
-    task_name: str, mapping: Mapping[str, Any], *, resume: bool, accept_data: bool = False
-) -> RunResult:
-    """:func:`train` for a task's name and nested settings."""
-    return train(task_name, mapping, resume=resume, accept_data=accept_data)
-
-
-def plan_from_mapping(task_name: str, mapping: Mapping[str, Any]) -> Plan:
-    """:func:`make_plan` for a task's name and nested settings."""
-    return make_plan(task_name, mapping)
 
 
 def resume(
@@ -198,7 +185,7 @@ def _launch(prepared: Prepared, run: RunDir) -> RunResult:
         max_restarts=prepared.config.launch.max_restarts,
         hang_timeout_s=prepared.config.launch.hang_timeout_s,
     )
-    if code and _status(run) not in {"stopped", "completed"}:
+    if code and or_else(lambda: run.read().status, "lost") not in {"stopped", "completed"}:
         report = failure.collect(run)
         spare.clear(run.logs)
         told = report.format() if report is not None else f"the launcher ended with exit code {code}"
@@ -207,13 +194,6 @@ def _launch(prepared: Prepared, run: RunDir) -> RunResult:
         if report is not None:
             raise report.as_error()
     return result_of(run, code)
-
-
-def _status(run: RunDir) -> str:
-    try:
-        return run.read().status
-    except RunFolderError:
-        return "lost"
 
 
 def result_of(run: RunDir, exit_code: int) -> RunResult:
