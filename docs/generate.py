@@ -63,7 +63,7 @@ CLI_INTRODUCTION = """\
 | 2 | wrong usage or configuration; nothing was started |
 | 130, 143 | stopped by Ctrl-C or SIGTERM, after a checkpoint |
 
-Errors go to standard error and say what is wrong, why, and how to mend it. `--json` prints one JSON document on
+Errors go to standard error and say what is wrong, why, and how to fix it. `--json` prints one JSON document on
 standard output. RUN is a run's folder, its id, the beginning of its id, or `last`."""
 
 

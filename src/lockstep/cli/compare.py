@@ -26,7 +26,7 @@ def compare(
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    """Print what runs came to side by side, and where their settings and plans differ."""
+    """Compare the results, settings and plans of runs."""
     from lockstep.errors import UsageError
     from lockstep.report.page import difference_rows, summary_rows, text
     from lockstep.report.write import read_all, write_report

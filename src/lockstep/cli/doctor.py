@@ -36,7 +36,7 @@ def doctor(
     quick: Annotated[bool, Parameter(negative="", help="Start no ranks and no training.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Check whether this machine is fit for training on several devices; every finding with its fix."""
+    """Check whether this machine is ready for training on several devices; every finding with its fix."""
     from lockstep.doctor.examine import examine
     from lockstep.doctor.report import print_report
     from lockstep.hardware.world import read_world

@@ -41,7 +41,7 @@ def forecast(
     gpu: Annotated[
         str | None,
         Parameter(
-            help="A GPU that is not here, by its driver's name: its step is modelled. Default: measured on --devices.",
+            help="A hypothetical GPU, by its driver's name: its step is modelled. Default: measured on --devices.",
             metavar="NAME",
         ),
     ] = None,
@@ -54,7 +54,7 @@ def forecast(
     settings: Annotated[Settings, Parameter(name="*")] = NO_SETTINGS,
     as_json: AsJson = False,
 ) -> int:
-    """Predict samples a second and efficiency on numbers of GPUs that are not here, with error bars."""
+    """Predict throughput and scaling efficiency on more GPUs than you have, with error bars."""
     name, mapping = to_mapping(settings, task)
     save_dir, runs_dir = places(mapping)
     strategy = (mapping.get("hardware") or {}).pop("strategy", None)

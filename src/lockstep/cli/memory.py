@@ -26,7 +26,7 @@ def memory(
     /,
     *,
     gpus: Annotated[
-        int | None, Parameter(help="So many GPUs that are not here, instead of --devices. Default: none.")
+        int | None, Parameter(help="Number of hypothetical GPUs, instead of --devices. Default: none.")
     ] = None,
     memory: Annotated[
         str | None,

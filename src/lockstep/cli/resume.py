@@ -10,8 +10,8 @@ from lockstep.cli.output import ACCEPT_DATA, DEFAULT_RUNS_DIR, RunRef, RunsDir, 
 from lockstep.launch.signals import held_back
 
 EPILOGUE = """\
-The run goes on from its newest whole checkpoint, in the middle of an epoch if that is where it stands, and sees
-exactly the samples that it had not yet seen. On other devices the global batch stays what it was.
+The run resumes from its latest valid checkpoint, also in the middle of an epoch, with exactly the remaining
+samples. On other devices the global batch does not change.
 
 Examples:
   lockstep resume last

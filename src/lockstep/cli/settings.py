@@ -20,7 +20,7 @@ from lockstep.errors import UsageError
 
 _DEVICES = Group("Devices", sort_key=1)
 _TRAINING = Group(
-    "Training", "A task may bring defaults of its own: `lockstep plan TASK` shows what will run.", sort_key=2
+    "Training", "A task can have its own defaults: `lockstep plan TASK` shows the settings of the run.", sort_key=2
 )
 FILES = Group("Data and files", sort_key=3)
 _OTHER = Group("Any other setting", sort_key=4)
@@ -93,7 +93,7 @@ class Settings:
     max_steps: Annotated[
         int | None,
         Overrides("training.max_steps"),
-        _flag("Stop after so many optimizer steps. Default: no limit.", _TRAINING),
+        _flag("Stop after N optimizer steps. Default: no limit.", _TRAINING),
     ] = None
     batch_size: Annotated[
         int | None,
@@ -161,7 +161,7 @@ class Settings:
         str | None,
         Overrides("init_from"),
         _flag(
-            "A run (folder, id or `last`) or a checkpoint folder to take the weights from; training starts anew. "
+            "A run (folder, id or `last`) or a checkpoint folder to take the weights from; training starts at step 0. "
             "Default: weights drawn from the seed.",
             _TRAINING,
             metavar="RUN",

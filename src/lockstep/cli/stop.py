@@ -12,7 +12,7 @@ from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, find
 app = App(
     name="stop",
     usage="Usage: lockstep stop RUN [OPTIONS]",
-    help_epilogue="The run ends after the step it is in; `lockstep resume RUN` goes on with it.",
+    help_epilogue="The run ends after the current step; `lockstep resume RUN` resumes it.",
 )
 
 

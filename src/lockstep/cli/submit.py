@@ -30,7 +30,7 @@ class SubmitFlags:
     partition: Annotated[str | None, _flag("SLURM's partition. Default: the cluster's.")] = None
     time: Annotated[
         str | None,
-        _flag("SLURM's time limit, e.g. 4:00:00; the run saves before it, queues again and goes on.", metavar="TIME"),
+        _flag("SLURM's time limit, e.g. 4:00:00; the run saves before it, is requeued and resumes.", metavar="TIME"),
     ] = None
     gpus_per_node: Annotated[
         str | None, _flag("GPUs on each node, a rank each: 4, or a100:4. Default: none.", metavar="[TYPE:]N")

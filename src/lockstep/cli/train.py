@@ -21,7 +21,7 @@ Examples:
   torchrun --nproc_per_node=2 -m lockstep train har    # each process is a rank
   lockstep train har --nodes 2 --rdzv node1:29400      # the same command on two machines
 
-Ctrl-C once ends the run with a checkpoint; `lockstep resume last` goes on with it."""
+Ctrl-C once ends the run with a checkpoint; `lockstep resume last` resumes it."""
 
 TaskName = Annotated[
     str | None,
@@ -42,9 +42,7 @@ def train(
     settings: Annotated[Settings, Parameter(name="*")] = NO_SETTINGS,
     resume: Annotated[
         bool,
-        Parameter(
-            negative="", group=FILES, help="Go on with the unfinished run in --save-dir; on a fresh folder just start."
-        ),
+        Parameter(negative="", group=FILES, help="Resume the unfinished run in --save-dir, if there is one."),
     ] = False,
     accept_data: Annotated[bool, Parameter(negative="", group=FILES, help=ACCEPT_DATA)] = False,
     cluster: Annotated[SubmitFlags, Parameter(name="*")] = NO_SUBMIT,

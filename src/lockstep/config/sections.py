@@ -76,8 +76,8 @@ class HardwareConfig(Section):
 
 class TrainingConfig(Section):
     epochs: int = Field(20, ge=1, description="passes over the training data")
-    max_steps: int | None = Field(None, ge=1, description="stop after so many optimizer steps")
-    max_time_s: float | None = Field(None, gt=0, description="stop, with a checkpoint, after so many seconds")
+    max_steps: int | None = Field(None, ge=1, description="stop after N optimizer steps")
+    max_time_s: float | None = Field(None, gt=0, description="stop, with a checkpoint, after N seconds")
     batch_size: int = Field(32, ge=1, description="samples per device and micro-batch")
     global_batch_size: int | None = Field(
         None, ge=1, description="fixes the global batch; batch and accumulation per rank follow from it"
@@ -161,7 +161,7 @@ class OptimizerConfig(Section):
 
 class SchedulerConfig(Section):
     name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant"] = Field(
-        "cosine", description="how the learning rate goes on after the warm-up"
+        "cosine", description="learning-rate schedule after warm-up"
     )
     warmup_epochs: float | None = Field(
         None, ge=0, description="linear warm-up, in epochs (fractions allowed); unset: 2, at most a tenth of the run"
@@ -170,7 +170,7 @@ class SchedulerConfig(Section):
         None, ge=0, description="linear warm-up, in optimizer steps; wins over warmup_epochs"
     )
     min_lr: float = Field(1e-6, ge=0, description="where cosine and poly end; no schedule goes below it")
-    step_epochs: float = Field(10.0, gt=0, description="step: multiply by gamma every so many epochs")
+    step_epochs: float = Field(10.0, gt=0, description="step: multiply by gamma every N epochs")
     milestones: tuple[float, ...] = Field((), description="multistep: the epochs at which to multiply by gamma")
     gamma: float = Field(0.1, gt=0, le=1, description="step and multistep: the factor")
     power: float = Field(1.0, gt=0, description="poly: the exponent")
@@ -247,17 +247,15 @@ class PipelineConfig(Section):
 
 
 class ValidationConfig(Section):
-    every_epochs: int = Field(1, ge=1, description="evaluate at the end of every so many epochs")
-    every_steps: int | None = Field(None, ge=1, description="also evaluate every so many optimizer steps")
+    every_epochs: int = Field(1, ge=1, description="evaluate every N epochs")
+    every_steps: int | None = Field(None, ge=1, description="also evaluate every N optimizer steps")
     batch_size: int | None = Field(None, ge=1, description="samples per device; unset: training.batch_size")
     sanity_steps: int = Field(1, ge=0, description="validation batches before training, to fail early; 0: off")
 
 
 class CheckpointConfig(Section):
-    every_steps: int | None = Field(
-        None, ge=1, description="save every so many optimizer steps, besides each epoch's end"
-    )
-    every_s: float | None = Field(None, gt=0, description="save when so many seconds have passed since the last save")
+    every_steps: int | None = Field(None, ge=1, description="save every N optimizer steps, besides each epoch's end")
+    every_s: float | None = Field(None, gt=0, description="save when N seconds have passed since the last save")
     keep_last: int = Field(2, ge=1, description="how many of the newest checkpoints stay; the best always stays")
     monitor: str | None = Field(None, description="what 'best' means, e.g. val_loss; unset: the task's choice")
     mode: Literal["min", "max"] | None = Field(None, description="unset: min for losses and error rates, else max")
@@ -296,7 +294,7 @@ class TelemetryConfig(Section):
     mlflow_experiment: str = Field("lockstep", min_length=1, description="the MLflow experiment")
     forecast: Path | None = Field(
         None,
-        description="a report of `lockstep forecast`, kept in the run folder: `lockstep show` tells how right it was",
+        description="a report of `lockstep forecast`, kept in the run folder: `lockstep show` compares the run with it",
     )
     profile: str | None = Field(
         None, description="A:B records steps A to B with torch's profiler: a trace and a table in profile/"
@@ -359,12 +357,12 @@ class DebugConfig(Section):
     fast_dev_run: bool = Field(
         False, description="one training step and one validation batch, to see that all of it runs"
     )
-    overfit_batches: int | None = Field(None, ge=1, description="train on only so many global batches, again and again")
+    overfit_batches: int | None = Field(None, ge=1, description="train on N global batches only, repeatedly")
     detect_anomaly: bool = Field(
         False, description="torch's anomaly detection: slow, names the operator that made a NaN"
     )
-    limit_eval_batches: int | None = Field(None, ge=1, description="evaluate on only so many batches of each split")
-    start_position: int = Field(0, ge=0, description="begin the first epoch after so many samples of it")
+    limit_eval_batches: int | None = Field(None, ge=1, description="evaluate on N batches of each split only")
+    start_position: int = Field(0, ge=0, description="begin the first epoch after N of its samples")
     switch_off: tuple[Literal["dropout", "batchnorm"], ...] = Field(
         (), description="train without dropout, or with BatchNorm's running statistics: to find why two runs differ"
     )
@@ -382,7 +380,7 @@ class RunConfig(Section):
     save_dir: Path | None = Field(None, description="the run folder itself; unset: runs_dir/<run id>")
     runs_dir: Path = Field(Path("runs"), description="where run folders are made")
     init_from: Path | None = Field(
-        None, description="a run or checkpoint to take the weights from; training starts anew"
+        None, description="a run or checkpoint to take the weights from; training starts at step 0"
     )
     task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)  # type: ignore[arg-type]
