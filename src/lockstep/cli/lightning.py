@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 
 EPILOGUE = """\
 Its flags are those of LightningCLI, and these:
-  --hardware.selected_devices LIST   as in `lockstep train --devices`; [cpu, cpu] rehearses two ranks
+  --hardware.selected_devices LIST   as in `lockstep train --devices`; [cpu, cpu]: two CPU ranks
   --hardware.precision P             32, 16-mixed or bf16-mixed
   --run_dir DIR                      fit: the run folder; default: a new one in runs/
 

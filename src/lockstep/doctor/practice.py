@@ -27,7 +27,7 @@ STEP = "a whole step: data, forward, backward, all-reduce, optimizer, validation
 def alone(placement: Placement) -> Finding:
     """The finding in place of a meeting when there is one rank."""
     name = placement.devices[0]
-    what = f"one rank: nobody to talk to (--devices {name},{name} rehearses two on this device)"
+    what = f"single process: no communication to check (--devices {name},{name} starts two ranks on this device)"
     return Finding("ranks", "skip", what, TOGETHER)
 
 

@@ -337,7 +337,11 @@ class Fit:
         """
         value = metrics.get(self._monitor)
         if value is None:
-            self._emit(Note("warning", f"There is no {self._monitor!r} to judge by; there is {', '.join(metrics)}."))
+            self._emit(
+                Note(
+                    "warning", f"Monitored metric {self._monitor!r} was not reported; available: {', '.join(metrics)}."
+                )
+            )
             return False
         if not extra:
             self.update.judge(value)

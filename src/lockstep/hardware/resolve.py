@@ -272,7 +272,7 @@ def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[str
     if alone:
         if wanted != "auto":
             notes.append(f"distributed.backend={wanted} is ignored: there is one rank")
-        return None, "one rank: nobody to talk to"
+        return None, "single process: no communication needed"
     on_cpu, repeated = devices[0] == "cpu", len(set(devices)) < len(devices)
     if wanted == "nccl" and (on_cpu or repeated):
         raise ConfigError(

@@ -154,9 +154,7 @@ class HangReport(BaseModel):
                 f"`py-spy dump --native --pid` shows where it is; {slow}",
             )
         if behind and not behind[0].in_framework:
-            return Cause(
-                "hang", "it does not come back from there; the other ranks wait for it", f"mend it there; {slow}"
-            )
+            return Cause("hang", "it is blocked there; the other ranks are waiting for it", f"fix that line; {slow}")
         return Cause(
             "hang",
             "the ranks are in different collective calls, or one of them makes a call that the others do not make",

@@ -207,7 +207,7 @@ def _exchange(store: Store, me: Member, size: int) -> list[Member]:
         except RuntimeError as error:
             raise RankFailed(
                 f"rank {rank} of {size} did not come",
-                why=f"rank {me.rank} on {me.host} has waited for it in vain",
+                why=f"rank {me.rank} on {me.host} timed out waiting for it",
                 fix="look at the output of its node: it failed before it could say so, or never started",
             ) from error
     return members

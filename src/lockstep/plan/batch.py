@@ -256,4 +256,4 @@ def _check_tail(plan: BatchPlan) -> str:
         return f"the last {rest} samples join the step before, as configured"
     if rest < plan.least_window:
         return f"the last {rest} sample joins the step before: BatchNorm cannot take one sample alone"
-    return f"the last {rest} samples make a step of their own, spread over the ranks, and none is dropped"
+    return f"the last {rest} samples form a smaller batch, split across ranks; nothing is dropped"
