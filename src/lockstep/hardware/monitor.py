@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -41,18 +41,8 @@ NO_GPU = "no NVIDIA GPU is monitored: these samples are of the host alone"
 Sample = dict[str, Any]
 
 
-class Source(Protocol):
-    """Where samples come from; use it as a context manager, in one thread."""
-
-    def sample(self) -> Sample: ...
-
-    def __enter__(self) -> Source: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
 class SystemSource:
-    """This machine.
+    """Where samples of this machine come from; use it as a context manager, in one thread.
 
     Args:
         devices: ids of the GPUs to ask (``"gpu:0"``; other ids are passed over); ``None``: all that are here.
@@ -135,7 +125,7 @@ class Monitor:
     """
 
     def __init__(
-        self, source: Source, write: Callable[[Mapping[str, Any]], None], *, interval_s: float = INTERVAL_S
+        self, source: SystemSource, write: Callable[[Mapping[str, Any]], None], *, interval_s: float = INTERVAL_S
     ) -> None:
         self._source, self._write, self._interval_s = source, write, interval_s
         self._end = threading.Event()
@@ -168,7 +158,7 @@ class Monitor:
         except Exception as error:  # drivers and disks fail in many ways, and none of them may end a run
             self.error = error
 
-    def _take(self, source: Source) -> None:
+    def _take(self, source: SystemSource) -> None:
         """Take a sample; one that fails is left out, until too many have failed in a row."""
         try:
             sample = source.sample()

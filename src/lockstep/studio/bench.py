@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunFolderError
 from lockstep.report.source import is_bench, read_bench
-from lockstep.studio.home import Home
+from lockstep.studio.home import Home, iso
 
 _MAX_REPORTS = 100
 
@@ -30,7 +29,7 @@ def _read(file: Path) -> dict[str, Any] | None:
     return {
         "id": file.parent.name,
         "title": str(report.get("title") or file.parent.name),
-        "created_at": datetime.fromtimestamp(_time_of(file), UTC).isoformat().replace("+00:00", "Z"),
+        "created_at": iso(_time_of(file)),
         "path": str(file),
         "points": _points(report),
         "report": report,

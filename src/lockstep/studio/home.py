@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 
 from lockstep.errors import StorageError
@@ -115,6 +116,11 @@ def _write_private(file: Path, text: str) -> None:
             stream.write(text)
     except OSError as error:
         raise storage_error(error, file) from error
+
+
+def iso(seconds: float) -> str:
+    """A moment, in seconds since the epoch, as the page gets it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def is_run_name(name: str) -> bool:

@@ -9,11 +9,10 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from lockstep.errors import RunFolderError
-from lockstep.studio.home import Home, is_run_name
+from lockstep.studio.home import Home, is_run_name, iso
 from lockstep.studio.problems import run_not_found
 from lockstep.studio.processes import is_alive, reap
 from lockstep.studio.starts import Labels, Start, Starts
@@ -310,14 +309,13 @@ def _not_yet(name: str, start: Start | None, path: str) -> dict[str, Any]:
         *("name", "started_at", "completed_at", "host", "world_size", "strategy", "precision", "epoch", "epochs"),
         *("last_epoch", "step", "total_steps", "best_epoch", "error"),
     )
-    at = datetime.fromtimestamp(start.at if start else time.time(), UTC)
     return {
         **dict.fromkeys(empty),
         "id": name,
         "run_id": name,
         "tags": [],
         "task": start.task if start else "",
-        "created_at": at.isoformat().replace("+00:00", "Z"),
+        "created_at": iso(start.at if start else time.time()),
         "attempt": 0,
         "pid": start.pid if start else None,
         "devices": list(start.devices) if start else [],

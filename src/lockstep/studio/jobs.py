@@ -9,14 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lockstep.errors import RunFolderError, StorageError
-from lockstep.studio.home import Home, remove_folder
+from lockstep.studio.home import Home, iso, remove_folder
 from lockstep.studio.problems import ApiError
 from lockstep.studio.processes import Identity, is_alive, reap, send, start_detached
 from lockstep.studio.reading import last_lines
@@ -133,8 +132,8 @@ def _describe(name: str, job: _Job, folder: Path, running: bool) -> dict[str, An
         "kind": job.kind,
         "run": job.run,
         "status": "running" if running else "failed" if failed else "done",
-        "started_at": _iso(job.at),
-        "ended_at": None if running else _iso(_modified(folder)),
+        "started_at": iso(job.at),
+        "ended_at": None if running else iso(_modified(folder)),
         "command_text": command_text(job.arguments),
         "result": result,
         "error": _error(lines) if failed else None,
@@ -166,7 +165,3 @@ def _modified(folder: Path) -> float:
         with contextlib.suppress(OSError):
             times.append((folder / name).stat().st_mtime)
     return max(times)
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import yaml
@@ -10,12 +11,12 @@ import yaml
 from lockstep.config.load import parse_yaml
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.studio import settings
-from lockstep.studio.home import Home
+from lockstep.studio.home import Home, iso
 from lockstep.studio.problems import ApiError
 from lockstep.studio.schemas import PlanBody
 from lockstep.studio.settings import Wanted
 from lockstep.studio.tasks import OfferedTasks
-from lockstep.telemetry.rundir import read_json, utc_now, write_json
+from lockstep.telemetry.rundir import read_json, write_json
 
 
 class SavedConfigs:
@@ -37,7 +38,7 @@ class SavedConfigs:
     def save(self, name: str, body: PlanBody) -> dict[str, Any]:
         """Keep a configuration; one of this name is replaced. Raises :class:`LockstepError`."""
         wanted = settings.check(body.task, body.config, self._tasks, self._home)
-        saved_at = utc_now().isoformat().replace("+00:00", "Z")
+        saved_at = iso(time.time())
         write_json(self._home.config(name), {"task": body.task, "config": wanted.settings, "saved_at": saved_at})
         return self.load(name)
 

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from lockstep.hardware.device import Device
 from lockstep.hardware.selection import choose_default, parse, select
 from lockstep.report.write import write_report
 from lockstep.studio import details, planning, settings
-from lockstep.studio.home import Home, remove_folder
+from lockstep.studio.home import Home, iso, remove_folder
 from lockstep.studio.index import LIVE, RunIndex
 from lockstep.studio.jobs import Jobs
 from lockstep.studio.planner import Planner
@@ -101,7 +100,7 @@ class Studio:
         return {
             **self.hello(),
             "runs_dir": str(self.home.runs_dir),
-            "started_at": _iso(self.started_at),
+            "started_at": iso(self.started_at.timestamp()),
             "kill_after_s": self.options.kill_after_s,
             "host": socket.gethostname(),
             "verbs": sorted(self.options.verbs),
@@ -339,7 +338,3 @@ class Studio:
             if self.index.summary(run)["starting"]:
                 raise in_progress(run)
         return self.jobs.begin(kind, words, run=run)
-
-
-def _iso(moment: datetime) -> str:
-    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")

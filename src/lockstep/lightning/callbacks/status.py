@@ -83,14 +83,15 @@ class RunStatus(CompleteRows):
             self._end("failed", error="".join(traceback.format_exception(exception)))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stop_heartbeat()
+
+    def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
 
     def _end(self, status: str, **changes: Any) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-            self._heartbeat = None
+        self._stop_heartbeat()
         if self._run is not None:
             self._run.update(status=status, completed_at=utc_now(), **changes)
 
