@@ -119,6 +119,9 @@ def die_in_group(folder: Path, world: World) -> int:
 def join_group() -> None:
     from torch import distributed
 
+    from lockstep.engine.runtime import serve_store
+
+    serve_store()
     distributed.init_process_group("gloo")
     distributed.barrier()
 

@@ -54,7 +54,7 @@ def test_a_pipeline_tells_how_long_its_devices_wait() -> None:
 
 def test_settings_that_a_lightning_module_decides_itself_are_named() -> None:
     def told(settings: dict[str, Any]) -> str:
-        return " ".join(module_notes(resolve(settings)))
+        return " ".join(module_notes(resolve(settings), PLACEMENT))
 
     assert told({"training": {"epochs": 3}, "validation": {"every_epochs": 2}}) == ""
     assert "optimizer.lr, scheduler.warmup_epochs has no effect" in told(

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.engine.heap import kept_memory
 from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
-from lockstep.hardware.world import World
+from lockstep.hardware.world import STORE_FD, World
 from lockstep.plan import Plan
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -108,6 +108,7 @@ def join(backend: str | None, device: torch.device, world: World, timeout_s: flo
     if world.size == 1 or dist.is_initialized():
         return False
     timeout = timedelta(seconds=timeout_s)
+    serve_store()
     store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     # The agent's store lives on when it starts the ranks again, with the addresses of those that are gone.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -120,6 +121,19 @@ def join(backend: str | None, device: torch.device, world: World, timeout_s: flo
         device_id=device if backend == "nccl" else None,
     )
     return True
+
+
+#: What :func:`serve_store` serves, for the life of this process.
+_served: list[Store] = []
+
+
+def serve_store() -> None:
+    """On rank 0 of one node: serve the store at ``MASTER_PORT``, where the launcher has listened for the ranks."""
+    server = os.environ.pop(STORE_FD, None)
+    if server is not None:
+        port = int(os.environ["MASTER_PORT"])
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": int(server)}
+        _served.append(dist.TCPStore("127.0.0.1", port, **options))  # type: ignore[attr-defined]
 
 
 @contextmanager

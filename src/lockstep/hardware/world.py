@@ -1,7 +1,7 @@
 """Who am I among the processes: rank and world size, read from the environment that a launcher left.
 
-Three launchers are known: torch's agent (``torchrun``, ``torch.distributed.launch`` and Lockstep's
-own launcher, on one node or with ``--nodes`` on several), SLURM's ``srun``, and none. Contract of the variables:
+Three launchers are known: torchrun's and Lockstep's own, which set the same variables, SLURM's ``srun``, and none.
+Contract of the variables:
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables and ``man srun``.
 """
 
@@ -17,6 +17,8 @@ Launcher = Literal["none", "torchrun", "lockstep", "--nodes", "slurm"]
 
 #: The value of LOCKSTEP_LAUNCHER with which ranks of several nodes are started.
 SEVERAL_NODES = "nodes"
+#: The socket at ``MASTER_PORT``, for the rank that serves the store there.
+STORE_FD = "LOCKSTEP_STORE_FD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def read_world(environ: Mapping[str, str]) -> World:
 
 
 def _agent(mark: str) -> Launcher:
-    """Who runs torch's agent; ``mark`` is what Lockstep's own launcher leaves."""
+    """Who set torchrun's variables; ``mark`` is what Lockstep's own launcher leaves."""
     return "--nodes" if mark == SEVERAL_NODES else "lockstep" if mark else "torchrun"
 
 

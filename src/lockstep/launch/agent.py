@@ -1,4 +1,4 @@
-"""Torch's elastic agent with Lockstep's supervision: the agent starts and restarts ranks, we watch them.
+"""Torch's elastic agent, for several nodes, with Lockstep's supervision: it starts and restarts ranks, we watch them.
 
 The agent's own watch gives the other ranks 30 s once one has failed, and tells whole process groups
 to end, loader workers included, when a stop is requested. So it is only asked about ranks that have
@@ -10,56 +10,17 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from lockstep.launch.signals import StopRequest, held_back
 from lockstep.launch.supervise import Supervisor
 
-MONITOR_INTERVAL_S = 0.1
-
 Supervise = Callable[[Mapping[int, "subprocess.Popen[bytes]"]], Supervisor]
-
-
-def make_agent(
-    command: tuple[str, ...], ranks: int, *, launch_id: str, max_restarts: int, stop: StopRequest, supervise: Supervise
-) -> RankAgent:
-    """An agent for ``ranks`` processes of ``python *command`` on this machine.
-
-    Args:
-        launch_id: names the rendezvous.
-        stop: stays in charge of SIGINT and SIGTERM.
-        supervise: makes the supervisor of each start of all ranks, from their processes.
-    """
-    prepare_torch()
-    # Port 0: the system chooses a free one, so launches side by side cannot collide.
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint="localhost:0",
-        run_id=launch_id,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="localhost",
-        is_host=True,
-    )
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=ranks,
-        entrypoint=sys.executable,
-        args=command,
-        rdzv_handler=rendezvous_registry.get_rendezvous_handler(parameters),
-        max_restarts=max_restarts,
-        monitor_interval=MONITOR_INTERVAL_S,
-        local_addr="localhost",
-    )
-    return RankAgent(spec, stop, supervise)
 
 
 def prepare_torch() -> None:
@@ -73,7 +34,7 @@ def prepare_torch() -> None:
 
 
 class RankAgent(LocalElasticAgent):
-    """Use :func:`make_agent`."""
+    """Use :class:`lockstep.launch.several.NodeAgent`."""
 
     def __init__(self, spec: WorkerSpec, stop: StopRequest, supervise: Supervise) -> None:
         # Ranks keep their logs themselves; no folder in /tmp.

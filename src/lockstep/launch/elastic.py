@@ -1,6 +1,6 @@
 """Several ranks on this machine: :func:`launch` starts them through a launcher process and waits.
 
-The chain is caller → launcher (:mod:`lockstep.launch.launcher`, torch's elastic agent) → ranks
+The chain is caller → launcher (:mod:`lockstep.launch.launcher`) → ranks
 (:mod:`lockstep.launch.worker`). Nothing of it runs in the caller, which may be a script without a
 main guard, a notebook, a thread or a server's child.
 """

@@ -23,13 +23,13 @@ import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
 from lockstep.errors import LockstepError, StorageError
 from lockstep.hardware import lifetime
-from lockstep.launch import environment, evidence, failure, signals, spare
+from lockstep.launch import environment, evidence, failure, local, signals, spare
 from lockstep.launch.hang import HangReport, HangWatch
 from lockstep.launch.joint import Exchange, JointWatch
 from lockstep.launch.memory import MemoryWatch
@@ -37,9 +37,6 @@ from lockstep.launch.supervise import Supervisor
 from lockstep.telemetry.heartbeat import announce
 from lockstep.telemetry.pulse import PULSES, PulseBoard
 from lockstep.telemetry.rundir import RunDir
-
-if TYPE_CHECKING:
-    from lockstep.launch.agent import RankAgent
 
 #: How long killed ranks are waited for.
 _KILL_S = 5.0
@@ -205,12 +202,7 @@ def _run(launch: Launch) -> int:
     environment.announce_launcher(os.environ)
     if launch.nodes is not None:
         return _run_on_nodes(launch, launch.nodes)
-    agent = _make_agent(launch)
-    agent.run()
-    assert launch.supervisor is not None, "an agent that returns has started its ranks"
-    if launch.supervisor.forced:
-        launch.error = f"the ranks were killed, since they had not ended {launch.stop_grace_s:g} s after the stop"
-    return launch.supervisor.exit_code
+    return local.run(launch)
 
 
 def _run_on_nodes(launch: Launch, nodes: str) -> int:
@@ -218,19 +210,6 @@ def _run_on_nodes(launch: Launch, nodes: str) -> int:
     from lockstep.launch.nodes import Nodes
 
     return several.run(launch, Nodes.parse(nodes), launch.rank_command)
-
-
-def _make_agent(launch: Launch) -> RankAgent:
-    from lockstep.launch.agent import make_agent  # torch, a second
-
-    return make_agent(
-        launch.rank_command,
-        launch.ranks,
-        launch_id=os.environ.get(environment.LAUNCH_ID, str(os.getpid())),
-        max_restarts=launch.max_restarts,
-        stop=launch.stop,
-        supervise=launch.start,
-    )
 
 
 def _end(launch: Launch) -> None:

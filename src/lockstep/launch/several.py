@@ -30,8 +30,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 from lockstep.errors import ConfigError, RankFailed
 from lockstep.hardware.network import address_towards, choose_interface, is_this_machine
 from lockstep.launch import environment, failure, signals
-from lockstep.launch.agent import MONITOR_INTERVAL_S, RankAgent, prepare_torch
+from lockstep.launch.agent import RankAgent, prepare_torch
 from lockstep.launch.joint import Word
+from lockstep.launch.local import MONITOR_INTERVAL_S
 from lockstep.launch.nodes import Nodes, bring_last_lines, refuse
 from lockstep.launch.peers import PULSE_S, SILENCE_S, NodeHandler, Peers, await_server, open_store
 from lockstep.telemetry.rundir import new_run_id
