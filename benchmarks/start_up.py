@@ -48,10 +48,40 @@ lockstep.train("task.py:First", {
     "training": {"max_steps": 1, "threads": 1}, "telemetry": {"progress": "silent"},
 })
 """
+#: The same task as one writes it by hand, for torchrun.
+BY_HAND = """
+import json, os, resource, time
+from pathlib import Path
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from lockstep.tasks.har.task import HarTask
+
+distributed.init_process_group("gloo")
+torch.manual_seed(0)
+task = HarTask()
+data, model = task.datasets(), DistributedDataParallel(task.model())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model.eval()
+with torch.no_grad():
+    for inputs, labels in DataLoader(data.val, 256, sampler=DistributedSampler(data.val)):
+        nn.functional.cross_entropy(model(inputs), labels)
+model.train()
+inputs, labels = next(iter(DataLoader(data.train, 32, sampler=DistributedSampler(data.train))))
+nn.functional.cross_entropy(model(inputs), labels).backward()
+optimizer.step()
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+if distributed.get_rank() == 0:
+    Path("first.json").write_text(json.dumps([time.time(), time.process_time(), memory]))
+distributed.destroy_process_group()
+"""
 TRAIN = (
     *("-m", "lockstep", "train", "task.py:First", "--save-dir", "run", "--max-steps", "1"),
     *("--set", "training.threads=1", "--set", "telemetry.progress=silent", "--devices"),
 )
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 Measured = dict[str, float]
 
@@ -69,6 +99,7 @@ def first_step(*arguments: str) -> Measured:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "task.py").write_text(TASK, encoding="utf-8")
+        (folder / "by_hand.py").write_text(BY_HAND, encoding="utf-8")
         (folder / "before.json").write_text(json.dumps([time.time(), 0.0]), encoding="utf-8")
         subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, check=True)
         before, first = (json.loads((folder / file).read_text()) for file in ("before.json", "first.json"))
@@ -82,6 +113,7 @@ CASES = {
     "first step of HAR after import torch": lambda: first_step("-c", AFTER_TORCH),
     "first step of lockstep train, cpu": lambda: first_step(*TRAIN, "cpu"),
     "first step of lockstep train, cpu,cpu": lambda: first_step(*TRAIN, "cpu,cpu"),
+    "first step by hand, torchrun with 2 ranks": lambda: first_step(*TORCHRUN, "by_hand.py"),
 }
 
 
@@ -99,7 +131,7 @@ def main() -> None:
         medians = {key: round(statistics.median(one[key] for one in rounds), 3) for key in rounds[0]}
         report[name] = medians
         memory = f"{medians['memory_mib']:7.0f} MiB" if "memory_mib" in medians else ""
-        print(f"{name:40} {medians['wall_s']:7.3f} s on the wall {medians['cpu_s']:7.3f} s of the processor {memory}")
+        print(f"{name:42} {medians['wall_s']:7.3f} s on the wall {medians['cpu_s']:7.3f} s of the processor {memory}")
     write_json(options.json, report)
 
 
