@@ -170,8 +170,9 @@ def test_a_killed_rank_is_reported_once_and_the_run_goes_on(reference: Path, tmp
     assert "SIGKILL" in output
     assert "Traceback" not in output
     assert RunDir.open(tmp_path / "run").status() == "failed"
-    config = tmp_path / "run" / "config.yaml"
-    config.write_text(config.read_text().replace("fail_at: 10", "fail_at: null").replace("kill: true", "kill: false"))
+    for config in (tmp_path / "run").glob("**/config.yaml"):  # of the run, and of its attempt
+        settings = config.read_text().replace("fail_at: 10", "fail_at: null").replace("kill: true", "kill: false")
+        config.write_text(settings)
     finish(start("resume", "run", "--devices", "cpu,cpu", cwd=tmp_path))
     assert_close(tmp_path / "run", reference)
 

@@ -18,9 +18,9 @@ def judged(values: list[tuple[float, float]], mode: str = "min") -> list[tuple[i
     return found
 
 
-def test_patience_waits_until_the_metric_moves_and_the_loss_breaks_ties() -> None:
+def test_the_loss_breaks_ties_and_patience_waits_while_it_falls() -> None:
     stuck = [(1.0, 3.0), (1.0, 2.0), (1.0, 2.5), (1.0, 2.6), (0.9, 2.7), (0.9, 2.8), (0.9, 2.6), (1.0, 1.0)]
-    assert judged(stuck) == [(1, 0), (2, 0), (2, 0), (2, 0), (5, 0), (5, 1), (7, 0), (7, 1)]
+    assert judged(stuck) == [(1, 0), (2, 0), (2, 1), (2, 2), (5, 0), (5, 1), (7, 0), (7, 1)]
     assert judged([(0.5, 1.0), (0.5, 0.9), (0.4, 0.1), (0.5, 0.9)], "max") == [(1, 0), (2, 0), (2, 1), (2, 2)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def by_hand(folder: Path, *launcher: str) -> Result:
 
 def with_lockstep(folder: Path, devices: str) -> Result:
     output = finish(start(str(FOLDER / "with_lockstep.py"), devices, devices, module=(), cwd=folder))
-    assert "global batch     128" in output
+    assert re.search(r"^global batch +128 ", output, re.MULTILINE)
     losses = [row["train_loss"] for row in RunDir.open(folder / devices).epochs()]
     return losses, load_file(folder / devices / "checkpoints" / "last" / "model.safetensors")
 

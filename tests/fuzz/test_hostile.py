@@ -73,8 +73,8 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code, _, errors = command("train", TOY, "--save-dir", run, *flags, "--set", "telemetry.tensorboard=off")
     assert code == 0, errors
     assert {OLDER, NEWER} <= {path.name for path in (run / "checkpoints").iterdir()}
-    config = run / "config.yaml"
-    config.write_text(config.read_text().replace("max_steps: 8", "max_steps: 9"))
+    for config in run.glob("**/config.yaml"):  # of the run, and of its attempt
+        config.write_text(config.read_text().replace("max_steps: 8", "max_steps: 9"))
     return run
 
 
@@ -213,7 +213,8 @@ def test_a_runs_own_code_is_not_run(how: str, healthy: Path, tmp_path: Path, mon
         assert code == 2
         assert "code in a run folder is not run" in error
     (run / "config.yaml").write_text(config)
-    assert command(*arguments(run, how))[0] == 0
+    code, _, error = command(*arguments(run, how))
+    assert code == 0, error
     assert not canary.exists()
 
 

@@ -191,7 +191,8 @@ class Settings:
         str | None,
         Overrides("data.num_workers"),
         _flag(
-            "Processes that load data, per rank. Default (auto): started if the first steps show that they are faster.",
+            "Processes that load data, per rank; auto starts them if the first steps show that they are faster. "
+            "Default: auto.",
             FILES,
             metavar="INT|auto",
         ),

@@ -84,7 +84,7 @@ def judge_afresh(state: TrainState, manifest: dict[str, Any], plan: Plan) -> str
     if before in (None, now) or state.best_value is None or state.step >= plan.total_steps:
         return None
     state.best_value = state.best_epoch = state.best_step = None
-    state.best_metric, state.evaluations_without_gain, state.metric_moved = {}, 0, False
+    state.best_metric, state.evaluations_without_gain = {}, 0
     return (
         f"The run was judged by {before[0]} ({before[1]}) and is now judged by {now[0]} ({now[1]}): "
         "the best evaluation and the patience of early stopping start again."

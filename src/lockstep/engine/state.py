@@ -15,7 +15,6 @@ class TrainState:
     ``epoch`` counts from 0 and ``position`` is how many samples of it are used. ``epoch_loss`` and
     ``epoch_count`` sum the loss over the epoch so far, over all ranks. ``draws_seeded``: see
     :class:`lockstep.engine.strategy.SeededDraws`. ``frozen``: parameters not trained at the checkpoint.
-    ``metric_moved``: whether the monitored metric has changed since the first evaluation.
     """
 
     step: int = 0
@@ -32,7 +31,6 @@ class TrainState:
     best_step: int | None = None
     best_metric: dict[str, float] = field(default_factory=dict)
     evaluations_without_gain: int = 0
-    metric_moved: bool = False
     frozen: list[str] | None = None
     draws_seeded: bool = False
 

@@ -80,7 +80,7 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
             "versions": record.versions,
             "metrics": snapshot.manifest.get("best", {}),
             "task_settings": run.config().task.model_dump(mode="json"),
-            "task_state": _listed(snapshot.trainer["task"]),
+            "task_state": _listed(snapshot.trainer.get("task", {})),
         }
         write_json(building / "metadata.json", metadata)
         # Else nobody but its owner could read it.

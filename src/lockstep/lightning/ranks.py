@@ -42,5 +42,7 @@ def _run(folder: RunDir, ranks: int, cli_class: type[Any], arguments: dict[str, 
     raise error
 
 
-from lockstep.engine.runtime import serve_store
+def _be_rank(run: RunDir, world: World, cli_class: type[Any], arguments: dict[str, Any], keeps: bool) -> int:
+    serve_store()
+    code: int = cli_class(**arguments, run_dir=run if keeps else None).exit_code
     return code

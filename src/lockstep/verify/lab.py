@@ -150,6 +150,8 @@ class Lab:
                 **self._batch(variant),
             },
             "optimizer": {"base_batch_size": self.config.optimizer.base_batch_size or self.config.training.batch_size},
+            # A number that follows from measured times could differ between two runs.
+            "data": {"num_workers": plan.loader.num_workers},
             "validation": {
                 "every_epochs": 1,
                 "every_steps": None,
