@@ -31,6 +31,14 @@ from lockstep.telemetry.tensorboard import TensorBoardSink, tensorboard_wanted
 PLAN: dict[str, Any] = {"task": {"name": "har"}, "epochs": 3, "choices": [], "notes": []}
 
 
+@pytest.fixture(autouse=True)
+def files_sorted_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads the files of one second and process by their number, as text: 10 before 9."""
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return RunDir.create(
