@@ -52,23 +52,25 @@ lockstep.train("task.py:First", {
 BY_HAND = """
 import json, os, resource, time
 from pathlib import Path
+import numpy as np
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lockstep.tasks.har.task import HarTask
 
 distributed.init_process_group("gloo")
 torch.manual_seed(0)
 task = HarTask()
 data, model = task.datasets(), DistributedDataParallel(task.model())
+train = val = TensorDataset(*data.val.__getitems__(np.arange(len(data.val))))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model.eval()
 with torch.no_grad():
-    for inputs, labels in DataLoader(data.val, 256, sampler=DistributedSampler(data.val)):
+    for inputs, labels in DataLoader(val, 256, sampler=DistributedSampler(val)):
         nn.functional.cross_entropy(model(inputs), labels)
 model.train()
-inputs, labels = next(iter(DataLoader(data.train, 32, sampler=DistributedSampler(data.train))))
+inputs, labels = next(iter(DataLoader(train, 32, sampler=DistributedSampler(train))))
 nn.functional.cross_entropy(model(inputs), labels).backward()
 optimizer.step()
 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
