@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import random
+import signal
+import socket
+import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +31,9 @@ BATCH, BATCHES = 4, 120
 
 
 class Waiting:
-    """Samples that take their time, ``in_worker`` seconds in a loader process; each draws a number."""
+    """Samples that take their time, ``in_worker`` seconds in a loader process (``None``: it dies); each draws."""
 
-    def __init__(self, in_training: float, in_worker: float) -> None:
+    def __init__(self, in_training: float, in_worker: float | None) -> None:
         self.pauses = in_training, in_worker
 
     def __len__(self) -> int:
@@ -36,7 +41,10 @@ class Waiting:
 
     def __getitem__(self, index: int) -> tuple[int, float, int]:
         is_worker = multiprocessing.parent_process() is not None
-        time.sleep(self.pauses[is_worker] / BATCH)
+        pause = self.pauses[is_worker]
+        if pause is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep((pause or 0) / BATCH)
         return index, random.random(), int(is_worker)
 
 
@@ -46,11 +54,19 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize(("in_worker", "ends_in"), [(0.004, 1), (0.1, 0)], ids=["they help", "they do not"])
-def test_processes_are_kept_if_steps_are_faster_with_them(in_worker: float, ends_in: int, persistent: bool) -> None:
+@pytest.mark.parametrize(
+    ("in_worker", "ends_in"), [(0.004, 1), (0.1, 0), (None, 0)], ids=["they help", "they do not", "they die"]
+)
+def test_processes_are_kept_if_steps_are_faster_with_them(
+    in_worker: float | None, ends_in: int, persistent: bool
+) -> None:
     plan = LoaderPlan(num_workers=0, most_workers=2, prefetch_factor=2, persistent_workers=persistent, pin_memory=False)
-    source, said = Source(Waiting(0.01, in_worker), default_collate, 3, InOrder()), list[str]()
-    with contextlib.closing(make_loader(source, requests(), plan, 0, largest=BATCH, report=said.append)) as loader:
+    source, said = Source(Waiting(0.01, in_worker), default_collate, 3, InOrder()), list[tuple[int, str]]()
+
+    def settled(workers: int, text: str) -> None:
+        said.append((workers, text))
+
+    with contextlib.closing(make_loader(source, requests(), plan, 0, largest=BATCH, settled=settled)) as loader:
         found = []
         for batch in loader:
             time.sleep(0.01)  # a step
@@ -62,10 +78,11 @@ def test_processes_are_kept_if_steps_are_faster_with_them(in_worker: float, ends
         assert torch.equal(drawn, same_drawn)
     places = [int(where[0]) for *_, where in found]
     assert places[0] == 0
-    assert 1 in places
+    assert (1 in places) == (in_worker is not None)
     assert places[-1] == ends_in
-    (text,) = said
-    assert ("in the training process" in text.partition(":")[0]) == (ends_in == 0)
+    ((workers, text),) = said
+    assert (workers == 0) == ("in the training process" in text.partition(":")[0]) == (ends_in == 0)
+    assert ("worker processes failed" in text) == (in_worker is None)
     assert not multiprocessing.active_children()
 
 
@@ -98,36 +115,51 @@ def test_processes_are_tried_where_they_should_help(
 
 
 class OpensFiles(Toy):
-    """Each sample is read from a file that is opened with the first one."""
+    """Reading the first sample opens a file, which stays open."""
 
     def datasets(self) -> lockstep.Datasets:
-        return lockstep.Datasets(_Lazily(Path(__file__)))
+        return lockstep.Datasets(_Lazily(lambda: Path(__file__).open("rb")))
+
+
+class OpensDatabase(Toy):
+    def datasets(self) -> lockstep.Datasets:
+        return lockstep.Datasets(_Lazily(lambda: sqlite3.connect(os.environ["DATABASE"])))
+
+
+class ConnectsForValidation(Toy):
+    """Only the validation set has a connection."""
+
+    def datasets(self) -> lockstep.Datasets:
+        return lockstep.Datasets(_Lazily(lambda: contextlib.closing(None)), _Lazily(socket.socket))
 
 
 class _Lazily:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file: BinaryIO | None = None
+    def __init__(self, opens: Callable[[], Any]) -> None:
+        self.opens, self.opened = opens, None
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> tuple[np.ndarray[Any, Any], int]:
-        self.file = self.file or self.path.open("rb")
-        self.file.seek(index)
-        self.file.read(1)
+        self.opened = self.opened or self.opens()
         return np.ones(4, dtype=np.float32), 0
 
     def __del__(self) -> None:
-        if self.file is not None:
-            self.file.close()
+        if hasattr(self.opened, "close"):
+            self.opened.close()
 
 
+@pytest.mark.parametrize("task", [OpensFiles, OpensDatabase, ConnectsForValidation])
 @pytest.mark.parametrize("given", [[], ["--num-workers", "auto"]])
-def test_a_file_that_reading_opens_is_not_shared_with_processes(
-    given: list[str], capsys: pytest.CaptureFixture[str]
+def test_what_reading_opens_is_not_shared_with_processes(
+    given: list[str],
+    task: type[Toy],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["plan", "tests.data.test_adaptive:OpensFiles", "--devices", "cpu", "--json", *given]) == 0
+    monkeypatch.setenv("DATABASE", str(tmp_path / "samples.db"))
+    assert main(["plan", f"{__name__}:{task.__name__}", "--devices", "cpu", "--json", *given]) == 0
     assert '"most_workers": 0' in capsys.readouterr().out
 
 

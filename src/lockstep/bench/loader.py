@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from lockstep.bench.measure import Case, measure, on_site
+from lockstep.bench.measure import Case, measure, on_site, requests_of
 from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
 from lockstep.bench.subject import Subject
 from lockstep.bench.trials import Outcome, new_trials
-from lockstep.data.loader import Request, Source, make_loader, windows
+from lockstep.data.loader import Source, make_loader
 from lockstep.engine.source import training_source
-from lockstep.engine.transfer import to_device
+from lockstep.engine.transfer import finish, to_device
 from lockstep.hardware.host import usable_cores
+from lockstep.hardware.world import World
 from lockstep.plan import LoaderPlan, Plan
 from lockstep.plan.workers import CLOSE, recommend, worker_counts
 
 WARM_UP, STEPS = 3, 12
-#: A plan of so many epochs does not run out of batches meanwhile.
+#: More epochs than a measurement reads.
 EPOCHS = 100_000
 
 
@@ -198,11 +198,11 @@ def loading_rate(
         persistent_workers=workers > 0,
         pin_memory=plan.loader.pin_memory,
     )
-    loader = make_loader(source, _requests(plan), how, 0, largest=plan.batch.batch_size)
+    loader = make_loader(source, requests_of(plan, World()), how, 0, largest=plan.batch.batch_size)
     first, samples, loaded, transfers = 0.0, 0, 0, list[float]()
     started = now = time.perf_counter()
     with contextlib.closing(loader):
-        for batch, request in zip(iter(loader), _requests(plan), strict=False):
+        for batch, request in zip(iter(loader), requests_of(plan, World()), strict=False):
             check()
             now = time.perf_counter()
             if not first:
@@ -223,15 +223,10 @@ def loading_rate(
     )
 
 
-def _requests(plan: Plan) -> Iterable[Request]:
-    walk = windows(plan.batch, rank=0, epoch=0, position=0, epochs=plan.epochs, ghosts=False)
-    return itertools.chain.from_iterable(window.requests for window in walk)
-
-
 def _transfer(batch: Any, device: torch.device) -> float:
     """Seconds to bring a batch to a GPU."""
-    torch.cuda.synchronize(device)
+    finish(device)
     started = time.perf_counter()
     to_device(batch, device)
-    torch.cuda.synchronize(device)
+    finish(device)
     return time.perf_counter() - started

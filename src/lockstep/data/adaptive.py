@@ -13,13 +13,14 @@ from torch import Tensor
 
 from lockstep.data.nested import mapped
 from lockstep.data.workers import WorkerLoader
+from lockstep.errors import LockstepError
 from lockstep.plan import LoaderPlan
 from lockstep.plan.workers import worth_trying
 
 if TYPE_CHECKING:
     from lockstep.data.loader import Request, Source
 
-#: Each way of loading is timed for at least so long, and for so many batches.
+#: Each way of loading is timed for at least this many seconds and batches.
 TRIAL_S, TRIAL_BATCHES = 0.1, 8
 #: Batches at first that are not timed: what is allocated and compiled then happens once.
 WARM_UP = 2
@@ -54,11 +55,11 @@ class _Pace:
 
 
 class AdaptiveLoader:
-    """Times its first batches, and goes over to up to ``plan.most_workers`` processes if they shorten a step.
+    """Times its first batches, and starts up to ``plan.most_workers`` processes if they shorten a step.
 
     The batches are the same either way: each follows from its request alone. Once per loader, a number of processes
     that :func:`lockstep.plan.workers.worth_trying` expects to help is started and timed; if a step is not shorter with
-    them, they are ended.
+    them, or if they fail, they are ended.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class AdaptiveLoader:
         rank: int,
         *,
         finish: Callable[[Any], Any],
-        report: Callable[[str], None],
+        settled: Callable[[int, str], None],
     ) -> None:
         self._source, self._plan, self._rank, self._finish = source, plan, rank, finish
-        self._report = report
+        self._settled = settled
         self._batches = self._walk(iter(requests))
 
     def __iter__(self) -> Iterator[Any]:
@@ -106,26 +107,37 @@ class AdaptiveLoader:
     def _tried(
         self, workers: int, alone: _Pace, requests: Iterator[Request]
     ) -> Generator[Any, None, Iterator[Request]]:
-        """Batches by ``workers`` processes; returns the requests that are left when they do not help."""
+        """Batches by ``workers`` processes; returns the requests that are left when they do not help, or fail."""
         plan = self._plan.model_copy(update={"num_workers": workers})
         asked: deque[Request] = deque()
-        pace = _Pace(workers * plan.prefetch_factor + WARM_UP)
-        loading = f"a step takes {_ms(alone.step_s)} ms with {_ms(alone.load_s)} ms of loading in the training process"
+        pace, enough = _Pace(workers * plan.prefetch_factor + WARM_UP), False
+        several = f"{workers} worker process{'es' * (workers > 1)}"
+        loading = f"a step takes {_ms(alone.step_s)} with {_ms(alone.load_s)} of loading in the training process"
         with contextlib.closing(WorkerLoader(self._source, _noted(requests, asked), plan, self._rank)) as loader:
-            before, enough = time.perf_counter(), False
-            for batch in loader:
+            batches, before = iter(loader), time.perf_counter()
+            while True:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
+                except LockstepError:
+                    raise
+                except Exception as error:  # they were not asked for: without them, the run is slower at most
+                    why = (str(error) or type(error).__name__).splitlines()[0]
+                    self._settled(0, f"Data are loaded in the training process: {several} failed ({why}).")
+                    break
                 request = asked.popleft()
                 yield batch
                 if enough:
                     continue
                 now = time.perf_counter()
                 enough, before = pace.add(request, 0.0, now - before), now
+                if enough and pace.step_s > (1 - GAIN) * alone.step_s:
+                    found = f"{_ms(pace.step_s)} with {several}"
+                    self._settled(0, f"Data are loaded in the training process: {loading}, {found}.")
+                    break
                 if enough:
-                    found = f"{_ms(pace.step_s)} ms with {workers} worker process{'es' * (workers > 1)}"
-                    if pace.step_s > (1 - GAIN) * alone.step_s:
-                        self._report(f"Data are loaded in the training process: {loading}, {found}.")
-                        break
-                    self._report(f"Data are loaded by {workers} process{'es' * (workers > 1)}: {loading}, {found}.")
+                    self._settled(workers, f"Data are loaded by {several}: {loading}, {_ms(pace.step_s)} with them.")
         return chain(asked, requests)
 
 
@@ -147,4 +159,4 @@ def _bytes(batch: Any) -> int:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.2g}" if seconds < 0.1 else f"{seconds * 1000:.0f}"
+    return f"{seconds * 1e3:.3g} ms"

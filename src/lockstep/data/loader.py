@@ -196,13 +196,13 @@ def make_loader(
     rank: int,
     *,
     largest: int,
-    report: Callable[[str], None] = lambda text: None,
+    settled: Callable[[int, str], None] = lambda workers, text: None,
 ) -> Batches:
     """The loader that the plan asks for.
 
     Args:
         largest: samples of the largest request that is to be expected.
-        report: gets a sentence when the loader has measured how many processes to use.
+        settled: called with the number of processes that the loader has measured to be best, and a sentence.
     """
     if plan.num_workers > 0:
         return WorkerLoader(source, requests, plan, rank)
@@ -213,7 +213,7 @@ def make_loader(
     if (source.gathers and not small) or (pin and source.reader.gathers_tensors):
         return ThreadLoader(source, requests, depth=plan.prefetch_factor, pin=pin)
     if plan.most_workers and not source.gathers and not source.reader.gathers:
-        return AdaptiveLoader(source, requests, plan, rank, finish=_pinned if pin else _as_is, report=report)
+        return AdaptiveLoader(source, requests, plan, rank, finish=_pinned if pin else _as_is, settled=settled)
     return InPlaceLoader(source, requests, pin=pin)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.engine.collectives import Collectives
-from lockstep.engine.runtime import rank_device, serve_store
+from lockstep.engine.runtime import rank_device
 from lockstep.engine.transfer import finish
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
@@ -79,7 +79,6 @@ def joined(world: World, placement: Placement) -> Iterator[Store]:
         RuntimeError: the others did not come within :data:`TIMEOUT_S`, or cannot be reached.
     """
     timeout = timedelta(seconds=TIMEOUT_S)
-    serve_store()
     base, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     store = PrefixStore("lockstep-doctor", base)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)

@@ -330,7 +330,7 @@ def _train(fit: Fit, run_dir: RunDir, world: World) -> None:
     start: dict[str, int] = {"epoch": state.epoch, "position": state.position}
     requests = chain.from_iterable(window.requests for window in walk(plan, world, **start))
     largest = plan.batch.batch_size
-    loader = make_loader(source, requests, plan.loader, world.rank, largest=largest, report=fit.remark)
+    loader = make_loader(source, requests, plan.loader, world.rank, largest=largest, settled=fit.settle_loader)
     batches = TimedBatches(trace.batches(iter(loader)))
     train_mode(fit.strategy.module)
     fit.task.context.is_training = True

@@ -65,9 +65,13 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
     model = on_meta(trial)
     lr, scheduled = optimizer_facts(trial, model)
     lengths = None if given is None else hash_lengths(check_lengths(given, len(datasets.train)))
-    before = _files_read()
+    before = _open_files()
     text, unstable = examined(datasets.train)
-    after = _files_read()
+    with generators_kept():
+        for dataset in filter(None, (datasets.val, datasets.test)):
+            _read(dataset, 0)
+    after = _open_files()
+    opens_files = bool(after.keys() - before.keys())
     return TaskFacts(
         name=name,
         train_samples=len(datasets.train),
@@ -77,7 +81,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
         has_batchnorm=has_batchnorm(model),
         whole_batches=_gives_whole_batches(task, datasets.train),
-        quick_samples=has_quick_samples(datasets.train),
+        quick_samples=opens_files and has_quick_samples(datasets.train),
         lengths=lengths,
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
         optimizer_lr=lr,
@@ -85,22 +89,26 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         monitor=_monitor_of(task),
         fingerprint=text + (f":{lengths}" if lengths else ""),
         unstable=unstable,
-        read_file=next((name for key, (name, _) in before.items() if after.get(key, before[key]) != before[key]), None),
-        opens_files=bool(after.keys() - before.keys()),
+        read_file=next((key[1] for key, position in before.items() if after.get(key, position) != position), None),
+        opens_files=opens_files,
         multiply_adds=multiply_adds(model, datasets.train),
     )
 
 
-def _files_read() -> dict[tuple[str, str], tuple[str, str]]:
-    """Files that are open for reading, by descriptor and name: name and position. Empty where there is no /proc."""
-    found: dict[tuple[str, str], tuple[str, str]] = {}
+def _open_files() -> dict[tuple[str, str], str | None]:
+    """The position of files that are open for reading, by descriptor and name; ``None`` of anything else that is open.
+
+    That is a database or a connection, for example. Empty where there is no /proc.
+    """
+    found: dict[tuple[str, str], str | None] = {}
     with contextlib.suppress(OSError):
         for link in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 number, file = link.name, link.readlink()
                 _, position, _, flags, *_ = Path(f"/proc/self/fdinfo/{number}").read_text(encoding="ascii").split()
-                if int(flags, 8) & os.O_ACCMODE == os.O_RDONLY and int(number) > 2 and file.is_file():
-                    found[number, str(file)] = str(file), position
+                if int(number) > 2 and not file.is_relative_to("/proc"):
+                    is_read = int(flags, 8) & os.O_ACCMODE == os.O_RDONLY and file.is_file()
+                    found[number, str(file)] = position if is_read else None
     return found
 
 

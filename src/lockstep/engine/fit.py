@@ -103,6 +103,7 @@ class Fit:
             self.update.after_backward = lambda: self._call("on_after_backward")
         self.strategy.draws.everything |= self.state.draws_seeded
         self._monitor = self.plan.monitor
+        self._loader = self.plan.loader
         self._skipped_at_log = self.update.skipped
         self._step_at_log = self.state.step
         self.saved_at = -1
@@ -368,7 +369,7 @@ class Fit:
             batch_size=self.plan.eval_batch_size,
             device=self.device,
             precision=self.precision,
-            loader=self.plan.loader,
+            loader=self._loader,
             seed=self.plan.seed,
             step=self.state.step if step is None else step,
             chunks=chunks,
@@ -438,6 +439,11 @@ class Fit:
     def elapsed_s(self) -> float:
         """Seconds of training, earlier attempts included."""
         return self._earlier_s + time.monotonic() - self._started
+
+    def settle_loader(self, workers: int, text: str) -> None:
+        """Training has measured that ``workers`` loader processes are best; evaluations need not try more."""
+        self._loader = self._loader.model_copy(update={"most_workers": workers})
+        self.remark(text)
 
     def remark(self, text: str) -> None:
         """Tell people something; rank 0's word is heard."""

@@ -86,7 +86,7 @@ class OrderedBatches:
 
 
 class OwnOrder:
-    """A training loader in its own order, on one device: an epoch's batches, from where ``state`` stands.
+    """A training loader in its own order, on one device: an epoch's batches from the position of ``state`` on.
 
     A loader that has fewer batches is read again. A resumed epoch skips the batches that were used.
     """
@@ -129,7 +129,7 @@ def own_batches(loader: Any, unsized: int | None) -> int:
     raise UnsupportedError(
         "the training data do not say how many batches an epoch has",
         why="an iterable data set without __len__() ends when it ends",
-        fix="set training.max_steps: the run is then one epoch of so many steps; or give the data set __len__()",
+        fix="set training.max_steps: the run is then one epoch of that length; or give the data set __len__()",
     )
 
 
@@ -217,7 +217,7 @@ class SeededLoader(DataLoader[Any]):
 def training_loader(
     loader: Any, batch: BatchPlan, seed: int, world: World, state: TrainState
 ) -> SeededLoader | OwnOrder:
-    """The user's training loader in Lockstep's order, or on one device in its own, from where ``state`` stands.
+    """The user's training loader in Lockstep's order, or on one device in its own, from the position of ``state``.
 
     Raises:
         DataError: its data set is not that of the plan. UnsupportedError: several ranks cannot share its samples.

@@ -175,7 +175,9 @@ class ModuleTask(Task):
                 owner.prepare_data()
 
     def datasets(self) -> Datasets:
-        """Only the training set: the module's own hooks see the others. A loader in its own order stands for its.
+        """Only the training set: the module's own hooks see the others.
+
+        Of a loader in its own order, indices take its place.
 
         Raises:
             UnsupportedError, DataError: what cannot be trained on, or not on several devices.

@@ -78,6 +78,9 @@ def _keep_result(folder: RunDir, world: World, function: Callable[..., Any], arg
 
 def rank_main(folder: RunDir, world: World) -> int:
     """One of the ranks."""
+    from lockstep.engine.runtime import serve_store  # torch
+
+    serve_store()
     function, arguments = pickle.loads((folder.path / _CALL_FILE).read_bytes())
     code: int = function(folder, world, *arguments)
     return code

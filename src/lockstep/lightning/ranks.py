@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 from lockstep.config import resolve
-from lockstep.engine.runtime import serve_store
 from lockstep.hardware.world import World
 from lockstep.launch.on_ranks import call_on_ranks, failure_of
 from lockstep.launch.temporary import temporary_folder
@@ -43,6 +42,5 @@ def _run(folder: RunDir, ranks: int, cli_class: type[Any], arguments: dict[str, 
 
 
 def _be_rank(run: RunDir, world: World, cli_class: type[Any], arguments: dict[str, Any], keeps: bool) -> int:
-    serve_store()
     code: int = cli_class(**arguments, run_dir=run if keeps else None).exit_code
     return code

@@ -22,16 +22,17 @@ class _Frozen(BaseModel):
 class TaskFacts(_Frozen):
     """What the plan must know of a task: sizes of its data and traits of its model.
 
-    ``whole_batches``: a batch is one gather. ``quick_samples``: a sample is made in less time than another process
-    needs to hand it over. ``lengths``: a hash of the lengths of the training samples, if the task gives them.
-    ``parameters``: of the model, ``frozen`` ones included.
+    ``whole_batches``: a batch is one gather. ``quick_samples``: of data that reading opens, a sample is made in less
+    time than another process needs to hand it over. ``lengths``: a hash of the lengths of the training samples, if the
+    task gives them.
     ``loader``: the training loader that a ``LightningModule`` brings.
     ``optimizer_lr``: the learning rate of the task's own optimizer, if it has one: of the first group whose is not 0.
     ``own_schedule``: the task makes a scheduler for its optimizer.
     ``monitor``: the task's metric that evaluations are judged by, and its mode. ``fingerprint``: length and content of
     the training data; ``unstable``: the parts of samples that it leaves out, as they differ each time they are read.
     ``read_file``: a file that the data set has open, whose position moves when a sample is read, so that worker
-    processes would move it for each other. ``opens_files``: reading samples has opened files, which stay open.
+    processes would move it for each other. ``opens_files``: reading samples has opened files or connections,
+    which stay open.
     ``multiply_adds``: of a sample's forward pass, rather too many; 0: not known.
     """
 

@@ -78,7 +78,7 @@ def choose_workers(data: DataConfig, facts: TaskFacts, *, cores: int, local_rank
     if not facts.opens_files:
         most = max(0, min(MOST_WORKERS, cores // local_ranks))
         return 0, most, "worker processes are started if the first steps show that they are faster"
-    # A process that was started after the first sample would share the open files.
+    # A process that is started after the first sample would share what is open.
     if facts.quick_samples:
         return 0, 0, "a sample is made in less time than another process needs to hand it over"
     workers = automatic_workers(cores, local_ranks)
