@@ -29,10 +29,10 @@ from lockstep.bench.rank import PeakMemory, Rank
 from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import RunConfig
 from lockstep.data.arrays import ArrayDataset
-from lockstep.engine.collectives import Collectives
+from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import evaluate
-from lockstep.engine.precision import Precision
-from lockstep.engine.runtime import join
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.process.determinism import join
 from lockstep.plan import LoaderPlan
 
 RANKS, SAMPLES, INPUTS, OUTPUTS, BATCH = 2, 100_000, 64, 1000, 100

@@ -23,15 +23,15 @@ from lockstep.bench.comm import measure_message
 from lockstep.bench.links import fit_alpha_beta
 from lockstep.bench.measure import Case, on_site
 from lockstep.bench.rank import Rank
-from lockstep.bench.subject import Subject
 from lockstep.bench.summary import summarise
 from lockstep.bench.trials import new_trials
+from lockstep.bench.workload import Subject
 from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
+from lockstep.forecast.contention import contention, jitter, meeting
 from lockstep.forecast.estimate import Counting
 from lockstep.forecast.measure import gradients_of, take_turns, timed_steps
 from lockstep.forecast.project import blocking_messages, cases, joint_message, step_of
 from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
-from lockstep.forecast.sharing import contention, jitter, meeting
 
 SIZES = (4096, 65_536, 1 << 20, 4 << 20)
 _MLP = {"task": {"model": "mlp", "hidden": [1024, 1024]}, "training": {"batch_size": 256}}

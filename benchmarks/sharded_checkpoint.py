@@ -27,10 +27,10 @@ from lockstep.checkpoint.sharded import ShardedStore
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import FsdpConfig, RunConfig
-from lockstep.engine.collectives import Collectives
-from lockstep.engine.fsdp import ShardedModel
-from lockstep.engine.parts import gathered, own_part
-from lockstep.engine.runtime import join
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.distributed.dtensor_state import gathered, own_part
+from lockstep.engine.process.determinism import join
+from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.engine.task import Task
 
 RANKS, LAYERS = 2, 8

@@ -13,13 +13,13 @@ from torch import Tensor
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
 from lockstep.engine.attempt import run_attempt
-from lockstep.engine.source import open_data
 from lockstep.engine.task import Task
+from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError
 from lockstep.events import Event, Fanout
 from lockstep.hardware.world import World
-from lockstep.launch.folder import changed_config, create_folder, keep_config
 from lockstep.launch.prepare import place, plan_for, resume_point, settle
+from lockstep.launch.run_claim import changed_config, create_folder, keep_config
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import RunFolderSink
 from tests.fakes import RecordingSink

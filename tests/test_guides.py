@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lockstep.cli.main import VERBS, app
-from lockstep.launch import causes
+from lockstep.launch.failure import causes
 from tests.gloo import ROOT
 
 GENERATED = {"cli.md", "configuration.md"}

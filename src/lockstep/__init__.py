@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.config import RunConfig as RunConfig
     from lockstep.engine.attempt import RunResult as RunResult
-    from lockstep.engine.collectives import collectives as collectives
+    from lockstep.engine.distributed.collectives import collectives as collectives
     from lockstep.engine.task import Callback as Callback
     from lockstep.engine.task import Datasets as Datasets
     from lockstep.engine.task import Loss as Loss
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lockstep.hardware.detect import detect_devices as detect_devices
     from lockstep.hardware.detect import get_available_gpus as get_available_gpus
     from lockstep.hardware.resolve import resolve_hardware as resolve_hardware
-    from lockstep.launch.run import make_plan as make_plan
-    from lockstep.launch.run import train as train
+    from lockstep.launch.api import make_plan as make_plan
+    from lockstep.launch.api import train as train
 
 __version__ = "0.1.0"
 
@@ -35,12 +35,12 @@ _HOMES = {
     "RunResult": "lockstep.engine.attempt",
     "Scheduler": "lockstep.engine.task",
     "Task": "lockstep.engine.task",
-    "collectives": "lockstep.engine.collectives",
+    "collectives": "lockstep.engine.distributed.collectives",
     "detect_devices": "lockstep.hardware.detect",
     "get_available_gpus": "lockstep.hardware.detect",
-    "make_plan": "lockstep.launch.run",
+    "make_plan": "lockstep.launch.api",
     "resolve_hardware": "lockstep.hardware.resolve",
-    "train": "lockstep.launch.run",
+    "train": "lockstep.launch.api",
 }
 
 __all__ = [

@@ -19,8 +19,8 @@ from lockstep.bench.loader import bench_loader
 from lockstep.bench.lr import bench_lr
 from lockstep.bench.scaling import bench_scaling
 from lockstep.bench.step import bench_step
-from lockstep.bench.subject import Subject
 from lockstep.bench.tables import table_of
+from lockstep.bench.workload import Subject
 from lockstep.cli.output import deliver
 from lockstep.errors import StorageError, UsageError
 from tests.bench.greedy import Greedy

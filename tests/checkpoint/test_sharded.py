@@ -24,7 +24,7 @@ from lockstep.checkpoint.pieces import mark, open_pieces
 from lockstep.checkpoint.sharded import ShardedStore
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
-from lockstep.engine.collectives import Collectives
+from lockstep.engine.distributed.collectives import Collectives
 from lockstep.errors import CheckpointError, CollectiveError, StorageError
 from lockstep.hardware.world import World
 from tests.gloo import run_ranks

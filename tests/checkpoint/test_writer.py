@@ -14,7 +14,7 @@ import torch
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.errors import CheckpointError, LockstepError, StorageError
-from lockstep.telemetry.pulse import pulse
+from lockstep.telemetry.progress_board import pulse
 from tests.conftest import cli_environment
 
 

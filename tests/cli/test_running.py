@@ -15,8 +15,8 @@ import torch
 
 from lockstep.cli.main import main
 from lockstep.config import resolve
-from lockstep.launch.afterwards import load_model
-from lockstep.launch.evaluation import _config_on
+from lockstep.launch.finished.evaluation import _config_on
+from lockstep.launch.finished.reopen import load_model
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import RunCli, cli_environment
 

@@ -10,7 +10,7 @@ import pytest
 
 import lockstep
 from lockstep.config.load import merge
-from lockstep.launch.run import resume
+from lockstep.launch.api import resume
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import assert_close, losses
 

@@ -19,21 +19,21 @@ from lockstep.config import FsdpConfig, OptimizerConfig, RunConfig, SchedulerCon
 from lockstep.config.load import merge
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.loader import InOrder, Source, Window, windows
-from lockstep.engine.batchnorm import convert
-from lockstep.engine.collectives import Collectives
-from lockstep.engine.fsdp import FsdpStrategy, ShardedModel
-from lockstep.engine.parts import gathered, own_part
-from lockstep.engine.precision import Precision
+from lockstep.engine.distributed.sync_batchnorm import convert
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.strategies.fsdp import FsdpStrategy, ShardedModel
+from lockstep.engine.distributed.dtensor_state import gathered, own_part
+from lockstep.engine.optim.precision import Precision
 from lockstep.engine.resume import load_shared, load_weights
-from lockstep.engine.saving import writing
-from lockstep.engine.strategy import Flags, Replica, SingleStrategy
-from lockstep.engine.switches import Watched
+from lockstep.engine.checkpoint_writer import writing
+from lockstep.engine.strategies.base import Flags, Replica, SingleStrategy
+from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.task import Loss, Task
-from lockstep.engine.update import Update, build_optimizer
+from lockstep.engine.optim.step import Update, build_optimizer
 from lockstep.errors import UnsupportedError
 from lockstep.events import Note
 from lockstep.hardware.world import World
-from lockstep.launch.run import evaluate
+from lockstep.launch.api import evaluate
 from lockstep.plan import BatchPlan, Plan
 from lockstep.plan.schedule import resolve_schedule
 from lockstep.telemetry.rundir import RunDir

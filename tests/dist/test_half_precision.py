@@ -11,11 +11,11 @@ from torch import Tensor
 from lockstep.config import FsdpConfig, OptimizerConfig, SchedulerConfig
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.loader import InOrder, Source, windows
-from lockstep.engine.fsdp import ShardedModel
-from lockstep.engine.parts import gathered
-from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import Flags, Replica, SingleStrategy
-from lockstep.engine.update import Update, build_optimizer
+from lockstep.engine.strategies.fsdp import ShardedModel
+from lockstep.engine.distributed.dtensor_state import gathered
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.strategies.base import Flags, Replica, SingleStrategy
+from lockstep.engine.optim.step import Update, build_optimizer
 from lockstep.hardware.world import World
 from lockstep.plan import BatchPlan
 from lockstep.plan.schedule import resolve_schedule

@@ -67,7 +67,7 @@ def launcher_on(machine: Machine) -> psutil.Process:
     found = subprocess.run(["ip", "netns", "pids", machine.space], capture_output=True, text=True, check=True)
     for pid in found.stdout.split():
         process = psutil.Process(int(pid))
-        if "lockstep.launch.launcher" in process.cmdline():
+        if "lockstep.launch.local.launcher" in process.cmdline():
             return process
     raise AssertionError(f"no launcher on {machine.name}")
 

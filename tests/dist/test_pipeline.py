@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.config.load import merge
-from lockstep.engine.line import Line
-from lockstep.engine.pipeline import schedule
-from lockstep.engine.placed import as_inputs, inputs_of, shares, stages_of
+from lockstep.engine.strategies.p2p import Line
+from lockstep.engine.strategies.pipeline import schedule
+from lockstep.engine.strategies.stages import as_inputs, inputs_of, shares, stages_of
 from lockstep.errors import LockstepError, TaskError
 from lockstep.tasks.autoencoder import AutoencoderTask
 from lockstep.tasks.har.task import HarTask

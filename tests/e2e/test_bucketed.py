@@ -12,9 +12,9 @@ import pytest
 
 import lockstep
 from lockstep.data.loader import windows
-from lockstep.engine.source import training_source
+from lockstep.engine.training_data import training_source
 from lockstep.errors import ConfigError
-from lockstep.launch.run import resume
+from lockstep.launch.api import resume
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_exact import fingerprint
 from tests.gloo import ROOT

@@ -21,7 +21,7 @@ import pytest
 import lockstep
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import RunFolderError
-from lockstep.launch.evidence import LAUNCHER_FILE
+from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.telemetry.files import read_json, read_jsonl
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_exact import fingerprint

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.launch.evidence import LAUNCHER_FILE
+from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.telemetry.rundir import RunDir
 from tests.disks import make_read_only, small_disk
 from tests.e2e import faulty

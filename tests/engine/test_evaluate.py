@@ -16,9 +16,9 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Sco
 
 from lockstep import Loss, Task
 from lockstep.data.arrays import ArrayDataset
-from lockstep.engine.collectives import Collectives
+from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import evaluate, evaluating, train_mode
-from lockstep.engine.precision import Precision
+from lockstep.engine.optim.precision import Precision
 from lockstep.errors import TaskError
 from lockstep.hardware.world import World
 from lockstep.plan import LoaderPlan

@@ -19,8 +19,8 @@ from lockstep import Callback, Datasets, Loss, Task
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.engine.task import Context
 from lockstep.errors import CheckpointError, TaskError
-from lockstep.launch.evaluation import evaluate_checkpoint
-from lockstep.launch.run import resume
+from lockstep.launch.api import resume
+from lockstep.launch.finished.evaluation import evaluate_checkpoint
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start
 from tests.gloo import ROOT

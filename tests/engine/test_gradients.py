@@ -12,10 +12,10 @@ from torch import nn
 
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.loader import InOrder, Source, windows
-from lockstep.engine.batchnorm import convert
-from lockstep.engine.flat import FlatStrategy
-from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import DdpStrategy, Flags, Replica, SingleStrategy
+from lockstep.engine.distributed.sync_batchnorm import convert
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.strategies.base import DdpStrategy, Flags, Replica, SingleStrategy
+from lockstep.engine.strategies.small_ddp import FlatStrategy
 from lockstep.engine.task import Loss, Task
 from lockstep.plan import BatchPlan
 from tests.gloo import run_ranks

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.engine.attempt import _newest
-from lockstep.engine.collectives import Collectives
+from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.resume import load_initial_weights
 from lockstep.errors import CheckpointError, UnreadableError
 from lockstep.events import Note

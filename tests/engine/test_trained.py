@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau,
 import lockstep
 from lockstep import Datasets, Loss, Scheduler
 from lockstep.data.arrays import ArrayDataset
-from lockstep.engine.facts import inspect_task
+from lockstep.engine.inspection import inspect_task
 from lockstep.engine.trained import Trained, bare, build_model
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.telemetry.rundir import RunDir
@@ -292,7 +292,7 @@ def test_steps_without_items_change_nothing_and_have_no_row(tmp_path: Path) -> N
 
 
 def test_divided_models_refuse_modules_by_name() -> None:
-    from lockstep.engine.placed import stages_of
+    from lockstep.engine.strategies.stages import stages_of
 
     with pytest.raises(UnsupportedError, match="pipeline cannot train modules beside the model: head"):
         stages_of(ArcFace(), build_model(ArcFace()), 2)

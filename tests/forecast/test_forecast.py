@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.bench.subject import Subject
+from lockstep.bench.workload import Subject
 from lockstep.errors import ConfigError, UsageError
 from lockstep.forecast.collectives import measured_cluster
+from lockstep.forecast.contention import contention, counts_beside, jitter, meeting
 from lockstep.forecast.measure import MEETINGS
 from lockstep.forecast.project import Wish, forecast
 from lockstep.forecast.scaling import Setting
-from lockstep.forecast.sharing import contention, counts_beside, jitter, meeting
 from lockstep.hardware.host import usable_cores
-from lockstep.launch.foreseen import read_forecast
+from lockstep.launch.saved_forecast import read_forecast
 from lockstep.report.score import in_words, score
 from tests.toys import Toy
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep import Datasets, Loss, Task
-from lockstep.bench.subject import Subject
+from lockstep.bench.workload import Subject
 from lockstep.cli.main import main
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.loader import fetch
-from lockstep.engine.update import build_optimizer
+from lockstep.engine.optim.step import build_optimizer
 from lockstep.errors import TaskError, UnsupportedError, UsageError
 from lockstep.forecast.estimate import Counting, estimate_memory, print_memory
 from lockstep.forecast.footprint import count_step

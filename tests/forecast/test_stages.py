@@ -11,13 +11,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep import Loss
-from lockstep.bench.subject import Subject
+from lockstep.bench.workload import Subject
 from lockstep.data.loader import Request, Window
-from lockstep.engine.pipeline import PipelineModel
-from lockstep.engine.placed import stages_of
-from lockstep.engine.precision import Precision
-from lockstep.engine.strategy import Flags
-from lockstep.engine.update import build_optimizer
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.step import build_optimizer
+from lockstep.engine.strategies.base import Flags
+from lockstep.engine.strategies.pipeline import PipelineModel
+from lockstep.engine.strategies.stages import stages_of
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.forecast.estimate import Counting, estimate_memory
 from lockstep.hardware.world import World

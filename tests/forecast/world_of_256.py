@@ -96,7 +96,7 @@ def fsdp(task: Blocks, batch: tuple[Tensor]) -> dict[str, Any]:
     """FSDP2's collectives of a step, the bytes of each whole message, and the most that is held."""
     model = task.model()
     for module in (*model.blocks, model):
-        fully_shard(module, reshard_after_forward=True)  # as lockstep.engine.fsdp does
+        fully_shard(module, reshard_after_forward=True)  # as lockstep.engine.strategies.fsdp does
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:

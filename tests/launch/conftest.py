@@ -29,7 +29,7 @@ STUB = "tests.launch.stub_worker"
 SCRIPT = """
 import sys
 from pathlib import Path
-from lockstep.launch.elastic import launch
+from lockstep.launch.local.start import launch
 from lockstep.telemetry.rundir import RunDir
 code = launch(RunDir(Path({path!r})), {ranks}, environ={{"STUB": {actions!r}}}, worker_module={module!r}, **{options!r})
 print("code", code)

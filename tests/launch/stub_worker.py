@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 from lockstep.errors import DataError
-from lockstep.hardware import lifetime
+from lockstep.hardware import parent_death
 from lockstep.hardware.world import World
-from lockstep.launch import worker
-from lockstep.launch.signals import StopRequest
+from lockstep.launch.local import worker
+from lockstep.launch.local.signals import StopRequest
 from lockstep.telemetry.rundir import RunDir
 
 
@@ -99,7 +99,7 @@ def with_children(folder: Path, world: World) -> int:
 
 
 def load() -> None:
-    lifetime.bind_loader_worker()
+    parent_death.bind_loader_worker()
     time.sleep(600)
 
 
@@ -119,7 +119,7 @@ def die_in_group(folder: Path, world: World) -> int:
 def join_group() -> None:
     from torch import distributed
 
-    from lockstep.engine.runtime import serve_store
+    from lockstep.engine.process.determinism import serve_store
 
     serve_store()
     distributed.init_process_group("gloo")

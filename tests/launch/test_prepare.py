@@ -11,10 +11,10 @@ import torch
 import lockstep
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.hardware.world import World
-from lockstep.launch.folder import changed_config, create_folder
-from lockstep.launch.keep import Keeping
-from lockstep.launch.outside import _lay_down
+from lockstep.launch.nodes.external import _lay_down
+from lockstep.launch.nodes.run_owner import Keeping
 from lockstep.launch.prepare import Prepared, make_plan, place, prepare, resume_point, settle
+from lockstep.launch.run_claim import changed_config, create_folder
 from lockstep.plan import Plan
 from lockstep.telemetry.rundir import RunDir
 from tests.toys import Toy

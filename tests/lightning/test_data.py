@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.workers import child_signal_kept
-from lockstep.engine.lightning_data import SharedBatches, epoch_steps, evaluation_loader, orders
+from lockstep.engine.lightning.dataloaders import SharedBatches, epoch_steps, evaluation_loader, orders
 from lockstep.errors import ConfigError, DataError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.plan.batch import BatchPlan, resolve_batch

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
-from lockstep.launch.run import RunResult
+from lockstep.launch.api import RunResult
 from lockstep.lightning import fit
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import weights

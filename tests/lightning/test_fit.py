@@ -18,12 +18,12 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
-from lockstep.engine.lightning_evaluate import evaluate_module
-from lockstep.engine.lightning_store import plain_values
-from lockstep.engine.lightning_task import ModuleTask
+from lockstep.engine.lightning.checkpoint_io import plain_values
+from lockstep.engine.lightning.evaluate import evaluate_module
+from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.errors import ConfigError, DataError, DeviceError, RankFailed, TaskError, UnsupportedError
-from lockstep.launch.export import export
-from lockstep.launch.run import evaluate, resume
+from lockstep.launch.api import evaluate, resume
+from lockstep.launch.finished.export import export
 from lockstep.lightning import fit
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start, wait_for_step, weights

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from lockstep.errors import RunFolderError
-from lockstep.launch.folder import claimed
+from lockstep.launch.run_claim import claimed
 from lockstep.telemetry.rundir import RunDir
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import SchedulerConfig
-from lockstep.plan.course import scale_lr
+from lockstep.plan.horizon import scale_lr
 from lockstep.plan.schedule import resolve_schedule
 
 

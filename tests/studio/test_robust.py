@@ -21,14 +21,14 @@ from lockstep.cli.main import VERBS
 from lockstep.cli.settings import flag_table
 from lockstep.config import resolve
 from lockstep.errors import LockstepError, RunFolderError
-from lockstep.launch.folder import claimed
+from lockstep.launch.run_claim import claimed
 from lockstep.studio.columns import Columns, columns_of
 from lockstep.studio.feed import Feed
 from lockstep.studio.home import Home
 from lockstep.studio.jobs import Jobs
+from lockstep.studio.launch_records import Starts
 from lockstep.studio.processes import Identity, is_alive, reap, send
 from lockstep.studio.schemas import ResumeBody
-from lockstep.studio.starts import Starts
 from lockstep.studio.studio import Options, Studio
 from lockstep.studio.tasks import offered_tasks
 from lockstep.telemetry.files import JsonLines, last_row
@@ -205,7 +205,7 @@ def test_of_two_resumes_at_once_one_starts(tmp_path: Path) -> None:
 CLAIMER = """
 import sys
 from pathlib import Path
-from lockstep.launch.folder import claimed
+from lockstep.launch.run_claim import claimed
 from lockstep.telemetry.rundir import RunDir
 with claimed(RunDir(Path(sys.argv[1]))):
     print("claimed", flush=True)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError, RunFolderError
-from lockstep.telemetry.finding import list_runs
+from lockstep.telemetry.lookup import list_runs
 from lockstep.telemetry.rundir import (
     FORMAT_VERSION,
     RunDir,

@@ -12,8 +12,8 @@ from typing import Any
 from lockstep.bench.measure import Case, measure, on_site
 from lockstep.bench.rank import Rank, limit_memory
 from lockstep.bench.report import BenchReport
-from lockstep.bench.subject import Subject
 from lockstep.bench.trials import memory_share, new_trials
+from lockstep.bench.workload import Subject
 from lockstep.errors import UsageError
 from lockstep.plan import BatchPlan, Plan
 

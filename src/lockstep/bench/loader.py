@@ -13,11 +13,11 @@ import torch
 from lockstep.bench.measure import Case, measure, on_site, requests_of
 from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
-from lockstep.bench.subject import Subject
 from lockstep.bench.trials import Outcome, new_trials
+from lockstep.bench.workload import Subject
 from lockstep.data.loader import Source, make_loader
-from lockstep.engine.source import training_source
-from lockstep.engine.transfer import finish, to_device
+from lockstep.engine.process.prefetch import finish, to_device
+from lockstep.engine.training_data import training_source
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World
 from lockstep.plan import LoaderPlan, Plan

@@ -16,8 +16,8 @@ from lockstep.bench.measure import Case, on_site, training
 from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
 from lockstep.bench.stopwatch import Stopwatch
-from lockstep.bench.subject import Subject
 from lockstep.bench.trials import new_trials
+from lockstep.bench.workload import Subject
 from lockstep.errors import UsageError
 from lockstep.plan import Schedule
 

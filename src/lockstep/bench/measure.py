@@ -18,17 +18,17 @@ from lockstep.bench.summary import summarise
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request, make_loader
 from lockstep.engine.attempt import assemble, walk
-from lockstep.engine.collectives import Collectives, shared
+from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.fit import Fit
 from lockstep.engine.loop import StepResult, training_steps
-from lockstep.engine.runtime import rank_device, runtime
-from lockstep.engine.source import open_data, training_source
-from lockstep.engine.strategy import Flags
+from lockstep.engine.process.determinism import rank_device, runtime
+from lockstep.engine.process.prefetch import to_device
+from lockstep.engine.strategies.base import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.engine.transfer import to_device
+from lockstep.engine.training_data import open_data, training_source
 from lockstep.hardware.world import World
-from lockstep.launch.carry import load_task
+from lockstep.launch.task_transport import load_task
 from lockstep.plan import Plan
 
 #: Samples whose floating-point operations are counted.

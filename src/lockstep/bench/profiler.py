@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.bench.batch_size import bench_batch_size
 from lockstep.bench.report import BenchReport, write_report
 from lockstep.bench.step import bench_step
-from lockstep.bench.subject import Subject
+from lockstep.bench.workload import Subject
 from lockstep.config import RunConfig
 from lockstep.engine.task import Task
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from lockstep.bench.tables import chart_of, table_of
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.host import cpu_name, usable_cores
-from lockstep.launch.signals import StopRequest, exit_code
+from lockstep.launch.local.signals import StopRequest, exit_code
 from lockstep.telemetry.files import make_folders, write_json, write_text
 from lockstep.telemetry.records import versions
 from lockstep.telemetry.rundir import utc_now

@@ -12,11 +12,11 @@ from lockstep.bench.claims import claim_of, claims_note
 from lockstep.bench.measure import Case
 from lockstep.bench.report import BenchReport
 from lockstep.bench.step import EXCHANGE_INSIDE, MUCH_COMMUNICATION, check_steps, measure_all
-from lockstep.bench.subject import Subject
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
 from lockstep.bench.trials import Trials, new_trials
+from lockstep.bench.workload import Subject
 from lockstep.errors import LockstepError, UsageError
-from lockstep.plan.remarks import FILL
+from lockstep.plan.notes import FILL
 
 Mode = Literal["weak", "strong"]
 #: More than all devices can give together, caches aside.

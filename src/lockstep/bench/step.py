@@ -9,9 +9,9 @@ from typing import Any
 
 from lockstep.bench.measure import Case, measure_cases
 from lockstep.bench.report import BenchReport
-from lockstep.bench.subject import Subject
 from lockstep.bench.summary import slow_ranks
 from lockstep.bench.trials import Trials, memory_share, new_trials
+from lockstep.bench.workload import Subject
 from lockstep.errors import UsageError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.peaks import peak_flops

@@ -20,12 +20,12 @@ from lockstep.errors import RankFailed
 from lockstep.hardware.host import usable_memory
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
-from lockstep.launch import failure
-from lockstep.launch.carry import pack_task
-from lockstep.launch.causes import MEMORY_CAUSES
-from lockstep.launch.folder import create_folder
-from lockstep.launch.on_ranks import run_on_ranks
-from lockstep.launch.signals import StopRequest
+from lockstep.launch.failure import report as failure
+from lockstep.launch.failure.causes import MEMORY_CAUSES
+from lockstep.launch.local.on_ranks import run_on_ranks
+from lockstep.launch.local.signals import StopRequest
+from lockstep.launch.run_claim import create_folder
+from lockstep.launch.task_transport import pack_task
 from lockstep.launch.temporary import temporary_folder
 from lockstep.telemetry.files import read_jsonl
 from lockstep.telemetry.rundir import RunDir
@@ -68,7 +68,7 @@ class Trials:
         Args:
             function: one that can be imported.
             config: of the trial; where its files go is decided here.
-            task: what the ranks shall find with :func:`lockstep.launch.carry.load_task`.
+            task: what the ranks shall find with :func:`lockstep.launch.task_transport.load_task`.
             threads: intra-op threads of each rank.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.checkpoint.host import HostBuffers
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.errors import LockstepError, StorageError
-from lockstep.telemetry.pulse import pulse
+from lockstep.telemetry.progress_board import pulse
 
 OnSaved = Callable[[int, Path, bool], None]
 

@@ -12,11 +12,11 @@ from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, deliver
 from lockstep.cli.settings import NO_SETTINGS, Settings, to_mapping
 from lockstep.cli.train import TaskName
 from lockstep.errors import UsageError
-from lockstep.launch.signals import held_back
+from lockstep.launch.local.signals import held_back
 
 if TYPE_CHECKING:
     from lockstep.bench.report import BenchReport
-    from lockstep.bench.subject import Subject
+    from lockstep.bench.workload import Subject
 
 EPILOGUE = """\
 Examples:
@@ -237,7 +237,7 @@ def _subject(settings: Settings, task: str | None) -> tuple[Subject, Path | None
     name, mapping = to_mapping(settings, task)
     save_dir, runs_dir = places(mapping)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
-        from lockstep.bench.subject import Subject
+        from lockstep.bench.workload import Subject
 
     return Subject(name, mapping), save_dir, runs_dir
 

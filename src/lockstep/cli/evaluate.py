@@ -51,7 +51,7 @@ def evaluate(
     """Print the metrics of a checkpoint."""
     chosen = checkpoint_choice(checkpoint)
     found = find(run, runs_dir)
-    from lockstep.launch import run as launcher
+    from lockstep.launch import api as launcher
     from lockstep.telemetry.console import value_text
     from lockstep.telemetry.tables import print_table
 

@@ -50,7 +50,7 @@ def export(
     """Write the files and say which."""
     chosen = checkpoint_choice(checkpoint)
     found = find(run, runs_dir)
-    from lockstep.launch.export import export as write_export
+    from lockstep.launch.finished.export import export as write_export
     from lockstep.telemetry.console import value_text
     from lockstep.telemetry.tables import print_table
 

@@ -61,7 +61,7 @@ def forecast(
     counts = [count.strip() for count in gpus.split(",")]
     if not all(count.isascii() and count.isdigit() for count in counts):
         raise UsageError(f"--gpus {gpus!r} is not a list of numbers", fix="write for example --gpus 8,64,512")
-    from lockstep.bench.subject import Subject
+    from lockstep.bench.workload import Subject
     from lockstep.forecast.memory import check_strategy, parse_memory
     from lockstep.forecast.project import Wish
     from lockstep.forecast.project import forecast as project

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "LOCAL_RANK" in os.environ:
         # torch.distributed.launch tells each rank its place on the command line too.
         tokens = [token for token in tokens if not token.startswith(("--local-rank=", "--local_rank="))]
-    if argv is None:  # as in ranks (launch/environment.py); libgomp reads it when torch is imported
+    if argv is None:  # as in ranks (launch/local/environment.py); libgomp reads it when torch is imported
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         result = app(tokens, exit_on_error=False, print_error=False)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        from lockstep.launch.failure import of_a_task
+        from lockstep.launch.failure.report import of_a_task
 
         report = of_a_task(error)
         if report is None:

@@ -38,7 +38,7 @@ def memory(
     """Print what each device will hold, by strategy, and the largest batch that fits; starts nothing."""
     name, mapping = to_mapping(settings, task)
     strategy = (mapping.get("hardware") or {}).pop("strategy", None)
-    from lockstep.bench.subject import Subject
+    from lockstep.bench.workload import Subject
     from lockstep.forecast.estimate import estimate_memory, print_memory
     from lockstep.forecast.memory import MEMORY_STRATEGIES, MOST, check_strategy, parse_memory
 

@@ -98,7 +98,7 @@ def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> Non
 
 def find(ref: str, runs_dir: Path) -> RunDir:
     """The run that ``ref`` means. Raises :class:`~lockstep.errors.RunFolderError`."""
-    from lockstep.telemetry.finding import find_run
+    from lockstep.telemetry.lookup import find_run
 
     return find_run(ref, runs_dir)
 

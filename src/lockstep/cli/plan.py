@@ -28,7 +28,7 @@ def plan(
 ) -> None:
     """Print the plan with its reasons."""
     name, mapping = to_mapping(settings, task)
-    from lockstep.launch.run import make_plan
+    from lockstep.launch.api import make_plan
     from lockstep.telemetry.console import print_plan
     from lockstep.telemetry.tables import say
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from lockstep.cli.output import ACCEPT_DATA, DEFAULT_RUNS_DIR, RunRef, RunsDir, Sets, find
-from lockstep.launch.signals import held_back
+from lockstep.launch.local.signals import held_back
 
 EPILOGUE = """\
 The run resumes from its latest valid checkpoint, also in the middle of an epoch, with exactly the remaining
@@ -45,7 +45,7 @@ def resume(
         overrides = merge(overrides, parse_set(pair))
     found = find(run, runs_dir)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
-        from lockstep.launch import run as launcher
+        from lockstep.launch import api as launcher
 
     how = {"rescale_batch": rescale_batch, "accept_data": accept_data}
     return launcher.resume(found, devices=devices, overrides=overrides, **how).exit_code

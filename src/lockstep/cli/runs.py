@@ -18,7 +18,7 @@ app = App(name="runs", usage="Usage: lockstep runs [OPTIONS]")
 @app.default
 def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> None:
     """Print the runs in a folder."""
-    from lockstep.telemetry.finding import list_runs
+    from lockstep.telemetry.lookup import list_runs
     from lockstep.telemetry.tables import print_table, say
 
     found = [summary(run) for run in list_runs(runs_dir, report=lambda why: say(f"warning: {why}", sys.stderr))]
@@ -33,7 +33,7 @@ def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> No
 
 def summary(run: RunDir) -> dict[str, Any]:
     """What one line, or one JSON object, says of a run."""
-    from lockstep.telemetry.finding import or_else, planned_epochs
+    from lockstep.telemetry.lookup import or_else, planned_epochs
 
     record, beat, rows = run.read(), run.progress(), or_else(run.epochs, [])
     return {

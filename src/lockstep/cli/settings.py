@@ -330,7 +330,7 @@ def to_mapping(
 def _refuse_unknown_code(sets: Sequence[str], task: str | None, mapping: dict[str, Any]) -> None:
     """Raises :class:`TaskError` when a file names a class that the command line does not, nor has before."""
     from lockstep.config import load
-    from lockstep.tasks.known import class_paths, require_known
+    from lockstep.tasks.trusted_tasks import class_paths, require_known
 
     section, given = mapping["task"], load(sets=sets).get("task")
     if isinstance(section, dict):

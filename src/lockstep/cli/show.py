@@ -30,7 +30,7 @@ def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT
 def describe(run: RunDir) -> dict[str, Any]:
     """One document: record, judged status, plan, epochs, checkpoints and logs."""
     from lockstep.checkpoint.store import CheckpointStore
-    from lockstep.telemetry.finding import or_else
+    from lockstep.telemetry.lookup import or_else
 
     plan = or_else(run.plan, {})  # none if it failed before there was one
     return {
@@ -56,8 +56,8 @@ def _slurm(run: RunDir) -> str | None:
     """The job that the run was submitted as, and what SLURM says of it."""
     if not run.slurm_file.exists():
         return None
-    from lockstep.launch.slurm import state
-    from lockstep.launch.slurm_job import job_of
+    from lockstep.launch.slurm.job import job_of
+    from lockstep.launch.slurm.job_control import state
 
     job = job_of(run)
     return None if job is None else f"{job.id}, {state(job) or 'over'}"

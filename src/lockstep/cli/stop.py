@@ -26,11 +26,11 @@ def stop(
 ) -> None:
     """Stop a run and print what became of it."""
     found = find(run, runs_dir)
-    from lockstep.launch import run as launcher
-    from lockstep.launch import slurm
-    from lockstep.launch.slurm_job import job_of
+    from lockstep.launch import api as launcher
+    from lockstep.launch.slurm import job_control
+    from lockstep.launch.slurm.job import job_of
     from lockstep.telemetry.tables import say
 
     job = job_of(found)
-    became = slurm.stop(found, job, timeout) if job is not None else launcher.stop(found, timeout)
+    became = job_control.stop(found, job, timeout) if job is not None else launcher.stop(found, timeout)
     say(f"{found.read().id}: {became}", sys.stdout)

@@ -58,18 +58,18 @@ def refuse_without_slurm(flags: SubmitFlags) -> None:
 
 def submit(name: str, mapping: Mapping[str, Any], flags: SubmitFlags) -> int:
     """Submit, and follow the job to its end; the exit code of the run."""
-    from lockstep.launch import slurm
+    from lockstep.launch.slurm import job_control
 
-    script, config = slurm.prepare_script(name, mapping, _wishes(flags))
+    script, config = job_control.prepare_script(name, mapping, _wishes(flags))
     if flags.print:
         sys.stdout.write(script)
         return 0
-    run, job = slurm.submit(script, config)
+    run, job = job_control.submit(script, config)
     sys.stdout.write(f"slurm job {job.id} → {run.path}\n")
-    return slurm.follow(run, job, sys.stdout)
+    return job_control.follow(run, job, sys.stdout)
 
 
 def _wishes(flags: SubmitFlags) -> dict[str, Any]:
-    """The flags as fields of :class:`lockstep.launch.slurm_script.Request`."""
+    """The flags as fields of :class:`lockstep.launch.slurm.script.Request`."""
     names = ("partition", "time", "gpus_per_node", "account", "qos")
     return {**{name: getattr(flags, name) for name in names}, "options": tuple(flags.sbatch_option or ())}

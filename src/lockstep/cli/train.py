@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 from lockstep.cli.output import ACCEPT_DATA
 from lockstep.cli.settings import FILES, NO_SETTINGS, Settings, to_mapping
 from lockstep.cli.submit import NO_SUBMIT, SubmitFlags, refuse_without_slurm, submit
-from lockstep.launch.signals import held_back
+from lockstep.launch.local.signals import held_back
 
 EPILOGUE = """\
 Examples:
@@ -53,6 +53,6 @@ def train(
     if cluster.on is not None:
         return submit(name, mapping, cluster)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
-        from lockstep.launch.run import train as start
+        from lockstep.launch.api import train as start
 
     return start(name, mapping, resume=resume, accept_data=accept_data).exit_code

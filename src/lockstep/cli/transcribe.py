@@ -34,7 +34,7 @@ def transcribe(
         raise UsageError("no recording was named", fix="write for example `lockstep transcribe last recording.wav`")
     chosen = checkpoint_choice(checkpoint)
     found = find(run, runs_dir)
-    from lockstep.launch.afterwards import load_model
+    from lockstep.launch.finished.reopen import load_model
     from lockstep.tasks.speech.transcribe import transcribe as hear
     from lockstep.telemetry.tables import say
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.hardware import lifetime
+from lockstep.hardware import parent_death
 
 
 def derive_key(purpose: str, *numbers: int) -> int:
@@ -57,7 +57,7 @@ class WorkerInit:
         import torch
 
         if multiprocessing.parent_process() is not None:
-            lifetime.bind_loader_worker()
+            parent_death.bind_loader_worker()
         # One key for all would give random.random() and np.random.rand() the same numbers: both are MT19937.
         for library, seed in (("python", random.seed), ("numpy", _seed_numpy), ("torch", torch.manual_seed)):
             seed(derive_key(f"worker {library}", self.seed, self.epoch, self.rank, worker_id))

@@ -25,7 +25,7 @@ import torch
 
 from lockstep.data.randomness import WorkerInit
 from lockstep.errors import LockstepError
-from lockstep.hardware import lifetime
+from lockstep.hardware import parent_death
 from lockstep.plan import LoaderPlan
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class WorkerLoader:
             pin_memory=self._plan.pin_memory and torch.cuda.is_available(),
             worker_init_fn=init,
         )
-        with lifetime.sigterm_held_back():
+        with parent_death.sigterm_held_back():
             return iter(loader)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from lockstep.doctor.together import check_meeting
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import read_world
-from lockstep.launch.signals import StopRequest
+from lockstep.launch.local.signals import StopRequest
 from lockstep.launch.temporary import temporary_folder
 
 

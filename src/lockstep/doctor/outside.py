@@ -19,13 +19,13 @@ from lockstep.doctor.practice import STEP, TOGETHER, alone, failed, step_finding
 from lockstep.doctor.ranks import TIMEOUT_S, joined, measure
 from lockstep.doctor.report import DoctorReport
 from lockstep.doctor.together import check_meeting
-from lockstep.engine.collectives import Collectives
+from lockstep.engine.distributed.collectives import Collectives
 from lockstep.errors import RunError
-from lockstep.hardware import lifetime
+from lockstep.hardware import parent_death
 from lockstep.hardware.device import Device
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World, rendezvous
-from lockstep.launch.signals import StopRequest
+from lockstep.launch.local.signals import StopRequest
 
 REACH = (
     "see that every rank is there and runs the same command, and that nodes reach each other: "
@@ -45,7 +45,7 @@ def examine_as_rank(
 ) -> DoctorReport:
     """This process is one of ``world.size`` ranks; rank 0's report is about all of them, the others' are empty."""
     os.environ.update(rendezvous(os.environ))
-    lifetime.die_with_parent(os.getppid())
+    parent_death.die_with_parent(os.getppid())
     if world.is_main:
         say(f"looking at {world.nodes} node(s), {world.size} rank(s)")
     # Each node's first rank looks at it, before any rank has opened its GPU.

@@ -12,9 +12,9 @@ from lockstep.doctor.finding import Finding, first_line
 from lockstep.doctor.ranks import TIMEOUT_S, Meeting, meet
 from lockstep.errors import LockstepError
 from lockstep.hardware.resolve import Placement
-from lockstep.launch.causes import find_cause
-from lockstep.launch.folder import create_folder
-from lockstep.launch.on_ranks import run_on_ranks
+from lockstep.launch.failure.causes import find_cause
+from lockstep.launch.local.on_ranks import run_on_ranks
+from lockstep.launch.run_claim import create_folder
 
 if TYPE_CHECKING:
     from lockstep.engine.attempt import RunResult
@@ -48,7 +48,7 @@ def train_one_step(placement: Placement, folder: Path) -> RunResult:
     Raises:
         LockstepError: it failed. KeyboardInterrupt: stopped.
     """
-    from lockstep.launch.run import train
+    from lockstep.launch.api import train
 
     settings = {
         "save_dir": str(folder / "step"),

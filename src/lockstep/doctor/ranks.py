@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from lockstep.engine.collectives import Collectives
-from lockstep.engine.runtime import rank_device
-from lockstep.engine.transfer import finish
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.process.determinism import rank_device
+from lockstep.engine.process.prefetch import finish
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.telemetry.records import versions

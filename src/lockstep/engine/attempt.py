@@ -18,19 +18,23 @@ from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
 from lockstep.data.loader import Source, Window, make_loader, windows
-from lockstep.engine.agreement import check_start
-from lockstep.engine.batchnorm import convert
-from lockstep.engine.collectives import Collectives, shared
-from lockstep.engine.divide import divide
+from lockstep.engine.checkpoint_writer import writing
+from lockstep.engine.diagnostics.ablation import Watched
+from lockstep.engine.diagnostics.profiler import memory_snapshot, profiled
+from lockstep.engine.diagnostics.step_trace import Trace, trace_file
+from lockstep.engine.distributed.agreement import check_start
+from lockstep.engine.distributed.collectives import Collectives, shared
+from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.evaluate import train_mode
-from lockstep.engine.facts import refuse_meta
 from lockstep.engine.fit import Fit, TimedBatches
-from lockstep.engine.fused import compiler_not_imported
-from lockstep.engine.groups import check_optimizer, check_sparse, untrained
-from lockstep.engine.lightning_task import ModuleTask
+from lockstep.engine.inspection import refuse_meta
+from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.loop import training_steps
-from lockstep.engine.precision import Precision
-from lockstep.engine.profile import memory_snapshot, profiled
+from lockstep.engine.optim.fused_adam import compiler_not_imported
+from lockstep.engine.optim.groups import check_optimizer, check_sparse, untrained
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.step import Update, build_optimizer, scheduler_of
+from lockstep.engine.process.determinism import check_pins, pins, rank_device, runtime, seed_everything
 from lockstep.engine.resume import (
     check_fits,
     check_moments,
@@ -41,27 +45,23 @@ from lockstep.engine.resume import (
     load_weights,
     restoring,
 )
-from lockstep.engine.runtime import check_pins, pins, rank_device, runtime, seed_everything
-from lockstep.engine.saving import writing
-from lockstep.engine.source import open_data, training_source
 from lockstep.engine.state import TrainState
-from lockstep.engine.strategies import build_strategy
-from lockstep.engine.switches import Watched
+from lockstep.engine.strategies.build import build_strategy
+from lockstep.engine.strategies.partition import divide
 from lockstep.engine.task import Context, Datasets, Scheduler, Task
-from lockstep.engine.trace import Trace, trace_file
 from lockstep.engine.trained import bare, build_model
-from lockstep.engine.update import Update, build_optimizer, scheduler_of
+from lockstep.engine.training_data import open_data, training_source
 from lockstep.errors import LockstepError, TaskError
 from lockstep.events import Fanout, Note, RunEnded, Sink
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
 from lockstep.telemetry.files import JsonLines, write_json
-from lockstep.telemetry.pulse import Activity, pulse
+from lockstep.telemetry.progress_board import Activity, pulse
 from lockstep.telemetry.rundir import Heartbeat, RunDir
 from lockstep.telemetry.system import monitored
 
 if TYPE_CHECKING:
-    from lockstep.engine.lightning_fit import ModuleFit
+    from lockstep.engine.lightning.module_fit import ModuleFit
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def run_attempt(
                     heartbeat.start(run_dir, total=plan.total_steps)
                 attempt = collectives.broadcast(attempt)  # rank 0 may have begun a new one after others had looked
                 if isinstance(task, ModuleTask):
-                    from lockstep.engine.lightning_fit import ModuleFit
+                    from lockstep.engine.lightning.module_fit import ModuleFit
 
                     fit = ModuleFit(
                         *(task, config, plan, run_dir, world, collectives, device),

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.loader import InOrder, Request, Source, make_loader
-from lockstep.engine.collectives import Collectives
-from lockstep.engine.precision import Precision
-from lockstep.engine.runtime import generators_kept
-from lockstep.engine.source import collate_of
-from lockstep.engine.strategy import SeededDraws, check_loss
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.process.determinism import generators_kept
+from lockstep.engine.process.prefetch import to_device, to_host
+from lockstep.engine.strategies.base import SeededDraws, check_loss
 from lockstep.engine.task import Callback, Context, Metrics, Task
 from lockstep.engine.trained import bare
-from lockstep.engine.transfer import to_device, to_host
+from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError
 from lockstep.plan import LoaderPlan
-from lockstep.telemetry.pulse import Activity, pulse
+from lockstep.telemetry.progress_board import Activity, pulse
 
 
 def evaluate(

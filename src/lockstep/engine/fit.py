@@ -19,26 +19,26 @@ from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
 from lockstep.data.loader import Window
-from lockstep.engine.agreement import check_agreement
 from lockstep.engine.best import judge
-from lockstep.engine.collectives import Collectives
+from lockstep.engine.diagnostics.step_trace import Trace
+from lockstep.engine.diagnostics.stragglers import RankWatch
+from lockstep.engine.distributed.agreement import check_agreement
+from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Callbacks, evaluate, evaluation
 from lockstep.engine.loop import StepResult
 from lockstep.engine.meter import LossMeter
-from lockstep.engine.precision import Precision
-from lockstep.engine.ranks import RankWatch
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.step import Update
 from lockstep.engine.resume import manifest_of
 from lockstep.engine.state import TrainState
-from lockstep.engine.strategy import Flags, Strategy
+from lockstep.engine.strategies.base import Flags, Strategy
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.trace import Trace
 from lockstep.engine.trained import bare
-from lockstep.engine.update import Update
 from lockstep.errors import NonFiniteError, UnsupportedError
 from lockstep.events import EpochEnded, Evaluated, Note, PictureDrawn, RunStarted, Sink, StepLogged
 from lockstep.plan import Plan
 from lockstep.telemetry.pictures import check_picture
-from lockstep.telemetry.pulse import Activity, pulse
+from lockstep.telemetry.progress_board import Activity, pulse
 from lockstep.telemetry.throughput import Throughput
 
 
@@ -403,7 +403,7 @@ class Fit:
         with pulse.during(Activity.SAVING):
             state = {"model": self.strategy.module.state_dict(), "trainer": self.trainer_state()}
             if self.writer is not None and self.writer.store.takes_parts:
-                from lockstep.engine.parts import own_part
+                from lockstep.engine.distributed.dtensor_state import own_part
 
                 state = own_part(state, is_main=self.collectives.is_main)
             else:

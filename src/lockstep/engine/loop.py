@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.data.loader import Window
+from lockstep.engine.optim.step import Update
 from lockstep.engine.state import TrainState
-from lockstep.engine.strategy import Flags, Strategy
-from lockstep.engine.update import Update
+from lockstep.engine.strategies.base import Flags, Strategy
 
 
 @dataclass(slots=True)

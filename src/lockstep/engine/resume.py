@@ -15,8 +15,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.data.order import ORDER_VERSION
-from lockstep.engine.collectives import Collectives
-from lockstep.engine.facts import same_data
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.inspection import same_data
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.plan import OrderPlan, Plan
@@ -199,7 +199,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
             fix="use the task settings with which they were trained",
         )
     if any(hasattr(value, "device_mesh") for value in own.values()):  # divided among ranks
-        from lockstep.engine.parts import divided_like
+        from lockstep.engine.distributed.dtensor_state import divided_like
 
         weights = {name: divided_like(value, own[name]) for name, value in weights.items()}
     model.load_state_dict(weights)

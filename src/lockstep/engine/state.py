@@ -14,7 +14,7 @@ class TrainState:
 
     ``epoch`` counts from 0 and ``position`` is how many samples of it are used. ``epoch_loss`` and
     ``epoch_count`` sum the loss over the epoch so far, over all ranks. ``draws_seeded``: see
-    :class:`lockstep.engine.strategy.SeededDraws`. ``frozen``: parameters not trained at the checkpoint.
+    :class:`lockstep.engine.strategies.base.SeededDraws`. ``frozen``: parameters not trained at the checkpoint.
     """
 
     step: int = 0

@@ -9,9 +9,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from lockstep.bench.subject import Subject
+from lockstep.bench.workload import Subject
 from lockstep.data.loader import fetch
-from lockstep.engine.placed import shares
+from lockstep.engine.strategies.stages import shares
 from lockstep.errors import UnsupportedError
 from lockstep.forecast.footprint import Footprint, count_step
 from lockstep.forecast.memory import (

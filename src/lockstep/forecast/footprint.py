@@ -16,15 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.config import RunConfig
-from lockstep.engine.facts import blueprint
-from lockstep.engine.fsdp import blocks_of, checkpoint_activations
-from lockstep.engine.precision import Precision
-from lockstep.engine.runtime import seeded
+from lockstep.engine.inspection import blueprint
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.step import build_optimizer
+from lockstep.engine.process.determinism import seeded
+from lockstep.engine.strategies.fsdp import blocks_of, checkpoint_activations
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.engine.update import build_optimizer
 from lockstep.errors import LockstepError, TaskError, UnsupportedError
-from lockstep.forecast.ledger import Ledger
+from lockstep.forecast.allocation_tracker import Ledger
 from lockstep.forecast.roofline import Work
 from lockstep.hardware.host import usable_memory
 
@@ -79,7 +79,7 @@ def count_step(
     Args:
         keep_gradients: gradients have a place of their own during the whole step, as in DDP's buckets and between
             micro-batches; without it they come into being as activations go.
-        block: as for :class:`~lockstep.forecast.ledger.Ledger`.
+        block: as for :class:`~lockstep.forecast.allocation_tracker.Ledger`.
         recompute: what is inside of fsdp's blocks is computed again in the backward pass.
 
     Raises:

@@ -17,10 +17,10 @@ from lockstep.bench.rank import Rank
 from lockstep.bench.stopwatch import Stopwatch, between, moment
 from lockstep.bench.summary import summarise
 from lockstep.bench.trials import TIMEOUT_S
-from lockstep.engine.batchnorm import convert
-from lockstep.engine.collectives import Collectives
-from lockstep.engine.transfer import finish
-from lockstep.engine.wire import Group, all_gather_rows
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.distributed.staging import Group, all_gather_rows
+from lockstep.engine.distributed.sync_batchnorm import convert
+from lockstep.engine.process.prefetch import finish
 from lockstep.hardware.world import World
 
 #: Messages in a forward by which it is measured what one costs ranks that share cores.

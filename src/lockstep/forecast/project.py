@@ -14,23 +14,23 @@ from lockstep.bench.comm import bench_comm
 from lockstep.bench.loader import bench_loader
 from lockstep.bench.measure import Case
 from lockstep.bench.report import BenchReport
-from lockstep.bench.subject import Subject
 from lockstep.bench.trials import Trials, new_trials
+from lockstep.bench.workload import Subject
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
-from lockstep.engine.facts import blueprint
-from lockstep.engine.flat import fits
+from lockstep.engine.inspection import blueprint
+from lockstep.engine.strategies.small_ddp import fits
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.forecast.advice import advise
 from lockstep.forecast.collectives import Cluster, cluster_of, measured_cluster
+from lockstep.forecast.contention import contention, counts_beside, jitter, meeting
 from lockstep.forecast.estimate import Counting
 from lockstep.forecast.footprint import Footprint
 from lockstep.forecast.measure import measure_alone
 from lockstep.forecast.memory import MOST, choose_strategy, gigabytes
 from lockstep.forecast.roofline import gpu_machine, seconds
 from lockstep.forecast.scaling import Setting, Step, as_row, step_buckets, with_error_bars
-from lockstep.forecast.sharing import contention, counts_beside, jitter, meeting
 from lockstep.hardware.host import usable_cores
 
 WARM_UP = 5
@@ -325,7 +325,7 @@ def _strategy(
         notes.append("fsdp.activation_checkpointing: a forward more in every backward")
     if config.cpu_offload:
         notes.append("fsdp.cpu_offload: the way to host memory and back is not foreseen, and takes time")
-    # As lockstep.engine.fsdp gathers them; gradients are summed in single precision.
+    # As lockstep.engine.strategies.fsdp gathers them; gradients are summed in single precision.
     half = counting.subject.base.placement.precision != "32"
     setting = replace(setting, strategy="fsdp", half=half, hybrid=config.sharding == "hybrid")
     return step, setting, ddp_fits, notes

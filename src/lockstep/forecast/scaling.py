@@ -66,7 +66,8 @@ class Setting:
         half: ddp's gradients, fsdp's parameters travel in 16 bits.
         meeting_s: what each message that computation waits for costs beside its own time, where ranks share cores: the
             wait for the last rank, and being woken.
-        joint: ddp's gradients and count travel in one message after the backward (`lockstep.engine.flat`).
+        joint: ddp's gradients and count travel in one message after the backward
+            (:mod:`lockstep.engine.strategies.small_ddp`).
         hybrid: fsdp divides the model within each node only.
     """
 

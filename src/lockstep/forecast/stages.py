@@ -1,7 +1,8 @@
 """What each device of a pipeline holds, counted stage by stage without the devices.
 
 Each stage runs forward and backward by itself, on what the stage before it returned, as in training
-(:mod:`lockstep.engine.pipeline`), for one micro-batch; the schedule says how many of them a device holds at once.
+(:mod:`lockstep.engine.strategies.pipeline`), for one micro-batch; the schedule says how many of them a device holds
+at once.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config import RunConfig
-from lockstep.engine.pipeline import Answer
-from lockstep.engine.placed import Inputs, as_inputs, ask, inputs_of, stages_of
-from lockstep.engine.precision import Precision
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.step import build_optimizer
+from lockstep.engine.strategies.pipeline import Answer
+from lockstep.engine.strategies.stages import Inputs, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task
-from lockstep.engine.update import build_optimizer
+from lockstep.forecast.allocation_tracker import Kind, Ledger
 from lockstep.forecast.footprint import counted, model_of
-from lockstep.forecast.ledger import Kind, Ledger
 from lockstep.forecast.memory import Estimate, on_device
 
 _STATE: tuple[Kind, ...] = ("parameters", "buffers", "gradients", "optimizer")
@@ -51,7 +52,7 @@ def count_stages(
 
     Args:
         devices: the stages must be at least so many.
-        block: as for :class:`~lockstep.forecast.ledger.Ledger`.
+        block: as for :class:`~lockstep.forecast.allocation_tracker.Ledger`.
 
     Raises:
         TaskError, ConfigError, UnsupportedError: the model cannot be cut so, or a step cannot be counted.

@@ -14,24 +14,24 @@ from pydantic import ValidationError
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
-from lockstep.engine.facts import inspect_task, on_meta, trial_of
-from lockstep.engine.lightning_task import ModuleTask
-from lockstep.engine.placed import stages_of
+from lockstep.engine.inspection import inspect_task, on_meta, trial_of
+from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.resume import restoring
-from lockstep.engine.source import data_settings, open_data, open_datasets
+from lockstep.engine.strategies.stages import stages_of
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.training_data import data_settings, open_data, open_datasets
 from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.device import Device
+from lockstep.hardware.fits_memory import divide_if_needed
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.resolve import Placement, resolve_placement
-from lockstep.hardware.room import divide_if_needed
 from lockstep.hardware.world import World, read_world
 from lockstep.plan import OrderPlan, Plan, ResumePoint, TaskFacts
 from lockstep.plan import make_plan as compute_plan
 from lockstep.plan.checkpoint import moments_of
-from lockstep.tasks.known import class_paths, remember
 from lockstep.tasks.registry import configured, find_task, make_task
+from lockstep.tasks.trusted_tasks import class_paths, remember
 from lockstep.telemetry.rundir import RunDir
 
 

@@ -24,13 +24,13 @@ from lightning.pytorch.callbacks import BasePredictionWriter, Checkpoint, ModelC
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import distributed
 
-from lockstep.engine.lightning_data import SharedBatches, evaluation_loader, replaced_loaders
-from lockstep.engine.lightning_ddp import shared_ddp
+from lockstep.engine.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
+from lockstep.engine.lightning.ddp import shared_ddp
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.world import read_world
-from lockstep.launch.folder import claimed, warn
-from lockstep.launch.signals import exit_code
+from lockstep.launch.local.signals import exit_code
+from lockstep.launch.run_claim import claimed, warn
 from lockstep.lightning.callbacks import (
     ConfigurationCheck,
     DeviceMonitor,

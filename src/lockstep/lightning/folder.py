@@ -11,8 +11,8 @@ from pathlib import Path
 from lockstep.config import resolve as resolve_config
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.hardware.world import World
-from lockstep.launch.folder import create_folder, refuse_running, warn
 from lockstep.launch.lightning_cli import newest_checkpoint
+from lockstep.launch.run_claim import create_folder, refuse_running, warn
 from lockstep.telemetry.rundir import RunDir, utc_now
 
 

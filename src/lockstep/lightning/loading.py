@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError
-from lockstep.launch.stacks import Frame
+from lockstep.launch.health.stacks import Frame
 
 _CONNECTOR = "lightning/pytorch/trainer/connectors/checkpoint_connector.py"
 _RESTORING = ("resume", "restore", "_restore", "_parse_ckpt_path")

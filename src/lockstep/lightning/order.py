@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.engine.lightning_data import orders, training_loader
-from lockstep.engine.lightning_store import set_progress
+from lockstep.engine.lightning.checkpoint_io import set_progress
+from lockstep.engine.lightning.dataloaders import orders, training_loader
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError
 from lockstep.hardware.world import World

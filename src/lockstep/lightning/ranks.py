@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.config import resolve
 from lockstep.hardware.world import World
-from lockstep.launch.on_ranks import call_on_ranks, failure_of
+from lockstep.launch.local.on_ranks import call_on_ranks, failure_of
 from lockstep.launch.temporary import temporary_folder
 from lockstep.telemetry.rundir import RunDir, utc_now
 

@@ -9,10 +9,10 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.attempt import RunResult
-from lockstep.engine.lightning_task import ModuleTask
+from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.errors import ConfigError
-from lockstep.launch.folder import overrides_of
-from lockstep.launch.run import train
+from lockstep.launch.api import train
+from lockstep.launch.run_claim import overrides_of
 from lockstep.telemetry.rundir import RunDir
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from lockstep.config import RunConfig
 from lockstep.hardware.resolve import Placement
 from lockstep.plan.batch import BatchPlan, resolve_batch
 from lockstep.plan.checkpoint import choose_form
-from lockstep.plan.course import Course, resolve_course
+from lockstep.plan.compatibility import refuse_contradictions
+from lockstep.plan.horizon import Course, resolve_course
 from lockstep.plan.loader import ITS_OWN, LoaderFacts, reasons_of_loader, training_of_loader
 from lockstep.plan.monitor import resolve_monitor
+from lockstep.plan.notes import data_notes, module_notes, optimizer_notes, strategy_notes
 from lockstep.plan.order import OrderPlan, order_note, resolve_order
 from lockstep.plan.plan import Choice, LoaderPlan, Plan, ResumePoint, TaskFacts
-from lockstep.plan.refusals import refuse_contradictions
-from lockstep.plan.remarks import data_notes, module_notes, optimizer_notes, strategy_notes
 from lockstep.plan.workers import choose_workers
 
 #: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.

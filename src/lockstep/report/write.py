@@ -11,7 +11,7 @@ from lockstep.report.figures import pictures, require_matplotlib
 from lockstep.report.page import page
 from lockstep.report.source import Row, RunData, is_bench, read_bench, read_run
 from lockstep.telemetry.files import make_folders, write_text
-from lockstep.telemetry.finding import find_run
+from lockstep.telemetry.lookup import find_run
 
 
 def write_report(refs: Sequence[str], runs_dir: Path, out: Path | None) -> list[Path]:

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from lockstep.config.load import merge
 from lockstep.errors import LockstepError
 from lockstep.studio import bench, details
+from lockstep.studio.access import REPORT_CSP
 from lockstep.studio.columns import FULL_ROWS, POINTS, as_lists
 from lockstep.studio.feed import Feed
-from lockstep.studio.guard import REPORT_CSP
 from lockstep.studio.live import Hub
 from lockstep.studio.problems import ApiError
 from lockstep.studio.schemas import (
@@ -31,7 +31,7 @@ from lockstep.studio.schemas import (
 from lockstep.studio.settings import command_text, train_arguments
 from lockstep.studio.studio import Studio
 from lockstep.telemetry.files import plain
-from lockstep.telemetry.finding import or_else
+from lockstep.telemetry.lookup import or_else
 
 RunName = Annotated[str, Path(description="the run's folder below the runs folder")]
 Bound = Annotated[float | None, Query(allow_inf_nan=False)]

@@ -16,8 +16,8 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.staticfiles import StaticFiles
 
 from lockstep.errors import LockstepError
+from lockstep.studio.access import Guard
 from lockstep.studio.api import make_router, unknown_address
-from lockstep.studio.guard import Guard
 from lockstep.studio.live import Hub
 from lockstep.studio.problems import ApiError, body_of, status_of
 from lockstep.studio.studio import Studio

@@ -10,10 +10,10 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
 from lockstep.report.source import differences
 from lockstep.studio.index import LIVE
+from lockstep.studio.launch_records import Start
 from lockstep.studio.settings import REFUSED, command_text, flatten
-from lockstep.studio.starts import Start
 from lockstep.telemetry.files import names_in
-from lockstep.telemetry.finding import or_else
+from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir
 
 #: Settings that are not the page's, and that a copy gets in another way.

@@ -13,13 +13,13 @@ from typing import Any
 
 from lockstep.errors import RunFolderError
 from lockstep.studio.home import Home, is_run_name, iso
+from lockstep.studio.launch_records import Labels, Start, Starts
 from lockstep.studio.problems import run_not_found
 from lockstep.studio.processes import is_alive, reap
-from lockstep.studio.starts import Labels, Start, Starts
 from lockstep.telemetry.files import plain
-from lockstep.telemetry.finding import or_else, planned_epochs
 from lockstep.telemetry.heartbeat import Beat
 from lockstep.telemetry.heartbeat import is_alive as is_beating
+from lockstep.telemetry.lookup import or_else, planned_epochs
 from lockstep.telemetry.rundir import RunDir, RunRecord
 
 LIVE = {"pending", "running"}

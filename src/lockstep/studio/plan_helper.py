@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.engine.source import open_data
 from lockstep.engine.task import Datasets
+from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError
 from lockstep.hardware.device import Device, GpuUser
 from lockstep.hardware.resolve import resolve_placement

@@ -9,9 +9,9 @@ from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.studio.index import LIVE, RunIndex
+from lockstep.studio.launch_records import Starts, Target
 from lockstep.studio.problems import ApiError
 from lockstep.studio.processes import is_alive
-from lockstep.studio.starts import Starts, Target
 
 
 class Stops:

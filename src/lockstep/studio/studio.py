@@ -17,16 +17,16 @@ from lockstep.hardware.device import Device
 from lockstep.hardware.selection import choose_default, parse, select
 from lockstep.report.write import write_report
 from lockstep.studio import details, planning, settings
+from lockstep.studio.config_store import SavedConfigs
 from lockstep.studio.home import Home, iso, remove_folder
 from lockstep.studio.index import LIVE, RunIndex
 from lockstep.studio.jobs import Jobs
+from lockstep.studio.launch_records import Labels, Starts
 from lockstep.studio.planner import Planner
 from lockstep.studio.problems import ApiError, in_progress, run_not_found
 from lockstep.studio.reading import last_lines
-from lockstep.studio.saved import SavedConfigs
 from lockstep.studio.schemas import LabelBody, PlanBody, ResumeBody, StartBody
 from lockstep.studio.settings import Wanted
-from lockstep.studio.starts import Labels, Starts
 from lockstep.studio.stopping import Stops
 from lockstep.studio.tasks import BUILT_IN, OfferedTasks
 from lockstep.telemetry.records import versions

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config.load import explain
-from lockstep.engine.lightning_task import is_datamodule_class, is_module_class, module_task
+from lockstep.engine.lightning.module_task import is_datamodule_class, is_module_class, module_task
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, TaskError
 

@@ -19,6 +19,7 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.config.load import MAX_CONFIG_BYTES
 from lockstep.errors import RunFolderError, StorageError
+from lockstep.telemetry.config_snapshot import NO_CONFIG, frozen_text, parse_frozen
 from lockstep.telemetry.creation import make_folder
 from lockstep.telemetry.files import (
     JsonLines,
@@ -35,7 +36,6 @@ from lockstep.telemetry.files import (
     write_json,
     write_text,
 )
-from lockstep.telemetry.frozen import NO_CONFIG, frozen_text, parse_frozen
 from lockstep.telemetry.heartbeat import Beat, Heartbeat, announce, is_alive, read_beat
 from lockstep.telemetry.layout import Layout
 from lockstep.telemetry.records import (

@@ -32,7 +32,7 @@ from lockstep.verify.diagnose import (
     unmerged,
     unseeded,
 )
-from lockstep.verify.lab import Lab, Variant
+from lockstep.verify.experiments import Lab, Variant
 from lockstep.verify.report import BLIND, Comparison, Outcome, VerifyReport
 from lockstep.verify.trajectory import BUFFER, ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
 

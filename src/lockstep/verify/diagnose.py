@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.errors import LockstepError
 from lockstep.plan import Plan
-from lockstep.verify.lab import Lab, Variant
+from lockstep.verify.experiments import Lab, Variant
 from lockstep.verify.trajectory import BUFFER, Floor, Gap, Trajectory, gap_between
 
 #: By how many times the noise floor two correct runs may differ. One device and several do not round alike;

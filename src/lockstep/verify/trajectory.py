@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.checkpoint.manifest import MODEL
-from lockstep.engine.trace import trace_file
+from lockstep.engine.diagnostics.step_trace import trace_file
 from lockstep.telemetry.rundir import RunDir
 
 Floats = NDArray[np.float64]

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
-from lockstep.launch.signals import StopRequest
+from lockstep.launch.local.signals import StopRequest
 
 
 class AgreedEarlyStopping(EarlyStopping):

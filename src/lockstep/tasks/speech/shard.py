@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.hardware.lifetime import watch_pipe
+from lockstep.hardware.parent_death import watch_pipe
 from lockstep.tasks.speech.audio import RATE_HZ
 from lockstep.tasks.speech.espeak import Synthesiser
 from lockstep.tasks.speech.resample import resample

@@ -1,0 +1,194 @@
+"""``--profile A:B``: some steps under torch's profiler, and what filled a GPU's memory when it ran out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler_util import EventList
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lockstep.config.sections import TelemetryConfig
+from lockstep.engine.loop import StepResult
+from lockstep.errors import StorageError
+from lockstep.telemetry.files import write_json, write_text
+from lockstep.telemetry.progress_board import Activity, pulse
+
+#: Operators in the table for people; the JSON has all of them.
+TABLE_ROWS = 40
+#: Allocations and releases that a memory snapshot looks back on.
+_HISTORY = 100_000
+
+
+@contextmanager
+def profiled(
+    steps: Iterator[StepResult],
+    settings: TelemetryConfig,
+    folder: Path,
+    *,
+    rank: int,
+    ranks: int,
+    step: int,
+    device: torch.device,
+    remark: Callable[[str], None],
+) -> Iterator[Iterator[StepResult]]:
+    """``steps``, of which those of ``telemetry.profile`` are recorded; without that, ``steps`` itself.
+
+    Writes ``rank-<r>.trace.json.gz`` (for Perfetto or chrome://tracing), ``rank-<r>.txt`` and ``rank-<r>.json`` into
+    ``folder`` after the last of them, or where the run ends before. What runs between these steps (logging, an
+    evaluation) is in the trace too.
+
+    Args:
+        step: optimizer steps done so far.
+        remark: told where the profile is, or why there is none.
+    """
+    if settings.profile is None:
+        yield steps
+        return
+    first, last = map(int, settings.profile.split(":"))
+    absent = [str(number) for number in settings.profile_ranks if number >= ranks]
+    if absent:
+        remark(f"telemetry.profile_ranks names {', '.join(absent)}, but the run has {ranks} rank(s), counted from 0.")
+    if step >= last:
+        remark(f"Steps {first} to {last} are not profiled: the run goes on from step {step}.")
+    if rank not in settings.profile_ranks or step >= last:
+        yield steps
+        return
+    with contextlib.closing(
+        _recorded(steps, Recording(folder, rank, device), max(first, step + 1), last, step, remark)
+    ) as recorded:
+        yield recorded
+
+
+def _recorded(
+    steps: Iterator[StepResult], recording: Recording, first: int, last: int, step: int, remark: Callable[[str], None]
+) -> Generator[StepResult, None, None]:
+    try:
+        while True:
+            step += 1
+            if step == first:
+                recording.start()
+            with record_function(f"step {step}") if recording.is_on else contextlib.nullcontext():
+                result = next(steps, None)
+            if result is None:
+                return
+            yield result
+            if step == last:
+                break
+        remark(f"The profile of steps {first} to {last} {recording.stop()}.")
+        yield from steps
+    finally:
+        if recording.is_on:
+            remark(f"The run ended before step {last}: the profile until then {recording.stop()}.")
+        elif step < first:
+            remark(f"The run ended before step {first}: there is no profile.")
+
+
+class Recording:
+    """One use of torch's profiler, and its files."""
+
+    def __init__(self, folder: Path, rank: int, device: torch.device) -> None:
+        self._folder, self._rank, self._on_gpu = folder, rank, device.type == "cuda"
+        self._profiler: profile | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._profiler is not None
+
+    def start(self) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        if self._on_gpu:
+            torch.cuda.synchronize()  # work of earlier steps is not to be in the trace
+        with _quiet_library():
+            self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
+            self._profiler.start()
+
+    def stop(self) -> str:
+        """Write the files; says where they are, or why they are not. A profile is no reason to end a run."""
+        assert self._profiler is not None
+        with pulse.during(Activity.WRITING_PROFILE):
+            try:
+                return f"is in {self._write()}"
+            except (OSError, StorageError) as error:
+                return f"could not be written: {error}"
+
+    def _write(self) -> Path:
+        profiler, self._profiler = self._profiler, None
+        assert profiler is not None
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        profiler.stop()
+        self._folder.mkdir(exist_ok=True)
+        name = f"rank-{self._rank}"
+        profiler.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
+        averages = profiler.key_averages()
+        order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
+        write_text(self._folder / f"{name}.txt", averages.table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
+        write_json(self._folder / f"{name}.json", {"rank": self._rank, "operators": operators(averages, order)})
+        return self._folder
+
+
+@contextmanager
+def _quiet_library() -> Iterator[None]:
+    """Kineto reads its level when it is first started, and prints a line at each start and stop at any level below."""
+    variable, silent = "KINETO_LOG_LEVEL", "6"
+    if variable in os.environ:
+        yield
+        return
+    os.environ[variable] = silent
+    try:
+        yield
+    finally:
+        del os.environ[variable]
+
+
+def operators(averages: EventList, order: str) -> list[dict[str, Any]]:
+    """A row an operator, the costliest first: calls, times in µs, bytes that it allocated less those it released."""
+    rows = [
+        {
+            "name": event.key,
+            "calls": event.count,
+            "self_cpu_us": event.self_cpu_time_total,
+            "cpu_us": event.cpu_time_total,
+            "self_device_us": event.self_device_time_total,
+            "device_us": event.device_time_total,
+            "self_cpu_bytes": event.self_cpu_memory_usage,
+            "self_device_bytes": event.self_device_memory_usage,
+        }
+        for event in sorted(averages, key=lambda event: -getattr(event, order))
+    ]
+    return rows
+
+
+@contextmanager
+def memory_snapshot(
+    settings: TelemetryConfig, folder: Path, *, rank: int, device: torch.device, remark: Callable[[str], None]
+) -> Iterator[None]:
+    """With ``telemetry.memory_snapshot``, write ``rank-<r>-memory.pickle`` when the GPU's memory runs out inside.
+
+    For https://docs.pytorch.org/memory_viz. The error goes on its way.
+    """
+    if not settings.memory_snapshot:
+        yield
+        return
+    if device.type != "cuda":
+        remark("telemetry.memory_snapshot has no effect: it records the memory of GPUs.")
+        yield
+        return
+    torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        try:
+            folder.mkdir(exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(folder / f"rank-{rank}-memory.pickle"))
+        except OSError as error:  # what ended the run is told all the same
+            remark(f"The memory snapshot could not be written: {error}")
+        raise
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

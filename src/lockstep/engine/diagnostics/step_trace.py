@@ -1,0 +1,317 @@
+"""What every step did, written down so that two runs can be compared (``lockstep verify``).
+
+Each rank leaves ``trace-rank<r>.npz`` in the run folder. Content of samples is kept as a sum of hashes, which is the
+same however the samples of a step are divided and arranged.
+
+======================= ====================== ==================================================================
+column                  shape                  content
+======================= ====================== ==================================================================
+digest, samples         [steps]                of the samples of this rank: sum of hashes modulo 2⁶⁴, number
+grad_norm               [steps]                of the reduced gradient, as this rank sees it
+names                   [parameters]           all floating-point parameters of the model at the start, frozen or not
+sums                    [1 + 2 steps, names]   checksums of this rank's weights: at the start, then for each step after
+                                               the update and after the hooks; not of a divided model
+merged                  [merges]               steps after which buffers are read: 0, and where ranks merge them
+shared                  [buffers]              saved buffers that all ranks should share
+buffer_sums             [merges, shared]       their checksums; not of a divided model
+loss, count             [steps]                over all ranks; this and all that follows on rank 0 alone
+lr                      [steps, groups]        learning rates
+group:<n>.<setting>     [1 + steps]            the other numbers in the optimizer's ``param_groups``
+sizes, weights          [names], [1 + steps,]  how many values are kept of each parameter, and those values
+buffer:<name>           [merges, values]       values of a buffer that checkpoints keep
+draws                   [functions]            random functions that the forward pass has called
+======================= ====================== ==================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lockstep.config import DebugConfig
+from lockstep.data.loader import Request, Source
+from lockstep.data.randomness import derive_key
+from lockstep.data.reader import Indices
+from lockstep.engine.distributed.agreement import bit_sum, weights_of
+from lockstep.engine.inspection import as_array, feed
+from lockstep.engine.loop import StepResult
+from lockstep.engine.optim.step import Update
+
+if TYPE_CHECKING:
+    from lockstep.engine.strategies.divided import Divided
+
+#: Values kept of each parameter and buffer, spread over it: enough to see any update, few enough for any model.
+VALUES_PER_TENSOR = 1024
+_MODULUS = 2**64
+
+
+def trace_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"trace-rank{rank}.npz"
+
+
+class Traced(NamedTuple):
+    """A batch and the sum of the hashes of its samples."""
+
+    digest: int
+    batch: Any
+
+
+@dataclass(frozen=True)
+class TracedSource(Source):
+    """A source whose batches come with the hashes of their samples, which may be rearranged within each batch."""
+
+    arrangement: str = "on"
+
+    def batch(self, request: Request) -> Any:
+        """:class:`Traced`; () for a request without samples."""
+        batch = super().batch(request)
+        if request.size == 0:
+            return batch
+        if not isinstance(batch, Traced):
+            batch = Traced(_digest_rows(batch, self.indices(request)), batch)
+        return batch.batch if request.ghost else batch
+
+    def indices(self, request: Request) -> Indices:
+        indices = super().indices(request)
+        if self.arrangement == "reversed":
+            return indices[::-1].copy()
+        if self.arrangement == "shuffled":
+            key = derive_key("arrangement", self.seed, request.epoch, request.start)
+            return np.random.default_rng(key).permutation(indices)
+        return indices
+
+    @property
+    def gathers(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class DigestingCollate:
+    """Collates samples, and hashes them before padding can touch them."""
+
+    collate: Callable[[Sequence[Any]], Any]
+
+    def __call__(self, samples: Sequence[Any]) -> Traced:
+        return Traced(sum(map(_digest, samples)) % _MODULUS, self.collate(samples))
+
+
+@dataclass
+class Trace:
+    """Collects what happened on one rank; nothing at all when ``debug.trace`` is off.
+
+    Args:
+        draws: the random functions of the forward pass, a set that may still grow.
+        divided: the model, where this rank has a part of it; reading its weights is collective.
+    """
+
+    settings: DebugConfig
+    file: Path
+    is_main: bool
+    update: Update
+    model: nn.Module
+    draws: Set[str]
+    divided: Divided | None = None
+    _digest: int = 0
+    _rows: list[dict[str, Any]] = field(default_factory=list)
+    _sums: list[list[int]] = field(default_factory=list)
+    _buffer_sums: list[list[int]] = field(default_factory=list)
+    _weights: list[NDArray[np.float32]] = field(default_factory=list)
+    _groups: list[dict[str, float]] = field(default_factory=list)
+    _merged: list[int] = field(default_factory=list)
+    _buffers: dict[str, list[NDArray[np.float32]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.is_on:
+            return
+        # By name, since requires_grad, and what a name means, may change on the way.
+        self._names = {name: p for name, p in self.model.named_parameters() if p.is_floating_point() or p.is_complex()}
+        self._picks = {name: _picked(p) for name, p in self._names.items()}
+        saved = self.model.state_dict().keys()
+        self._saved = {name: _picked(b) for name, b in self.model.named_buffers() if name in saved and b.numel()}
+        self._shared = sorted(weights_of(self.model).keys() & self._saved.keys())
+        self._read_sums()
+        self._read()
+        self._read_buffers(0)
+
+    @property
+    def is_on(self) -> bool:
+        return self.settings.trace != "off"
+
+    def source(self, source: Source) -> Source:
+        if not self.is_on:
+            return source
+        own = {field.name: getattr(source, field.name) for field in fields(source)}
+        own["collate"] = DigestingCollate(source.collate)
+        return TracedSource(**own, arrangement=self.settings.trace)
+
+    def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return map(self._unpack, batches) if self.is_on else batches
+
+    def _unpack(self, batch: Any) -> Any:
+        if not isinstance(batch, Traced):
+            return batch
+        self._digest = (self._digest + batch.digest) % _MODULUS
+        return batch.batch
+
+    def after_update(self, result: StepResult) -> None:
+        """Begins the row of the step that has just ended, before its hooks are called."""
+        if not self.is_on:
+            return
+        norm = self.update.grad_norm
+        row: dict[str, Any] = {
+            "digest": self._digest,
+            "samples": sum(request.size for request in result.window.requests if not request.ghost),
+            "grad_norm": math.nan if norm is None else float(norm),
+        }
+        self._digest = 0
+        if self.is_main:
+            row |= {
+                "loss": float(result.loss_total),
+                "count": float(result.loss_count),
+                "lr": [float(group["lr"]) for group in self.update.optimizer.param_groups],
+            }
+        self._rows.append(row)
+        self._read_sums()
+
+    def after_hooks(self, result: StepResult, *, merged: bool) -> None:
+        """Completes the row; ``merged``: ranks have just merged their buffers."""
+        if not self.is_on:
+            return
+        self._read_sums()
+        self._read()
+        if merged:
+            self._read_buffers(result.step)
+
+    def _read_sums(self) -> None:
+        if self.divided is None:
+            self._sums.append(_bits(dict(self.model.named_parameters()), self._names))
+
+    def _read(self) -> None:
+        if self.is_main or self.divided is not None:
+            weights = self._pick(dict(self.model.named_parameters()), self._picks)
+            if self.is_main:
+                self._weights.append(weights)
+                self._groups.append(dict(_settings(self.update.optimizer.param_groups)))
+
+    def _read_buffers(self, step: int) -> None:
+        self._merged.append(step)
+        if self.divided is None:
+            self._buffer_sums.append(_bits(weights_of(self.model), self._shared))
+        if self.is_main or self.divided is not None:
+            now = dict(self.model.named_buffers())
+            values = {name: self._pick(now, {name: places}) for name, places in self._saved.items()}
+            if self.is_main:
+                for name, picked in values.items():
+                    self._buffers.setdefault(name, []).append(picked)
+
+    def _pick(self, tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> NDArray[np.float32]:
+        """Values at ``places``; NaN for what is gone, or has another size."""
+        read = pick if self.divided is None else self.divided.pick
+        found = {name: tensors.get(name, torch.empty(0)) for name in places}
+        fits = {name: len(at) == 0 or int(at[-1]) == found[name].numel() - 1 for name, at in places.items()}
+        chosen = [
+            found[name] if fits[name] else torch.full((), math.nan).expand(int(at[-1]) + 1)
+            for name, at in places.items()
+        ]
+        return read(chosen, list(places.values())).numpy()
+
+    def write(self) -> None:
+        """Write the file."""
+        if not self._rows:
+            return
+        kinds = {"digest": np.uint64, "samples": np.int64}
+        columns: dict[str, Any] = {
+            key: np.array([row[key] for row in self._rows], dtype=kinds.get(key, np.float64))
+            for key in self._rows[0]
+            if key != "lr"
+        }
+        columns |= {"names": np.array(list(self._names), dtype=str), "sums": np.array(self._sums, dtype=np.int64)}
+        columns |= {"shared": np.array(self._shared, dtype=str), "merged": np.array(self._merged, dtype=np.int64)}
+        columns["buffer_sums"] = np.array(self._buffer_sums, dtype=np.int64)
+        if self.is_main:
+            rates = zip_longest(*(row["lr"] for row in self._rows), fillvalue=math.nan)  # a hook may add a group
+            columns["lr"] = np.array(list(rates), dtype=np.float64).T
+            columns |= {f"buffer:{name}": np.stack(values) for name, values in self._buffers.items()}
+            for name in sorted({name for row in self._groups for name in row}):
+                columns[f"group:{name}"] = np.array([row.get(name, math.nan) for row in self._groups])
+            columns["sizes"] = np.array([len(places) for places in self._picks.values()], dtype=np.int64)
+            columns["weights"] = np.stack(self._weights)
+            columns["draws"] = np.array(sorted(self.draws), dtype=str)
+        np.savez(self.file, **columns)
+
+
+def pick(tensors: Iterable[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """The elements ``places`` of each flattened tensor, one after the other; float32 on the host."""
+    chosen = (t.detach().reshape(-1)[at.to(t.device)] for t, at in zip(tensors, places, strict=True))
+    # Of a complex number, the sum of its parts.
+    real = (torch.view_as_real(values).sum(-1) if values.is_complex() else values for values in chosen)
+    return torch.cat([torch.empty(0), *(values.float().cpu() for values in real)])
+
+
+def _picked(tensor: Tensor) -> Tensor:
+    number = min(tensor.numel(), VALUES_PER_TENSOR)
+    return torch.linspace(0, tensor.numel() - 1, number, dtype=torch.float64).long()
+
+
+def _bits(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[int]:
+    """:func:`bit_sum` of each, 0 of one that is gone."""
+    return [int(bit_sum(tensors[name])) if name in tensors else 0 for name in names]
+
+
+def _settings(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """The numbers of ``param_groups``, by name; learning rates are a column."""
+    for place, group in enumerate(groups):
+        for name, value in group.items():
+            if name not in {"params", "lr", "initial_lr"}:
+                values = value if isinstance(value, (list, tuple)) else [value]
+                for number, item in enumerate(values):
+                    if isinstance(item, (int, float)) or (isinstance(item, Tensor) and item.numel() == 1):
+                        yield f"{place}.{name}" + (f"[{number}]" if values is value else ""), float(item)
+
+
+def _digest(sample: Any) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    feed(digest, sample)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _digest_rows(batch: Any, indices: Indices) -> int:
+    """The samples of a batch that came whole: the rows of what has rows. Zeros at a row's end may be padding."""
+    columns = list(_columns(batch, len(indices)))
+    total = 0
+    for row, index in enumerate(indices):
+        rows = (column[row] for column in columns)
+        cells = [cell.tobytes().rstrip(b"\0") if isinstance(cell, np.ndarray | np.generic) else cell for cell in rows]
+        total += _digest(cells or int(index))
+    return total % _MODULUS
+
+
+def _columns(batch: Any, size: int) -> Iterator[Any]:
+    """What of a batch has a row for each of its ``size`` samples: tensors, arrays, and lists of other things."""
+    if isinstance(batch, Tensor):
+        if batch.layout == torch.strided and batch.dim() and len(batch) == size:
+            yield as_array(batch)
+    elif isinstance(batch, np.ndarray):
+        if batch.ndim and len(batch) == size:
+            yield batch
+    elif isinstance(batch, Mapping):
+        for key in sorted(batch, key=str):
+            yield from _columns(batch[key], size)
+    elif isinstance(batch, (list, tuple)):
+        if len(batch) == size and not any(isinstance(item, Tensor | np.ndarray | Mapping) for item in batch):
+            yield batch
+        else:
+            for item in batch:
+                yield from _columns(item, size)
+    elif hasattr(batch, "__dict__"):
+        yield from _columns(vars(batch), size)

@@ -1,0 +1,236 @@
+"""Every rank's step time, waiting and memory, side by side, and the rank that the others wait for.
+
+All ranks of a synchronous step end it together, so their step times are equal and do not name the slow one.
+What tells it is how long a rank works before it waits: until the last of its own gradients is there. One step in
+each log interval is timed so, by hooks on the parameters that are there for this step alone; all other steps
+cost nothing. The numbers travel by an asynchronous gather that is read an interval later.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.events import Event, Note, RanksLogged, RankState
+from lockstep.telemetry.throughput import Throughput
+
+#: Rows that a verdict on the slow rank rests on.
+JUDGED_ROWS = 5
+#: How much longer than the others' median a slow rank works, which share of a step that must be, and how long.
+SLOW_RATIO, SLOW_SHARE, SLOW_S = 1.3, 0.1, 1e-3
+
+_UNKNOWN = math.nan
+
+
+class OwnTime:
+    """Times one step of this rank until its last own gradient; on a GPU by events, without waiting for it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+        self._parameters = list(parameters)
+        self._clock = _GpuClock() if device.type == "cuda" else _HostClock()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def start(self) -> None:
+        """The step begins that :meth:`stop` ends."""
+        self.stop()
+        self._clock.begin()
+        trained = [p for p in self._parameters if p.requires_grad]  # now: it may change between steps
+        self._hooks = [p.register_post_accumulate_grad_hook(self._clock.mark) for p in trained]
+
+    def stop(self) -> float:
+        """Seconds, or NaN when no gradient came; waits for the GPU."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        return self._clock.read()
+
+
+class _HostClock:
+    def __init__(self) -> None:
+        self._began = self._marked = _UNKNOWN
+
+    def begin(self) -> None:
+        self._began, self._marked = time.perf_counter(), _UNKNOWN
+
+    def mark(self, _: Tensor) -> None:
+        self._marked = time.perf_counter()
+
+    def read(self) -> float:
+        seconds, self._marked = self._marked - self._began, _UNKNOWN
+        return seconds
+
+
+class _GpuClock:
+    def __init__(self) -> None:
+        self._began, self._marked = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._any = False
+
+    def begin(self) -> None:
+        self._began.record()
+        self._any = False
+
+    def mark(self, _: Tensor) -> None:
+        self._marked.record()
+        self._any = True
+
+    def read(self) -> float:
+        if not self._any:
+            return _UNKNOWN
+        self._any = False
+        self._marked.synchronize()
+        return float(self._began.elapsed_time(self._marked)) / 1000  # from ms
+
+
+class RankWatch:
+    """Gathers every rank's state. All methods are collective; every rank emits the same.
+
+    Args:
+        parameters: whose gradients tell when a rank's own work of a step is done; empty: it is not timed.
+        speed: counts seconds of training and of waiting for input.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        device: torch.device,
+        parameters: Iterable[nn.Parameter],
+        speed: Throughput,
+        emit: Callable[[Event], None],
+        *,
+        attempt: int,
+        step: int,
+    ) -> None:
+        self._collectives, self._device, self._emit, self._attempt = collectives, device, emit, attempt
+        self._own = OwnTime(parameters, device) if collectives.size > 1 else None
+        self._pending: tuple[int, int, list[Tensor], dist.Work | None] | None = None
+        self._history: deque[tuple[RankState, ...]] = deque(maxlen=JUDGED_ROWS)
+        self._named: set[int] = set()
+        self._speed, self._mark, self._step = speed, speed.mark(), step
+
+    def before_logged_step(self) -> None:
+        """The step that begins now will be logged."""
+        if self._own is not None:
+            self._own.start()
+
+    def log(self, step: int, epoch: int) -> None:
+        """Send this rank's numbers since the last call, and emit what all ranks sent at that one."""
+        speed, steps = self._speed.since(self._mark), max(1, step - self._step)
+        self._mark, self._step = self._speed.mark(), step
+        step_s = speed.seconds / steps
+        own_s = self._own.stop() if self._own is not None else _UNKNOWN
+        mine = torch.tensor([step_s, speed.data_wait_share * step_s, own_s, *memory(self._device)], dtype=torch.float64)
+        self.flush()
+        if self._collectives.group is None:
+            self._pending = step, epoch, [mine], None
+            self.flush()
+            return
+        rows = [torch.empty_like(mine) for _ in range(self._collectives.size)]
+        work = dist.all_gather(rows, mine, group=self._collectives.group, async_op=True)
+        self._pending = step, epoch, rows, work
+
+    def end_epoch(self, step: int, epoch: int) -> None:
+        """Log this step too, if that has not been done; on a GPU, peaks begin anew."""
+        if step != self._step:
+            self.log(step, epoch)
+        self.flush()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def flush(self) -> None:
+        """Emit what is still on its way."""
+        if self._pending is None:
+            return
+        step, epoch, rows, work = self._pending
+        self._pending = None
+        if work is not None:
+            work.wait()
+        self._tell(step, epoch, tuple(_state(rank, row.tolist()) for rank, row in enumerate(rows)))
+
+    def _tell(self, step: int, epoch: int, ranks: tuple[RankState, ...]) -> None:
+        if all(state.own_s is not None for state in ranks):
+            self._history.append(ranks)
+        slow = slow_rank(self._history)
+        self._emit(RanksLogged(self._attempt, step, epoch, ranks, slow))
+        if slow is not None and slow not in self._named:
+            self._named.add(slow)
+            self._emit(Note("warning", slow_message(slow, self._history)))
+
+
+def memory(device: torch.device) -> tuple[float, float, float]:
+    """Bytes in use, reserved (NaN on a CPU) and at most, of this process on ``device``."""
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return float(allocated), float(reserved), float(torch.cuda.max_memory_allocated(device))
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss (getrusage(2))
+    resident = _process(os.getpid()).memory_info().rss
+    # The kernel counts the peak in batches, so it may lag a little behind.
+    return float(resident), _UNKNOWN, float(max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit))
+
+
+@lru_cache(maxsize=1)
+def _process(number: int) -> psutil.Process:
+    """It reads two files when it is made."""
+    return psutil.Process(number)
+
+
+def slow_rank(history: Sequence[Sequence[RankState]]) -> int | None:
+    """The rank whose own work holds up the others; ``None`` when they are even, or it is too early to tell.
+
+    Args:
+        history: the last rows in which every rank's ``own_s`` is known; medians over them are compared.
+    """
+    own = _medians(history)
+    if own is None:
+        return None
+    slowest = max(range(len(own)), key=own.__getitem__)
+    others = statistics.median(seconds for rank, seconds in enumerate(own) if rank != slowest)
+    step_s = statistics.median(ranks[slowest].step_s for ranks in history)
+    is_slow = own[slowest] > SLOW_RATIO * others and own[slowest] - others > max(SLOW_SHARE * step_s, SLOW_S)
+    return slowest if is_slow else None
+
+
+def slow_message(slow: int, history: Sequence[Sequence[RankState]]) -> str:
+    """What to tell about ``slow``: how slow, and whether it is the input."""
+    own = _medians(history)
+    assert own is not None, "there is no slow rank without medians"
+    others = statistics.median(seconds for rank, seconds in enumerate(own) if rank != slow)
+    waits = statistics.median(ranks[slow].wait_s for ranks in history)
+    by_input = f" ({waits * 1000:.3g} ms of it waiting for input)" if waits > (own[slow] - others) / 2 else ""
+    return (
+        f"rank {slow} is slow: it works {own[slow] * 1000:.3g} ms on a step{by_input}, the others "
+        f"{others * 1000:.3g} ms, and they wait for it"
+    )
+
+
+def _medians(history: Sequence[Sequence[RankState]]) -> list[float] | None:
+    """Each rank's median own time; ``None`` before there are enough rows, or when there is nobody to wait."""
+    if len(history) < JUDGED_ROWS or len(history[0]) < 2:
+        return None
+    return [statistics.median(state.own_s or 0.0 for state in per_rank) for per_rank in zip(*history, strict=True)]
+
+
+def _state(rank: int, values: Sequence[float]) -> RankState:
+    step_s, wait_s, own_s, used, reserved, peak = values
+    return RankState(
+        rank=rank,
+        step_s=step_s,
+        wait_s=wait_s,
+        own_s=None if math.isnan(own_s) else own_s,
+        memory_gb=round(used / 1e9, 3),
+        reserved_gb=None if math.isnan(reserved) else round(reserved / 1e9, 3),
+        peak_gb=round(peak / 1e9, 3),
+    )

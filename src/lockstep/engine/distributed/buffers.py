@@ -1,0 +1,298 @@
+"""Buffers that change in training: merged by rule, left alone as declared, or refused with their name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lockstep.data.loader import Window
+from lockstep.engine.distributed.staging import all_reduce, world_size
+from lockstep.engine.distributed.sync_batchnorm import SyncedBatchNorm
+from lockstep.errors import UnsupportedError
+
+#: How a module declares its own buffers: ``buffer_reduction = {"name": "mean"}``.
+ATTRIBUTE = "buffer_reduction"
+REDUCTIONS = ("mean", "sum", "max", "same", "local")
+#: Steps of an attempt that end with a check, besides saves and validations: what changes in the second is state.
+CHECKED_STEPS = 2
+
+
+class _Place(NamedTuple):
+    """Where a buffer is registered. It is looked up each time, since a forward pass may replace it."""
+
+    name: str
+    layer: nn.Module
+    attribute: str
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.layer._buffers.get(self.attribute)
+
+
+class Buffers:
+    """The buffers of a model, between micro-batches, lanes and ranks.
+
+    With several ranks, running statistics of normalisation layers are averaged after every step, weighted by samples
+    (synchronised BatchNorm agrees already). The vectors of spectral normalisation depend on the weights alone: all
+    micro-batches of a step start from the same ones. A module declares any other buffer that changes in training in
+    ``buffer_reduction``: after every step it becomes the ``mean`` (weighted by samples), the ``sum`` (of what each
+    rank added) or the ``max``; or it is the ``same`` on all ranks by construction, or ``local``, a cache without effect
+    on the result. An undeclared buffer may be written once, and grow after that, if all ranks write the same.
+
+    Args:
+        device: where values are put together that travel between ranks.
+        mode: ``alone`` neither merges nor checks; ``exact`` checks (lanes are merged by their strategy).
+
+    Raises:
+        UnsupportedError: a declaration that names no buffer, or no reduction.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, mode: Literal["alone", "ranks", "exact"] = "alone"
+    ) -> None:
+        self._module, self._device, self._mode = module, device, mode
+        self._places: dict[str, list[_Place]] = {kind: [] for kind in (*REDUCTIONS, "once", "agreed")}
+        self._before: dict[str, Tensor | None] = {}
+        self._written: set[str] = set()
+        for path, layer in module.named_modules():
+            declared = dict(getattr(layer, ATTRIBUTE, {}))
+            for attribute in layer._buffers:
+                place = _Place(f"{path}.{attribute}" if path else attribute, layer, attribute)
+                kind = _rule(layer, attribute)
+                if kind is None and attribute in declared:
+                    kind = _checked(declared.pop(attribute), place.name)
+                    kind = kind if mode == "ranks" or kind == "local" else None
+                if kind is not None:
+                    self._places[kind].append(place)
+                elif mode != "alone":
+                    self._before[place.name] = _clone(place.tensor)
+            if declared:
+                raise UnsupportedError(
+                    f"{ATTRIBUTE} of {type(layer).__name__} names {', '.join(declared)}, which it does not have",
+                    fix="name buffers of this very module that no other rule merges",
+                )
+        self._merges = any(self._places[kind] for kind in ("mean", "sum", "max")) and mode == "ranks"
+        self._starts: list[Tensor] = []
+        self._once: list[tuple[Tensor, Tensor]] = []
+        self.checks_left = 0 if mode == "alone" else CHECKED_STEPS
+
+    def tensors(self, *kinds: str) -> list[Tensor]:
+        """The buffers of these kinds, shared ones once; ``once`` are those of spectral normalisation."""
+        found = [place.tensor for kind in kinds for place in self._places[kind]]
+        return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+
+    # Around a step.
+
+    def begin(self) -> None:
+        """Before a step."""
+        if self._places["once"]:
+            self._once = [(tensor, tensor.clone()) for tensor in self.tensors("once")]
+        if self._places["sum"]:
+            self._starts = [tensor.clone() for tensor in self.tensors("sum")]
+
+    def rewind(self) -> None:
+        """Before a micro-batch."""
+        for tensor, value in self._once:
+            tensor.copy_(value)
+
+    def end(self, window: Window) -> None:
+        """After a step of several ranks. Collective."""
+        if self._merges or window.irregular:
+            self._merge(sum(request.size for request in window.requests if not request.ghost), window.irregular)
+        if self.checks_left:
+            self.check()
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """No buffer changes in the body, except that synchronised BatchNorm has seen the samples of other ranks."""
+        kept = [
+            (layer, attribute, tensor, _clone(tensor))
+            for layer in self._module.modules()
+            for attribute, tensor in layer._buffers.items()
+            if _rule(layer, attribute) != "agreed"
+        ]
+        try:
+            yield
+        finally:
+            for layer, attribute, tensor, value in kept:
+                layer._buffers[attribute] = tensor
+                if tensor is not None and value is not None:
+                    tensor.copy_(value)
+
+    @torch.no_grad()
+    def _merge(self, samples: int, irregular: bool) -> None:
+        means, sums, highest = (self.tensors(kind) for kind in ("mean", "sum", "max"))
+        # Ranks with fewer micro-batches have advanced them less often. Rank 0 has the most.
+        same = self.tensors("same", "once") if irregular else []
+        flat, is_first = self._flat, dist.get_rank() == 0
+        parts = [flat(buffer, samples > 0) * samples for buffer in means]
+        parts += [flat(buffer) - flat(start) for buffer, start in zip(sums, self._starts, strict=True)]
+        parts += [flat(buffer, is_first) for buffer in same]
+        if parts:
+            weight = torch.full((1,), samples, dtype=torch.float64, device=self._device)
+            total, *reduced = all_reduce(torch.cat([weight, *parts]), None).split([1, *map(len, parts)])
+            values = iter(reduced)
+            for buffer in means:
+                _put(buffer, next(values) / total)
+            for buffer, start in zip(sums, self._starts, strict=True):
+                _put(buffer, flat(start) + next(values))
+            for buffer in same:
+                _put(buffer, next(values))
+        if highest:
+            parts = [flat(buffer) for buffer in highest]
+            reduced = all_reduce(torch.cat(parts), None, dist.ReduceOp.MAX).split([*map(len, parts)])
+            for buffer, value in zip(highest, reduced, strict=True):
+                _put(buffer, value)
+
+    def _flat(self, buffer: Tensor, counts: bool = True) -> Tensor:
+        """As numbers that travel. Not multiplied by zero where they do not count: they may be infinite."""
+        real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+        numbers = real.reshape(-1).to(self._device, torch.float64)
+        return numbers if counts else torch.zeros_like(numbers)
+
+    # Checks.
+
+    def check(self) -> None:
+        """Compare with the last check, and ranks with each other. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, where an undeclared buffer changed otherwise than a cache does, or where
+                ranks differ in what must be the same.
+        """
+        if self._mode == "alone":
+            return
+        self.checks_left = max(0, self.checks_left - 1)
+        now = self._undeclared()
+        changed = [name for name in {**self._before, **now} if not _equal(self._before.get(name), now.get(name))]
+        again = [name for name in changed if name in self._written and not _grew(self._before.get(name), now.get(name))]
+        same = {place.name: place.tensor for kind in ("same", "once") for place in self._places[kind]}
+        said = _gathered((again, [*changed, *same]))
+        refused = next((name for names, _ in said for name in names), None)
+        refused = refused or _differing({name: (now | same).get(name) for _, names in said for name in names})
+        if refused is not None:
+            raise _refusal(refused, same=refused in same, exact=self._mode == "exact")
+        self._before |= {name: _clone(now.get(name)) for name in changed}
+        self._written |= {*changed}
+
+    def _undeclared(self) -> dict[str, Tensor]:
+        """Those that are registered now, whoever did it; a buffer shared with a declared one is declared."""
+        settled = {id(tensor) for tensor in self.tensors(*self._places)}
+        return {
+            f"{path}.{attribute}" if path else attribute: tensor
+            for path, layer in self._module.named_modules()
+            for attribute, tensor in layer._buffers.items()
+            if tensor is not None and id(tensor) not in settled and _rule(layer, attribute) is None
+        }
+
+
+def _rule(layer: nn.Module, attribute: str) -> str | None:
+    """What torch's own layers need."""
+    if isinstance(layer, _NormBase) and attribute in {"running_mean", "running_var", "num_batches_tracked"}:
+        if isinstance(layer, SyncedBatchNorm):
+            return "agreed"
+        return "max" if attribute == "num_batches_tracked" else "mean"
+    # torch.nn.utils.parametrizations.spectral_norm, and torch.nn.utils.spectral_norm before it.
+    if type(layer).__name__ == "_SpectralNorm" or (
+        attribute[-2:] in {"_u", "_v"} and hasattr(layer, attribute[:-2] + "_orig")
+    ):
+        return "once"
+    return None
+
+
+def _checked(kind: str, name: str) -> str:
+    if kind not in REDUCTIONS:
+        raise UnsupportedError(
+            f"the buffer {name} cannot be reduced by {kind!r}", fix=f"declare one of {', '.join(REDUCTIONS)}"
+        )
+    return kind
+
+
+def _refusal(name: str, *, same: bool, exact: bool) -> UnsupportedError:
+    attribute = name.rpartition(".")[2]
+    if same:
+        return UnsupportedError(
+            f"the buffer {name} is declared the same on all ranks, and is not",
+            fix="declare how it is reduced: mean, sum or max",
+        )
+    if exact:
+        return UnsupportedError(
+            f"the buffer {name} changed in training, which exact mode cannot reproduce on another number of ranks",
+            why="each lane changes it, and no order of merging is fixed for it",
+            fix=f"use reproducibility fast, or, if it does not affect the result, give its module `{ATTRIBUTE} = "
+            f"{{'{attribute}': 'local'}}`",
+        )
+    return UnsupportedError(
+        f"the buffer {name} changed in training, and how ranks agree on it is not declared",
+        why="each rank has changed its own copy",
+        fix=f"give its module `{ATTRIBUTE} = {{'{attribute}': 'mean'}}` (or {', '.join(REDUCTIONS[1:])})",
+    )
+
+
+def _put(buffer: Tensor, values: Tensor) -> None:
+    real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    real.copy_(values.view_as(real))
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _equal(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None or left is right:
+        return left is right
+    alike = left.shape == right.shape and left.dtype == right.dtype
+    return alike and torch.allclose(left, right.to(left.device), rtol=0, atol=0, equal_nan=True)
+
+
+def _grew(before: Tensor | None, now: Tensor | None) -> bool:
+    """Whether a cache became larger or smaller, and what both have is the same."""
+    if before is None or now is None:
+        return True
+    if before.dim() != now.dim() or before.shape == now.shape:
+        return False
+    common = tuple(map(min, before.shape, now.shape))
+    return _equal(_corner(before, common), _corner(now, common))
+
+
+def _corner(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    return tensor[tuple(map(slice, shape))]
+
+
+def _differing(tensors: Mapping[str, Tensor | None]) -> str | None:
+    """The first name whose tensors differ between ranks, except in how far they have grown. Collective.
+
+    Args:
+        tensors: with the same names on all ranks; ``None`` is not there yet.
+    """
+    shapes = _gathered({name: None if t is None else (str(t.dtype), *t.shape) for name, t in tensors.items()})
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        versions = {rank[name] for rank in shapes if rank[name] is not None}
+        if len({(len(version), version[0]) for version in versions}) > 1:
+            return name
+        if tensor is not None:
+            common = [min(sizes) for sizes in zip(*(version[1:] for version in versions), strict=True)]
+            found[name] = _digest(_corner(tensor, common))
+    digests = _gathered(found)
+    return next((name for name in tensors if len({rank[name] for rank in digests if name in rank}) > 1), None)
+
+
+def _digest(tensor: Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(content.numpy().tobytes()).hexdigest()
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Every rank's ``value``, by rank. Collective."""
+    ranks = world_size(None)
+    found = [value] * ranks
+    if ranks > 1:
+        dist.all_gather_object(found, value)
+    return found

@@ -1,0 +1,123 @@
+"""What a rank has of a state that is divided among ranks by ``strategy: fsdp``: making it whole, or keeping it so.
+
+A divided tensor is a ``DTensor``: this rank's rows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lockstep.checkpoint.pieces import Pieces, mark
+from lockstep.telemetry.progress_board import pulse
+
+
+def gathered(state: Any, *, keep: bool) -> Any:
+    """``state`` with whole tensors in place of divided ones. Collective; the same on one device.
+
+    One tensor at a time is whole on the device; on a rank that does not ``keep`` them, none stays.
+    """
+    if isinstance(state, DTensor):
+        whole = _whole(state)
+        return whole.cpu() if keep else None
+    if isinstance(state, Mapping):
+        return {key: gathered(value, keep=keep) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(gathered(value, keep=keep) for value in state)
+    return state
+
+
+def _whole(divided: DTensor) -> Tensor:
+    """All of a divided tensor. Collective: through the ranks' devices, also where it is kept in host memory."""
+    on_device = cast(DTensor, divided.detach().to(divided.device_mesh.device_type))
+    whole = on_device.full_tensor()
+    pulse.goes_on()
+    return whole
+
+
+def own_part(state: dict[str, Any], *, is_main: bool) -> dict[str, Any]:
+    """What this rank writes of a checkpoint's content: ``model``, ``trainer`` and ``rows`` of a snapshot.
+
+    Its rows of divided tensors share their memory; the first rank has all else. Collective only for tensors that are
+    divided otherwise than by rows.
+    """
+    model = {name: _rows(value) for name, value in state["model"].items()}
+    rows: dict[str, Tensor] = {}
+    # The task's own state is its affair, and small.
+    trainer = {key: _marked(value, key, rows) for key, value in state["trainer"].items() if key != "task"}
+    trainer["task"] = gathered(state["trainer"]["task"], keep=is_main)
+    if is_main:
+        return {"model": model, "trainer": trainer, "rows": rows}
+    divided = {name: own for name, own in model.items() if _by_rows(state["model"][name])}
+    return {"model": divided, "trainer": {}, "rows": rows}
+
+
+def _marked(state: Any, place: str, rows: dict[str, Tensor]) -> Any:
+    """``state`` with a mark for each tensor that is divided by rows, whose rows here go to ``rows``."""
+    if isinstance(state, DTensor):
+        if not _by_rows(state):
+            return _rows(state)
+        rows[place] = _rows(state)
+        return mark(place)
+    if isinstance(state, Mapping):
+        return {key: _marked(value, f"{place}.{key}", rows) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_marked(value, f"{place}.{index}", rows) for index, value in enumerate(state))
+    return state
+
+
+def _by_rows(value: Any) -> bool:
+    if not isinstance(value, DTensor):
+        return False
+    *outer, inner = value.placements
+    return inner == Shard(0) and all(placement == Replicate() for placement in outer)
+
+
+def _rows(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return cast(DTensor, value.detach()).to_local() if _by_rows(value) else _whole(value)
+
+
+def restored(value: Any, parameter: Tensor) -> Any:
+    """A value of the whole optimizer state of ``parameter``, as that of this rank."""
+    if isinstance(value, Tensor | Pieces) and value.shape == parameter.shape:
+        return divided_like(value, parameter)
+    return value.whole() if isinstance(value, Pieces) else value
+
+
+def divided_like(whole: Tensor | Pieces, like: Tensor) -> Tensor:
+    """This rank's part of ``whole``, which every rank has, divided as ``like`` is. Not collective.
+
+    Of a tensor that lies in the shards of a checkpoint only these rows are read.
+    """
+    if isinstance(whole, Pieces):
+        return _rows_like(whole, like) if _by_rows(like) else divided_like(whole.whole(), like)
+    if not isinstance(like, DTensor) or isinstance(whole, DTensor):
+        return whole
+    return distribute_tensor(
+        whole.to(device=like.device_mesh.device_type, dtype=like.dtype),
+        like.device_mesh,
+        like.placements,
+        src_data_rank=None,
+    )
+
+
+def _rows_like(pieces: Pieces, like: Tensor) -> Tensor:
+    assert isinstance(like, DTensor)
+    mesh, (count, *_) = like.device_mesh, like.shape
+    # As torch.chunk divides: the last ranks may have fewer rows, or none.
+    each = -(-count // mesh.size(mesh.ndim - 1))
+    start = min(count, each * mesh.get_local_rank(mesh.ndim - 1))
+    rows = pieces.rows(start, min(count, start + each))
+    return DTensor.from_local(
+        rows.to(device=mesh.device_type, dtype=like.dtype),
+        mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )

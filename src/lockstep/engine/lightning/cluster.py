@@ -1,0 +1,153 @@
+"""Lightning's Trainer among ranks that Lockstep has started: who is who, on which device, in which process group.
+
+Imported only where a Trainer is made, since it imports Lightning.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.strategies import Strategy
+
+from lockstep.config.sections import DistributedConfig
+from lockstep.engine.lightning.ddp import SharedDDPStrategy
+from lockstep.engine.process.determinism import rank_device
+from lockstep.hardware.world import World
+from lockstep.plan import Plan
+
+
+class RankEnvironment(ClusterEnvironment):
+    """Tells Lightning that the ranks are there already, so that it starts none (and never re-executes the caller)."""
+
+    creates_processes_externally = True
+    #: Not used: the process group exists before the Trainer.
+    main_address, main_port = "127.0.0.1", 0
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._world.size
+
+    def set_world_size(self, size: int) -> None:
+        assert size == self._world.size
+
+    def global_rank(self) -> int:
+        return self._world.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == self._world.rank
+
+    def local_rank(self) -> int:
+        return self._world.local_rank
+
+    def node_rank(self) -> int:
+        return self._world.node_rank
+
+
+class RankedDdp(SharedDDPStrategy):
+    """Lightning's DDP in a process group that exists already."""
+
+    def _configure_launcher(self) -> None:
+        """Nothing to launch, and the plan has decided the number of threads."""
+
+
+class KeptSignals(pl.Callback):
+    """Gives SIGTERM back to whoever had it before the Trainer: a stop is agreed on by all ranks, with a checkpoint."""
+
+    def __init__(self) -> None:
+        self._handler = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._handler)
+
+
+def local_devices(plan: Plan, world: World) -> list[torch.device]:
+    """The device of each rank of this node."""
+    names: Sequence[str] = plan.placement["devices"]
+    nodes = [World(local_rank=rank, local_size=world.local_size) for rank in range(world.local_size)]
+    return [rank_device(tuple(names), node) for node in nodes]
+
+
+def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig) -> dict[str, Any]:
+    """Arguments of a ``Trainer`` for this rank: accelerator, devices, strategy, nodes, cluster environment.
+
+    Args:
+        distributed: how DDP reduces, and how long a collective may wait.
+    """
+    devices = local_devices(plan, world)
+    environment = RankEnvironment(world)
+    accelerator = "cpu" if devices[0].type == "cpu" else "cuda"
+    strategy: Strategy | str = "auto"
+    if world.size > 1:
+        strategy = RankedDdp(
+            parallel_devices=devices,
+            cluster_environment=environment,
+            process_group_backend=plan.placement["backend"],
+            timeout=timedelta(seconds=distributed.timeout_s),
+            find_unused_parameters=distributed.find_unused_parameters,
+            bucket_cap_mb=distributed.bucket_cap_mb,
+        )
+    return {
+        "accelerator": accelerator,
+        # A GPU that carries two ranks is named once here; the strategy knows the device of each rank.
+        "devices": len(devices) if accelerator == "cpu" else sorted({device.index for device in devices}),
+        "num_nodes": world.nodes,
+        "strategy": strategy,
+        "plugins": [] if world.size > 1 else [environment],
+        "use_distributed_sampler": False,
+    }
+
+
+def profiler(kind: str | None, run_dir: Path) -> Profiler | None:
+    """The Trainer's profiler; its report goes to ``logs/`` of the run."""
+    if kind is None:
+        return None
+    where: dict[str, Any] = {"dirpath": run_dir / "logs", "filename": "profile"}
+    kinds = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+    made: Profiler = kinds[kind](**where)
+    return made
+
+
+@contextmanager
+def quiet_trainer() -> Iterator[None]:
+    """Lightning's informational lines go unsaid: the plan has told of devices, and rank 0 speaks through the sinks.
+
+    So do warnings about Lightning's own use of what torch has deprecated, and about resuming and SLURM, which are
+    Lockstep's business here.
+    """
+    names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
+    before = [(logger, logger.level) for logger in map(logging.getLogger, names)]
+    for logger, _ in before:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            for message in (
+                ".*LeafSpec.*",
+                ".*dataloader is.*not resumable.*",
+                ".*than the logging interval.*",
+                "The `srun` command is available.*",
+            ):
+                warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        for logger, level in before:
+            logger.setLevel(level)

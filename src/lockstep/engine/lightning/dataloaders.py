@@ -1,0 +1,333 @@
+"""A user's DataLoaders, with Lockstep's order: who of the ranks takes which samples of which batch.
+
+Training: every step takes the next global batch of the order; a rank takes its part of it, cut into as many
+micro-batches as the Trainer accumulates. Evaluation: each sample is in one batch of one rank. Nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from lockstep.data.loader import InOrder, SampleOrder
+from lockstep.data.order import Order
+from lockstep.data.randomness import derive_key, worker_init
+from lockstep.engine.process.determinism import seeded
+from lockstep.engine.state import TrainState
+from lockstep.errors import DataError, UnsupportedError
+from lockstep.hardware.world import World
+from lockstep.plan import BatchPlan
+from lockstep.plan.batch import Span, parts
+
+#: The loader hooks of modules and data modules that belong to evaluation.
+EVAL_HOOKS = ("val_dataloader", "test_dataloader", "predict_dataloader")
+
+
+class Step(NamedTuple):
+    """One optimizer step: positions ``start`` to ``stop`` of the epoch, and this rank's micro-batches of them."""
+
+    start: int
+    stop: int
+    mine: tuple[Span, ...]
+
+
+def epoch_steps(batch: BatchPlan, rank: int, position: int) -> Iterator[Step]:
+    """The steps of what is left of an epoch; every rank has ``accumulate`` micro-batches in each.
+
+    Raises:
+        DataError: what is left are too few samples for that.
+    """
+    while (span := batch.window(position)) is not None:
+        start, position = span
+        shares = parts(position - start, batch.ranks, batch.least_part)
+        if min(stop - first for first, stop in shares) < batch.accumulate * batch.least_part:
+            raise DataError(
+                f"the last {position - start} sample(s) of this epoch cannot be shared by {batch.ranks} rank(s), "
+                f"each with {batch.accumulate} micro-batch(es)",
+                why="a module has to see them all in every step, and the run stopped just before these samples",
+                fix="resume on as many devices as before, or on one, until the epoch is over",
+            )
+        first, stop = shares[rank]
+        micro_batches = parts(stop - first, batch.accumulate, batch.least_part)
+        mine = tuple((start + first + a, start + first + b) for a, b in micro_batches)
+        yield Step(start, position, mine)
+
+
+class OrderedBatches:
+    """Batch sampler of one rank: index lists in the order of the run, from where ``state`` stands.
+
+    Its length is that of the whole epoch, of which a resumed run has done some already.
+    """
+
+    def __init__(self, batch: BatchPlan, order: SampleOrder, rank: int, state: TrainState) -> None:
+        self._batch, self._order, self._rank, self._state = batch, order, rank, state
+
+    @property
+    def done(self) -> int:
+        """Micro-batches of this epoch that earlier attempts have used."""
+        return round(self._state.position / self._batch.global_batch) * self._batch.accumulate
+
+    def __len__(self) -> int:
+        return self.done + self._batch.steps_left(self._state.position) * self._batch.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._walk(self._state.epoch, self._state.position)
+
+    def _walk(self, epoch: int, position: int) -> Iterator[list[int]]:
+        for step in epoch_steps(self._batch, self._rank, position):
+            for start, stop in step.mine:
+                yield self._order.slice(epoch, start, stop).tolist()
+
+
+class OwnOrder:
+    """A training loader in its own order, on one device: an epoch's batches from the position of ``state`` on.
+
+    A loader that has fewer batches is read again. A resumed epoch skips the batches that were used.
+    """
+
+    def __init__(self, loader: Any, batch: BatchPlan, seed: int, state: TrainState) -> None:
+        self._loader, self._batch, self._seed, self._state = loader, batch, seed, state
+
+    def __len__(self) -> int:
+        return self._batch.samples // self._batch.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._batches(), self._state.position // self._batch.batch_size, len(self))
+
+    def _batches(self) -> Iterator[Any]:
+        end = object()
+        for number in count():
+            with seeded(derive_key("loader", self._seed, self._state.epoch, number)):  # samplers draw at their start
+                batches = (batch for batch, _, _ in _combined(self._loader))
+                batch = next(batches, end)
+            if batch is end:
+                raise DataError("the training loader gives no batch", fix="check what train_dataloader() returns")
+            while batch is not end:
+                yield batch
+                batch = next(batches, end)
+
+
+def own_batches(loader: Any, unsized: int | None) -> int:
+    """How many batches an epoch of ``loader`` has; ``unsized``: where it does not say so.
+
+    Raises:
+        UnsupportedError: nobody says how many.
+    """
+    combined = _combined(loader)
+    iter(combined)
+    try:
+        return len(combined)
+    except TypeError:
+        if unsized is not None:
+            return unsized
+    raise UnsupportedError(
+        "the training data do not say how many batches an epoch has",
+        why="an iterable data set without __len__() ends when it ends",
+        fix="set training.max_steps: the run is then one epoch of that length; or give the data set __len__()",
+    )
+
+
+def _combined(loaders: Any) -> Any:
+    """One loader, or several as the Trainer combines them."""
+    from lightning.pytorch.utilities import CombinedLoader
+
+    return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+
+
+class SharedBatches:
+    """Batch sampler of one rank for evaluation: every sample in one batch of one rank, in index order.
+
+    All ranks get the same number of batches, none larger than ``batch_size``, so that what a module reduces
+    over ranks in every batch finds all of them. Where the samples are too few for that (``batch_size`` is
+    hardly more than 1), the last ranks have one batch less.
+
+    Raises:
+        DataError: there are fewer samples than ranks, so some rank would have nothing to log.
+    """
+
+    def __init__(self, samples: int, batch_size: int, world: World) -> None:
+        if samples < world.size:
+            raise DataError(
+                f"{samples} sample(s) cannot be evaluated on {world.size} ranks",
+                why="a rank without a sample logs nothing, and the others would wait for its metrics",
+                fix=f"use at most {samples} devices, or evaluate on more data",
+            )
+        rounds = -(-samples // (batch_size * world.size))
+        spans = parts(samples, rounds * world.size)
+        self._spans = [span for span in spans[world.rank :: world.size] if span[1] > span[0]]
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(range(start, stop)) for start, stop in self._spans)
+
+
+_KEPT = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
+)
+
+
+class SeededLoader(DataLoader[Any]):
+    """The user's DataLoader with another batch sampler; its generator and its workers are seeded anew each epoch.
+
+    A generator or ``worker_init_fn`` of the user's own stays.
+
+    Args:
+        batch_sampler: by name: to predict, Lightning makes the loader again, with one around it that notes the indices.
+        defaults: arguments of a ``DataLoader`` that a batch sampler leaves at their defaults; Lightning gives them.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        seed: int,
+        rank: int,
+        epoch: Callable[[], int],
+        *,
+        batch_sampler: Any,
+        **defaults: Any,
+    ) -> None:
+        self._seeding = (seed, rank, epoch)
+        self._own_generator, self._own_init = loader.generator is None, loader.worker_init_fn is None
+        super().__init__(
+            loader.dataset,
+            batch_sampler=batch_sampler,
+            generator=torch.Generator() if loader.generator is None else loader.generator,
+            **{name: getattr(loader, name) for name in _KEPT},
+            **defaults,
+        )
+
+    def __iter__(self) -> Any:
+        seed, rank, epoch = self._seeding
+        if self._own_generator:
+            self.generator.manual_seed(derive_key("loader", seed, epoch(), rank))
+        if self._own_init:
+            self.worker_init_fn = worker_init(seed, rank, epoch())
+        return super().__iter__()
+
+
+def training_loader(
+    loader: Any, batch: BatchPlan, seed: int, world: World, state: TrainState
+) -> SeededLoader | OwnOrder:
+    """The user's training loader in Lockstep's order, or on one device in its own, from the position of ``state``.
+
+    Raises:
+        DataError: its data set is not that of the plan. UnsupportedError: several ranks cannot share its samples.
+    """
+    if not orders(loader, world.size):
+        return OwnOrder(loader, batch, seed, state)
+    samples = len(loader.dataset)
+    if samples != batch.samples:
+        raise DataError(
+            f"the training set has {samples} samples here, and had {batch.samples} when the run was planned",
+            fix="let the data module make the same data in every process",
+        )
+    order: SampleOrder = Order(samples, seed) if isinstance(loader.sampler, RandomSampler) else InOrder()
+    batches = OrderedBatches(batch, order, world.rank, state)
+    return SeededLoader(loader, seed, world.rank, lambda: state.epoch, batch_sampler=batches)
+
+
+def orders(loader: Any, ranks: int) -> bool:
+    """Whether the samples of a training loader come in Lockstep's order; on one device they may keep the loader's.
+
+    Raises:
+        UnsupportedError, DataError: several ranks cannot share them; or there are none.
+    """
+    own = _own_order(loader)
+    if own is None:
+        from lockstep.engine.inspection import check_dataset
+
+        check_dataset(loader.dataset, "train")
+    elif ranks > 1:
+        raise UnsupportedError(
+            f"several devices cannot share the samples of this training loader: it {own}",
+            why="Lockstep's order shows every sample once an epoch, on any number of ranks, and resumes anywhere",
+            fix="use one device; or one torch.utils.data.DataLoader of a map-style data set (ConcatDataset joins "
+            "several) with batch_size and no sampler: weights can be part of the loss or the data set",
+        )
+    return own is None
+
+
+def _own_order(loader: Any) -> str | None:
+    """What decides the order of a loader's samples, where it is more than ``shuffle``."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return f"is a {type(loader).__name__}"
+    if isinstance(loader.dataset, IterableDataset):
+        return "has an iterable data set"
+    sampler: Any = loader.sampler
+    known = isinstance(sampler, (RandomSampler, SequentialSampler))
+    redrawn = isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if known and not redrawn and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
+        return None
+    return f"has a {type(sampler if not known or redrawn else loader.batch_sampler).__name__} of its own"
+
+
+def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
+    """The user's evaluation loader, in index order and shared out among ranks; nothing is dropped.
+
+    Raises:
+        UnsupportedError: a loader that cannot be shared out. DataError: fewer samples than ranks.
+    """
+    own = _own_order(loader)
+    if own is not None:
+        if world.size == 1:
+            return loader
+        raise UnsupportedError(
+            f"several devices cannot share the samples of an evaluation loader: it {own}",
+            why="each sample must count once",
+            fix="use a DataLoader of a map-style data set with batch_size and no sampler, or one device",
+        )
+    batches = SharedBatches(len(loader.dataset), loader.batch_size, world)
+    return SeededLoader(loader, seed, world.rank, lambda: 0, batch_sampler=batches)
+
+
+Change = Callable[[Any], Any]
+
+
+@contextmanager
+def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, seed: int) -> Iterator[None]:
+    """While this is open, the loader hooks of ``owners`` return their loaders as changed by these functions.
+
+    All begin at ``seed``, so that a random split is the same on all ranks and in every attempt. The hooks are
+    hidden by attributes of the objects, so the user's classes and ``trainer.datamodule`` stay theirs.
+    """
+    with ExitStack() as restored:
+        for owner in filter(None, owners):
+            for name in ("prepare_data", "setup", "train_dataloader", *EVAL_HOOKS):
+                if name == "setup" or defines(owner, name):
+                    change = train if name == "train_dataloader" else lambda found: _each(evaluation, found)
+                    hook = _seeded(getattr(owner, name), seed, change if name.endswith("loader") else None)
+                    object.__setattr__(owner, name, hook)
+                    restored.callback(object.__delattr__, owner, name)
+        yield
+
+
+def defines(owner: Any, hook: str) -> bool:
+    """Whether a (data) module has a hook of its own."""
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    return is_overridden(hook, owner)
+
+
+def _seeded(hook: Callable[..., Any], seed: int, change: Change | None) -> Callable[..., Any]:
+    def from_seed(*args: Any, **kwargs: Any) -> Any:
+        with seeded(seed):
+            found = hook(*args, **kwargs)
+        return found if change is None else change(found)
+
+    return from_seed
+
+
+def _each(change: Change, loaders: Any) -> Any:
+    """``change`` of one loader, or of each in a list or mapping; nothing is left as it is."""
+    return None if loaders is None else tree_map(change, loaders)

@@ -1,0 +1,305 @@
+"""A user's ``LightningModule`` and ``LightningDataModule`` in the place of a task, so that they run like one.
+
+Nothing here imports Lightning: the objects are asked for what their classes promise. What trains them is
+:mod:`lockstep.engine.lightning.module_fit`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from pydantic import Field, field_validator
+from torch import nn
+from torch.utils.data import RandomSampler
+
+from lockstep.config import RunConfig
+from lockstep.engine.lightning.dataloaders import defines, orders, own_batches
+from lockstep.engine.process.determinism import seeded
+from lockstep.engine.task import Datasets, Task, TaskConfig
+from lockstep.errors import ConfigError, TaskError, UnsupportedError
+from lockstep.hardware.detect import detect_devices
+from lockstep.hardware.resolve import resolve_placement
+from lockstep.hardware.world import read_world
+from lockstep.plan.loader import LoaderFacts
+
+#: Arguments of the Trainer that the plan and the run's settings decide.
+DECIDED = {
+    "accelerator": "hardware.selected_devices",
+    "devices": "hardware.selected_devices",
+    "strategy": "hardware.selected_devices",
+    "num_nodes": "a launcher such as torchrun",
+    "precision": "hardware.precision",
+    "max_epochs": "training.epochs",
+    "max_steps": "training.max_steps",
+    "max_time": "training.max_time_s",
+    "min_epochs": "training.epochs and training.early_stopping_patience",
+    "min_steps": "training.epochs and training.early_stopping_patience",
+    "limit_train_batches": "training.max_steps; an epoch is the whole data set, which may be a torch.utils.data.Subset",
+    "accumulate_grad_batches": "training.accumulate",
+    "gradient_clip_val": "training.max_grad_norm",
+    "use_distributed_sampler": "nothing: the order is Lockstep's",
+    "sync_batchnorm": "distributed.sync_batchnorm",
+    "default_root_dir": "save_dir",
+    "fast_dev_run": "debug.fast_dev_run",
+    "overfit_batches": "nothing",
+    "barebones": "nothing",
+}
+#: Callbacks that would change the batches under the plan, by the names of their classes.
+_CHANGE_BATCHES = {"GradientAccumulationScheduler": "training.accumulate", "BatchSizeFinder": "the DataLoader"}
+
+
+class ModuleConfig(TaskConfig):
+    """``task.<setting>`` of a module that is named by its class."""
+
+    model: dict[str, Any] = Field(default_factory=dict, description="arguments of the LightningModule")
+    datamodule: str | None = Field(
+        None, description="the LightningDataModule, as path/to/file.py:Class; unset: the module has its own loaders"
+    )
+    data: dict[str, Any] = Field(default_factory=dict, description="arguments of the LightningDataModule")
+    trainer: dict[str, Any] = Field(default_factory=dict, description="more arguments of Lightning's Trainer")
+
+    @field_validator("datamodule")
+    @classmethod
+    def _found_from_any_folder(cls, value: str | None) -> str | None:
+        place, colon, attribute = (value or "").rpartition(":")
+        return f"{Path(place).resolve()}{colon}{attribute}" if place.endswith(".py") else value
+
+
+class _NotPlanned(TaskError, AttributeError):
+    """Of ``self.trainer`` before there is a Trainer."""
+
+
+class PlannedTrainer:
+    """What ``self.trainer`` is in ``prepare_data``, ``setup`` and ``train_dataloader`` while a run is planned."""
+
+    def __init__(self, config: RunConfig, ranks: int, module: Any, datamodule: Any) -> None:
+        training = config.training
+        self.world_size = self.num_devices = ranks
+        self.num_nodes, self.precision = 1, config.hardware.precision
+        self.global_rank = self.local_rank = self.node_rank = self.current_epoch = self.global_step = 0
+        self.is_global_zero = self.training = True
+        self.max_epochs, self.max_steps = training.epochs, training.max_steps or -1
+        self.accumulate_grad_batches, self.gradient_clip_val = training.accumulate, training.max_grad_norm
+        self.model = self.lightning_module = module
+        self.datamodule = datamodule
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _NotPlanned(
+            f"self.trainer.{name} is not known in setup() and train_dataloader() while the run is planned",
+            why=f"there is no Trainer yet, only {', '.join(sorted(vars(self)))}",
+            fix="read it in configure_optimizers(), on_fit_start() or a later hook",
+        )
+
+
+class ModuleTask(Task):
+    """A ``LightningModule`` with its data. It trains on Lightning's Trainer; its losses are its own means.
+
+    Args:
+        config: when module and data are made from classes (:func:`module_task`).
+        module: a ``LightningModule``.
+        datamodule: a ``LightningDataModule``; ``None`` when the module has ``train_dataloader`` itself.
+        trainer: more arguments of the ``Trainer``.
+    """
+
+    Config = ModuleConfig
+    #: The Trainer's own defaults, where the general ones differ.
+    defaults: ClassVar[Any] = {"training": {"max_grad_norm": None, "early_stopping_patience": 0}}
+    module_class: ClassVar[type | None] = None
+    find_class: ClassVar[Callable[[str], type]]
+
+    def __init__(
+        self,
+        config: ModuleConfig | None = None,
+        *,
+        module: Any = None,
+        datamodule: Any = None,
+        trainer: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._module, self._datamodule = module, datamodule
+        self._facts: LoaderFacts | None = None
+        self._planned = RunConfig()  # type: ignore[call-arg]
+        self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
+        _check_given(self.trainer_arguments)
+
+    def check_config(self, config: RunConfig) -> None:
+        """Raises :class:`ConfigError` when the run and the Trainer's arguments both say when to validate."""
+        self._planned = config
+        given = sorted({"val_check_interval", "check_val_every_n_epoch"} & self.trainer_arguments.keys())
+        if given and config.validation.every_steps is not None:
+            raise ConfigError(
+                f"validation.every_steps and the Trainer's {given[0]} are both given",
+                why="both say when to validate",
+                fix=f"leave {given[0]} out: validation.every_epochs says how often at the end of epochs",
+            )
+
+    @property
+    def module(self) -> Any:
+        """The ``LightningModule``, made when it is first asked for."""
+        if self._module is None:
+            self._module = self._build()
+        return self._module
+
+    @property
+    def datamodule(self) -> Any:
+        """The ``LightningDataModule``, if there is one."""
+        if self._datamodule is None and self.config.datamodule is not None:
+            self._datamodule = _make(type(self).find_class(self.config.datamodule), self.config.data, "task.data")
+        return self._datamodule
+
+    def renew(self) -> None:
+        """Forget what was made from classes to plan with, so that training makes it again from the run's seed."""
+        if self.module_class is not None:
+            self._module = self._datamodule = None
+
+    def _build(self) -> Any:
+        if self.module_class is None:
+            raise TaskError(
+                "this run's LightningModule was an object of a program, and only that can make it again",
+                why="lockstep.lightning.fit() was given the module itself; the run folder has its weights alone",
+                fix="to go on with the run, call fit(…, resume=True) there, with the same save_dir; to evaluate or "
+                "export it, use the module there: after fit() it has the trained weights. Runs of "
+                "`lockstep train FILE.py:MODULE` know how to make theirs",
+            )
+        with seeded(self.data.seed):
+            return _make(self.module_class, self.config.model, "task.model")
+
+    def prepare(self) -> None:
+        with self._planning():
+            for owner in filter(None, (self.datamodule, self.module)):
+                owner.prepare_data()
+
+    def datasets(self) -> Datasets:
+        """Only the training set: the module's own hooks see the others.
+
+        Of a loader in its own order, indices take its place.
+
+        Raises:
+            UnsupportedError, DataError: what cannot be trained on, or not on several devices.
+        """
+        with self._planning() as ranks:
+            source = self._source()
+            with seeded(self.data.seed):
+                source.setup("fit")
+            with seeded(self.data.seed):
+                loader = source.train_dataloader()
+            whole_steps = not self.module.automatic_optimization
+            if orders(loader, ranks):
+                self._facts = LoaderFacts(
+                    batch_size=loader.batch_size,
+                    shuffle=isinstance(loader.sampler, RandomSampler),
+                    drop_last=loader.drop_last,
+                    whole_steps=whole_steps,
+                )
+                return Datasets(loader.dataset)
+            training, size = self._planned.training, getattr(loader, "batch_size", None) or 1
+            batches = own_batches(loader, training.max_steps and training.max_steps * training.accumulate)
+            self._facts = LoaderFacts(batch_size=size, shuffle=False, whole_steps=whole_steps, batches=batches)
+            return Datasets(range(batches * size))
+
+    @contextmanager
+    def _planning(self) -> Iterator[int]:
+        """``self.trainer`` of module and data module is a :class:`PlannedTrainer`; yields the number of ranks."""
+        config, owners = self._planned, [owner for owner in (self.datamodule, self.module) if owner is not None]
+        world = read_world(os.environ)
+        ranks = resolve_placement(config.hardware, config.distributed, world, detect_devices()).world_size
+        view = PlannedTrainer(config, ranks, self.module, self.datamodule)
+        from lockstep.engine.lightning.cluster import quiet_trainer
+
+        try:
+            for owner in owners:
+                owner.trainer = view
+            with quiet_trainer():
+                yield ranks
+        finally:
+            for owner in owners:
+                owner.trainer = None
+
+    @property
+    def loader_facts(self) -> LoaderFacts:
+        """What the plan must know of the loader; :meth:`datasets` has opened it."""
+        assert self._facts is not None
+        return self._facts
+
+    def model(self) -> nn.Module:
+        module: nn.Module = self._module if self._module is not None else self._build()
+        return module
+
+    def _source(self) -> Any:
+        """Who has the training loader: the data module where it defines one, else the module, as the Trainer looks."""
+        for owner in filter(None, (self.datamodule, self.module)):
+            if defines(owner, "train_dataloader"):
+                return owner
+        raise TaskError(
+            f"{type(self.module).__name__} has no training data",
+            why="neither it nor a LightningDataModule defines train_dataloader()",
+            fix="give a data module: --set task.datamodule=my_file.py:MyData, or fit(module, train_loader)",
+        )
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self.module).__name__} is a LightningModule without loss(), evaluate() and metrics()",
+            why="its steps compute and log what they like",
+            fix="use `lockstep lightning validate` or `test`, or write a lockstep.Task",
+        )
+
+    loss = evaluate = metrics = _refuse  # type: ignore[assignment]
+
+
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def is_module_class(kind: type) -> bool:
+    """Whether ``kind`` is a ``LightningModule``, found out without importing Lightning."""
+    return _inherits(kind, "LightningModule")
+
+
+def is_datamodule_class(kind: type) -> bool:
+    """Whether ``kind`` is a ``LightningDataModule``, found out without importing Lightning."""
+    return _inherits(kind, "LightningDataModule")
+
+
+def _inherits(kind: type, name: str) -> bool:
+    return any(base.__name__ == name and base.__module__.partition(".")[0] in _LIGHTNING for base in kind.__mro__)
+
+
+def module_task(kind: type, find_class: Callable[[str], type]) -> type[ModuleTask]:
+    """The class of tasks that train LightningModules of class ``kind``; ``find_class`` knows a class by its name."""
+    return type(f"{kind.__name__}Task", (ModuleTask,), {"module_class": kind, "find_class": staticmethod(find_class)})
+
+
+def _check_given(arguments: dict[str, Any]) -> None:
+    """Raises :class:`ConfigError` on arguments and callbacks of the Trainer for what the run decides."""
+    for name in sorted(arguments.keys() & DECIDED.keys()):
+        raise ConfigError(
+            f"the Trainer's {name} is not to be given",
+            why=f"the run decides it, by {DECIDED[name]}",
+            fix=f"leave {name} out",
+        )
+    callbacks = arguments.get("callbacks") or ()
+    for callback in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
+        for base in type(callback).__mro__:
+            if base.__name__ in _CHANGE_BATCHES:
+                raise ConfigError(
+                    f"the callback {type(callback).__name__} cannot be used",
+                    why=f"it changes the batches, which the plan has from {_CHANGE_BATCHES[base.__name__]}",
+                    fix="leave it out",
+                )
+
+
+def _make(kind: type, arguments: dict[str, Any], section: str) -> Any:
+    """Raises :class:`ConfigError` when ``kind`` does not take ``arguments``."""
+    try:
+        signature(kind).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{kind.__name__} does not take these arguments",
+            why=str(error),
+            fix=f"set them as {section}.<argument>: {kind.__name__}{signature(kind)}",
+        ) from None
+    return kind(**arguments)

@@ -1,0 +1,326 @@
+"""From reduced gradient sums to new weights: denominator, finiteness, clipping, optimizer, all without a host sync."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.config import OptimizerConfig
+from lockstep.engine.optim.fused_adam import Stepper, compiler_not_imported
+from lockstep.engine.optim.groups import check_belongs, fitted, names_of, restore_changed, settings_of, sparse_layers
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.task import Scheduler, Task
+from lockstep.errors import TaskError
+from lockstep.plan import Schedule
+
+if TYPE_CHECKING:
+    from lockstep.engine.strategies.divided import Divided
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Optimizer:
+    """The configured optimizer over all parameters, fused where torch has a fused kernel.
+
+    Frozen ones have no gradient, and are left alone until they are unfrozen.
+    """
+    parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
+    fused = all(p.device.type in {"cpu", "cuda"} and p.is_floating_point() for p in parameters)
+    fused = fused and not sparse_layers(model)
+    if config.name == "sgd":
+        # A parameter that is divided among ranks is a DTensor, for which torch has no such kernel.
+        fused = fused and not any(hasattr(p, "device_mesh") for p in parameters)
+        return SGD(
+            parameters,
+            lr=lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov,
+            fused=fused,
+        )
+    kind = AdamW if config.name == "adamw" else Adam
+    return kind(parameters, lr=lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused)
+
+
+def match_layouts(optimizer: Optimizer) -> None:
+    """Lay out restored states in memory as their parameters are.
+
+    A checkpoint keeps values, row by row. A fused optimizer walks a parameter and its moments through memory side by
+    side, so beside weights of another layout (``channels_last``) it would mix up their elements.
+    """
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor) or not isinstance(state, dict):
+            continue  # some optimizers keep more than torch's
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    """The numbers of the gradient, real and without the zeros of a sparse one; it shares their memory."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        parameter.grad = gradient = gradient.coalesce()
+        return gradient.values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def scheduler_of(task: Task, optimizer: Optimizer) -> Scheduler | None:
+    """The task's own scheduler of ``optimizer``.
+
+    Raises:
+        TaskError: it is none of torch's.
+    """
+    made = task.scheduler(optimizer)
+    if made is None:
+        return None
+    by_metric = isinstance(made, ReduceLROnPlateau)
+    found = made if isinstance(made, Scheduler) else Scheduler(made, "metric" if by_metric else "step")
+    if not isinstance(found.scheduler, LRScheduler) or found.interval not in ("step", "epoch", "metric"):
+        raise TaskError(
+            "the task's scheduler() did not return a scheduler",
+            why=f"it returned {type(made).__name__}, of {type(found.scheduler).__name__} and {found.interval!r}",
+            fix="return one of torch.optim.lr_scheduler, or lockstep.Scheduler(one, 'step', 'epoch' or 'metric')",
+        )
+    # What a scheduler's wrapper of optimizer.step() notes, which the update does not call.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return found
+
+
+class Update:
+    """Applies one step. Gradients arrive as sums times ``precision.seed()``; they are multiplied once.
+
+    A step whose gradients are not all finite leaves the weights as they are. The decision is taken from
+    reduced values, so it is the same on every rank. On a GPU nothing waits for the host: the fused
+    optimizer itself leaves such a step out. On a CPU plain numbers are cheaper than tensors.
+
+    ``optimizer``: made with the rates before scaling; those of all groups follow the schedule.
+    ``lr``: that of the first group that has one.
+    ``divided``: the model, where this process or its devices have parts of it.
+    ``scheduler``: sets the rates of all groups, instead of ``schedule``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        precision: Precision,
+        max_norm: float | None,
+        divided: Divided | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self._divided = divided
+        self._scheduler = scheduler
+        self.optimizer = optimizer
+        # Frozen ones too: they may be unfrozen, and have no gradient until then.
+        self._parameters = list(model.parameters()) if divided is None else divided.parameters()
+        self._schedule = schedule
+        self._precision = precision
+        self._max_norm = max_norm
+        # A stage of a pipeline may have none.
+        device = self._parameters[0].device if self._parameters else precision.seed().device
+        # Where gradients are on several devices, what concerns all of them is a number on the host.
+        self._several = len({p.device for p in self._parameters}) > 1
+        self._on_host = device.type == "cpu" or self._several
+        self._step = Stepper(optimizer)
+        #: Gradients that are sparse or complex.
+        self._unusual = bool(sparse_layers(model)) or any(p.is_complex() for p in self._parameters)
+        self._one_norm = len({(p.device, p.dtype) for p in self._parameters}) == 1
+        self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._found_inf, self._factor = torch.zeros((), device=device), torch.zeros(())
+        self._skipped: Tensor | int = 0
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        groups = optimizer.param_groups
+        self._shown = next((place for place, group in enumerate(groups) if group["initial_lr"]), 0)
+        self._named = dict(model.named_parameters())
+        self._settings = settings_of(optimizer)
+        self._groups = len(groups)
+        self._set_lr(0)
+        self.grad_norm: Tensor | float | None = None
+        #: Called with reduced and divided gradients, before they are clipped.
+        self.after_backward: Callable[[], None] | None = None
+
+    @property
+    def skipped(self) -> int:
+        """Steps so far that had no finite gradient; synchronises with a GPU."""
+        return int(self._skipped)
+
+    def apply(self, step: int, count: Tensor | float, divisor: float, *, want_norm: bool) -> None:
+        """Finish the step that follows ``step`` finished ones.
+
+        Args:
+            count: Σ count over all ranks and micro-batches.
+            divisor: what the reduction divided the gradient sums by (ranks under DDP, else 1).
+            want_norm: compute the gradient norm even when nothing is clipped.
+        """
+        self._set_lr(step)
+        # With no items there is no gradient. A count on a GPU is not read for that.
+        if (self._on_host or not isinstance(count, Tensor)) and not count:
+            self.grad_norm = 0.0 if want_norm else self.grad_norm
+        else:
+            self._apply(count, divisor, want_norm)
+        if self._scheduler is not None and self._scheduler.interval == "step":
+            self._scheduler.scheduler.step()
+
+    def end_epoch(self) -> None:
+        """Step a scheduler that steps by epochs."""
+        if self._scheduler is not None and self._scheduler.interval == "epoch":
+            self._scheduler.scheduler.step()
+
+    def judge(self, value: float) -> None:
+        """Step a scheduler that steps by the monitored metric, whose ``value`` is the same on every rank."""
+        if self._scheduler is not None and self._scheduler.interval == "metric":
+            self._scheduler.scheduler.step(value)  # type: ignore[arg-type]
+
+    def _apply(self, count: Tensor | float, divisor: float, want_norm: bool) -> None:
+        counted = count if isinstance(count, Tensor) else None
+        gradients = self._gradients()
+        if self.after_backward is not None:
+            count, divisor = self._divide(gradients, count, divisor)
+            self.after_backward()
+            gradients = self._gradients()
+        want_norm = want_norm or self._max_norm is not None or self._several
+        if self._on_host:
+            self._apply_on_host(gradients, float(count), divisor, want_norm)
+        else:
+            self._apply_on_device(gradients, count, divisor, want_norm, None if counted is None else counted != 0)
+
+    def _gradients(self) -> list[Tensor]:
+        gradients: list[Tensor]
+        if self._unusual:
+            gradients = [_dense(p) for p in self._parameters if p.grad is not None]
+        else:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return gradients if self._divided is None else self._divided.local(gradients)
+
+    def _divide(self, gradients: list[Tensor], count: Tensor | float, divisor: float) -> tuple[Tensor | float, float]:
+        """Divide now what is otherwise divided as it is clipped; the count and divisor that are left to apply."""
+        seed = self._precision.seed_value() if self._on_host else self._precision.seed()
+        factor = divisor / (seed * (float(count) if self._on_host else count))
+        torch._foreach_mul_(gradients, factor)
+        return 1.0 / self._precision.seed_value(), 1.0
+
+    def _apply_on_host(self, gradients: list[Tensor], count: float, divisor: float, want_norm: bool) -> None:
+        factor = divisor / (self._precision.seed_value() * count)
+        if want_norm:
+            self.grad_norm = norm = self._norm(gradients).item() * factor
+            found = not math.isfinite(norm)
+            if self._max_norm is not None and not found:
+                factor *= min(1.0, self._max_norm / (norm + 1e-6))
+            if not found:
+                torch._foreach_mul_(gradients, factor)
+        elif math.isfinite(factor):
+            self._found_inf.zero_()
+            found = self._unscale(gradients, self._factor.fill_(factor)).item() != 0
+        else:
+            found = True
+        if found:
+            self._skipped += 1
+        else:
+            self._step()
+        if not self._precision.is_full:
+            self._precision.update(self._found_inf.fill_(float(found)))
+
+    def _apply_on_device(
+        self,
+        gradients: list[Tensor],
+        count: Tensor | float,
+        divisor: float,
+        want_norm: bool,
+        counted: Tensor | None,
+    ) -> None:
+        """``counted``: whether there were items at all, where that is not known on the host."""
+        # Σ count = 0 gives inf, then NaN gradients, then a skipped step, on every rank alike.
+        factor = divisor / (self._precision.seed() * count)
+        if want_norm:
+            norm = self._norm(gradients) * factor
+            self.grad_norm = norm if counted is None else torch.where(counted, norm, 0.0)
+            if self._max_norm is not None:
+                factor = factor * (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
+            factor = torch.where(torch.isfinite(norm), factor, torch.nan)
+        # The kernel tests what it reads, not what it writes: a count of 0 makes the factor infinite.
+        self._found_inf.copy_(~torch.isfinite(factor))
+        found = self._unscale(gradients, factor.float())
+        if self._fused:
+            self._step(found)
+        elif not found.item():
+            self._step()
+        self._skipped = self._skipped + (found if counted is None else found * counted)
+        self._precision.update(found, counted)
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """The global L2 norm; as ``get_total_norm``, which first sorts the tensors by device and dtype."""
+        if not self._one_norm or not gradients:
+            norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)))
+        return norm if self._divided is None else self._divided.total_norm(norm)
+
+    def _unscale(self, gradients: list[Tensor], factor: Tensor) -> Tensor:
+        """Multiply by ``factor``, and note a gradient that is not finite: one pass, in GradScaler's own kernel."""
+        if gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found_inf, factor)
+        if self._divided is not None:
+            self._divided.agree(self._found_inf)
+        return self._found_inf
+
+    def _set_lr(self, step: int) -> None:
+        if len(self.optimizer.param_groups) != self._groups:
+            self._adopt_groups()
+        if self._scheduler is None:
+            lr, base_lr = self._schedule.at(step), self._schedule.base_lr
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * (group["initial_lr"] / base_lr)
+        self.lr = float(self.optimizer.param_groups[self._shown]["lr"])
+
+    def _adopt_groups(self) -> None:
+        """Train groups that a hook has added; their learning rate is one before scaling, as in all groups."""
+        groups = self.optimizer.param_groups
+        check_belongs(self.optimizer, self._named)
+        if self._scheduler is not None:
+            raise TaskError(
+                "a parameter group was added to an optimizer that has a scheduler",
+                why="schedulers of torch have one rate for each group that there was when they were made",
+                fix="make all groups in Task.optimizer(); frozen parameters in them are left alone until unfrozen",
+            )
+        for group in groups[self._groups :]:
+            group.setdefault("initial_lr", group["lr"])
+        self._groups = len(groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        with compiler_not_imported():
+            optimizer = self.optimizer.state_dict()
+        return {
+            "optimizer": optimizer,
+            "names": None if self._divided is not None else names_of(self.optimizer, self._named),
+            "settings": self._settings,
+            "precision": self._precision.state_dict(),
+            "skipped": self.skipped,
+            "scheduler": None if self._scheduler is None else self._scheduler.scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        optimizer = state["optimizer"]
+        with compiler_not_imported():
+            if self._divided is not None:
+                optimizer = self._divided.divided_state(optimizer, self.optimizer)
+            else:
+                optimizer = fitted(optimizer, state.get("names"), self.optimizer, self._named)
+            self.optimizer.load_state_dict(optimizer)
+        match_layouts(self.optimizer)
+        scheduler = state.get("scheduler")
+        keep: tuple[str, ...] = ()
+        if scheduler is not None and self._scheduler is not None:
+            self._scheduler.scheduler.load_state_dict(scheduler)
+            keep = ("lr", "initial_lr")
+        restore_changed(self.optimizer, self._settings, state.get("settings"), keep=keep)
+        self._groups = len(self.optimizer.param_groups)
+        self._precision.load_state_dict(state["precision"])
+        self._skipped = state["skipped"]

@@ -1,0 +1,191 @@
+"""The process-wide state that training needs, set on entry and given back on exit."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from lockstep.engine.process.malloc import kept_memory
+from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
+from lockstep.hardware.world import STORE_FD, World
+from lockstep.plan import Plan
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def rank_device(devices: Sequence[str], world: World) -> torch.device:
+    """The device of this rank: ``devices`` has one entry per local rank, or one for all of them."""
+    name = devices[world.local_rank % len(devices)]
+    if name == "cpu":
+        return torch.device("cpu")
+    index = int(name.partition(":")[2])
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise DeviceError(
+            f"{name} is not available to rank {world.rank}",
+            why=f"torch sees {torch.cuda.device_count()} GPU(s) in this process",
+            fix="check CUDA_VISIBLE_DEVICES and `lockstep devices`",
+        )
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def runtime(
+    plan: Plan, device: torch.device, world: World, timeout_s: float, *, detect_anomaly: bool
+) -> Iterator[None]:
+    """Threads, seeds, determinism and the process group of an attempt; the caller's own come back afterwards."""
+    threads, python_state, numpy_state = torch.get_num_threads(), random.getstate(), np.random.get_state()
+    torch_state = torch.random.get_rng_state()
+    deterministic, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    kernels = (cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision)
+    cuda = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if device.type == "cuda" else None
+    workspace = os.environ.get(_CUBLAS)
+    torch.set_num_threads(plan.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if plan.reproducibility == "exact":
+        os.environ[_CUBLAS] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision = False, True, "ieee", "ieee"
+    started = join(plan.placement["backend"], device, world, timeout_s)
+    failed = False
+    try:
+        seed_everything(plan.seed)
+        memory = kept_memory() if device.type == "cpu" else nullcontext()
+        with memory, torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True):
+            yield
+    except BaseException as error:
+        failed = True
+        _refuse_nondeterministic(error)
+        raise
+    finally:
+        # NCCL waits for all ranks there, and after a failure they wait for this one; the process ends anyway.
+        if started and not (failed and plan.placement["backend"] == "nccl"):
+            dist.destroy_process_group()
+        torch.set_num_threads(threads)
+        if plan.reproducibility == "exact":  # torch imports its compiler for this
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision = kernels
+        if cuda is not None:
+            torch.cuda.set_device(cuda[0])
+            torch.cuda.set_rng_state_all(cuda[1])
+        if workspace is None:
+            os.environ.pop(_CUBLAS, None)
+        else:
+            os.environ[_CUBLAS] = workspace
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.random.set_rng_state(torch_state)
+
+
+def _refuse_nondeterministic(error: BaseException) -> None:
+    """Say by name which operator cannot be exact; torch's own message tells of switches that users never set."""
+    operator, found, _ = str(error).partition(" does not have a deterministic implementation")
+    if found:
+        raise UnsupportedError(
+            f"reproducibility: exact cannot use {operator.split()[-1]}",
+            why="torch has no deterministic kernel for it on this device",
+            fix="compute it otherwise or on the CPU, or train with reproducibility: fast",
+        ) from error
+
+
+def join(backend: str | None, device: torch.device, world: World, timeout_s: float) -> bool:
+    """Make the process group of several ranks, unless there is one; whether this call made it."""
+    if world.size == 1 or dist.is_initialized():
+        return False
+    timeout = timedelta(seconds=timeout_s)
+    serve_store()
+    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    # The agent's store lives on when it starts the ranks again, with the addresses of those that are gone.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend=backend,
+        store=PrefixStore(f"start-{start}", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    return True
+
+
+#: What :func:`serve_store` serves, for the life of this process.
+_served: list[Store] = []
+
+
+def serve_store() -> None:
+    """On rank 0 of one node: serve the store at ``MASTER_PORT``, where the launcher has listened for the ranks."""
+    server = os.environ.pop(STORE_FD, None)
+    if server is not None:
+        port = int(os.environ["MASTER_PORT"])
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": int(server)}
+        _served.append(dist.TCPStore("127.0.0.1", port, **options))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Whatever the body draws, the generators of Python, NumPy and torch are as before afterwards."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The body draws from generators that start at ``seed``; the caller's own come back afterwards."""
+    with generators_kept():
+        seed_everything(seed)
+        yield
+
+
+def seed_everything(seed: int) -> None:
+    """One seed on every rank: parameters start equal. Order, augmentation and dropout have keys of their own."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def pins(device: torch.device, plan: Plan) -> dict[str, Any]:
+    """What changes bits besides the run's own settings: recorded with every plan and checkpoint."""
+    model = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device_model": model,
+        "threads": plan.threads,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
+    }
+
+
+def check_pins(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Refuse to go on with an exact run where bits would differ.
+
+    Raises:
+        CheckpointError: naming everything that differs.
+    """
+    differing = [f"{key} {saved.get(key)!r} → {value!r}" for key, value in here.items() if saved.get(key) != value]
+    if differing:
+        raise CheckpointError(
+            "this run is exact, and here its bits would differ",
+            why="; ".join(differing),
+            fix="resume where these agree, or give up exactness with --set training.reproducibility=fast",
+        )

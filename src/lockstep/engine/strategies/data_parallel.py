@@ -1,0 +1,50 @@
+"""``strategy: dp``: torch's DataParallel, several GPUs in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
+from torch.utils._pytree import tree_leaves
+
+from lockstep.engine.strategies.base import Replica, SeededDraws, SingleStrategy
+from lockstep.engine.trained import bare
+
+
+def devices_for(samples: int, devices: int, least: int) -> int:
+    """How many of ``devices`` torch may scatter ``samples`` to, so that each gets at least ``least``, or one gets all.
+
+    It hands out ⌈samples/devices⌉ each, as ``torch.chunk`` does, and what is left to the last one.
+    """
+    for used in range(devices, 1, -1):
+        size = -(-samples // used)
+        if min(size, samples % size or size) >= least:
+            return used
+    return 1
+
+
+class ScatteredModel(DataParallel):  # type: ignore[type-arg]
+    """Leaves out devices that would get fewer samples than ``least_part``: two under BatchNorm."""
+
+    def __init__(self, module: nn.Module, devices: list[torch.device], least_part: int) -> None:
+        super().__init__(module, device_ids=devices)
+        self._least_part = least_part
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        first = next((leaf for leaf in tree_leaves((inputs, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()), None)
+        if first is not None:
+            device_ids = device_ids[: devices_for(len(first), len(device_ids), self._least_part)]
+        return super().scatter(inputs, kwargs, device_ids)
+
+
+class DataParallelStrategy(SingleStrategy):
+    """The model is replicated over the GPUs for each micro-batch, and its samples are scattered to them.
+
+    DataParallel wraps the model alone, so the task's loss must call the model itself, not other methods of it.
+    """
+
+    def __init__(self, replica: Replica, devices: list[torch.device], *, least_part: int) -> None:
+        super().__init__(replica._replace(forward=ScatteredModel(bare(replica.module), devices, least_part)))
+        self.draws = SeededDraws(replica.seed, devices, everything=False)

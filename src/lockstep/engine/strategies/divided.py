@@ -1,0 +1,69 @@
+"""What models that are divided have in common: among ranks, or among the devices of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.engine.diagnostics.step_trace import pick
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.strategies.base import Strategy
+from lockstep.engine.task import Loss, Task
+from lockstep.hardware.world import World
+from lockstep.plan import Plan
+
+
+class Divided:
+    """A model of which this process, or each of its devices, has a part; here as where one process has all of it.
+
+    ``module`` is the model that the task made. An update asks for what concerns the whole gradient.
+    ``remarks``: how it was divided, for people.
+    """
+
+    module: nn.Module
+    remarks: tuple[str, ...]
+
+    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> Strategy:
+        raise NotImplementedError
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Learn which optimizer trains the model."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that this process trains."""
+        return list(self.module.parameters())
+
+    def local(self, tensors: list[Tensor]) -> list[Tensor]:
+        """This process's parts of ``tensors``, sharing their memory."""
+        return tensors
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        """The norm of the whole gradient, from that of this process's part of it; shape (). Collective."""
+        return norm
+
+    def agree(self, flag: Tensor) -> None:
+        """Make a flag, shape (), the highest of all ranks'. Collective."""
+
+    def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+        """As :func:`lockstep.engine.diagnostics.step_trace.pick`, of whole parameters, on every rank. Collective."""
+        return pick(parameters, places)
+
+    def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's whole state dict, as that of ``optimizer``."""
+        return state
+
+
+class Through(Task):
+    """``task`` for evaluation, where its model is called in another way: by ``ask(task.validate, model, batch)``."""
+
+    def __init__(self, task: Task, ask: Callable[[Callable[..., Any], nn.Module, Any], Any]) -> None:
+        super().__init__(task.config)
+        self._task, self._ask = task, ask
+        self.collate, self.metrics, self.merge = task.collate, task.metrics, task.merge  # type: ignore[method-assign]
+
+    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
+        result: tuple[Loss, tuple[Any, ...]] = self._ask(self._task.validate, model, batch)
+        return result

@@ -1,0 +1,319 @@
+"""``strategy: fsdp``: parameters, gradients and optimizer state divided among the ranks, gathered block by block.
+
+torch's FSDP2 (``fully_shard``; Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277) does the
+dividing. What is here keeps the run's promises on top of it: the same micro-batches and denominators as DDP, the
+norm and the finiteness of the *whole* gradient, ranks without samples, and checkpoints that are those of one device.
+
+A parameter is a ``DTensor``: this rank's rows of it. A forward and a backward are collective, block by block, so all
+ranks make the same number of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.config import FsdpConfig
+from lockstep.data.loader import Window
+from lockstep.engine.diagnostics.ablation import Watched
+from lockstep.engine.diagnostics.step_trace import pick
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.distributed.dtensor_state import gathered, restored
+from lockstep.engine.distributed.staging import wait
+from lockstep.engine.distributed.sync_batchnorm import ghost
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, RanksStrategy, Reduced, Replica
+from lockstep.engine.strategies.divided import Divided, Through
+from lockstep.engine.task import Task
+from lockstep.errors import TaskError, UnsupportedError
+from lockstep.hardware.world import World
+from lockstep.plan import Plan
+
+_HALF = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+class _Root(nn.Module):
+    """The model as what a task's functions are called with, so that they may call any method of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], batch: Any) -> Any:
+        return function(self.model, batch)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """FSDP's own, except that a rank may contribute zeros, whatever its backward gave."""
+
+    def __init__(self) -> None:
+        self.nothing = False
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work:
+        if self.nothing:
+            input_tensor.zero_()
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+class ShardedModel(Divided):
+    """A model whose parameters have been divided among the ranks of a run, for good. Collective.
+
+    Args:
+        model: the same on every rank; on the host it is moved to ``device`` block by block.
+        nodes: machines of the run, with as many ranks each (for ``fsdp.sharding: hybrid``).
+
+    Raises:
+        UnsupportedError: parameters or layers that cannot be divided so.
+        TaskError: what ``task.blocks`` returns is not part of the model.
+    """
+
+    def __init__(
+        self, task: Task, model: nn.Module, config: FsdpConfig, precision: str, device: torch.device, world: World
+    ) -> None:
+        self.module = model
+        self._mesh = _mesh(config, device, world)
+        self._device = device
+        _refuse_indivisible(model)
+        blocks = blocks_of(task, model)
+        self.remarks: tuple[str, ...] = (f"fsdp: {len(blocks)} block(s) of the model are gathered one at a time",)
+        if config.activation_checkpointing:
+            checkpoint_activations(model, blocks)
+        root = _Root(model)
+        self.reduce_scatter = _ReduceScatter()
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy()
+        for module in (*blocks, root):
+            fully_shard(
+                module,
+                mesh=self._mesh,
+                reshard_after_forward=True,
+                mp_policy=_policy(module, blocks, precision),
+                offload_policy=offload,
+            )
+            cast(FSDPModule, module).set_custom_reduce_scatter(self.reduce_scatter)
+        self.root = root
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        """The ranks that hold the whole model together."""
+        return self._mesh.get_group("shard")
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        """The norm of the whole gradient, from that of this rank's part of it; shape (). Collective."""
+        squares = norm.detach().double().square().to(self._device)
+        dist.all_reduce(squares, group=self._group)
+        return squares.sqrt().to(norm)
+
+    def agree(self, flag: Tensor) -> None:
+        """Make a flag, shape (), the highest of all ranks'. Collective."""
+        sent = flag.to(self._device)
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
+        flag.copy_(sent)
+
+    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> FsdpStrategy:
+        replica = Replica(task, self.module, precision, self._device, plan.seed, world.rank)
+        return FsdpStrategy(replica, self, world_size=world.size)
+
+    def local(self, tensors: list[Tensor]) -> list[Tensor]:
+        """This rank's parts of ``tensors``, sharing their memory."""
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+    def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+        """As :func:`lockstep.engine.diagnostics.step_trace.pick`, of whole parameters. Collective."""
+        return pick((gathered(parameter, keep=True) for parameter in parameters), places)
+
+    def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's whole state dict, as that of ``optimizer``, whose parameters are divided."""
+        numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        divided = dict(state["state"])
+        for number, parameter in zip(numbers, parameters, strict=False):  # the optimizer itself tells of a mismatch
+            if number in divided:
+                divided[number] = {name: restored(value, parameter) for name, value in divided[number].items()}
+        return {**state, "state": divided}
+
+
+class FsdpStrategy(RanksStrategy):
+    """One process a rank. Every micro-batch is reduced, so that no rank ever holds a whole gradient.
+
+    A rank with fewer micro-batches than another replays samples of the same step: its buffers are as before
+    afterwards, and it contributes zeros to the reduction.
+    """
+
+    is_sharded = True
+
+    def __init__(self, replica: Replica, sharded: ShardedModel, *, world_size: int) -> None:
+        super().__init__(replica)
+        self._sharded = sharded
+        self._world_size = world_size
+        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
+        self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
+
+    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        self._sums.zero_()
+        self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
+        work: dist.Work | None = None
+        for place, request in enumerate(window.requests):
+            batch = next(batches)
+            last = place == len(window.requests) - 1
+            with self._sits_out() if request.ghost else nullcontext():
+                total, count = self._forward_pass(batch, step, self._rank + (place << 16))
+                if not request.ghost:
+                    self._sums[0] += total.detach()
+                    self._sums[1] += count
+                if last:
+                    work = dist.all_reduce(self._sums, async_op=True)
+                self._backward(total)
+        wait(work)
+        read = self._device.type == "cpu" or step % FLAG_INTERVAL == 0
+        agreed = Flags(*self._sums[2:].tolist()) if read else None
+        return Reduced(self._sums[0].clone(), self._sums[1].clone(), float(self._world_size), agreed)
+
+    def _adapt(self) -> None:
+        self._refuse_change("fsdp")
+
+    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
+        found: dict[str, Any] = gathered(state, keep=keep)
+        return found
+
+    def evaluating(self, task: Task) -> Task:
+        return Through(task, lambda function, _, batch: _through(self._sharded.root, function, batch))
+
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        loss: tuple[Tensor, Tensor | int] = _through(self._sharded.root, self._ask, batch)
+        return loss
+
+    def _backward(self, total: Tensor) -> None:
+        with self._watching():  # with fsdp.activation_checkpointing it makes parts of the forward pass again
+            super()._backward(total)
+
+    @contextmanager
+    def _sits_out(self) -> Iterator[None]:
+        """A forward and a backward inside leave no trace, here or in the reduction."""
+        self._sharded.reduce_scatter.nothing = True
+        try:
+            with ghost(self.module), self._buffers.untouched():
+                yield
+        finally:
+            self._sharded.reduce_scatter.nothing = False
+
+
+def _through(root: _Root, function: Callable[..., Any], batch: Any) -> Any:
+    try:
+        return root(function, batch)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise TaskError(
+            "the task uses parameters of a block without calling the block",
+            why="strategy fsdp gathers a block's parameters when the block is called, and frees them afterwards",
+            fix="name other blocks in the task's blocks(model), none of which is used in parts",
+        ) from error
+
+
+def _mesh(config: FsdpConfig, device: torch.device, world: World) -> DeviceMesh:
+    if config.sharding == "hybrid":
+        if world.local_size == 1:
+            raise UnsupportedError(
+                "fsdp.sharding hybrid has nothing to divide where each node has one rank",
+                why="it divides the model among the ranks of a node",
+                fix="use fsdp.sharding full, or --strategy ddp where the model fits one device",
+            )
+        if world.local_size * world.nodes != world.size:
+            raise UnsupportedError(
+                "fsdp.sharding hybrid needs as many ranks on each node as on the others",
+                why="each node holds the whole model",
+                fix="start as many ranks on each node, or use fsdp.sharding full",
+            )
+        shape = (world.nodes, world.local_size)
+        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+
+
+def _policy(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> MixedPrecisionPolicy:
+    """Parameters travel as autocast would cast them; sums are made in single precision.
+
+    Normalisation layers with statistics keep theirs in single precision, and so does their block.
+    """
+    others = {id(part) for block in blocks if block is not module for part in block.modules()}
+    keeps = any(isinstance(part, _NormBase) for part in module.modules() if id(part) not in others)
+    half = None if keeps else _HALF[precision]
+    return MixedPrecisionPolicy(
+        param_dtype=half, reduce_dtype=None if half is None else torch.float32, cast_forward_inputs=False
+    )
+
+
+def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters are gathered together; all others are the root's."""
+    named = task.blocks(model)
+    if named is not None:
+        modules = set(model.modules())
+        for block in named:
+            if block not in modules:
+                raise TaskError(
+                    f"blocks(model) returns a {type(block).__name__} that is not a part of the model",
+                    fix="return modules of the model that was passed",
+                )
+        return list(named)
+    repeated = [
+        child
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1 and len(module) > 1
+        for child in module
+    ]
+    inner = {id(part) for block in repeated for part in block.modules() if part is not block}
+    candidates = [block for block in repeated if id(block) not in inner] or list(model.children())
+    return [block for block in candidates if _owns_its_parameters(block, model)]
+
+
+def _owns_its_parameters(block: nn.Module, model: nn.Module) -> bool:
+    """Whether ``block`` has parameters, and shares none with the rest of ``model`` (tied weights)."""
+    everywhere = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    here = Counter(id(p) for module in block.modules() for p in module._parameters.values() if p is not None)
+    return bool(here) and all(everywhere[key] == count for key, count in here.items())
+
+
+def _refuse_indivisible(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UnsupportedError(
+                f"strategy fsdp cannot divide the scalar parameter {name}",
+                why="parameters are divided by their first dimension, and a scalar has none",
+                fix="give it the shape (1,), or use --strategy ddp",
+            )
+        if not parameter.is_contiguous():
+            raise UnsupportedError(
+                f"strategy fsdp cannot divide the parameter {name}, which is not contiguous",
+                why="parameters are divided by rows, which do not lie one behind the other in a channels_last weight, "
+                "nor in a transposed view",
+                fix="leave it contiguous in the task's model(), or use --strategy ddp",
+            )
+
+
+def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Keep only the inputs of each block, and compute what is inside again in the backward pass."""
+    for name, module in model.named_modules():
+        if isinstance(module, _NormBase) and module.track_running_stats:
+            raise UnsupportedError(
+                f"fsdp.activation_checkpointing does not go together with the {type(module).__name__} {name!r}",
+                why="computing it again in the backward pass would count each batch twice in its running statistics",
+                fix="set fsdp.activation_checkpointing to false, or use a normalisation without running statistics",
+            )
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

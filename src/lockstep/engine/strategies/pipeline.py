@@ -1,0 +1,289 @@
+"""``strategy: pipeline``: the model's stages in order over the ranks, micro-batches following one another through them.
+
+All ranks see the same micro-batches, so a step is that of one device which accumulates them; the state of the random
+number generators goes from stage to stage with the activations, so dropout draws what it draws there. Each rank
+trains the stages that it holds. What travels between ranks is of any shape and may differ from one micro-batch to the
+next (padded sequences, short last batches), which fixed receive buffers, as of ``torch.distributed.pipelining``, do
+not allow: so the two schedules are written out here.
+
+GPipe: Huang et al. 2019, https://arxiv.org/abs/1811.06965. 1F1B: Narayanan et al. 2019, "PipeDream" (SOSP), and
+section 2.2.1 of Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.data.loader import Window
+from lockstep.engine.diagnostics.ablation import Watched
+from lockstep.engine.diagnostics.step_trace import pick
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.distributed.staging import all_reduce
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.process.prefetch import to_device
+from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica, SingleStrategy
+from lockstep.engine.strategies.divided import Divided, Through
+from lockstep.engine.strategies.p2p import Line
+from lockstep.engine.strategies.stages import Inputs, as_inputs, ask, generators_of, inputs_of, set_states, states_of
+from lockstep.engine.task import Task
+from lockstep.errors import TaskError
+from lockstep.hardware.world import World
+from lockstep.plan import Plan
+from lockstep.telemetry.progress_board import pulse
+
+
+class Action(NamedTuple):
+    """One thing that a rank does: the forward or the backward of a micro-batch."""
+
+    forward: bool
+    micro_batch: int
+
+
+def schedule(kind: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """What rank ``rank`` of ``ranks`` does in a step, in order.
+
+    ``gpipe``: all forwards, then all backwards. ``1f1b``: as soon as the last rank has a micro-batch, each rank
+    turns from one forward to one backward, so that it holds the activations of at most ``ranks - rank`` of them.
+    """
+    ahead = micro_batches if kind == "gpipe" else min(micro_batches, ranks - rank - 1)
+    actions = [Action(True, index) for index in range(ahead)]
+    for index in range(micro_batches - ahead):
+        actions += [Action(True, ahead + index), Action(False, index)]
+    return actions + [Action(False, index) for index in range(micro_batches - ahead, micro_batches)]
+
+
+class PipelineModel(Divided):
+    """The stages that this rank holds of a model, on its device; the others stay as they are, on the host.
+
+    Args:
+        bounds: the first stage of each rank, and behind the last one the number of stages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: Sequence[nn.Module],
+        bounds: Sequence[int],
+        device: torch.device,
+        world: World,
+        schedule: str,
+        timeout_s: float,
+        remark: str,
+    ) -> None:
+        self.module = module
+        self.remarks: tuple[str, ...] = (remark,)
+        self._device, self._schedule, self._timeout_s = device, schedule, timeout_s
+        self._optimizer: Optimizer | None = None
+        self.mine = nn.ModuleList(stages[bounds[world.rank] : bounds[world.rank + 1]]).to(device)
+        names: dict[int, list[str]] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), []).append(name)
+        held = (*self.mine.parameters(), *self.mine.buffers())
+        self._names = [names[id(tensor)][0] for tensor in held if id(tensor) in names]
+        #: Further names of tied weights, with their first.
+        self._aliases = {other: first for first, *others in names.values() for other in others}
+        self.is_first, self.is_last = world.rank == 0, world.rank == world.size - 1
+
+    def run(self, inputs: Inputs) -> Any:
+        """What this rank's stages make of ``inputs``."""
+        output: Any = inputs
+        for stage in self.mine:
+            output = stage(*as_inputs(output))
+        return output
+
+    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> PipelineStrategy:
+        lines = Line(self._device, self._timeout_s), Line(self._device, self._timeout_s)
+        replica = Replica(task, self.module, precision, self._device, plan.seed)
+        return PipelineStrategy(replica, self, world=world, kind=self._schedule, lines=lines)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.mine.parameters())
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        # A rank without gradients has a norm on the host.
+        return all_reduce(norm.detach().double().square().to(self._device), None).sqrt().to(norm)
+
+    def agree(self, flag: Tensor) -> None:
+        flag.copy_(all_reduce(flag, None, dist.ReduceOp.MAX))
+
+    def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+        """As :func:`lockstep.engine.diagnostics.step_trace.pick`; of what other ranks hold, theirs. Collective."""
+        held = (*self.mine.parameters(), *self.mine.buffers())
+        own, nothing = {id(tensor) for tensor in held}, torch.zeros(())
+        mine = [p if id(p) in own else nothing.expand(p.numel()) for p in parameters]
+        return all_reduce(pick(mine, places).to(self._device), None).cpu()
+
+    def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's whole state dict without that of other ranks' parameters."""
+        mine = self._numbers(optimizer)
+        return {**state, "state": {number: values for number, values in state["state"].items() if number in mine}}
+
+    def _numbers(self, optimizer: Optimizer) -> set[int]:
+        """Which of the optimizer's parameters are this rank's, as its state dict numbers them."""
+        own = {id(parameter) for parameter in self.mine.parameters()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return {number for number, parameter in enumerate(parameters) if id(parameter) in own}
+
+    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
+        """A checkpoint's content from the parts that ranks hold, on ranks that ``keep`` it. Collective.
+
+        One rank's part at a time is on the way.
+        """
+        assert self._optimizer is not None, "an optimizer is adopted before anything is saved"
+        update = state["trainer"]["update"]
+        numbers = self._numbers(self._optimizer)
+        moments = {number: values for number, values in update["optimizer"]["state"].items() if number in numbers}
+        mine = {name: state["model"][name].cpu() for name in self._names}, _on_host(moments)
+        model, merged = dict(state["model"]), dict[int, Any]()
+        for source in range(collectives.size):
+            names, values = collectives.broadcast(mine, source)
+            pulse.goes_on()
+            if keep:
+                model |= names
+                merged |= values
+        model |= {name: model[first] for name, first in self._aliases.items()}
+        optimizer = {**update["optimizer"], "state": dict(sorted(merged.items()))}
+        trainer = {**state["trainer"], "update": {**update, "optimizer": optimizer}}
+        return {"model": model, "trainer": trainer}
+
+
+def _on_host(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _on_host(value) for key, value in state.items()}
+    return state.cpu() if isinstance(state, Tensor) else state
+
+
+class PipelineStrategy(SingleStrategy):
+    """One process a rank, each with some stages.
+
+    Every rank gets every micro-batch: the first takes its input, the last what its loss compares with.
+    """
+
+    is_sharded = True
+
+    def __init__(
+        self, replica: Replica, model: PipelineModel, *, world: World, kind: str, lines: tuple[Line, Line]
+    ) -> None:
+        super().__init__(replica)
+        self._pipeline, self._world, self._kind = model, world, kind
+        self._down, self._up = lines
+        self._generators = generators_of(replica.device)
+        self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
+        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
+
+    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        self._begin()
+        self._sums.zero_()
+        self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
+        running: dict[int, tuple[Inputs, Any]] = {}
+        for action in schedule(self._kind, self._world.rank, self._world.size, len(window.requests)):
+            place = action.micro_batch
+            if action.forward:
+                running[place] = self._forward(next(batches), step, place)
+            else:
+                self._backward_of(*running.pop(place))
+        self._down.flush()
+        self._up.flush()
+        sums = all_reduce(self._sums, None)
+        read = self._device.type == "cpu" or step % FLAG_INTERVAL == 0
+        return Reduced(sums[0].clone(), sums[1].clone(), 1.0, Flags(*sums[2:].tolist()) if read else None)
+
+    def _adapt(self) -> None:
+        self._refuse_change("pipeline")
+
+    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
+        return self._pipeline.whole(state, collectives, keep=keep)
+
+    def evaluating(self, task: Task) -> Task:
+        return Through(task, self._ask_stages)
+
+    def _ask_stages(self, function: Callable[..., Any], _: nn.Module, batch: Any) -> Any:
+        """Of an evaluation: the last rank alone has rows."""
+        result = self.through(function, batch)[1]
+        self._down.flush()
+        return result if self._pipeline.is_last else None
+
+    def through(self, function: Callable[..., Any], batch: Any) -> tuple[Inputs, Any]:
+        """This rank's part of ``function(model, batch)``: what it got, and what came of it."""
+        model, rank = self._pipeline, self._world.rank
+        model.mine.train(self.module.training)
+        if model.is_first:
+            inputs = inputs_of(function, batch)
+        else:
+            received = self._down.receive(rank - 1)
+            states, inputs = received[: len(self._generators)], received[len(self._generators) :]
+
+        def run() -> Any:
+            if not model.is_first:
+                set_states(self._generators, states)
+            return model.run(inputs)
+
+        if model.is_last:
+            return inputs, ask(function, Answer(run, self.module.training), batch)
+        with self._watching():
+            output = as_inputs(run())
+        self._down.send((*states_of(self._generators), *output), rank + 1)
+        return inputs, output
+
+    def _forward(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
+        if self._pipeline.is_first or self._pipeline.is_last:  # others do not look at it
+            batch = to_device(batch, self._device)
+        self._buffers.rewind()
+        self.draws(step, place << 16)
+        with self._precision.autocast():
+            inputs, output = self.through(self._ask, batch)
+        if self._pipeline.is_last:
+            total, count = output
+            count = count.reshape(()) if isinstance(count, Tensor) else count
+            self._sums[0] += total.detach()
+            self._sums[1] += count
+            output = total.float() if not self._precision.is_full else total
+        return inputs, output
+
+    def _backward_of(self, inputs: Inputs, output: Any) -> None:
+        if self._pipeline.is_last:
+            self._backward(output)
+        else:
+            wanted = tuple(tensor for tensor in output if tensor.requires_grad)
+            gradients = self._up.receive(self._world.rank + 1)
+            if wanted:
+                torch.autograd.backward(wanted, gradients)
+        if not self._pipeline.is_first:
+            wanted = tuple(tensor for tensor in inputs if tensor.requires_grad)
+            gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in wanted)
+            self._up.send(gradients, self._world.rank - 1)
+
+
+class Answer(nn.Module):
+    """What a task calls on the last rank: the output of the stages for the one input that the first rank has seen.
+
+    Evaluation may call it again with the same input, as ``loss`` and ``evaluate`` do one after the other.
+    """
+
+    def __init__(self, output: Callable[[], Any], training: bool) -> None:
+        super().__init__()
+        self.train(training)
+        self._compute = output
+        self._inputs: Inputs | None = None
+        self._output: Any = None
+
+    def forward(self, *inputs: Any) -> Any:
+        if self._inputs is None:
+            self._inputs, self._output = inputs, self._compute()
+        elif self.training or not all(map(torch.equal, inputs, self._inputs)):
+            raise TaskError(
+                "the task calls its model twice for one batch",
+                why="the stages before the last one have seen one call",
+                fix="call model(…) once in loss, and with the same input in loss and evaluate",
+            )
+        return self._output

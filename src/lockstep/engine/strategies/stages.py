@@ -1,0 +1,287 @@
+"""A model in stages: what a task's ``stages(model)`` must be, how long each takes, and all of them in one process.
+
+A staged model is called once by the task's loss, as ``model(…)``: the first stage gets what the task calls the model
+with, every other one what the stage before it returned, and the task what the last one returned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.process.prefetch import finish
+from lockstep.engine.strategies.base import Replica, SeededDraws, SingleStrategy
+from lockstep.engine.strategies.divided import Divided, Through
+from lockstep.engine.task import Task
+from lockstep.engine.trained import refuse_modules
+from lockstep.errors import ConfigError, TaskError
+from lockstep.hardware.world import World
+from lockstep.plan import Plan
+
+Inputs = tuple[Tensor, ...]
+_FIX = "write stages(model) in the task: modules that, called one after the other, compute what model(…) does"
+
+
+def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]:
+    """The stages that ``task`` names, checked.
+
+    Raises:
+        TaskError: the task has none, or they are not the whole model and nothing else, or two share parameters.
+        ConfigError: there are fewer than ``devices``.
+    """
+    refuse_modules(model, "pipeline")
+    named = task.stages(model)
+    if named is None:
+        raise TaskError(
+            f"the task {type(task).__name__} cannot be trained in stages",
+            why="it does not say where its model can be cut",
+            fix=_FIX,
+        )
+    stages = list(named)
+    owners: dict[int, int] = {}
+    whole = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for number, stage in enumerate(stages):
+        if not isinstance(stage, nn.Module):
+            raise TaskError(f"stage {number} is a {type(stage).__name__} and no module", fix=_FIX)
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            if id(tensor) not in whole:
+                raise TaskError(
+                    f"stage {number} holds {name}, which is not the model's",
+                    why="it would neither be trained nor saved",
+                    fix="make stages of what the model that was passed holds",
+                )
+            if owners.setdefault(id(tensor), number) != number:
+                raise TaskError(
+                    f"the stages {owners[id(tensor)]} and {number} share {name}",
+                    why="each stage is trained by a process of its own",
+                    fix="put what shares parameters into one stage",
+                )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in owners:
+            raise TaskError(
+                f"no stage holds {name}", why="together the stages must be the whole model", fix="add it to a stage"
+            )
+    if len(stages) < devices:
+        raise ConfigError(
+            f"{devices} devices, but the model has {len(stages)} stage(s)",
+            why="each device needs a stage",
+            fix=f"select at most {len(stages)} device(s), or cut the model into more stages",
+        )
+    return stages
+
+
+def as_inputs(output: Any) -> Inputs:
+    """What a stage returned, as what the next one is called with.
+
+    Raises:
+        TaskError: it is neither a tensor nor a tuple of tensors.
+    """
+    outputs = (output,) if isinstance(output, Tensor) else output
+    if not isinstance(outputs, tuple) or not all(isinstance(item, Tensor) for item in outputs):
+        raise TaskError(
+            "a stage returned something else than a tensor or a tuple of tensors",
+            why=f"it is a {type(output).__name__}",
+            fix="return tensors from each stage",
+        )
+    return outputs
+
+
+class _Called(Exception):
+    """Carries what a task called its model with."""
+
+
+class _Catch(nn.Module):
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        _refuse_names(named)
+        raise _Called(inputs)
+
+
+def _refuse_names(named: Mapping[str, Any]) -> None:
+    if named:
+        raise TaskError(
+            f"the task calls its model with {', '.join(named)} by name",
+            why="the first stage is called with the same tensors, in order",
+            fix="call model(…) with positional tensors only",
+        )
+
+
+def ask(function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
+    """``function(model, batch)``, where ``model`` stands for the task's own and has nothing of it but its call.
+
+    Raises:
+        TaskError: the function wants something else of it.
+    """
+    try:
+        return function(model, batch)
+    except AttributeError as error:
+        if error.obj is not model:
+            raise
+        raise TaskError(
+            "the task calls a method of its model", why=str(error), fix=f"call model(…) only; {_FIX}"
+        ) from None
+
+
+def inputs_of(function: Callable[..., Any], batch: Any) -> Inputs:
+    """What ``function(model, batch)`` calls the model with.
+
+    Raises:
+        TaskError: it does not call it, or with something else than tensors.
+    """
+    try:
+        ask(function, _Catch(), batch)
+    except _Called as call:
+        return as_inputs(call.args[0])
+    raise TaskError("the task's loss does not call its model", fix="call model(…) in loss and evaluate")
+
+
+def shares(seconds: Sequence[float], devices: int) -> list[int]:
+    """Where to cut a line of stages that take so long: the first stage of each device, and the number of stages.
+
+    The slowest device is as fast as it can be; each has at least one stage.
+    """
+    number, sums = len(seconds), [0.0, *accumulate(seconds)]
+
+    @cache
+    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """The slowest of ``left`` devices that hold the stages from ``first`` on, and where they are cut."""
+        if left == 1:
+            return sums[number] - sums[first], (first, number)
+        options = ((cut, *best(cut, left - 1)) for cut in range(first + 1, number - left + 2))
+        return min((max(sums[cut] - sums[first], rest), (first, *cuts)) for cut, rest, cuts in options)
+
+    return list(best(0, devices)[1])
+
+
+def cut(stages: Sequence[nn.Module], devices: int, seconds: Sequence[float] | None) -> tuple[list[int], str]:
+    """Where to cut (as :func:`shares`) and what to tell; without ``seconds`` each device gets one stage."""
+    bounds = shares(seconds or [1.0] * len(stages), devices)
+    told = []
+    for a, b in pairwise(bounds):
+        name = f"{a}" if b == a + 1 else f"{a}-{b - 1}"
+        told.append(name + (f" ({sum(seconds[a:b]) * 1000:.3g} ms)" if seconds else ""))
+    how = "balanced by a measured forward and backward" if seconds else "one each"
+    return bounds, f"pipeline: stages {', '.join(told)} on {devices} devices, {how}"
+
+
+def measure(
+    stages: Sequence[nn.Module], function: Callable[..., Any], batch: Any, device: torch.device, precision: Precision
+) -> list[float]:
+    """Seconds of a forward and a backward of each stage on ``device``, where one stage at a time is.
+
+    Weights, buffers and random numbers are as before afterwards, and there are no gradients.
+    """
+    inputs, seconds = inputs_of(function, batch), []
+    for stage in stages:
+        kept = {name: value.clone() for name, value in stage.state_dict().items()}
+        stage.to(device)
+        fastest = float("inf")
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for _ in range(3):
+                started = _clock(device)
+                leaves = [t.detach().to(device).requires_grad_(t.requires_grad) for t in inputs]
+                with precision.autocast():
+                    outputs = as_inputs(stage(*leaves))
+                wanted = [output for output in outputs if output.requires_grad]
+                if wanted:
+                    torch.autograd.backward(wanted, [torch.ones_like(output) for output in wanted])
+                fastest = min(fastest, _clock(device) - started)
+        seconds.append(fastest)
+        inputs = outputs
+        stage.zero_grad(set_to_none=True)
+        stage.to("cpu").load_state_dict(kept)
+    return seconds
+
+
+def _clock(device: torch.device) -> float:
+    finish(device)
+    return time.perf_counter()
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Those that a forward pass on ``device`` may draw from."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
+
+
+def states_of(generators: Sequence[torch.Generator]) -> Inputs:
+    """Where ``generators`` stand, as bytes on the host."""
+    return tuple(generator.get_state() for generator in generators)
+
+
+def set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state.cpu())
+
+
+class _Chain(nn.Module):
+    """Stages on their devices, as the one module that a task calls; the answer is on the first device.
+
+    Each device goes on with the random numbers of the one before.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self._places = places
+
+    def forward(self, *inputs: Tensor, **named: Any) -> Any:
+        _refuse_names(named)
+        output: Any = inputs
+        before = self._places[0]
+        for stage, device in zip(self.stages, self._places, strict=True):
+            if device != before:
+                set_states(generators_of(device), states_of(generators_of(before)))
+                before = device
+            output = stage(*(tensor.to(device) for tensor in as_inputs(output)))
+        home = tuple(tensor.to(self._places[0]) for tensor in as_inputs(output))
+        return home[0] if isinstance(output, Tensor) else home
+
+
+class PlacedModel(Divided):
+    """The stages of a model on several devices of one process (model parallel)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: Sequence[nn.Module],
+        bounds: Sequence[int],
+        devices: Sequence[torch.device],
+        remark: str,
+    ) -> None:
+        places = [device for device, (a, b) in zip(devices, pairwise(bounds), strict=True) for _ in range(a, b)]
+        for stage, device in zip(stages, places, strict=True):
+            stage.to(device)
+        self.module, self._devices = module, devices
+        self.remarks: tuple[str, ...] = (remark,)
+        self._chain = _Chain(stages, places)
+
+    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> SingleStrategy:
+        replica = Replica(task, self.module, precision, self._devices[0], plan.seed, forward=self._chain)
+        return PlacedStrategy(replica, self._devices)
+
+
+class PlacedStrategy(SingleStrategy):
+    """One process that holds several devices, each with some stages; they take turns."""
+
+    def __init__(self, replica: Replica, devices: Sequence[torch.device]) -> None:
+        super().__init__(replica)
+        self.draws = SeededDraws(replica.seed, devices, everything=False)
+
+    def evaluating(self, task: Task) -> Task:
+        return Through(task, self._ask_through)
+
+    def _ask_through(self, function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
+        self._model.train(model.training)
+        return ask(function, self._model, batch)
+
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        loss: tuple[Tensor, Tensor | int] = ask(self._ask, self._model, batch)
+        return loss

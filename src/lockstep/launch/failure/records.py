@@ -1,0 +1,238 @@
+"""What a start of all ranks leaves in the run's ``logs/``, for :mod:`lockstep.launch.failure.report` to read.
+
+A rank that fails writes its own error (``rank-<r>.error.json``); the launcher writes how each process ended
+(``launcher.json``), since one that is killed writes nothing; what a rank printed last is in its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import sysconfig
+import time
+import traceback
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lockstep.errors import LockstepError, RunFolderError
+from lockstep.launch.failure import spare
+from lockstep.launch.health.hang import HangReport
+from lockstep.launch.health.memory import MachineMemory, RankMemory, own_memory
+from lockstep.launch.local.rank_output import MARK, log_file
+from lockstep.telemetry.progress_board import Activity, pulse
+from lockstep.telemetry.rundir import RunDir, read_json
+
+LAUNCHER_FILE = "launcher.json"
+#: How many of a rank's last lines a report shows.
+LAST_LINES = 10
+
+_MAX_BYTES = 4 << 20
+_TAIL_BYTES = 64 << 10
+
+_File = TypeVar("_File", bound=BaseModel)
+
+
+class RankError(BaseModel):
+    """``rank-<r>.error.json``. ``time``: seconds since the epoch; ``error``: a Lockstep error's own words."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    rank: int
+    host: str = ""
+    pid: int | None = None
+    time: float = 0.0
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+    error: dict[str, str] | None = None
+    exit_code: int = 1
+    memory: RankMemory | None = None
+    evaluating: bool = False
+
+
+class RankEnd(BaseModel):
+    """How the launcher saw a rank end; see :class:`lockstep.launch.local.supervisor.RankExit`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    rank: int
+    pid: int | None = None
+    code: int
+    alive_at: float = 0.0
+    ended_by_launcher: bool = False
+
+
+class Restart(BaseModel):
+    """Why all ranks were started again: ``step`` was the last one that a rank had finished; ``of``: how many may be."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    step: int = 0
+    reason: str = ""
+    of: int = 0
+
+
+class LauncherLog(BaseModel):
+    """What of ``launcher.json`` matters here. ``doing``: the last activity of each rank."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    ranks: int | None = None
+    exits: list[RankEnd] = []
+    error: str = ""
+    restarts: list[Restart] = []
+    hang: HangReport | None = None
+    doing: dict[int, Activity] = {}
+    memory: dict[int, RankMemory] = {}
+    machine: MachineMemory = MachineMemory()
+
+
+def error_file(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.error.json"
+
+
+def record(logs: Path, rank: int, error: BaseException) -> None:
+    """Write ``rank-<r>.error.json``, elsewhere if need be. Raises :class:`~lockstep.errors.StorageError`."""
+    spare.write(error_file(logs, rank), told_of(rank, error).model_dump())
+
+
+def told_of(rank: int, error: BaseException) -> RankError:
+    """What this process can say of its own failure."""
+    return RankError(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        time=time.time(),
+        type=_type_name(error),
+        message=_message(error),
+        traceback=folded_traceback(error),
+        error=error.as_dict() if isinstance(error, LockstepError) else None,
+        exit_code=exit_code_of(error),
+        memory=own_memory(),
+        evaluating=pulse.activity.is_evaluation,
+    )
+
+
+def log_traceback(logs: Path, rank: int, error: BaseException) -> None:
+    """Append the whole traceback to the rank's log, if that can be written."""
+    with (
+        contextlib.suppress(OSError),
+        log_file(logs, rank).open("a", encoding="utf-8", errors="backslashreplace") as log,
+    ):
+        log.write(f"{MARK}rank {rank} failed\n{''.join(traceback.format_exception(error))}")
+
+
+def folded_traceback(error: BaseException) -> str:
+    """The traceback of ``error`` with frames of libraries folded; the last frame always stays."""
+    described: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
+    parts: list[str] = []
+    while described is not None:
+        frames = list(described.stack)
+        lines = ["Traceback (most recent call last):\n"] if frames else []
+        for library, group in itertools.groupby(frames[:-1], lambda frame: _library_of(frame.filename)):
+            own = list(group)
+            lines += traceback.format_list(own) if library is None else [f"  … {len(own)} frame(s) of {library}\n"]
+        parts.append("".join([*lines, *traceback.format_list(frames[-1:]), *described.format_exception_only()]))
+        if described.__cause__ is None and (described.__suppress_context__ or described.__context__ is None):
+            break
+        parts.append("\nThe above exception led to the next one:\n\n")
+        described = described.__cause__ or described.__context__
+    return "".join(reversed(parts))
+
+
+def involves_user_code(error: BaseException) -> bool:
+    """Whether a frame of the traceback is in code that is neither Lockstep's nor a library's."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return any(_library_of(frame.filename) is None and Path(frame.filename).name != "lockstep" for frame in stack)
+
+
+def _library_of(file: str) -> str | None:
+    """The package that a source file belongs to; ``None`` for code of the user's."""
+    own = Path(__file__).parents[1]
+    if Path(file).is_relative_to(own):
+        return own.name
+    for root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")):
+        if file.startswith(root + os.sep):
+            return Path(file).relative_to(root).parts[0].removesuffix(".py")
+    return "Python" if file.startswith("<frozen") else None
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a rank that ``error`` ended."""
+    if isinstance(error, LockstepError):
+        return error.exit_code
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return 1
+
+
+def _type_name(error: BaseException) -> str:
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return f"the process was ended by sys.exit({error.code})"
+    return str(error)
+
+
+def clear(logs: Path) -> None:
+    """Remove what an earlier start left. Raises :class:`OSError`."""
+    spare.clear(logs)
+    for path in [logs / LAUNCHER_FILE, *logs.glob("rank-*.error.json")]:
+        path.unlink(missing_ok=True)
+
+
+def restarts(run_dir: RunDir) -> list[Restart]:
+    """The restarts of the newest launch, in their order."""
+    return read_launcher(run_dir).restarts
+
+
+def read_launcher(run_dir: RunDir) -> LauncherLog:
+    """What the launcher has written of the newest start; empty where nothing can be read."""
+    found = (_read(path, LauncherLog) for path in spare.find(run_dir.logs, LAUNCHER_FILE))
+    return next(filter(None, found), LauncherLog())
+
+
+def read_errors(logs: Path) -> dict[int, RankError]:
+    """What ranks have written of their own failures, by rank."""
+    found = (_read(path, RankError) for path in spare.find(logs, "rank-*.error.json"))
+    return {error.rank: error for error in found if error is not None}
+
+
+def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
+    """The last lines that a rank wrote since it began; Lockstep's own, its traceback included, left out.
+
+    Of a crash in native code, the words before it and the innermost Python calls.
+    """
+    text = ""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    before, mark, after = text.rpartition(f"{MARK}rank ")
+    if mark and f"{MARK}process " not in after:
+        text = before
+    _, mark, own = text.rpartition(f"{MARK}process ")
+    lines = own.split("\n")[1:] if mark else text.split("\n")
+    drawn = (line.rstrip().rsplit("\r", 1)[-1] for line in lines)  # a progress bar redraws its line
+    found = [line for line in drawn if line]
+    crash = next((place for place, line in enumerate(found) if line.startswith("Fatal Python error")), None)
+    if crash is None:
+        return tuple(found[-count:])
+    threads = [place for place, line in enumerate(found) if place > crash and line.startswith(("Thread", "Current"))]
+    current = [place for place in threads if found[place].startswith("Current")] or threads[-1:]
+    words = found[max(0, crash + 1 - count // 2) : crash + 1]
+    return (*words, *(found[current[0] :][: count - len(words)] if current else ()))
+
+
+def _read(path: Path, model: type[_File]) -> _File | None:
+    """The file's content, or ``None``: a file that cannot be read tells nothing about a failure."""
+    try:
+        return model.model_validate(read_json(path, max_bytes=_MAX_BYTES))
+    except (RunFolderError, ValidationError):
+        return None

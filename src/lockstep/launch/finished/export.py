@@ -1,0 +1,159 @@
+"""Weights and a program of a run, for use without Lockstep."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.checkpoint.store import Snapshot
+from lockstep.engine.lightning.module_task import ModuleTask
+from lockstep.engine.trained import bare, build_model
+from lockstep.errors import RunFolderError, UnsupportedError
+from lockstep.launch.finished.reopen import as_restored, find_checkpoint, model_inputs, reopen, restore
+from lockstep.launch.lightning_cli import refuse_lightning_cli
+from lockstep.launch.run_claim import refuse_unknown_code
+from lockstep.telemetry.files import write_json
+from lockstep.telemetry.rundir import RunDir
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EXAMPLE = '''"""Loads what `lockstep export` wrote; needs torch{extra}, not Lockstep."""
+from pathlib import Path
+
+import torch
+{imports}
+here = Path(__file__).parent
+{body}'''
+
+PROGRAM_BODY = """program = torch.export.load(here / "model.pt2").module()
+inputs = torch.load(here / "example_inputs.pt", weights_only=True)
+with torch.no_grad():
+    output = program(*inputs["args"], **inputs["kwargs"])
+print("output:", tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__)
+"""
+
+WEIGHTS_BODY = """weights = load_file(here / "weights.safetensors")
+print(len(weights), "tensors,", sum(w.numel() for w in weights.values()), "values")
+# model = YourModel(…); model.load_state_dict(weights)
+"""
+
+
+def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: bool | None = None) -> dict[str, Any]:
+    """Write ``weights.safetensors``, ``model.pt2`` (torch.export), metadata and ``load_example.py`` to ``out``.
+
+    The program's first dimension is dynamic: any batch size. The run of a ``LightningModule`` has a
+    ``module.ckpt``, too, for its ``load_from_checkpoint``.
+
+    Args:
+        program: whether to write one; ``None``: unless it is a ``LightningModule`` without ``example_input_array``.
+
+    Raises:
+        RunFolderError: ``out`` holds something already. UnsupportedError: torch cannot export the model.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunFolderError(
+            f"{out} is not empty", why="an export never overwrites", fix="give another folder with --out"
+        )
+    refuse_lightning_cli(run, "export")
+    refuse_unknown_code(run)
+    snapshot = find_checkpoint(run, checkpoint)
+    building = out.with_name(out.name + ".partial")
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        building.mkdir(parents=True)
+        from safetensors.torch import save_file
+
+        save_file(
+            {key: value.contiguous().clone() for key, value in snapshot.model.items()}, building / "weights.safetensors"
+        )
+        program = program is not False and _write_program(run, snapshot, building, wanted=bool(program))
+        if "lightning" in snapshot.trainer:
+            _write_module(snapshot, building)
+        record = run.read()
+        metadata = {
+            "run": record.id,
+            "task": record.task,
+            "step": snapshot.step,
+            "versions": record.versions,
+            "metrics": snapshot.manifest.get("best", {}),
+            "task_settings": run.config().task.model_dump(mode="json"),
+            "task_state": _listed(snapshot.trainer.get("task", {})),
+        }
+        write_json(building / "metadata.json", metadata)
+        # Else nobody but its owner could read it.
+        (building / "weights.safetensors").chmod((building / "metadata.json").stat().st_mode)
+        _write_example(building, program)
+        if out.exists():
+            out.rmdir()
+        building.rename(out)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {out}", why=str(error), fix="choose another --out") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return {"out": str(out), "step": snapshot.step, "files": sorted(file.name for file in out.iterdir())}
+
+
+def _listed(state: Any) -> Any:
+    """Tensors as lists: what the task learned about its data (mean, deviation, classes), for people without torch."""
+    if isinstance(state, dict):
+        return {key: _listed(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+def _write_program(run: RunDir, snapshot: Snapshot, folder: Path, *, wanted: bool) -> bool:
+    """Whether there is one. ``wanted``: it is an error when there can be none."""
+    import torch
+
+    task, datasets = reopen(run.config())
+    whole = build_model(task)
+    model = bare(whole)
+    if not wanted and isinstance(task, ModuleTask) and getattr(model, "example_input_array", None) is None:
+        return False
+    restore(task, whole, snapshot, run.path)
+    args, kwargs = model_inputs(task, model.eval(), as_restored(task, run.config(), datasets))
+    try:
+        shapes = _dynamic_shapes(model, args, kwargs)
+        exported = torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)
+    except Exception as error:  # torch.export has many error types of its own
+        raise UnsupportedError(
+            "torch cannot export this model as a program",
+            why=f"{type(error).__name__}: {str(error)[:300]}",
+            fix="export the weights alone (--no-program)",
+        ) from error
+    torch.export.save(exported, folder / "model.pt2")
+    torch.save({"args": args, "kwargs": kwargs}, folder / "example_inputs.pt")
+    return True
+
+
+def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What torch.export is to take as any size: each tensor's first dimension, by the names of forward's arguments."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    def first(value: Any) -> Any:
+        return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
+
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    return {name: tree_map(first, value) for name, value in bound.arguments.items()}
+
+
+def _write_module(snapshot: Snapshot, folder: Path) -> None:
+    """``module.ckpt`` for ``LightningModule.load_from_checkpoint``: the weights, and what the module was made with."""
+    import torch
+
+    from lockstep.engine.lightning.checkpoint_io import checkpoint_file
+
+    torch.save(checkpoint_file(snapshot), folder / "module.ckpt")
+
+
+def _write_example(folder: Path, program: bool) -> None:
+    if program:
+        text = EXAMPLE.format(extra="", imports="", body=PROGRAM_BODY)
+    else:
+        text = EXAMPLE.format(
+            extra=" and safetensors", imports="from safetensors.torch import load_file\n", body=WEIGHTS_BODY
+        )
+    (folder / "load_example.py").write_text(text, encoding="utf-8")

@@ -1,0 +1,311 @@
+"""Ranks that make no progress: who is behind, and where in its code.
+
+Ranks wait for each other in collective calls, so one that stops stops all of them. A hang is therefore that *no*
+rank has moved for some time, and the question is which of them the others wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from lockstep.launch.failure.causes import Cause
+from lockstep.launch.health import stacks
+from lockstep.telemetry.progress_board import Activity, Sign
+
+#: How often the ranks are looked at.
+INTERVAL_S = 0.5
+#: A longer pause between two looks was this process's own: it had been stopped, and maybe the ranks too.
+OWN_PAUSE_S = 5.0
+_STATES = {
+    psutil.STATUS_STOPPED: "stopped",
+    psutil.STATUS_TRACING_STOP: "stopped",
+    psutil.STATUS_DISK_SLEEP: "blocked",
+}
+
+
+_FIX_LOADER = "try --num-workers 0 to see where the data set stops"
+_FIX_WORKERS = "mend what its worker does there, or try --num-workers 0"
+
+
+class Standstill(BaseModel):
+    """Where one rank was when no rank moved any more. ``stack``: ``file:line in function``, innermost first.
+
+    ``state``: ``running``, ``stopped`` (by a signal or a debugger), ``blocked`` (in the kernel) or ``unresponsive``.
+    ``in_framework``: its innermost call is torch's or Lockstep's, as that of a rank which waits for others.
+    ``node``: its host, where there are several. ``workers``: where its loader's workers are, if it waits for them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    rank: int
+    step: int = 0
+    doing: str = ""
+    ahead: bool = False
+    waits_for_data: bool = False
+    waits_for_save: bool = False
+    silent_s: float = 0.0
+    state: str = "running"
+    place: str = ""
+    in_framework: bool = False
+    stack: tuple[str, ...] = ()
+    node: str = ""
+    workers: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        sign: Sign,
+        *,
+        silent_s: float,
+        state: str = "running",
+        stack: stacks.Stack = (),
+        workers: tuple[str, ...] = (),
+    ) -> Standstill:
+        """``stack``: of its main thread, innermost call first."""
+        return cls(
+            rank=rank,
+            step=sign.step,
+            doing=sign.activity.phrase(sign.step),
+            ahead=sign.activity in (Activity.STEP, Activity.WAITING_FOR_DATA),
+            waits_for_data=waits_for_data(sign, stack),
+            waits_for_save=sign.activity is Activity.AWAITING_SAVE,
+            silent_s=silent_s,
+            state=state,
+            place=stacks.place(stack),
+            in_framework=bool(stack) and stack[0].is_framework,
+            stack=tuple(map(str, stacks.own_part(stack))),
+            workers=workers,
+        )
+
+    @property
+    def where(self) -> str:
+        """The line that it stands at: that of its loader's first worker, if it waits for one."""
+        return self.workers[0] if self.workers else self.place
+
+    @property
+    def name(self) -> str:
+        return f"{self.rank} on {self.node}" if self.node else f"{self.rank}"
+
+
+class HangReport(BaseModel):
+    """A hang of all ranks of a run. ``behind`` are those that the others wait for; none when it cannot be told."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    timeout_s: float
+    ranks: tuple[Standstill, ...]
+
+    @property
+    def behind(self) -> tuple[Standstill, ...]:
+        for apart in (
+            [rank for rank in self.ranks if rank.state == "stopped"],
+            [rank for rank in self.ranks if rank.stack and (rank.waits_for_data or not rank.in_framework)],
+            [rank for rank in self.ranks if not rank.stack],
+            [rank for rank in self.ranks if not rank.waits_for_save],
+            [rank for rank in self.ranks if (rank.step, rank.ahead) == min((r.step, r.ahead) for r in self.ranks)],
+        ):
+            if apart and (len(apart) < len(self.ranks) or apart[0].state == "stopped" or len(self.ranks) == 1):
+                return tuple(apart)
+        return ()
+
+    @property
+    def headline(self) -> str:
+        """Who is behind, at what and where, on one line."""
+        behind = self.behind
+        silent = f"{min(rank.silent_s for rank in self.ranks):.0f} s"
+        if not behind:
+            return f"the ranks have made no progress for {silent}: each waits for the others"
+        first = behind[0]
+        names = f"rank {first.name}" if len(behind) == 1 else f"ranks {', '.join(rank.name for rank in behind)}"
+        verb = "has" if len(behind) == 1 else "have"
+        if first.state == "stopped":
+            return f"{names} {verb} given no sign of life for {silent}, in {first.doing}"
+        return f"{names} {verb} made no progress for {silent}, in {first.doing}{first.where and f': {first.where}'}"
+
+    @property
+    def cause(self) -> Cause:
+        """Why, as far as the ranks' places tell it, and what mends it."""
+        slow = f"if it is only slow, raise launch.hang_timeout_s (now {self.timeout_s:g})"
+        behind = self.behind
+        if behind and behind[0].state == "stopped":
+            return Cause(
+                "hang",
+                "its process is stopped (by SIGSTOP, a debugger or a batch system), and the others wait for it",
+                "find out who stopped it, then `lockstep resume` the run; "
+                "to debug a rank, set launch.hang_timeout_s to a large number",
+            )
+        if behind and behind[0].waits_for_data:
+            return Cause(
+                "hang",
+                "its loader brings no batch; the other ranks wait for it",
+                f"{_FIX_WORKERS if behind[0].workers else _FIX_LOADER}; {slow}",
+            )
+        if behind and not behind[0].stack:
+            return Cause(
+                "hang",
+                "its process does not answer: native code keeps the interpreter, or the kernel blocks it",
+                f"`py-spy dump --native --pid` shows where it is; {slow}",
+            )
+        if behind and not behind[0].in_framework:
+            return Cause("hang", "it is blocked there; the other ranks are waiting for it", f"fix that line; {slow}")
+        return Cause(
+            "hang",
+            "the ranks are in different collective calls, or one of them makes a call that the others do not make",
+            "make every collective call on every rank, under no condition that differs between ranks "
+            f"(`if rank == 0`); {slow}",
+        )
+
+    def table(self) -> str:
+        """A line for each rank, and the stacks: those of the ranks that are behind first."""
+        lines = []
+        for rank in self.ranks:
+            state = "" if rank.state == "running" else f" ({rank.state})"
+            where = rank.place or ("no stack: the process does not answer" if not rank.stack else rank.stack[0])
+            lines.append(f"  rank {rank.name}{state}: silent for {rank.silent_s:.0f} s in {rank.doing}; {where}")
+            lines += [f"    {worker}" for worker in rank.workers]
+        behind = self.behind
+        for rank in (*behind, *(other for other in self.ranks if other not in behind)):
+            if rank.stack:
+                lines.append(
+                    f"stack of rank {rank.name}, innermost call first (all threads: logs/rank-{rank.rank}.log):"
+                )
+                lines += [f"  {frame}" for frame in rank.stack]
+        return "\n".join(lines)
+
+
+def waits_for_data(sign: Sign, stack: stacks.Stack) -> bool:
+    """Whether a rank waits for its loader, in training or in an evaluation."""
+    return sign.activity is Activity.WAITING_FOR_DATA or any(frame.is_loader for frame in stack)
+
+
+class HangWatch:
+    """Looks at the ranks of one start until all of them have been silent for too long.
+
+    Args:
+        pids: of the processes, by rank, in the order of local ranks.
+        signs: the newest sign of each local rank.
+        logs: where the ranks' logs are.
+        timeout_s: how long no rank may move; one at something untimed (:attr:`Activity.is_untimed`) moves.
+        clock: seconds from any fixed point; must not run while the machine sleeps.
+    """
+
+    def __init__(
+        self,
+        pids: Mapping[int, int],
+        signs: Callable[[], Sequence[Sign]],
+        *,
+        logs: Path,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pids = dict(pids)
+        self._signs = signs
+        self._logs = logs
+        self._timeout_s = timeout_s
+        self._clock = clock
+        now = clock()
+        self._looked_at = now
+        self._seen: dict[int, tuple[object, float]] = dict.fromkeys(self._pids, (None, now))
+        self._stands = False
+
+    def look(self, alive: Collection[int]) -> HangReport | None:
+        """A report, with stacks, when no rank of ``alive`` has moved for ``timeout_s``."""
+        return HangReport(timeout_s=self._timeout_s, ranks=self.stands_at(alive)) if self.stands(alive) else None
+
+    def stands(self, alive: Collection[int]) -> bool:
+        """Whether no rank of ``alive`` has moved for ``timeout_s``, as of the newest look; looks if it is time to."""
+        now = self._clock()
+        pause = now - self._looked_at
+        if pause >= INTERVAL_S:
+            self._looked_at = now
+            self._stands = self._observe(alive, now, pause)
+        return self._stands
+
+    def _observe(self, alive: Collection[int], now: float, pause: float) -> bool:
+        if pause > OWN_PAUSE_S:
+            self._seen = {rank: (progress, at + pause) for rank, (progress, at) in self._seen.items()}
+        signs = self._read(alive)
+        for rank, sign in signs.items():
+            progress = self._progress(rank, sign)
+            if progress != self._seen[rank][0]:
+                self._seen[rank] = (progress, now)
+        if any(now - self._seen[rank][1] < self._timeout_s for rank in signs):
+            return False
+        return not any(sign.activity.is_untimed and not self._is_stopped(rank) for rank, sign in signs.items())
+
+    def stands_at(self, alive: Collection[int]) -> tuple[Standstill, ...]:
+        """Where each rank of ``alive`` is; asks them for their stacks, and waits a little for the answers."""
+        signs, now = self._read(alive), self._clock()
+        states = {rank: process_state(self._pids[rank]) for rank in signs}
+        answering = {rank: self._pids[rank] for rank in signs if states[rank] != "stopped"}
+        found = stacks.ask(answering, self._logs, f"has made no progress for {self._timeout_s:g} s; its threads are at")
+        workers = {
+            rank: stacks.ask_workers(self._pids[rank], rank, self._logs)
+            for rank, stack in found.items()
+            if waits_for_data(signs[rank], stack)
+        }
+        # What they have written to answer is no progress.
+        self._seen |= {rank: (self._progress(rank, sign), self._seen[rank][1]) for rank, sign in signs.items()}
+        return tuple(
+            Standstill.of(
+                rank,
+                sign,
+                silent_s=now - self._seen[rank][1],
+                state=states[rank],
+                stack=found.get(rank, ()),
+                workers=workers.get(rank, ()),
+            )
+            for rank, sign in signs.items()
+        )
+
+    def _read(self, alive: Collection[int]) -> dict[int, Sign]:
+        return {rank: sign for rank, sign in zip(self._pids, self._signs(), strict=True) if rank in alive}
+
+    def _progress(self, rank: int, sign: Sign) -> object:
+        saving = sign.activity is Activity.SAVING
+        return sign.beats, saving_progress(self._pids[rank], sign.writer) if saving else None
+
+    def _is_stopped(self, rank: int) -> bool:
+        return process_state(self._pids[rank]) == "stopped"
+
+
+def process_state(pid: int) -> str:
+    """``running``, ``stopped`` or ``blocked``, whatever the process itself can say."""
+    try:
+        return _STATES.get(psutil.Process(pid).status(), "running")
+    except psutil.Error:
+        return "running"
+
+
+def saving_progress(pid: int, writer: int) -> tuple[int, float]:
+    """What differs from look to look while a save goes on, where nobody counts its steps. Linux.
+
+    Bytes that the process's main thread and its thread ``writer`` (0: none) have read and written, caches included;
+    and the time, while one of the two waits for the disk: all bytes may be in the cache by then. Other threads
+    (heartbeat, monitor, watchdog) read and write whatever becomes of the save.
+    """
+    threads = [Path(f"/proc/{pid}/task/{thread}") for thread in {pid, writer or pid}]
+    waits = any(_waits_for_disk(thread) for thread in threads)
+    return sum(_bytes_moved(thread) for thread in threads), time.monotonic() if waits else 0.0
+
+
+def _bytes_moved(thread: Path) -> int:
+    """What a thread has read and written; see proc_pid_io(5)."""
+    with contextlib.suppress(OSError, KeyError):  # it has ended, or this kernel does not count
+        counters = dict(line.split(": ") for line in (thread / "io").read_text().splitlines())
+        return int(counters["rchar"]) + int(counters["wchar"])
+    return 0
+
+
+def _waits_for_disk(thread: Path) -> bool:
+    """Whether a thread is in an uninterruptible call (``D``); see proc_pid_stat(5)."""
+    with contextlib.suppress(OSError):  # it has ended
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "D"
+    return False

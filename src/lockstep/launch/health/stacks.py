@@ -1,0 +1,178 @@
+"""Where in Python a rank is, while it cannot say so itself.
+
+A rank lets ``faulthandler`` write the stacks of all its threads into its log when a signal comes, which works in
+native code too, and while another thread has the interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import psutil
+
+from lockstep.launch.local.rank_output import MARK, log_file
+
+#: Asks a rank for its stacks. SIGUSR1 is what batch systems announce a preemption with.
+SIGNAL = signal.SIGUSR2
+#: How long ranks may take to write them, and on a busy machine to get the signal before.
+WAIT_S = 2.0
+_DELIVERY_S = 10.0
+
+_FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_LOADERS = tuple(str(Path(_PACKAGE, "data", name)) for name in ("loader.py", "workers.py"))
+_START = f"{_PACKAGE}{os.sep}launch{os.sep}"
+#: Names that torch's own decorators have in a stack.
+_DECORATORS = frozenset({"wrapper", "decorate_context", "_fn"})
+_MAX_BYTES = 1 << 20
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+    @property
+    def is_framework(self) -> bool:
+        """Whether it belongs to Lockstep, torch or Lightning: where ranks wait for each other."""
+        return self.file.startswith(_PACKAGE) or any(f"/{name}/" in self.file for name in ("torch", "lightning"))
+
+    @property
+    def is_loader(self) -> bool:
+        """Whether it is where a rank takes its next batch."""
+        return self.file in _LOADERS
+
+    @property
+    def is_library(self) -> bool:
+        """Whether it is no code of the user's."""
+        return (
+            self.is_framework
+            or "site-packages" in self.file
+            or self.file.startswith("<")
+            or self.file.startswith(_STANDARD)
+        )
+
+
+Stack = tuple[Frame, ...]
+
+
+@contextmanager
+def told_on_request(log: TextIO) -> Iterator[None]:
+    """In a rank: write the stacks of all threads to ``log`` when :data:`SIGNAL` comes."""
+    faulthandler.register(SIGNAL, file=log, all_threads=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(SIGNAL)
+
+
+def ask(pids: Mapping[int, int], logs: Path, title: str) -> dict[int, Stack]:
+    """The stack of each rank's main thread, innermost call first; ranks that do not answer in time are left out.
+
+    Args:
+        pids: by rank.
+        title: what the line above the stacks says in the ranks' logs.
+    """
+    starts: dict[int, int] = {}
+    for rank, pid in pids.items():
+        with contextlib.suppress(OSError):
+            with log_file(logs, rank).open("a", encoding="utf-8") as log:
+                log.write(f"{MARK}rank {rank} {title}\n")
+            starts[rank] = log_file(logs, rank).stat().st_size
+            os.kill(pid, SIGNAL)
+    asked = delivered = time.monotonic()
+    found: dict[int, Stack] = {}
+    while len(found) < len(starts) and time.monotonic() < delivered + WAIT_S:
+        time.sleep(0.1)  # also for what comes after the first lines
+        pending = any(_has_signal(pids[rank], "ShdPnd:") for rank in starts.keys() - found)
+        if pending and delivered < asked + _DELIVERY_S:
+            delivered = time.monotonic()
+        found = {rank: stack for rank, start in starts.items() if (stack := parse(_read(log_file(logs, rank), start)))}
+    return found
+
+
+def ask_workers(pid: int, rank: int, logs: Path) -> tuple[str, ...]:
+    """Where each loader worker of ``rank``, the process ``pid``, is: ``its loader's worker 4711 is at …``.
+
+    Workers are forked, so they have the rank's answer to :data:`SIGNAL`, and write to the rank's log; one after the
+    other, as long as they answer.
+    """
+    found: list[str] = []
+    begun = time.monotonic()
+    for worker in _workers(pid):
+        if time.monotonic() > begun + WAIT_S:  # who asks watches the ranks, too
+            break
+        with contextlib.suppress(psutil.Error):
+            title = f"waits for its loader's worker {worker.pid}; that one's threads are at"
+            stack = ask({rank: worker.pid}, logs, title).get(rank, ())
+            where = f"is at {place(stack)}" if stack else f"does not answer; its state: {worker.status()}"
+            found.append(f"its loader's worker {worker.pid} {where}")
+    return tuple(found)
+
+
+def _workers(pid: int) -> list[psutil.Process]:
+    """The forks of ``pid``, which are loader workers; to any other child the signal might be the end."""
+    with contextlib.suppress(psutil.Error):
+        rank = psutil.Process(pid)
+        command = rank.cmdline()
+        return [child for child in rank.children() if _has_signal(child.pid, "SigCgt:") and child.cmdline() == command]
+    return []
+
+
+def _has_signal(pid: int, field: str) -> bool:
+    """Whether :data:`SIGNAL` is caught (``SigCgt:``) or pending (``ShdPnd:``); see proc_pid_status(5)."""
+    with contextlib.suppress(OSError, ValueError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return bool(int(status.partition(field)[2].split()[0], 16) >> (SIGNAL - 1) & 1)
+    return False
+
+
+def parse(text: str) -> Stack:
+    """The frames of the thread that the signal came to, from what ``faulthandler`` wrote; () as long as it is torn."""
+    _, found, own = text.rpartition("Current thread ")
+    if not found or not own.endswith("\n"):
+        return ()
+    frames = []
+    for line in own.splitlines()[1:]:
+        frame = _FRAME.match(line)
+        if frame is None:
+            break
+        frames.append(Frame(frame["file"], int(frame["line"]), frame["function"]))
+    return tuple(frames)
+
+
+def place(stack: Stack) -> str:
+    """The user's line that a stack is in (else Lockstep's), and the call made there: ``task.py:12 in loss, in sum``."""
+    for is_it in (lambda frame: not frame.is_library, lambda frame: frame.file.startswith(_PACKAGE)):
+        for index, frame in enumerate(stack):
+            if is_it(frame):
+                calls = [inner.function for inner in stack[:index] if inner.function not in _DECORATORS]
+                return f"{frame}{f', in {calls[-1]}' if calls else ''}"
+    return str(stack[0]) if stack else ""
+
+
+def own_part(stack: Stack) -> Stack:
+    """``stack`` without the calls below a rank's main function, which are the same in all of them."""
+    ends = (index for index, frame in enumerate(stack) if frame.file.startswith(_START))
+    return stack[: next(ends, len(stack))]
+
+
+def _read(log: Path, start: int) -> str:
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(start)
+        return file.read(_MAX_BYTES).decode("utf-8", "replace")
+    return ""

@@ -1,0 +1,227 @@
+"""Watches the ranks of one node: who ended how and when, and what to do about it.
+
+::
+
+    running ──stop requested──▶ stopping ──grace over──▶ killed
+       ├──────a rank failed───▶ failing ───grace over──▶ killed
+       └──────no progress────────────────────────────────▶ killed
+
+In *stopping* the ranks have been told once and end by themselves, after a checkpoint. In *failing*
+they are stuck in a collective that will never complete, so they get little time. Ranks that hang get none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lockstep.errors import RankFailed
+from lockstep.launch.health.hang import HangReport
+from lockstep.launch.local.signals import exit_code
+
+Phase = Literal["running", "stopping", "failing"]
+
+#: How long ranks may take to end by themselves once another one has failed.
+FAILURE_GRACE_S = 5.0
+#: How long a killed process may stay: in an uninterruptible call of a driver it cannot be helped.
+ABANDON_S = 30.0
+
+_STOPPED = frozenset(exit_code(number) for number in (signal.SIGINT, signal.SIGTERM))
+_ORDERLY = frozenset({0, *_STOPPED, -signal.SIGINT, -signal.SIGTERM})
+_WRONG_USAGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RankExit:
+    """How a rank ended. ``code`` is negative for a signal; times are seconds since the epoch.
+
+    It ended between ``alive_at`` and ``seen_at``. ``ended_by_launcher``: it had been told to end
+    because of a failure elsewhere, or was killed after a stop.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    alive_at: float
+    seen_at: float
+    ended_by_launcher: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Supervisor:
+    """One start of all ranks of this node, from their start to their last end.
+
+    Args:
+        processes: by rank; each leads a process group of its own.
+        stop_requested: the signal that asked for a stop, if any.
+        stop_grace_s: how long ranks may take to end after a stop was requested, seconds.
+        look: looks at the ranks that are alive; a report when they hang.
+    """
+
+    def __init__(
+        self,
+        processes: Mapping[int, subprocess.Popen[bytes]],
+        *,
+        stop_requested: Callable[[], int | None],
+        stop_grace_s: float,
+        failure_grace_s: float = FAILURE_GRACE_S,
+        look: Callable[[Collection[int]], HangReport | None] = lambda alive: None,
+    ) -> None:
+        self._processes = dict(processes)
+        self._stop_requested = stop_requested
+        self._stop_grace_s = stop_grace_s
+        self._failure_grace_s = failure_grace_s
+        self._look = look
+        self._seen_at = time.time()
+        self._deadline: float | None = None
+        self._killed = False
+        self._asked = False
+        self.phase: Phase = "running"
+        self.exits: dict[int, RankExit] = {}
+        #: True when ranks had to be killed because they did not follow a stop in time.
+        self.forced = False
+        #: Why the ranks were killed, when they hung.
+        self.hang: HangReport | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    @property
+    def alive(self) -> list[int]:
+        return [rank for rank in self._processes if rank not in self.exits]
+
+    @property
+    def failed(self) -> list[RankExit]:
+        """The ranks that failed by themselves."""
+        orderly = _ORDERLY if self._asked else {0, *_STOPPED}
+        return [end for end in self.exits.values() if not end.ended_by_launcher and end.code not in orderly]
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether a new start could end better: not after a stop, nor after wrong usage."""
+        failed = bool(self.failed) or self.hang is not None
+        return failed and self._stop_requested() is None and self.exit_code != _WRONG_USAGE
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code for all ranks together, once all of them have ended."""
+        codes = [end.code for end in self.exits.values()]
+        if self.failed:
+            # Wrong usage is never a consequence of another rank's failure, so it decides.
+            return _WRONG_USAGE if any(end.code == _WRONG_USAGE for end in self.failed) else 1
+        if self.forced or self.hang is not None:
+            return 1
+        stopped = [code for code in codes if code != 0]
+        if not stopped:
+            return 0
+        requested = self._stop_requested()
+        return exit_code(requested) if requested is not None else max(exit_code(-c) if c < 0 else c for c in stopped)
+
+    def check(self) -> bool:
+        """Look once, and do what is due. Returns whether all ranks have ended.
+
+        Raises:
+            RankFailed: a killed rank does not go away.
+        """
+        self._asked = self._asked or self._stop_requested() is not None
+        self._observe()
+        if not self.alive:
+            return True
+        now = time.monotonic()
+        if self.failed:
+            self._fail(now)
+        elif self._asked:
+            self._stop(now)
+        elif any(end.code in _STOPPED for end in self.exits.values()):
+            # The ranks have agreed on a stop that one of them was asked for directly.
+            self._begin("stopping", now + self._stop_grace_s)
+        elif (hang := self._look(self.alive)) is not None:
+            # They wait for each other, or are stopped: nobody would hear anything milder.
+            self.hang = hang
+            self._begin("failing", now)
+            self.kill()
+        if self._deadline is not None and now > self._deadline:
+            self.forced = self.forced or self.phase == "stopping"
+            self.kill()
+            if now > self._deadline + ABANDON_S:
+                raise _undying(self.alive)
+        return False
+
+    def kill(self) -> None:
+        """Kill all ranks that still run, with everything that they started."""
+        self._killed = True
+        for rank in self.alive:
+            _signal_group(self._processes[rank].pid, signal.SIGKILL)
+
+    def _stop(self, now: float) -> None:
+        if self._begin("stopping", now + self._stop_grace_s):
+            # To the rank alone: its loader workers have to serve it until its checkpoint is written.
+            for rank in self.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._processes[rank].pid, signal.SIGTERM)
+
+    def _fail(self, now: float) -> None:
+        deadline = now + self._failure_grace_s
+        if self._begin("failing", min(deadline, self._deadline or deadline)):
+            for rank in self.alive:
+                _signal_group(self._processes[rank].pid, signal.SIGTERM)
+
+    def _begin(self, phase: Phase, deadline: float) -> bool:
+        if self.phase == phase or self.phase == "failing":
+            return False
+        self.phase, self._deadline = phase, deadline
+        return True
+
+    def _observe(self) -> None:
+        now = time.time()
+        told = self.phase == "failing" or self._killed
+        for rank in self.alive:
+            process = self._processes[rank]
+            code = _peek(process)
+            if code is None:
+                continue
+            if code != 0:
+                _signal_group(process.pid, signal.SIGKILL)  # what it left behind: loader workers, for example
+            # An exit code other than a signal's is the rank's own verdict, however late it comes.
+            ended = told and -code in (signal.SIGTERM, signal.SIGKILL)
+            self.exits[rank] = RankExit(rank, process.pid, code, self._seen_at, now, ended)
+        self._seen_at = now
+
+
+def _undying(ranks: list[int]) -> RankFailed:
+    names = ", ".join(map(str, ranks))
+    return RankFailed(
+        f"rank {names} was killed and is still there after {ABANDON_S:.0f} s",
+        why="it is stuck in a system call that cannot be interrupted: a GPU driver, a network file system",
+        fix="look at `dmesg`; a machine in this state usually has to be started anew",
+    )
+
+
+def _peek(process: subprocess.Popen[bytes]) -> int | None:
+    """The return code of a process that has ended, which stays a zombie so that its number stays taken."""
+    if process.returncode is not None or not hasattr(os, "waitid"):
+        return process.poll()
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return process.poll()
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signum)
+        else:
+            os.kill(pid, signum)

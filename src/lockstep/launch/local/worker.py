@@ -1,0 +1,131 @@
+"""One rank: ``python -m lockstep.launch.local.worker RUN``, started by the launcher with a rank's environment.
+
+What is here is the same for every rank, whatever it runs: it ends with the launcher, writes to its
+own log, answers stop requests, and leaves a file that says what went wrong.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.errors import LockstepError, StorageError
+from lockstep.hardware import parent_death
+from lockstep.hardware.world import World, read_world
+from lockstep.launch.failure import records
+from lockstep.launch.health import stacks
+from lockstep.launch.local import environment, signals
+from lockstep.launch.local.rank_output import log_file, rank_output
+from lockstep.telemetry.progress_board import pulse
+from lockstep.telemetry.rundir import RunDir
+
+#: What a rank does: the run, who it is; the result is its exit code.
+RankMain = Callable[[RunDir, World], int]
+
+
+def main(argv: list[str], rank_main: RankMain | None = None) -> int:
+    """Be one rank of the run whose folder is ``argv[0]``.
+
+    The process ends here and now. After a failure, what would still run at its end may wait for ranks that
+    wait for this one; after a success, native threads of torch that are still there must not be able
+    to turn it into a crash.
+    """
+    bind_to_launcher(os.environ)
+    stop = signals.StopRequest().install()
+    signals.accept()
+    environment.restore_sys_path(os.environ)
+    pulse.connect(os.environ)
+    try:
+        world, run_dir = read_world(os.environ), RunDir.open(Path(argv[0]))
+    except LockstepError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    code = run_rank(run_dir, world, rank_main or _train)
+    stop.restore()
+    if code in (0, *map(signals.exit_code, signals.STOP_SIGNALS)):
+        atexit._run_exitfuncs()
+    leave(code)
+
+
+def bind_to_launcher(environ: Mapping[str, str]) -> None:
+    """Let this process end when its launcher does."""
+    launcher = environ.get(environment.LAUNCHER_PID)
+    if launcher is not None:
+        parent_death.watch_pipe(parent_death.take_lifeline())
+        parent_death.die_with_parent(int(launcher))
+
+
+def run_rank(run_dir: RunDir, world: World, rank_main: RankMain) -> int:
+    """Call ``rank_main(run_dir, world)`` with this rank's output in its place; failures become an exit code.
+
+    A failure is recorded for :func:`lockstep.launch.failure.report.collect`; the terminal stays silent
+    about it, since the one who started the ranks tells of all of them in one block.
+    """
+    try:
+        records.error_file(run_dir.logs, world.rank).unlink(missing_ok=True)
+        with rank_output(run_dir.logs, world.rank), _native_crashes_to(log_file(run_dir.logs, world.rank)):
+            for stream in (sys.stdout, sys.stderr):
+                if hasattr(stream, "reconfigure"):
+                    stream.reconfigure(line_buffering=True)
+            return rank_main(run_dir, world)
+    except KeyboardInterrupt:
+        return signals.exit_code(signals.STOP_SIGNALS[0])
+    except SystemExit as end:
+        if end.code is None or end.code == 0:
+            return 0
+        return record_failure(run_dir, world, end)
+    except Exception as error:
+        return record_failure(run_dir, world, error)
+
+
+def record_failure(run_dir: RunDir, world: World, error: BaseException) -> int:
+    """Write down why this rank failed; returns the exit code that says it.
+
+    Where it cannot be written anywhere, the terminal is told instead.
+    """
+    try:
+        records.record(run_dir.logs, world.rank, error)
+    except StorageError as storage:
+        print(f"rank {world.rank} cannot record its failure: {storage}", file=sys.stderr)
+        traceback.print_exception(error, file=sys.stderr)
+    records.log_traceback(run_dir.logs, world.rank, error)
+    return records.exit_code_of(error)
+
+
+@contextlib.contextmanager
+def _native_crashes_to(path: Path) -> Iterator[None]:
+    with path.open("a", encoding="utf-8") as log:
+        faulthandler.enable(file=log)
+        try:
+            with stacks.told_on_request(log):
+                yield
+        finally:
+            faulthandler.disable()
+
+
+def _train(run_dir: RunDir, world: World) -> int:
+    from lockstep.launch.api import run_rank as train
+
+    return train(run_dir, world)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process here and now, with the loader workers that it has."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

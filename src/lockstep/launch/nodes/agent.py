@@ -1,0 +1,318 @@
+"""The launcher's part in a run on several nodes: meeting, watching each other, meeting again.
+
+Torch's elastic agent does the first and the last (its c10d rendezvous, whose store lives in the launcher of the node
+that --rdzv names). What it lacks is here: a node that falls silent is noticed although no connection breaks, a node
+that is cut off gives up its ranks, and whoever fails tells the others why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
+
+from lockstep.errors import ConfigError, RankFailed
+from lockstep.hardware.network import address_towards, choose_interface, is_this_machine
+from lockstep.launch.failure import report as failure
+from lockstep.launch.health.joint_hang import Word
+from lockstep.launch.local import environment, signals
+from lockstep.launch.local.node import MONITOR_INTERVAL_S
+from lockstep.launch.nodes.command import Nodes, bring_last_lines, refuse
+from lockstep.launch.nodes.elastic_agent import RankAgent, prepare_torch
+from lockstep.launch.nodes.liveness import PULSE_S, SILENCE_S, NodeHandler, Peers, await_server, open_store
+from lockstep.telemetry.rundir import new_run_id
+
+if TYPE_CHECKING:
+    from lockstep.launch.local.launcher import Launch
+
+#: With fewer nodes than the most, how long a start waits for one more.
+LAST_CALL_S = 5.0
+#: A node whose keep-alive is older than this many seconds takes no part in the next meeting.
+KEEP_ALIVE_S = 5
+#: How long a node whose ranks were stopped from another one looks for somebody who waits to be let in.
+MAKE_ROOM_S = 3.0
+_EXIT_BARRIER_S = 30.0
+_TELL_S = 5.0
+_JOB, _FAILURE = "lockstep/job", "lockstep/failure"
+
+
+class LostContact(Exception):
+    """This node cannot reach the one where the nodes meet."""
+
+
+def run(launch: Launch, nodes: Nodes, command: tuple[str, ...]) -> int:
+    """Run this node's ranks, and again after a failure; returns the exit code.
+
+    Where the nodes cannot meet, :func:`lockstep.launch.nodes.command.refuse` is told why.
+    """
+    try:
+        return _run(launch, nodes, command)
+    except (ConfigError, RankFailed) as error:
+        refuse(launch.run_dir, error)
+        return error.exit_code
+
+
+def _run(launch: Launch, nodes: Nodes, command: tuple[str, ...]) -> int:
+    """The exit code.
+
+    Raises:
+        ConfigError, RankFailed: the nodes cannot meet.
+    """
+    prepare_torch()
+    # The store of the ranks must not be that of the agents, or survivors of a lost node wait at its old address.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    choose_interface(os.environ, nodes.host)
+    restarts = launch.max_restarts
+    while True:
+        store = _connect(launch, nodes)
+        job = os.environ.setdefault(environment.JOB, new_run_id())
+        os.environ[environment.JOB] = store.compare_set(_JOB, "", job).decode()
+        agent = _make_agent(launch, nodes, store, command, restarts)
+        try:
+            with _stoppable(launch, agent):
+                agent.run()
+            return _conclude(launch, nodes, store, agent)
+        except LostContact as lost:
+            launch.error = str(lost)
+            if agent.restarts_left <= 0:
+                return 1
+            restarts = agent.restarts_left - 1
+        except RendezvousConnectionError:
+            restarts = agent.restarts_left  # lost on the way to a restart, which counts already
+        except RendezvousClosedError:
+            launch.error = f"the job has ended: no node can join it any more at {nodes.address}"
+            return _blame(launch, store)
+        except RendezvousTimeoutError as error:
+            raise RankFailed(
+                f"fewer than {nodes.least} nodes have come to {nodes.address} within {nodes.join_timeout_s:g} s",
+                why=_failure_elsewhere(store, 0.0) or "the others have not started, or cannot reach it",
+                fix="start the same command on the other nodes; raise launch.join_timeout_s if they start late",
+            ) from error
+
+
+def _connect(launch: Launch, nodes: Nodes) -> TCPStore:
+    """The store where the nodes meet: served here, or found at ``nodes.address``.
+
+    Raises:
+        ConfigError: no such host, a port that is taken. RankFailed: nobody answers within ``join_timeout_s``.
+    """
+    try:
+        serves = is_this_machine(nodes.host)
+    except OSError as error:
+        raise ConfigError(
+            f"--rdzv {nodes.address}: there is no host {nodes.host}",
+            why=error.strerror or str(error),
+            fix="give a name or address that every node can resolve",
+        ) from error
+    deadline = time.monotonic() + nodes.join_timeout_s
+    while True:
+        try:
+            if not serves:
+                await_server(nodes)
+            store = open_store(nodes, serves=serves)
+            store.set_timeout(timedelta(seconds=SILENCE_S))
+            return store
+        except (RuntimeError, OSError) as error:
+            if serves:
+                raise ConfigError(
+                    f"--rdzv {nodes.address}: this node cannot listen there",
+                    why=str(error).splitlines()[0],
+                    fix="choose another port, the same on every node",
+                ) from error
+            if time.monotonic() > deadline:
+                raise RankFailed(
+                    f"nobody answers at {nodes.address} within {nodes.join_timeout_s:g} s",
+                    why="the node that --rdzv names runs no `lockstep train --nodes`, or cannot be reached",
+                    fix="start the same command there; check the name, the port and firewalls between the nodes",
+                ) from error
+        if launch.stop_requested() is not None:
+            raise KeyboardInterrupt
+        time.sleep(MONITOR_INTERVAL_S)
+
+
+class NodeAgent(RankAgent):
+    """An agent of one of several nodes. Use :func:`run`."""
+
+    def __init__(self, spec: WorkerSpec, launch: Launch, peers: Peers) -> None:
+        super().__init__(spec, launch.stop, launch.start)
+        self._exit_barrier_timeout = _EXIT_BARRIER_S
+        self._launch = launch
+        self._peers = peers
+        #: Why the ranks were given up, if they were.
+        self.lost = ""
+        self.meets = False
+        self._ended_at: float | None = None
+
+    @property
+    def restarts_left(self) -> int:
+        return int(self._remaining_restarts)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._peers.pause()
+        self.meets = True
+        try:
+            if self._launch.stop_requested() is not None:
+                raise KeyboardInterrupt
+            super()._rendezvous(worker_group)
+        finally:
+            self.meets = False
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.lost, self._ended_at = "", None
+        pids = super()._start_workers(worker_group)
+        group: Any = worker_group
+        self._peers.begin(f"{group.master_addr}:{group.master_port}", group.group_rank, group.group_world_size)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self.supervisor is not None, "workers are monitored after their start"
+        # The agent sees who waits as of the words that the supervisor is about to hear, not as of later ones.
+        self._peers.show_who_waits()
+        cut_off = self._peers.cut_off()
+        lost = self.lost or cut_off or self._peers.lost()
+        if lost:
+            self.lost = self._launch.error = lost
+            self.supervisor.kill()
+            if not self.supervisor.check():
+                return RunResult(state=WorkerState.HEALTHY)
+            if cut_off:
+                raise LostContact(cut_off)
+            return RunResult(state=WorkerState.FAILED)
+        if self.supervisor.check():
+            if self._makes_room():
+                return RunResult(state=WorkerState.HEALTHY)  # the agent sees who waits, and starts all again
+            if self.supervisor.exit_code in (0, *_STOPPED):
+                self._peers.tell(Word(done=True))
+        return super()._monitor_workers(worker_group)
+
+    def _makes_room(self) -> bool:
+        """Whether the ranks may have stopped, unasked here, because another node has seen first that somebody waits."""
+        assert self.supervisor is not None, "workers are monitored after their start"
+        stopped = {signals.exit_code(number) for number in signals.STOP_SIGNALS}
+        if not {end.code for end in self.supervisor.exits.values()} <= stopped:
+            return False
+        self._ended_at = self._ended_at or time.monotonic()
+        waiting = self._launch.stop_requested() is None and time.monotonic() - self._ended_at < MAKE_ROOM_S
+        return waiting or bool(self._rdzv_handler.num_nodes_waiting())
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Another node has come: the ranks end with a checkpoint first. After a failure none is alive, or they hang."""
+        supervisor, hangs = self.supervisor, self._launch.hang is not None
+        if supervisor is not None and not (supervisor.failed or hangs or self.lost):
+            self._launch.error = "another node has come"
+        if supervisor is not None and supervisor.alive and not hangs:
+            for rank in supervisor.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(supervisor.pids[rank], signal.SIGTERM)
+            deadline = time.monotonic() + self._launch.stop_grace_s
+            while not supervisor.check() and time.monotonic() < deadline:
+                time.sleep(MONITOR_INTERVAL_S)
+        super()._restart_workers(worker_group)
+
+
+def _make_agent(
+    launch: Launch, nodes: Nodes, store: TCPStore, command: tuple[str, ...], max_restarts: int
+) -> NodeAgent:
+    address = address_towards(nodes.host)
+    timeout = RendezvousTimeout(join=timedelta(seconds=nodes.join_timeout_s), last_call=timedelta(seconds=LAST_CALL_S))
+    handler = NodeHandler.from_backend(
+        "lockstep",
+        store,
+        C10dRendezvousBackend(store, "lockstep"),
+        nodes.least,
+        nodes.most,
+        address,
+        timeout,
+        keep_alive_interval=1,
+        keep_alive_max_attempt=KEEP_ALIVE_S,
+    )
+    launch.others = peers = Peers(nodes, handler)
+    peers.start()
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=launch.ranks,
+        entrypoint=sys.executable,
+        args=command,
+        rdzv_handler=handler,
+        max_restarts=max_restarts,
+        monitor_interval=MONITOR_INTERVAL_S,
+        local_addr=address,
+    )
+    return NodeAgent(spec, launch, peers)
+
+
+@contextlib.contextmanager
+def _stoppable(launch: Launch, agent: NodeAgent) -> Any:
+    """A stop request ends the wait for other nodes; ranks are told by their supervisor."""
+
+    def interrupt(_: int) -> None:
+        if agent.meets:
+            raise KeyboardInterrupt
+
+    launch.stop.notify(interrupt)
+    try:
+        yield
+    finally:
+        agent._peers.end()
+        launch.stop.notify(lambda _: None)
+
+
+def _conclude(launch: Launch, nodes: Nodes, store: TCPStore, agent: NodeAgent) -> int:
+    """All is over here: tell the others, and let them go, too."""
+    supervisor = launch.supervisor
+    assert supervisor is not None, "an agent that returns has started its ranks"
+    code = 1 if agent.lost else supervisor.exit_code
+    launch.error = agent.lost
+    if supervisor.forced:
+        launch.error = f"the ranks were killed, since they had not ended {launch.stop_grace_s:g} s after the stop"
+    launch.write()
+    with contextlib.suppress(RuntimeError, RendezvousError):
+        agent._rdzv_handler.shutdown()
+    return code if code in (0, *_STOPPED) else _blame(launch, store, code)
+
+
+_STOPPED = tuple(signals.exit_code(number) for number in signals.STOP_SIGNALS)
+
+
+def _blame(launch: Launch, store: TCPStore, code: int = 1) -> int:
+    """Tell the other nodes why this one failed; or, where that was because of another one, hear it from there."""
+    bring_last_lines(launch.run_dir)
+    report = failure.collect(launch.run_dir)
+    own = report is not None and (report.hang or (report.first is not None and not report.first.is_collateral))
+    if own and report is not None:
+        text = f"node {socket.gethostname()}: {report.what}"
+        details = "\n".join(filter(None, [report.details(), text]))
+        with contextlib.suppress(RuntimeError):
+            store.compare_set(_FAILURE, "", details)
+            time.sleep(PULSE_S)  # the store may be this process's: let others read
+    elif elsewhere := _failure_elsewhere(store, _TELL_S):
+        launch.error = elsewhere
+    return code
+
+
+def _failure_elsewhere(store: TCPStore, wait_s: float) -> str:
+    """What another node has said about its failure, if it does within ``wait_s``."""
+    deadline = time.monotonic() + wait_s
+    with contextlib.suppress(RuntimeError):
+        while not store.check([_FAILURE]):
+            if time.monotonic() >= deadline:
+                return ""
+            time.sleep(0.1)
+        return store.get(_FAILURE).decode()
+    return ""

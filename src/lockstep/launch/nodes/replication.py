@@ -1,0 +1,217 @@
+"""What nodes without a common file system send each other: checkpoints, a run's history, logs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lockstep.checkpoint.store import CheckpointStore, Pointer
+from lockstep.config import RunConfig
+from lockstep.errors import CheckpointError, UnreadableError
+from lockstep.launch.local.rank_output import log_file
+from lockstep.launch.nodes.membership import Member, Team
+from lockstep.launch.nodes.run_owner import Keeping
+from lockstep.launch.run_claim import create_folder
+from lockstep.telemetry.files import storage_error, temporary_name
+from lockstep.telemetry.rundir import RunDir
+
+#: How much travels in one piece.
+CHUNK_BYTES = 32 << 20
+#: Of a longer log only the end is gathered.
+MAX_LOG_BYTES = 64 << 20
+#: What of a run folder makes the others' copies of it complete, besides checkpoints.
+_HISTORY = (
+    "run.json", "config.yaml", "metrics.json", "steps.jsonl", "evaluations.jsonl", "plan.json", "attempts/*/*.json",
+)  # fmt: skip
+#: In rank 0's run folder: what other nodes wrote.
+NODES = "nodes"
+
+
+def share_run(team: Team, keeping: Keeping, config: RunConfig, timeout_s: float) -> None:
+    """Give the keepers whose folders are behind the newest history and checkpoints. Collective.
+
+    Raises:
+        StorageError, RunFolderError: a keeper cannot write.
+        CheckpointError: what arrived is not what was sent.
+    """
+    source = keeping.source
+    if source is None or len(keeping.keepers) == 1:
+        return
+    rank = team.me.rank
+    newest = keeping.found[source]
+    run = RunDir(keeping.path)
+    behind = rank in keeping.keepers and keeping.found.get(rank) != newest
+    needy = [other for other, needs in enumerate(team.collectives.all_gather(behind)) if needs]
+    if not needy:
+        return
+    history = team.together(lambda: _history(run), here=rank == source)
+    history = team.collectives.broadcast(history, source)
+    team.together(lambda: _take_history(run, keeping, config, history or {}), here=rank in needy)
+    steps = team.together(lambda: _steps_to_send(run, newest.step), here=rank == source)
+    steps = team.collectives.broadcast(steps, source) or {}
+    with _pipeline(team, source, needy, timeout_s) as pipe:
+        for step, pointers in steps.items():
+            _share_checkpoint(team, pipe, CheckpointStore(run.checkpoints), step, pointers)
+    team.together(lambda: CheckpointStore(run.checkpoints).set_aside_after(newest.step), here=rank in needy)
+
+
+def _history(run: RunDir) -> dict[str, bytes]:
+    files = [path for pattern in _HISTORY for path in run.path.glob(pattern)]
+    try:
+        return {str(path.relative_to(run.path)): path.read_bytes() for path in files}
+    except OSError as error:
+        raise storage_error(error, run.path) from error
+
+
+def _take_history(run: RunDir, keeping: Keeping, config: RunConfig, history: dict[str, bytes]) -> None:
+    if not run.run_file.exists():
+        create_folder(config, keeping.run_id)
+    try:
+        shutil.rmtree(run.attempts, ignore_errors=True)
+        for name, content in history.items():
+            path = run.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(temporary_name(path.name))
+            temporary.write_bytes(content)
+            temporary.replace(path)
+    except OSError as error:
+        raise storage_error(error, run.path) from error
+    CheckpointStore(run.checkpoints).clean_temporary()
+
+
+def _steps_to_send(run: RunDir, newest: int) -> dict[int, list[Pointer]]:
+    """The newest checkpoint and the best, with the pointers that mean them."""
+    store = CheckpointStore(run.checkpoints)
+    steps: dict[int, list[Pointer]] = {}
+    best = store.step_of("best")
+    if best is not None and best <= newest:
+        try:
+            store.verify(best)
+            steps[best] = ["best"]
+        except UnreadableError:
+            raise
+        except CheckpointError:
+            pass  # broken: the run goes on without it
+    if newest >= 0:
+        steps.setdefault(newest, []).append("last")
+    return steps
+
+
+class _Pipe:
+    """Sends files from one rank to some others; the rest take no part.
+
+    A rank that cannot read or write ends, and the others with it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, source: int, rank: int, members: Iterable[int]) -> None:
+        self._group = group
+        self.source = source
+        self.sends = rank == source
+        self.receives = rank in members and not self.sends
+
+    def send(self, path: Path, size: int) -> None:
+        """The ``size`` bytes of ``path``. Raises :class:`StorageError`."""
+        try:
+            with path.open("rb") as file:
+                for length in _pieces(size):
+                    self._move(torch.frombuffer(bytearray(file.read(length)), dtype=torch.uint8))
+        except OSError as error:
+            raise storage_error(error, path) from error
+
+    def receive(self, path: Path, size: int) -> None:
+        """A new file of ``size`` bytes, durable. Raises :class:`StorageError`."""
+        try:
+            with path.open("xb") as file:
+                for length in _pieces(size):
+                    file.write(self._move(torch.empty(length, dtype=torch.uint8)).numpy().data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise storage_error(error, path) from error
+
+    def _move(self, piece: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(piece, src=self.source, group=self._group)
+        return piece
+
+
+def _pieces(size: int) -> Iterator[int]:
+    for start in range(0, size, CHUNK_BYTES):
+        yield min(CHUNK_BYTES, size - start)
+
+
+@contextmanager
+def _pipeline(team: Team, source: int, needy: list[int], timeout_s: float) -> Iterator[_Pipe]:
+    members = sorted({source, *needy})
+    group = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield _Pipe(group, source, team.me.rank, members)
+    finally:
+        if team.me.rank in members:
+            dist.destroy_process_group(group)
+
+
+def _share_checkpoint(team: Team, pipe: _Pipe, store: CheckpointStore, step: int, pointers: list[Pointer]) -> None:
+    """Collective. The manifest, one of the files, holds the hashes that prove what has arrived."""
+    there = store.path_of(step)
+    files = sorted((path.name, path.stat().st_size) for path in there.iterdir()) if pipe.sends else []
+    files = team.collectives.broadcast(files, pipe.source)
+    building = store.folder / temporary_name(there.name)
+    team.together(lambda: _make(building), here=pipe.receives)
+    for name, size in files:
+        if pipe.sends:
+            pipe.send(there / name, size)
+        elif pipe.receives:
+            pipe.receive(building / name, size)
+    team.together(lambda: store.adopt(building, pointers), here=pipe.receives)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise storage_error(error, folder) from error
+
+
+def gather_logs(team: Team, keeping: Keeping) -> None:
+    """Bring what ranks wrote into folders of their own to rank 0's: ``nodes/<node>/…``. Collective.
+
+    Raises:
+        StorageError: rank 0 cannot write.
+    """
+    if len(keeping.keepers) == 1:
+        return
+    mine = _own_files(RunDir(keeping.path), team.me) if keeping.keeper != 0 else {}
+    files = team.collectives.gather(mine)
+    team.together(lambda: _put_logs(team, keeping.path, files or []), here=team.me.rank == 0)
+
+
+def _own_files(run: RunDir, me: Member) -> dict[str, bytes]:
+    found = {}
+    files = [log_file(run.logs, me.rank), run.samples_file(me.rank)]
+    if me.local_rank == 0:
+        files.append(run.path / f"system-{me.node_rank}.jsonl")
+    for path in files:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            whole = path.suffix == ".jsonl"
+            file.seek(0 if whole else max(0, path.stat().st_size - MAX_LOG_BYTES))
+            found[str(path.relative_to(run.path))] = file.read()
+    return found
+
+
+def _put_logs(team: Team, folder: Path, files: list[dict[str, bytes]]) -> None:
+    for rank, own in enumerate(files):
+        for name, content in own.items():
+            path = folder / NODES / team.node_of(rank) / name
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            except OSError as error:
+                raise storage_error(error, path) from error

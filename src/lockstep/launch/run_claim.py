@@ -1,0 +1,216 @@
+"""Which run folder: a new one, or that of an unfinished run, and what may change when it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import RunConfig, dump, resolve
+from lockstep.engine.task import Task
+from lockstep.engine.training_data import data_settings
+from lockstep.errors import ConfigError, RunFolderError
+from lockstep.launch.saved_forecast import read_forecast
+from lockstep.launch.slurm.job import is_own_job
+from lockstep.tasks.registry import make_task
+from lockstep.tasks.trusted_tasks import require_known
+from lockstep.telemetry.files import storage_error, write_json
+from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
+from lockstep.telemetry.scalars import flattened
+
+#: How long a process of the attempt before may take to end after the run has said that it is over.
+CLAIM_WAIT_S = 15.0
+#: A job that was queued again may find the claim of a lost node: NFS keeps it for a lease of about 90 s.
+_LEASE_S = 120.0
+_HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN}
+_claimed_here: set[Path] = set()
+_claiming = threading.Lock()
+
+
+def create_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
+    """The folder of a new run: ``save_dir``, or a fresh one under ``runs_dir``. Raises :class:`RunFolderError`."""
+    run_id = run_id or new_run_id()
+    path = config.save_dir or config.runs_dir / run_id
+    foreseen = None if config.telemetry.forecast is None else read_forecast(config.telemetry.forecast)
+    run = RunDir.create(path, config, run_id=run_id, command=sys.argv)
+    if foreseen is not None:
+        write_json(run.forecast_file, foreseen)
+    return run
+
+
+def overrides_of(config: RunConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    if isinstance(config, RunConfig):
+        return config.model_dump(exclude_unset=True, mode="json")
+    return dict(config or {})
+
+
+def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
+    """The run to go on with, if ``--resume`` was given and the folder holds one."""
+    if not resume:
+        return None
+    if config.save_dir is None:
+        raise ConfigError(
+            "--resume needs to know which run",
+            why="no --save-dir was given",
+            fix="add --save-dir DIR, or use `lockstep resume RUN`",
+        )
+    if not (config.save_dir / "run.json").exists():
+        return None
+    run = RunDir.open(config.save_dir)
+    refuse_running(run)
+    return run
+
+
+def refuse_running(run: RunDir) -> None:
+    """Raises :class:`RunFolderError` when somebody is at the run, or a hand-over to its launcher may be on."""
+    if is_own_job(run, os.environ):
+        return
+    record, deadline = run.read(), time.monotonic() + PENDING_GRACE_S
+    while run.is_between_processes(record) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        record = run.read()
+    if run.judge(record) in {"running", "pending"}:
+        raise RunFolderError(
+            f"run {record.id} is still {run.judge(record)}",
+            why=f"process {record.pid} on {record.host} is at it",
+            fix=f"wait for it, or `lockstep stop {record.id}` first",
+        )
+
+
+@contextlib.contextmanager
+def claimed(run: RunDir, wait_s: float = CLAIM_WAIT_S) -> Iterator[None]:
+    """No two processes go on with one run: the first to enter the block has it until the block, or the process, ends.
+
+    The claim is a lock of the process (fcntl(2)) on a file in the run folder. Data workers do not inherit it, so
+    those of a killed process do not hold it on. A file system without locks has no claims.
+
+    Raises:
+        RunFolderError: somebody else has begun an attempt, or still has it after ``wait_s`` seconds.
+        StorageError: the folder cannot be written.
+    """
+    file = run.path / ".claim"
+    key = file.resolve()
+    wait_s = max(wait_s, _LEASE_S) if is_own_job(run, os.environ) else wait_s
+    deadline, attempt = time.monotonic() + wait_s, run.read().attempt
+    while (descriptor := _claim(file, key)) is None:
+        if time.monotonic() >= deadline or run.read().attempt != attempt:
+            raise RunFolderError(
+                f"run {run.read().id} is being resumed by another process",
+                why="two processes would write one folder",
+                fix="wait for it; `lockstep show` says how it goes",
+            )
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        with _claiming:
+            os.close(descriptor)
+            _claimed_here.discard(key)
+
+
+def _claim(file: Path, key: Path) -> int | None:
+    """The descriptor that holds the claim; ``None`` when somebody else has it. Raises :class:`StorageError`."""
+    with _claiming:
+        # A process has a lock once: its threads need this set, and must not open and close the file of a claim.
+        if key in _claimed_here:
+            return None
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise storage_error(error, file) from error
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD_BY_OTHERS:
+                os.close(descriptor)
+                return None
+        _claimed_here.add(key)
+        return descriptor
+
+
+def changed_config(run: RunDir, changes: Mapping[str, Any]) -> RunConfig:
+    """The run's configuration with ``changes``; its task and seed stay what they were.
+
+    Raises:
+        ConfigError: a change that would make it another run.
+        RunFolderError: ``config.yaml`` was edited since the newest attempt, and ``changes`` do not say so.
+    """
+    record, edited = run.read(), run.config()
+    recorded = (run.attempts / str(record.attempt) / run.config_file.name).exists()  # not by earlier versions
+    old = run.config(record.attempt) if recorded else edited
+    kept = {key: value for key, value in changes.items() if key != "save_dir"}
+    if isinstance(kept.get("task"), Mapping):
+        kept["task"] = {key: value for key, value in kept["task"].items() if key != "name"}
+    new = resolve(old.model_dump(mode="json"), kept)
+    fixed = {
+        "task": (old.task, new.task),
+        "training.seed": (old.training.seed, new.training.seed),
+        "training.lanes": (old.training.lanes, new.training.lanes),
+        "data.data_dir": (old.data.data_dir, new.data.data_dir),
+    }
+    for name, (before, after) in fixed.items():
+        if before != after and not (name == "data.data_dir" and before and after):
+            raise ConfigError(
+                f"{name} differs from that of run {record.id}",
+                why="a resumed run sees the same samples in the same order",
+                fix="leave it as it was, or start a new run with --init-from",
+            )
+    _refuse_edits(run.config_file, *(flattened(config.model_dump(mode="json")) for config in (old, edited, new)))
+    return new
+
+
+def _refuse_edits(file: Path, old: Mapping[str, Any], edited: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """``new``: ``old`` with what the user asks for."""
+    keys = [key for key in {**old, **edited} if edited.get(key) != old.get(key) == new.get(key)]
+    settable = [key for key in keys if not key.startswith(("task.", "training.seed", "training.lanes"))]
+    if keys:
+        raise RunFolderError(
+            f"{file} was edited since the newest attempt: "
+            + ", ".join(f"{key} {old.get(key)} → {edited.get(key)}" for key in keys),
+            why="what follows would not be the run that was started",
+            fix="restore the old value"
+            + ", or ask for the new one: lockstep resume RUN" * bool(settable)
+            + "".join(" --set " + shlex.quote(f"{key}={json.dumps(edited.get(key))}") for key in settable),
+        )
+
+
+def refuse_unknown_code(run: RunDir) -> None:
+    """Raises :class:`TaskError` when the run's task is a class that the user has never named on this machine."""
+    require_known(run.config().task.model_dump(), f"run {run.read().id}")
+
+
+def warn(message: str) -> None:
+    sys.stderr.write(f"warning: {message}\n")
+
+
+def keep_config(run: RunDir, config: RunConfig) -> None:
+    """Let ``config.yaml`` say what the newest attempt runs with."""
+    if dump(config) != dump(run.config()):
+        run.keep_config(config)
+
+
+def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:
+    """The task with the run's own settings: made anew from its class, or the caller's object if it has them.
+
+    Raises:
+        ConfigError: an object with other settings than the run's.
+    """
+    if not as_given:
+        task = make_task(type(task), config.task.settings)
+    elif task.config.model_dump(mode="json") != config.task.settings:
+        raise ConfigError(
+            "the task object's settings differ from the run's",
+            why=f"the run has {config.task.settings}",
+            fix="make the object with these settings, or start a new run with --init-from",
+        )
+    task.data = data_settings(config)
+    return task

@@ -1,0 +1,226 @@
+"""How the studio started a run, and the labels that people gave it: ``.studio/starts/<run>/``.
+
+A run has no folder until its command has made one, and a resume does not show until its first beat. In between,
+and when the command fails before it gets there, what is kept here says what is going on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lockstep.errors import RunFolderError, StorageError
+from lockstep.launch.failure.records import LAUNCHER_FILE
+from lockstep.studio.home import Home, remove_folder
+from lockstep.studio.problems import in_progress
+from lockstep.studio.processes import Identity, is_alive, send, start_detached
+from lockstep.studio.reading import last_lines
+from lockstep.telemetry.files import read_json, storage_error, write_json
+from lockstep.telemetry.rundir import RunDir
+
+_MAX_BYTES = 256 << 10
+#: A run says that it is over before its command ends: ranks are taken down, loggers finish. A busy machine takes long.
+_ENDING_S = 60.0
+
+
+class Start(BaseModel):
+    """One start of a run: the command, its process, and the attempt that the run had reached before."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    arguments: list[str]
+    task: str
+    pid: int
+    created: float
+    at: float
+    attempt_before: int = 0
+    devices: list[str] = []
+    #: Where its output begins in the file, in bytes: earlier starts wrote to the same one.
+    output_from: int = 0
+
+    @property
+    def process(self) -> Identity:
+        return Identity(self.pid, self.created)
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What people call a run; ``None`` where the run's own record says it."""
+
+    name: str | None = None
+    tags: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The process to signal for a run. ``group``: all of the group that it leads is the run's."""
+
+    process: Identity
+    group: bool = False
+
+    def send(self, signum: signal.Signals) -> bool:
+        """Signal it; whether it was there."""
+        return send(self.process, signum, group=self.group)
+
+
+class _Launcher(BaseModel):
+    """What of ``logs/launcher.json`` says which process it is."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    pid: int
+    created: float
+    host: str
+
+
+class Starts:
+    """The studio's own notes on the runs of one folder."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+
+    def begin(
+        self, name: str, arguments: Sequence[str], *, task: str, attempt_before: int, devices: list[str]
+    ) -> Start:
+        """Start the command of run ``name``, whose output goes to its ``output.log``.
+
+        Raises:
+            ApiError: its last start is still going.
+            StorageError: it cannot be started.
+        """
+        folder = self._home.start(name)
+        before = self.read(name)
+        if before is not None and is_alive(before.process):
+            raise in_progress(name)
+        try:
+            folder.mkdir(parents=True, exist_ok=attempt_before > 0 or before is not None)
+        except FileExistsError:
+            raise in_progress(name, "it has just been started") from None
+        except OSError as error:
+            raise storage_error(error, folder) from error
+        output = self.output(name)
+        output_from = output.stat().st_size if output.exists() else 0
+        process = None
+        try:
+            process = start_detached(arguments, output)
+            start = Start(
+                arguments=list(arguments),
+                task=task,
+                pid=process.pid,
+                created=process.created,
+                at=time.time(),
+                attempt_before=attempt_before,
+                devices=devices,
+                output_from=output_from,
+            )
+            write_json(folder / "start.json", start.model_dump())
+        except BaseException:
+            # Without a note nobody could stop it from here, and a second start would train beside it.
+            if process is not None:
+                send(process, signal.SIGKILL, group=True)
+            if before is None and attempt_before == 0:
+                with contextlib.suppress(StorageError):
+                    self.forget(name)
+            raise
+        return start
+
+    def read(self, name: str) -> Start | None:
+        """The last start of a run by a studio; ``None`` for a run that was started elsewhere."""
+        try:
+            return Start.model_validate(read_json(self._home.start(name) / "start.json", max_bytes=_MAX_BYTES))
+        except (RunFolderError, ValidationError):
+            return None
+
+    def wait_for_end(self, name: str) -> None:
+        """Give the command of a run that is over the moment that it needs to end. Raises :class:`ApiError`."""
+        start = self.read(name)
+        deadline = time.monotonic() + _ENDING_S
+        while start is not None and is_alive(start.process):
+            if time.monotonic() >= deadline:
+                raise in_progress(name)
+            time.sleep(0.05)
+
+    def names(self) -> list[str]:
+        """Runs that a studio has started."""
+        with contextlib.suppress(OSError):
+            return [entry.name for entry in self._home.starts.iterdir() if not entry.name.startswith(".")]
+        return []
+
+    def output(self, name: str) -> Path:
+        """What the command printed: in the run's ``logs`` as soon as there are any, here before."""
+        here = self._home.start(name) / "output.log"
+        logs = RunDir(self._home.run(name)).logs
+        if logs.is_dir() and not logs.is_symlink():
+            there = logs / "output.log"
+            if here.exists() and not there.exists():
+                # The command goes on writing to the file that it has open, whatever its name.
+                with contextlib.suppress(OSError):
+                    here.rename(there)
+            if there.exists() or not here.exists():
+                return there
+        return here
+
+    def last_words(self, name: str, start: Start) -> str:
+        """The end of what this start's command printed."""
+        return "\n".join(last_lines(self.output(name), 40, skip_bytes=start.output_from)[0])
+
+    def labels(self, name: str) -> Labels:
+        """The labels that the run's own record does not have yet."""
+        try:
+            kept = read_json(self._home.start(name) / "labels.json", max_bytes=_MAX_BYTES)
+            tags = kept.get("tags")
+            return Labels(kept.get("name"), None if tags is None else tuple(map(str, tags)))
+        except (RunFolderError, AttributeError, TypeError):
+            return Labels()
+
+    def label(self, name: str, labels: Labels) -> None:
+        """Keep labels until :meth:`settle` can write them into the record. Raises :class:`StorageError`."""
+        folder = self._home.start(name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error(error, folder) from error
+        write_json(folder / "labels.json", asdict(labels))
+
+    def settle(self, run: RunDir) -> None:
+        """Write kept labels into the record of a run that is over: while it runs, the file has another writer."""
+        labels = self.labels(run.path.name)
+        changes: dict[str, Any] = {}
+        if labels.name is not None:
+            changes["name"] = labels.name or None
+        if labels.tags is not None:
+            changes["tags"] = list(labels.tags)
+        if changes:
+            with contextlib.suppress(StorageError, RunFolderError):
+                run.update(**changes)
+                (self._home.start(run.path.name) / "labels.json").unlink(missing_ok=True)
+
+    def target(self, name: str, run: RunDir) -> Target | None:
+        """The living process of this machine that answers for the run, known by number and time of creation.
+
+        The command that the studio started leads a group of its own. Of a run from a terminal it is the launcher,
+        since it would start killed ranks again, or the one process that trains; their groups may hold other commands.
+        """
+        start, beat = self.read(name), run.progress()
+        targets = [Target(start.process, group=True)] if start is not None else []
+        try:
+            launcher = _Launcher.model_validate(read_json(run.logs / LAUNCHER_FILE))
+            if launcher.host == socket.gethostname():
+                targets.append(Target(Identity(launcher.pid, launcher.created)))
+        except (RunFolderError, ValidationError):
+            pass  # there is none: one process trains
+        if beat is not None and not beat.ended and beat.host == socket.gethostname():
+            targets.append(Target(Identity(beat.pid, beat.created)))
+        return next((target for target in targets if is_alive(target.process)), None)
+
+    def forget(self, name: str) -> None:
+        """Remove the studio's notes on a run. Raises :class:`StorageError`."""
+        remove_folder(self._home.start(name), self._home.starts)

@@ -1,0 +1,188 @@
+"""What each rank is doing, told to the launcher that watches it: one small record a rank, in shared memory.
+
+A record is written where the rank makes progress, not by a thread, so it falls silent whatever stops the rank: a
+signal, native code that keeps the interpreter, a collective call to which another rank does not come. Writing it
+costs a system call. A process that nobody watches writes nothing. Where there is no launcher, the rank watches itself
+(:mod:`lockstep.launch.health.watchdog`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+
+#: Where the launcher's records are, for its ranks.
+PULSES = "LOCKSTEP_PULSES"
+
+_RECORD = struct.Struct("<qqqq")
+
+
+class Activity(IntEnum):
+    """What a rank is at. Untimed ones may take as long as they like."""
+
+    STARTING = 0
+    FIRST_STEP = 1
+    WAITING_FOR_DATA = 2
+    STEP = 3
+    HOOKS = 4
+    EVALUATING = 5
+    COMPUTING_METRICS = 6
+    SAVING = 7
+    COMPILING = 8
+    ENDING = 9
+    AWAITING_SAVE = 10
+    WRITING_PROFILE = 11
+
+    @property
+    def is_untimed(self) -> bool:
+        """Whether nothing is known about how long it may take: first calls, compilers, metrics over all rows."""
+        return self in _UNTIMED
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self in (Activity.EVALUATING, Activity.COMPUTING_METRICS)
+
+    def phrase(self, step: int) -> str:
+        """What a rank that has finished ``step`` optimizer steps is at, in words."""
+        if self in (Activity.WAITING_FOR_DATA, Activity.STEP):
+            return f"step {step + 1}" + (", waiting for data" if self is Activity.WAITING_FOR_DATA else "")
+        return _PHRASES[self] + (f" after step {step}" if step else "")
+
+
+_UNTIMED = frozenset(
+    {
+        Activity.STARTING,
+        Activity.FIRST_STEP,
+        Activity.COMPUTING_METRICS,
+        Activity.COMPILING,
+        Activity.ENDING,
+        Activity.WRITING_PROFILE,
+    }
+)
+_PHRASES = {
+    Activity.STARTING: "starting",
+    Activity.FIRST_STEP: "the first step",
+    Activity.HOOKS: "hooks and logging",
+    Activity.EVALUATING: "an evaluation",
+    Activity.COMPUTING_METRICS: "computing metrics",
+    Activity.SAVING: "saving a checkpoint",
+    Activity.COMPILING: "compiling",
+    Activity.ENDING: "ending",
+    Activity.AWAITING_SAVE: "waiting for rank 0 to save a checkpoint",
+    Activity.WRITING_PROFILE: "writing a profile",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """The newest record of a rank. ``beats`` grows with every sign of progress; ``step``: optimizer steps done.
+
+    ``writer``: the system's number of the thread that writes a checkpoint; 0: none does.
+    """
+
+    beats: int = 0
+    step: int = 0
+    activity: Activity = Activity.STARTING
+    writer: int = 0
+
+
+class PulseBoard:
+    """The records of all ranks of one launcher, made and read by it. Linux only.
+
+    The memory has no name, so it is gone with the launcher, however that ends; ranks reach it through the
+    launcher's ``/proc`` entry.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._fd = os.memfd_create("lockstep-pulses")
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what an earlier start of the ranks said."""
+        os.pwrite(self._fd, bytes(_RECORD.size * self._ranks), 0)
+
+    def read(self) -> list[Sign]:
+        """The newest record of each rank, by local rank."""
+        content = os.pread(self._fd, _RECORD.size * self._ranks, 0)
+        records = _RECORD.iter_unpack(content)
+        return [Sign(beats, step, Activity(activity), writer) for beats, step, activity, writer in records]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Pulse:
+    """This process's own record; see the module's functions."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self._place = 0
+        self._beats = 0
+        self._step = 0
+        self._writer = 0
+        self.activity = Activity.STARTING
+        #: Whether anybody looks, so that what takes long had better be said.
+        self.is_watched = False
+
+    def connect(self, environ: Mapping[str, str]) -> None:
+        """Tell the launcher named in ``environ`` from now on, if there is one that watches."""
+        path = environ.get(PULSES)
+        if path is None or self._fd is not None:
+            return
+        with contextlib.suppress(OSError):  # it is gone already, or belongs to another user
+            self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            self.is_watched = True
+            self._place = int(environ.get("LOCAL_RANK", "0")) * _RECORD.size
+
+    @property
+    def sign(self) -> Sign:
+        """This process's newest record."""
+        return Sign(self._beats, self._step, self.activity, self._writer)
+
+    def at(self, activity: Activity, step: int | None = None) -> None:
+        """This process makes progress: it begins ``activity``, or goes on with it.
+
+        Args:
+            step: optimizer steps done; ``None``: as before.
+        """
+        if self.activity is Activity.FIRST_STEP and activity in (Activity.WAITING_FOR_DATA, Activity.STEP):
+            activity = Activity.FIRST_STEP
+        self._beats += 1
+        self._step = self._step if step is None else step
+        self.activity = activity
+        self._tell()
+
+    def goes_on(self) -> None:
+        """This process makes progress at what it is at."""
+        self.at(self.activity)
+
+    def writes_in(self, thread: int) -> None:
+        """What moves a save is from now on also what ``thread`` reads and writes; 0: it has ended.
+
+        To be called in the thread that makes the other signs, not in ``thread``.
+        """
+        self._writer = thread
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._fd is not None:
+            os.pwrite(self._fd, _RECORD.pack(self._beats, self._step, self.activity, self._writer), self._place)
+
+    @contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """At ``activity`` inside, and afterwards at what it was before; after an error still at it, to tell of it."""
+        before = self.activity
+        self.at(activity)
+        yield
+        self.at(before)
+
+
+#: A process has one pulse, as it has one standard output.
+pulse = Pulse()

@@ -1,0 +1,271 @@
+"""From what ranks leave to the one block that people read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import CheckpointError, CollectiveError, DataError, LockstepError, RankFailed
+from lockstep.launch.failure import causes, records, spare
+from lockstep.launch.failure import report as failure
+from lockstep.launch.failure.causes import find_cause, is_lost_peer
+from lockstep.launch.health.hang import HangReport, Standstill
+from lockstep.launch.local.rank_output import MARK, log_file
+from lockstep.telemetry.rundir import RunDir, write_json
+
+LOST_PEER = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:12345"
+
+
+def caught(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as raised:
+        return raised
+
+
+def ended(rank: int, code: int, alive_at: float = 0.0, *, by_launcher: bool = False) -> dict[str, Any]:
+    times = {"alive_at": alive_at, "seen_at": alive_at + 0.1}
+    return {"rank": rank, "pid": 100 + rank, "code": code, "ended_by_launcher": by_launcher, **times}
+
+
+def write_launcher(run_dir: RunDir, *exits: dict[str, Any], error: str = "") -> None:
+    write_json(run_dir.logs / records.LAUNCHER_FILE, {"ranks": len(exits), "exits": list(exits), "error": error})
+
+
+def report_of(run_dir: RunDir) -> failure.FailureReport:
+    report = failure.collect(run_dir)
+    assert report is not None
+    return report
+
+
+def test_no_failure(run_dir: RunDir) -> None:
+    assert failure.collect(run_dir) is None
+    write_launcher(run_dir, ended(0, 0), ended(1, 143), ended(2, 130))
+    assert failure.collect(run_dir) is None
+
+
+def test_the_first_in_time_is_the_cause(run_dir: RunDir) -> None:
+    for rank in (2, 0, 1):
+        records.record(run_dir.logs, rank, caught(ValueError(f"number {rank}")))
+    write_launcher(run_dir, *(ended(rank, 1) for rank in range(4)))
+    report = report_of(run_dir)
+    assert report.what == "rank 3 of 4 ended with exit code 1 without an error of its own"
+    write_launcher(run_dir, *(ended(rank, 1) for rank in range(3)))
+    report = report_of(run_dir)
+    assert report.what == "rank 2 of 3 failed: ValueError: number 2"
+    assert "2 other ranks ended because of it or after it (ranks 0, 1)." in report.format()
+
+
+def test_a_rank_that_missed_another_tells_more_than_a_lost_connection_and_less_than_an_own_error(
+    run_dir: RunDir,
+) -> None:
+    records.record(run_dir.logs, 0, caught(RuntimeError(LOST_PEER)))
+    records.record(run_dir.logs, 1, caught(CollectiveError("rank 2 did not come to barrier", why="last in sum")))
+    write_launcher(run_dir, ended(0, 1), ended(1, 1), ended(2, 0))
+    report = report_of(run_dir)
+    assert report.what == "rank 1 of 3 failed: lockstep.errors.CollectiveError: rank 2 did not come to barrier"
+    assert report.why == "last in sum"
+    records.record(run_dir.logs, 2, caught(ValueError("its own")))
+    write_launcher(run_dir, ended(0, 1), ended(1, 1), ended(2, 1))
+    assert report_of(run_dir).what == "rank 2 of 3 failed: ValueError: its own"
+
+
+def test_a_lost_peer_is_never_first_if_there_is_another_cause(run_dir: RunDir) -> None:
+    records.record(run_dir.logs, 0, caught(RuntimeError(LOST_PEER)))
+    write_launcher(run_dir, ended(0, 1))
+    report = report_of(run_dir)
+    assert report.first is not None
+    assert report.first.rank == 0
+    assert "no rank left a reason" in report.why
+    records.record(run_dir.logs, 1, caught(KeyError("x")))
+    report = report_of(run_dir)
+    assert report.first is not None
+    assert report.first.rank == 1
+
+
+def test_a_rank_killed_by_the_launcher_is_never_first(run_dir: RunDir) -> None:
+    write_launcher(run_dir, ended(0, -9, 1.0, by_launcher=True), ended(1, -11, 2.0))
+    report = report_of(run_dir)
+    assert report.what == "rank 1 of 2 was killed by signal 11 (SIGSEGV)"
+    assert report.format().count("fix: ") == 1
+
+
+def test_an_error_of_lockstep_speaks_for_itself(run_dir: RunDir) -> None:
+    records.record(run_dir.logs, 0, caught(CheckpointError("it is torn", why="a byte is missing", fix="take another")))
+    error = report_of(run_dir).as_error()
+    assert type(error) is CheckpointError
+    assert str(error) == "it is torn\nwhy: a byte is missing\nfix: take another"
+
+
+def test_the_error_of_a_report_is_its_block(run_dir: RunDir) -> None:
+    records.record(run_dir.logs, 1, caught(OSError(28, "No space left on device")))
+    error = report_of(run_dir).as_error()
+    assert type(error) is RankFailed
+    assert str(error) == report_of(run_dir).format()
+    assert error.why == "a disk or a quota is full"
+
+
+def test_a_failed_launcher(run_dir: RunDir) -> None:
+    trace = "Traceback (most recent call last):\n  File ...\nImportError: no torch"
+    write_launcher(run_dir, error=trace)
+    block = report_of(run_dir).format()
+    assert block.startswith("ImportError: no torch\n  Traceback")
+
+
+def test_clearing_forgets_an_earlier_start(run_dir: RunDir) -> None:
+    records.record(run_dir.logs, 5, caught(ValueError("old")))
+    write_launcher(run_dir, ended(5, 1))
+    records.clear(run_dir.logs)
+    assert failure.collect(run_dir) is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["ranks", "exits", "x"]), inner),
+    max_leaves=6,
+)
+
+
+@given(content=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_broken_files_are_no_failure_of_ours(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = RunDir(tmp_path_factory.mktemp("run"))
+    run.logs.mkdir()
+    (run.logs / records.LAUNCHER_FILE).write_bytes(content)
+    (run.logs / "rank-0.error.json").write_bytes(content)
+    report = failure.collect(run)
+    assert report is None or report.format()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", ()),
+        ("a\nb\n\nc\n", ("a", "b", "c")),
+        (f"old\n{MARK}process 1 begins\nnew\n", ("new",)),
+        (f"{MARK}process 1 begins\nnew\n{MARK}rank 0 failed\nTraceback\n", ("new",)),
+        (f"{MARK}process 1 begins\nx\n{MARK}rank 0 failed\nTraceback\n{MARK}process 2 begins\ny\n", ("y",)),
+        (" 10%\r 20%\r 30%\ndone\n", (" 30%", "done")),
+        ("\n".join(map(str, range(100))), tuple(map(str, range(90, 100)))),
+    ],
+)
+def test_last_lines(tmp_path: Path, content: str, expected: tuple[str, ...]) -> None:
+    log_file(tmp_path, 0).write_text(content)
+    assert records.last_lines(log_file(tmp_path, 0)) == expected
+
+
+def test_a_crash_in_native_code_keeps_its_words_and_the_innermost_calls(tmp_path: Path) -> None:
+    """As gloo writes it where ranks gather different sizes, with the stacks that Python adds."""
+    calls = [f'  File "task.py", line {line} in loss' for line in range(30)]
+    words = "  what():  [enforce fail] op.preamble.length <= op.nbytes. 84 vs 78. Received data size doesn't match"
+    stacks = ["Fatal Python error: Aborted", "", "Thread 0x1 (most recent call first):", "  File watch", ""]
+    lines = ["before", "terminate called", words, *stacks, "Thread 0x2 (most recent call first):", *calls, "Extension"]
+    log_file(tmp_path, 0).write_text("\n".join(lines))
+    found = records.last_lines(log_file(tmp_path, 0))
+    assert found[:5] == (*lines[:4], "Thread 0x2 (most recent call first):") and calls[0] in found
+    cause = find_cause("\n".join(found), "SIGABRT")
+    assert cause is not None and "training.tail=drop" in cause.fix
+
+
+def test_last_lines_of_no_log(tmp_path: Path) -> None:
+    assert records.last_lines(tmp_path / "none") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "gpu-memory"),
+        (
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+            "you tried to allocate 400000000000 bytes. Error code 12 (Cannot allocate memory)",
+            "memory",
+        ),
+        ("MemoryError: ", "memory"),
+        ("RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed. ", "loader-worker"),
+        ("RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly", "loader-worker"),
+        (
+            "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's "
+            "workers are out of shared memory. Please try to raise your shared memory limit.",
+            "shared-memory",
+        ),
+        ("OSError: [Errno 28] No space left on device: '/x'", "disk-full"),
+        ("OSError: [Errno 24] Too many open files", "open-files"),
+        ("torch.AcceleratorError: CUDA error: device-side assert triggered", "device-assert"),
+        ("RuntimeError: Expected to have finished reduction in the prior iteration", "unused-parameters"),
+        (
+            "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss",
+            "unused-parameters",
+        ),
+        (f"RuntimeError: {LOST_PEER}", "lost-peer"),
+        ("torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled cuda error", "nccl"),
+    ],
+)
+def test_known_causes(text: str, name: str) -> None:
+    cause = find_cause(text)
+    assert cause is not None
+    assert cause.name == name
+    assert cause.fix
+
+
+def test_every_known_cause_says_why_and_names_a_fix() -> None:
+    known = [cause for _, cause in causes._BY_TEXT] + [*causes._BY_SIGNAL.values()]
+    for cause in (*known, causes.OOM_KILLED, causes._LOST, causes._NCCL, causes._CUDA):
+        assert cause.why
+        assert cause.fix
+    assert {"gpu-memory", "memory", "loader-worker", "disk-full", "port"} <= {cause.name for cause in known}
+
+
+def test_a_hang_is_told_unless_a_rank_failed_by_itself(run_dir: RunDir) -> None:
+    stopped = Standstill(rank=1, step=3, doing="step 4", silent_s=61, state="stopped")
+    hang = HangReport(timeout_s=60, ranks=(Standstill(rank=0, step=3, doing="step 4", silent_s=61), stopped))
+    exits = [ended(rank, -9, by_launcher=True) for rank in range(2)]
+    content = {"ranks": 2, "exits": exits, "hang": hang.model_dump()}
+    write_json(run_dir.logs / records.LAUNCHER_FILE, content)
+    block = report_of(run_dir).format()
+    assert block.startswith("rank 1 has given no sign of life for 61 s, in step 4\n")
+    assert block.count("fix: ") == 1
+    records.record(run_dir.logs, 0, caught(ValueError("its own")))
+    assert report_of(run_dir).what == "rank 0 of 2 failed: ValueError: its own"
+
+
+def test_a_kill_while_the_kernel_killed_for_memory_is_told_as_that(run_dir: RunDir) -> None:
+    content = {"ranks": 1, "exits": [ended(0, -9)], "machine": {"total": 10**9, "kills": 1}}
+    write_json(run_dir.logs / records.LAUNCHER_FILE, {**content, "memory": {"0": {"resident": 5 * 10**8}}})
+    report = report_of(run_dir)
+    assert report.why == "the kernel's out-of-memory killer ended it"
+    assert "rank 0: host: 0.50 GB resident" in report.format()
+
+
+def test_a_failure_is_told_where_the_run_folder_is_gone(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shutil.rmtree(run_dir.path)
+    records.record(run_dir.logs, 1, caught(ValueError("the folder is gone")))
+    assert report_of(run_dir).what == "rank 1 of 1 failed: ValueError: the folder is gone"
+    spare.clear(run_dir.logs)
+    assert failure.collect(run_dir) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_cause_is_not_guessed() -> None:
+    assert find_cause("ValueError: the cat sat on the keyboard") is None
+
+
+def test_a_download_that_breaks_off_is_no_lost_peer() -> None:
+    assert not is_lost_peer("ConnectionResetError", "[Errno 104] Connection reset by peer")
+    assert not is_lost_peer("urllib.error.URLError", "<urlopen error [Errno 111] Connection refused>")
+    assert is_lost_peer(
+        "torch.distributed.DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed"
+    )
+
+
+def test_exit_codes_of_errors() -> None:
+    errors: list[BaseException] = [LockstepError("x"), DataError("x"), SystemExit(7), SystemExit("text"), ValueError()]
+    assert [records.exit_code_of(error) for error in errors] == [1, 2, 7, 1, 1]

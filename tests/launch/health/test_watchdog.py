@@ -1,0 +1,111 @@
+"""Ranks that watch each other, in real processes; how a whole run ends by it is in tests/e2e/test_faults.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.hardware.world import World
+from lockstep.launch.health.hang import HangReport
+from lockstep.launch.health.watchdog import Watchdog, main_stack
+from lockstep.telemetry.progress_board import Activity, pulse
+from tests.gloo import run_ranks
+
+TIMEOUT_S = 1.0
+#: Bounds a failure.
+PATIENCE_S = 60.0
+
+
+def stand_still(rank: int, size: int) -> dict[str, Any]:
+    """Rank 1 is at something untimed for long, while rank 0 waits; then neither moves.
+
+    At last each watches alone, at a save that stands still while another thread writes.
+    """
+    port = [0]
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    if store is not None:
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    store = store or dist.TCPStore("localhost", port[0], is_master=False)
+    reports: list[tuple[HangReport, bool]] = []
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="torchrun")
+    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told))
+    pulse.at(Activity.FIRST_STEP, 0)
+    pulse.at(Activity.COMPUTING_METRICS if rank == 1 else Activity.HOOKS, 3)
+    watchdog.start()
+    time.sleep(3 * TIMEOUT_S)
+    early = len(reports)
+    dist.barrier()
+    pulse.at(Activity.HOOKS, 3)
+    wait_for(reports)
+    dist.barrier()
+    watchdog.end()
+    pulse.at(Activity.SAVING)
+    over = threading.Event()
+    heart = threading.Thread(target=beat, args=(over,))
+    heart.start()
+    alone = Watchdog(World(), None, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told))
+    alone.start()
+    wait_for(reports, 2)
+    alone.end()
+    over.set()
+    heart.join()
+    (report, tells), by_itself = reports
+    ranks = [at.model_dump() for at in report.ranks]
+    found = {"early": early, "tells": tells, "ranks": ranks, "alone": (by_itself[1], len(by_itself[0].ranks))}
+    return found | {"states": states_with_rank_1_stopped(world, store)}
+
+
+def states_with_rank_1_stopped(world: World, store: dist.Store) -> list[str]:
+    """As rank 0 sees them."""
+    reports: list[tuple[HangReport, bool]] = []
+    pulse.at(Activity.HOOKS, 4)
+    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told))
+    watchdog.start()
+    pids: list[int] = [0] * world.size
+    dist.all_gather_object(pids, os.getpid())
+    if world.is_main:
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_for(reports)
+        os.kill(pids[1], signal.SIGCONT)
+    dist.barrier()
+    watchdog.end()
+    return [at.state for at in reports[0][0].ranks] if world.is_main else []
+
+
+def beat(over: threading.Event) -> None:
+    with open(os.devnull, "wb", buffering=0) as file:
+        while not over.wait(0.01):
+            file.write(b"beat")
+
+
+def wait_for(reports: list[tuple[HangReport, bool]], count: int = 1) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while len(reports) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_nobody_hangs_while_one_is_at_something_long_and_all_hang_when_none_moves() -> None:
+    outcomes = run_ranks(stand_still, 2)
+    assert [outcome["early"] for outcome in outcomes] == [0, 0]
+    assert [outcome["tells"] for outcome in outcomes] == [True, False]
+    assert outcomes[0]["states"] == ["running", "stopped"]
+    for outcome in outcomes:
+        assert [at["rank"] for at in outcome["ranks"]] == [0, 1]
+        for at in outcome["ranks"]:
+            assert (at["step"], at["doing"], at["state"]) == (3, "hooks and logging after step 3", "running")
+            assert at["silent_s"] >= TIMEOUT_S
+            assert " in wait_for" in at["place"]
+        assert outcome["alone"] == (True, 1)
+
+
+def test_the_stack_of_the_main_thread_begins_innermost() -> None:
+    assert [frame.function for frame in main_stack()[:2]] == [
+        "main_stack",
+        "test_the_stack_of_the_main_thread_begins_innermost",
+    ]

@@ -1,0 +1,226 @@
+"""Launching for real: processes, signals, and who is left afterwards."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import threading
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep.config import RunConfig
+from lockstep.launch.failure.report import collect
+from lockstep.launch.local.start import launch
+from lockstep.telemetry.rundir import RunDir
+from tests.launch.conftest import STUB, Caller, wait_for
+
+
+def start(run_dir: RunDir, *actions: str, max_restarts: int = 0) -> int:
+    environ = {"STUB": ",".join(actions)}
+    return launch(run_dir, len(actions), environ=environ, max_restarts=max_restarts, worker_module=STUB)
+
+
+def test_a_script_from_stdin_without_a_main_guard(caller: Caller) -> None:
+    caller.start("end", "end")
+    code, out, err = caller.finish()
+    assert (code, err) == (0, "")
+    assert out == "rank 0 of 2 speaks\ncode 0\n"  # rank 1 speaks to its log
+    assert "rank 1 of 2 speaks" in (caller.run_dir.logs / "rank-1.log").read_text()
+    assert [end["code"] for end in caller.launcher()["exits"]] == [0, 0]
+    assert collect(caller.run_dir) is None
+    caller.assert_nobody_left()
+
+
+def test_rank_0_speaks_where_stdout_is_not_a_file(run_dir: RunDir) -> None:
+    with redirect_stdout(io.StringIO()) as out:
+        assert start(run_dir, "end", "end") == 0
+    assert out.getvalue() == "rank 0 of 2 speaks\n"
+
+
+def test_a_process_without_stdout(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert start(run_dir, "end") == 0
+
+
+def test_two_launches_at_once_from_threads(tmp_path: Path) -> None:
+    runs = [RunDir.create(tmp_path / f"run-{i}", RunConfig(), run_id=f"run-{i:08}", command=[]) for i in range(2)]
+    codes: dict[int, int] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: codes.update({i: start(runs[i], "end", "end")})) for i in range(len(runs))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == {0: 0, 1: 0}
+
+
+def test_one_rank_raises(run_dir: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    assert start(run_dir, "lose-peer", "fail-late-in-group") == 1
+    report = collect(run_dir)
+    assert report is not None
+    assert report.first is not None
+    assert report.first.rank == 1
+    block = report.format()
+    assert block.startswith("rank 1 of 2 failed: ValueError: the cat sat on the keyboard\n")
+    assert block.count("Traceback") == 1
+    assert "in fail_late_in_group" in block
+    assert "  two\n  last words\n" in block
+    assert "\n1 other rank ended because of it or after it (rank 0)." in block
+    assert capfd.readouterr() == ("", "")  # who launches tells of it, once
+
+
+def test_wrong_usage_in_all_ranks_is_told_once(run_dir: RunDir) -> None:
+    assert start(run_dir, "refuse", "refuse") == 2
+    report = collect(run_dir)
+    assert report is not None
+    assert report.format() == "label 7 is out of range\nwhy: there are 7 classes\nfix: count from 0"
+    assert report.as_error().exit_code == 2
+
+
+def test_a_killed_rank_is_the_cause_of_what_others_say(run_dir: RunDir) -> None:
+    assert start(run_dir, "lose-peer", "die-in-group") == 1
+    report = collect(run_dir)
+    assert report is not None
+    assert report.first is not None
+    assert (report.first.rank, report.first.signal) == (1, "SIGKILL")
+    assert [failure.rank for failure in report.others] == [0]
+    assert "rank 1 of 2 was killed by signal 9 (SIGKILL)" in report.format()
+    assert "out-of-memory killer" in report.why
+
+
+def test_sys_exit_in_a_rank_is_a_failure(run_dir: RunDir) -> None:
+    assert start(run_dir, "leave") == 1
+    report = collect(run_dir)
+    assert report is not None
+    assert "sys.exit(7)" in report.what
+
+
+def test_all_ranks_are_started_again(run_dir: RunDir) -> None:
+    assert start(run_dir, "fail-once", "fail-once", max_restarts=1) == 0
+    assert (run_dir.path / "restarted-0").exists()
+    assert collect(run_dir) is None
+    assert json.loads((run_dir.logs / "launcher.json").read_text())["starts"] == 2
+
+
+def test_one_signal_is_one_stop_for_every_rank(caller: Caller) -> None:
+    process = caller.start("stop", "stop")
+    caller.wait_until_ready()
+    process.terminate()
+    assert caller.finish() == (143, "code 143\n", "")
+    assert [(caller.run_dir.path / f"told-{rank}").read_text() for rank in range(2)] == ["15", "15"]
+    assert collect(caller.run_dir) is None
+    caller.assert_nobody_left()
+
+
+def test_one_ctrl_c_in_a_terminal_is_one_stop(caller: Caller) -> None:
+    keyboard, terminal = os.openpty()
+    process = caller.start("stop", "stop", terminal=terminal)
+    caller.wait_until_ready()
+    os.write(keyboard, b"\x03")  # the terminal sends SIGINT to the whole foreground group
+    assert process.wait(30) == 130
+    shown = os.read(keyboard, 4096).decode()
+    os.close(terminal)
+    os.close(keyboard)
+    assert shown.split() == ["rank", "0", "sees", "a", "terminal", "^Ccode", "130"]
+    assert [(caller.run_dir.path / f"told-{rank}").read_text() for rank in range(2)] == ["15", "15"]
+    caller.assert_nobody_left()
+
+
+def test_a_stop_before_the_ranks_are_up_waits_for_them(caller: Caller) -> None:
+    process = caller.start("stop-at-once", "stop-at-once")
+    process.send_signal(0)
+    while not (caller.run_dir.logs / "launcher.json").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert caller.finish()[::2] == (130, "")
+    caller.assert_nobody_left()
+
+
+def test_a_stop_that_one_rank_was_asked_for(caller: Caller) -> None:
+    caller.start("stop-at-once", "stop-at-once")
+    caller.wait_until_ready()
+    for pid in caller.launcher()["pids"].values():
+        os.kill(pid, signal.SIGTERM)
+    assert caller.finish()[0] == 143
+    assert collect(caller.run_dir) is None
+
+
+def test_a_second_ctrl_c_ends_at_once(caller: Caller) -> None:
+    process = caller.start("ignore", "with-children", stop_grace_s=600)
+    caller.wait_until_ready()
+    process.send_signal(signal.SIGINT)
+    # The first has arrived once the rank that listens is gone.
+    listening = psutil.Process(caller.launcher()["pids"]["1"])
+    wait_for(lambda: listening.status() == psutil.STATUS_ZOMBIE)
+    process.send_signal(signal.SIGINT)
+    assert caller.finish()[0] == 130
+    caller.assert_nobody_left()
+
+
+def test_ranks_that_do_not_follow_a_stop_are_killed(caller: Caller) -> None:
+    process = caller.start("ignore", "stop-at-once", stop_grace_s=0.2)
+    caller.wait_until_ready()
+    process.terminate()
+    assert caller.finish()[0] == 1
+    report = collect(caller.run_dir)
+    assert report is not None
+    assert "had not ended 0.2 s after the stop" in report.format()
+    caller.assert_nobody_left()
+
+
+def test_the_launcher_is_killed(caller: Caller) -> None:
+    caller.start("with-children", "ignore")
+    caller.wait_until_ready()
+    os.kill(caller.launcher()["pid"], signal.SIGKILL)
+    assert caller.finish()[0] == 1
+    report = collect(caller.run_dir)
+    assert report is not None
+    assert report.format() == "the launcher was killed by signal 9 (SIGKILL)"
+    caller.assert_nobody_left()
+
+
+def test_the_caller_is_killed(caller: Caller) -> None:
+    process = caller.start("with-children", "stop")
+    caller.wait_until_ready()
+    process.kill()
+    process.wait()
+    caller.assert_nobody_left()
+    assert (caller.run_dir.path / "told-1").exists()  # it ended in good order
+    assert caller.launcher()["exit_code"] == 143
+
+
+def test_caller_and_launcher_are_killed(caller: Caller) -> None:
+    process = caller.start("ignore", "ignore")
+    caller.wait_until_ready()
+    os.kill(caller.launcher()["pid"], signal.SIGSTOP)  # so that it cannot see what happens next
+    process.kill()
+    process.wait()
+    os.kill(caller.launcher()["pid"], signal.SIGKILL)
+    caller.assert_nobody_left()
+
+
+def test_a_killed_rank_takes_its_children_along(caller: Caller) -> None:
+    caller.start("stop-at-once", "with-children")
+    caller.wait_until_ready()
+    os.kill(caller.launcher()["pids"]["1"], signal.SIGKILL)
+    assert caller.finish()[0] == 1
+    caller.assert_nobody_left()
+
+
+def test_a_detached_run_goes_on_without_its_caller(caller: Caller) -> None:
+    process = caller.start("stop", "stop", detached=True)
+    caller.wait_until_ready()
+    process.kill()
+    process.wait()
+    assert len(caller.descendants()) == 3
+    os.kill(caller.launcher()["pid"], signal.SIGTERM)
+    caller.assert_nobody_left()
+    assert caller.launcher()["exit_code"] == 143

@@ -1,0 +1,80 @@
+"""Where a rank's output goes, and what it finds in its environment."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.local import environment
+from lockstep.launch.local.rank_output import log_file, rank_output
+
+
+def test_other_ranks_write_to_their_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with rank_output(tmp_path / "logs", 1):
+        os.write(2, b"native\n")
+        subprocess.run([sys.executable, "-c", "print('child')"], check=True)
+    os.write(1, b"back\n")
+    assert capfd.readouterr() == ("back\n", "")
+    log = log_file(tmp_path / "logs", 1).read_text()
+    for text in ("native", "child"):
+        assert text in log
+
+
+def test_rank_0_keeps_its_terminal_and_copies_warnings_and_records(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a rank
+    with rank_output(tmp_path, 0), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        os.write(1, b"bar\n")
+        logging.getLogger("some.library").warning("hot")
+    with rank_output(tmp_path, 0), pytest.warns(UserWarning, match="hotter"):
+        warnings.warn("hotter", UserWarning, stacklevel=1)
+    assert logging.getLogger().handlers == []
+    out, err = capfd.readouterr()
+    assert out == "bar\n"
+    assert "hot" in err
+    log = log_file(tmp_path, 0).read_text()
+    assert "WARNING some.library: hot" in log
+    assert "bar" not in log
+    assert log.count("begins as rank 0") == 2
+
+
+def test_an_outer_launcher_is_forgotten() -> None:
+    base = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "HOME": "/home/x"}
+    made = environment.for_launcher(base, "mark", [])
+    assert not made.keys() & {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    assert made["HOME"] == "/home/x"
+    assert (made[environment.LAUNCHER], made[environment.LAUNCH_ID]) == ("1", "mark")
+
+
+@pytest.mark.parametrize(
+    ("base", "threads"),
+    [
+        ({}, "1"),
+        ({"OMP_NUM_THREADS": "3"}, "3"),
+        ({"LOCKSTEP_THREADS": "2", "OMP_NUM_THREADS": "3"}, "2"),
+    ],
+)
+def test_threads(base: dict[str, str], threads: str) -> None:
+    assert environment.for_launcher(base, "mark", [])["OMP_NUM_THREADS"] == threads
+
+
+def test_ranks_import_what_the_caller_can_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    caller_path = ["", "/first", *sys.path, "/last"]
+    made = environment.for_launcher({"PYTHONPATH": "/given"}, "mark", caller_path)
+    before = made["PYTHONPATH"].split(os.pathsep)
+    assert before[:2] == [str(tmp_path), "/first"]
+    assert "/given" in before
+    assert "/last" not in before  # it must not come before Python's own modules
+    monkeypatch.setattr(sys, "path", ["/own"])
+    environment.restore_sys_path(made)
+    assert sys.path[:2] == [str(tmp_path), "/first"]
+    assert sys.path[-2:] == ["/last", "/own"]
