@@ -1,12 +1,15 @@
-"""Refuse the words that the vocabulary of CONTRIBUTING.md replaces: ``python scripts/words.py [FILE...]``.
+"""Refuse the words that the vocabulary of CONTRIBUTING.md replaces: ``python scripts/words.py [PATH...]``.
 
-Without files: README, CONTRIBUTING, benchmarks/README and ``docs``. Code is not checked.
+Of a Python file, the comments and string literals are checked. Default: README, CONTRIBUTING, benchmarks/README and
+``docs``.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,11 +33,24 @@ def vocabulary() -> dict[str, str]:
     return patterns | PATTERNS
 
 
+def prose(path: Path) -> str:
+    """What is written for people in a file, at the lines where it stands there."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return text
+    lines: list[list[str]] = [[] for _ in range(text.count("\n") + 2)]
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            for row, part in enumerate(re.sub(r"^[rbuf]*[\"']+|[\"']+$|^#:?", "", token.string).split("\n")):
+                lines[token.start[0] - 1 + row].append(part)
+    return "\n".join(" ".join(parts) for parts in lines)
+
+
 def findings(paths: list[Path]) -> Iterator[str]:
     words = vocabulary()
     for path in paths:
         code = "|".join(filter(None, [r"```.*?```|`[^`\n]+`", SKIPPED.get(path.name)]))
-        text = re.sub(code, lambda part: "\n" * part[0].count("\n"), path.read_text(encoding="utf-8"), flags=re.S)
+        text = re.sub(code, lambda part: "\n" * part[0].count("\n"), prose(path), flags=re.S)
         for pattern, use in words.items():
             for found in re.finditer(pattern, text, re.I):
                 line = text.count("\n", 0, found.start()) + 1
@@ -44,7 +60,10 @@ def findings(paths: list[Path]) -> Iterator[str]:
 def main() -> int:
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
     pages += (ROOT / "docs").glob("*.md")
-    found = sorted(findings([Path(name) for name in sys.argv[1:]] or pages))
+    named = [
+        file for path in map(Path, sys.argv[1:]) for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
+    ]
+    found = sorted(findings(named or pages))
     print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
     return 1 if found else 0
 
