@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig as RunConfig
-    from lockstep.engine.attempt import RunResult as RunResult
     from lockstep.engine.distributed.collectives import collectives as collectives
+    from lockstep.engine.result import RunResult as RunResult
     from lockstep.engine.task import Callback as Callback
     from lockstep.engine.task import Datasets as Datasets
     from lockstep.engine.task import Loss as Loss
@@ -32,7 +32,7 @@ _HOMES = {
     "LockstepError": "lockstep.errors",
     "Loss": "lockstep.engine.task",
     "RunConfig": "lockstep.config",
-    "RunResult": "lockstep.engine.attempt",
+    "RunResult": "lockstep.engine.result",
     "Scheduler": "lockstep.engine.task",
     "Task": "lockstep.engine.task",
     "collectives": "lockstep.engine.distributed.collectives",

@@ -21,7 +21,8 @@ from torch.utils.data import default_collate
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.data.loader import InOrder, Request, Source, make_loader
+from lockstep.data.loader import make_loader
+from lockstep.data.requests import InOrder, Request, Source
 from lockstep.hardware.host import usable_cores
 from lockstep.plan import LoaderPlan
 from lockstep.plan.workers import worth_trying

@@ -18,7 +18,7 @@ from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import FsdpConfig, OptimizerConfig, RunConfig, SchedulerConfig
 from lockstep.config.load import merge
 from lockstep.data.arrays import ArrayDataset
-from lockstep.data.loader import InOrder, Source, Window, windows
+from lockstep.data.requests import InOrder, Source, Window, windows
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.strategies.fsdp import FsdpStrategy, ShardedModel

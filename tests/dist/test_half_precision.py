@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.config import FsdpConfig, OptimizerConfig, SchedulerConfig
 from lockstep.data.arrays import ArrayDataset
-from lockstep.data.loader import InOrder, Source, windows
+from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.engine.distributed.dtensor_state import gathered
 from lockstep.engine.optim.precision import Precision

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.data.loader import windows
+from lockstep.data.requests import windows
 from lockstep.engine.training_data import training_source
 from lockstep.errors import ConfigError
 from lockstep.launch.api import resume

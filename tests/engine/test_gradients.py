@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.data.arrays import ArrayDataset
-from lockstep.data.loader import InOrder, Source, windows
+from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import DdpStrategy, Flags, Replica, SingleStrategy

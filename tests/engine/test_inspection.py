@@ -17,19 +17,17 @@ from lockstep import Datasets
 from lockstep.config import resolve
 from lockstep.config.sections import DistributedConfig, HardwareConfig
 from lockstep.data.arrays import ArrayDataset
-from lockstep.data.loader import InOrder, Request
+from lockstep.data.requests import InOrder, Request
+from lockstep.engine.dataset_checks import examined, fingerprint, same_data
 from lockstep.engine.diagnostics.step_trace import TracedSource
 from lockstep.engine.inspection import (
     QUICK_S,
     blueprint,
-    examined,
-    fingerprint,
     has_quick_samples,
     inspect_task,
     multiply_adds,
     optimizer_facts,
     refuse_meta,
-    same_data,
 )
 from lockstep.errors import TaskError
 from lockstep.hardware.resolve import resolve_placement

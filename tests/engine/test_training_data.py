@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.data.loader import Request
 from lockstep.data.order import ORDER_VERSION
+from lockstep.data.requests import Request
 from lockstep.engine.inspection import inspect_task
 from lockstep.engine.resume import check_fits
 from lockstep.engine.training_data import training_source

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep import Loss
 from lockstep.bench.workload import Subject
-from lockstep.data.loader import Request, Window
+from lockstep.data.requests import Request, Window
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import build_optimizer
 from lockstep.engine.strategies.base import Flags

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.loader import fetch
+from lockstep.data.requests import fetch
 from lockstep.errors import DataError
 from lockstep.tasks.speech.audio import read_audio
 from lockstep.tasks.speech.checking import open_rows

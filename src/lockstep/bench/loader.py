@@ -15,7 +15,8 @@ from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
 from lockstep.bench.trials import Outcome, new_trials
 from lockstep.bench.workload import Subject
-from lockstep.data.loader import Source, make_loader
+from lockstep.data.loader import make_loader
+from lockstep.data.requests import Source
 from lockstep.engine.process.prefetch import finish, to_device
 from lockstep.engine.training_data import training_source
 from lockstep.hardware.host import usable_cores

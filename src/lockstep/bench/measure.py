@@ -16,7 +16,8 @@ from lockstep.bench.rank import PeakMemory, Rank, Utilisation, limit_memory
 from lockstep.bench.stopwatch import LastGradient, Stopwatch, TimedUpdate, time_loss, timed_batches
 from lockstep.bench.summary import summarise
 from lockstep.config import RunConfig
-from lockstep.data.loader import Request, make_loader
+from lockstep.data.loader import make_loader
+from lockstep.data.requests import Request
 from lockstep.engine.attempt import assemble, walk
 from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.fit import Fit

@@ -7,18 +7,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from lockstep.data.nested import mapped
+from lockstep.data.requests import Request, Source
 from lockstep.data.workers import WorkerLoader
 from lockstep.errors import LockstepError
 from lockstep.plan import LoaderPlan
 from lockstep.plan.workers import worth_trying
-
-if TYPE_CHECKING:
-    from lockstep.data.loader import Request, Source
 
 #: Each way of loading is timed for at least this many seconds and batches.
 TRIAL_S, TRIAL_BATCHES = 0.1, 8

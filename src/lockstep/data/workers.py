@@ -19,17 +19,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, tee
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lockstep.data.randomness import WorkerInit
+from lockstep.data.requests import Request, Source
 from lockstep.errors import LockstepError
 from lockstep.hardware import parent_death
 from lockstep.plan import LoaderPlan
-
-if TYPE_CHECKING:
-    from lockstep.data.loader import Request, Source
 
 #: How long workers may take to come up, which is work for milliseconds, before they are replaced; after the last
 #: time their batches are waited for, however long that takes.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +15,8 @@ from lockstep.checkpoint.reader import BROKEN
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
-from lockstep.data.loader import Source, Window, make_loader, windows
+from lockstep.data.loader import make_loader
+from lockstep.data.requests import Source, Window, windows
 from lockstep.engine.checkpoint_writer import writing
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.diagnostics.profiler import memory_snapshot, profiled
@@ -35,6 +34,7 @@ from lockstep.engine.optim.groups import check_optimizer, check_sparse, untraine
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update, build_optimizer, scheduler_of
 from lockstep.engine.process.determinism import check_pins, pins, rank_device, runtime, seed_everything
+from lockstep.engine.result import RunResult
 from lockstep.engine.resume import (
     check_fits,
     check_moments,
@@ -62,19 +62,6 @@ from lockstep.telemetry.system import monitored
 
 if TYPE_CHECKING:
     from lockstep.engine.lightning.module_fit import ModuleFit
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How an attempt ended. ``metrics`` are the final ones: ``val_…`` of the last evaluation and ``test_…``."""
-
-    status: str
-    exit_code: int
-    run_dir: Path
-    step: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    best_epoch: int | None = None
-    best_metric: dict[str, float] = field(default_factory=dict)
 
 
 def run_attempt(

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import InOrder, Request, Source, make_loader
+from lockstep.data.loader import make_loader
+from lockstep.data.requests import InOrder, Request, Source
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.determinism import generators_kept

@@ -18,8 +18,7 @@ from lockstep.checkpoint.policy import SavePolicy, retained
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
-from lockstep.data.loader import Window
-from lockstep.engine.best import judge
+from lockstep.data.requests import Window
 from lockstep.engine.diagnostics.step_trace import Trace
 from lockstep.engine.diagnostics.stragglers import RankWatch
 from lockstep.engine.distributed.agreement import check_agreement
@@ -30,7 +29,7 @@ from lockstep.engine.meter import LossMeter
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.resume import manifest_of
-from lockstep.engine.state import TrainState
+from lockstep.engine.state import TrainState, judge
 from lockstep.engine.strategies.base import Flags, Strategy
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import math
 import os
-import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import IterableDataset
 
 from lockstep.data.bucketed import check_lengths, hash_lengths
-from lockstep.data.reader import Reader, sample_error
-from lockstep.data.rows import leaf_of
+from lockstep.data.reader import Reader
+from lockstep.engine.dataset_checks import check_dataset, examined, read_sample
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.fused_adam import compiler_not_imported
@@ -33,17 +29,12 @@ from lockstep.engine.process.determinism import generators_kept
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import collate_of
-from lockstep.errors import DataError, LockstepError, TaskError, UnsupportedError
+from lockstep.errors import TaskError, UnsupportedError
 from lockstep.plan import TaskFacts
 from lockstep.plan.plan import Mode
 
-PROBES = 16
 #: Handing a batch over from another process costs more than making one of such samples, seconds.
 QUICK_S = 1e-4
-#: Seconds for reading samples a second time.
-AGAIN_S = 1.0
-#: As what the bits of values are read whose type NumPy lacks, by size in bytes.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
@@ -69,7 +60,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
     text, unstable = examined(datasets.train)
     with generators_kept():
         for dataset in filter(None, (datasets.val, datasets.test)):
-            _read(dataset, 0)
+            read_sample(dataset, 0)
     after = _open_files()
     opens_files = bool(after.keys() - before.keys())
     return TaskFacts(
@@ -110,27 +101,6 @@ def _open_files() -> dict[tuple[str, str], str | None]:
                     is_read = int(flags, 8) & os.O_ACCMODE == os.O_RDONLY and file.is_file()
                     found[number, str(file)] = position if is_read else None
     return found
-
-
-def check_dataset(dataset: Any, split: str) -> None:
-    if dataset is None and split != "train":
-        return
-    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
-        raise UnsupportedError(
-            f"the {split} data set is iterable",
-            why="its samples have no index, so no rank can know which ones are its own, and a resume would repeat some",
-            fix="give it __len__ and __getitem__ (a map-style data set), for example over an index of its records",
-        )
-    if not hasattr(dataset, "__len__") or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "sample")):
-        raise DataError(
-            f"the {split} data set has no length or no items",
-            why=f"{type(dataset).__name__} needs __len__ and __getitem__ (or sample)",
-            fix="return map-style data sets from Task.datasets()",
-        )
-    if len(dataset) == 0:
-        raise DataError(
-            f"the {split} data set is empty", fix="check data.data_dir, or return None for a split that you lack"
-        )
 
 
 def blueprint(task: Task) -> nn.Module:
@@ -231,7 +201,7 @@ def multiply_adds(model: nn.Module, dataset: Any) -> int:
     widths = (getattr(module, name, None) for module in model.modules() for name in ("in_features", "in_channels"))
     width = 1 if any(isinstance(m, nn.Embedding) for m in model.modules()) else next(filter(None, widths), 1)
     with generators_kept():
-        positions = _largest(_read(dataset, 0)) / width
+        positions = _largest(read_sample(dataset, 0)) / width
     return math.ceil(positions) * sum(p.numel() for p in model.parameters())
 
 
@@ -253,140 +223,8 @@ def has_quick_samples(dataset: Any) -> bool:
 
     def seconds(index: int) -> float:
         started = time.perf_counter()
-        _read(dataset, index)
+        read_sample(dataset, index)
         return time.perf_counter() - started
 
     with generators_kept():
         return statistics.median(seconds(int(i)) for i in np.linspace(0, len(dataset) - 1, 5)) < QUICK_S
-
-
-def fingerprint(dataset: Any) -> str:
-    return examined(dataset)[0]
-
-
-def examined(dataset: Any) -> tuple[str, tuple[str, ...]]:
-    """Length and a hash of up to 16 samples spread over the data set: shows a resume that the data changed.
-
-    A data set with a ``fingerprint()`` of its own is asked instead. All is read twice, the second time backwards and
-    for a second at most. What differs is left out of the hash, which then begins with ``~``, and is named.
-    """
-    samples = len(dataset)
-    if hasattr(dataset, "fingerprint"):
-        given = str(dataset.fingerprint())
-        stable = given == str(dataset.fingerprint())
-        return (f"{samples}:{given}", ()) if stable else (f"{samples}:~", ("the data set's fingerprint()",))
-    digest = hashlib.sha256()
-    fields: dict[int, dict[str, bytes]] = {}
-    unstable: set[str] = set()
-    with generators_kept():
-        for index in sorted({int(i) for i in np.linspace(0, samples - 1, PROBES)}):
-            sample = _probe(dataset, index)
-            feed(digest, sample)
-            fields[index] = _fields(sample)
-        until = time.monotonic() + AGAIN_S
-        for number, index in enumerate(reversed(fields)):
-            if number > 1 and time.monotonic() > until:
-                break
-            again = _fields(_probe(dataset, index))
-            unstable |= {name for name, _ in fields[index].items() ^ again.items()}
-    if not unstable:
-        return f"{samples}:{digest.hexdigest()[:16]}", ()
-    kept = [(name, value) for of_sample in fields.values() for name, value in of_sample.items() if name not in unstable]
-    rest = hashlib.sha256(repr(kept).encode()).hexdigest()[:16] if kept else ""
-    return f"{samples}:~{rest}", tuple(sorted(unstable))
-
-
-def same_data(saved: str, here: str) -> bool:
-    """Whether two fingerprints may be of the same data; of one that leaves something out, the length must do."""
-    if ("~" in saved) != ("~" in here):
-        return saved.partition(":")[0] == here.partition(":")[0]
-    return saved == here
-
-
-def _fields(sample: Any) -> dict[str, bytes]:
-    """A hash of each part of a sample, by its name."""
-    if isinstance(sample, dict):
-        return {f"the field {name!r}": _digest(value) for name, value in sample.items()}
-    if isinstance(sample, (list, tuple)):
-        return {f"item {place}": _digest(value) for place, value in enumerate(sample)}
-    return {"the content": _digest(sample)}
-
-
-def _probe(dataset: Any, index: int) -> Any:
-    """Sample ``index`` with every generator seeded, so that augmentation looks the same each time."""
-    random.seed(index)
-    np.random.seed(index)
-    torch.default_generator.manual_seed(index)
-    return _read(dataset, index)
-
-
-def _read(dataset: Any, index: int) -> Any:
-    try:
-        leaf, at = leaf_of(dataset, index)
-        if hasattr(leaf, "sample"):
-            return leaf.sample(at, np.random.Generator(np.random.Philox(index)))
-        return dataset[index]
-    except LockstepError:
-        raise
-    except Exception as error:
-        raise sample_error(dataset, index, error) from error
-
-
-def as_array(tensor: Tensor) -> NDArray[Any]:
-    """The values on the host; of a type that NumPy lacks (bfloat16), their bits."""
-    tensor = tensor.detach().cpu()
-    try:
-        return tensor.numpy()
-    except TypeError:
-        if tensor.layout != torch.strided:
-            raise
-        return tensor.view(_BITS[tensor.itemsize]).numpy()
-
-
-def feed(digest: Any, value: Any, around: tuple[int, ...] = ()) -> None:
-    """Add a sample, however nested, to a hash, which is the same in every process.
-
-    ``around``: the identities of the objects that ``value`` is a part of.
-    """
-    if isinstance(value, Tensor):
-        value = as_array(value if value.layout == torch.strided else value.to_dense())
-    if isinstance(value, np.ndarray):
-        digest.update(str((value.dtype, value.shape)).encode())
-        if value.dtype.hasobject:  # its bytes are addresses
-            feed(digest, value.tolist(), around)
-        else:
-            digest.update(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, dict):
-        for key in value:
-            digest.update(str(key).encode())
-            feed(digest, value[key], around)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            feed(digest, item, around)
-    elif isinstance(value, (set, frozenset)):
-        digest.update(b"".join(sorted(map(_digest, value))))
-    elif isinstance(value, (int, float, str, bytes, bool, type(None), np.generic)):
-        digest.update(repr(value).encode())
-    elif hasattr(value, "__qualname__"):  # a class or a function
-        digest.update(f"{value.__module__}.{value.__qualname__}".encode())
-    else:
-        digest.update(repr(type(value)).encode())
-        if id(value) not in around:
-            feed(digest, _contents(value), (*around, id(value)))
-
-
-def _contents(value: Any) -> Any:
-    """What an object is pickled from. The bytes of a pickle depend on which equal parts are one object."""
-    try:
-        contents = value.__reduce_ex__(2)
-    except Exception:  # whatever an object of the user's raises: then its type has to do
-        return ()
-    if not isinstance(contents, tuple):
-        return contents
-    return [list(part) if isinstance(part, Iterator) else part for part in contents]
-
-
-def _digest(value: Any) -> bytes:
-    own = hashlib.sha256()
-    feed(own, value)
-    return own.digest()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.data.loader import Window
+from lockstep.data.requests import Window
 from lockstep.engine.optim.step import Update
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import Flags, Strategy
@@ -41,7 +41,7 @@ def training_steps(
     """Run every window and yield what came of it; ``state`` has moved on when a result appears.
 
     Args:
-        windows: this rank's part of each step (:func:`lockstep.data.loader.windows`).
+        windows: this rank's part of each step (:func:`lockstep.data.requests.windows`).
         batches: the batch of each request of each window, in order.
         epoch_over: whether an epoch ends with the window that stops at this position.
         requested: what this rank wants all ranks to agree on (stop, time, save).

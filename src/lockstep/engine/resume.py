@@ -15,8 +15,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.data.order import ORDER_VERSION
+from lockstep.engine.dataset_checks import same_data
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.inspection import same_data
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.plan import OrderPlan, Plan

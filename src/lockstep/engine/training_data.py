@@ -9,9 +9,9 @@ from torch.utils.data import default_collate
 
 from lockstep.config import RunConfig
 from lockstep.data.bucketed import BucketedOrder, check_lengths, hash_lengths
-from lockstep.data.loader import SampleOrder, Source
 from lockstep.data.order import Order
 from lockstep.data.reader import Collate, Indices
+from lockstep.data.requests import SampleOrder, Source
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.process.determinism import seeded
 from lockstep.engine.task import Datasets, DataSettings, Task

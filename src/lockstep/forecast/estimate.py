@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from lockstep.bench.workload import Subject
-from lockstep.data.loader import fetch
+from lockstep.data.requests import fetch
 from lockstep.engine.strategies.stages import shares
 from lockstep.errors import UnsupportedError
 from lockstep.forecast.footprint import Footprint, count_step

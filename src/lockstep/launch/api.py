@@ -12,7 +12,8 @@ from typing import Any
 
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
-from lockstep.engine.attempt import RunResult, run_attempt
+from lockstep.engine.attempt import run_attempt
+from lockstep.engine.result import RunResult
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError, RunFolderError

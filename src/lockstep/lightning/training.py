@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
-from lockstep.engine.attempt import RunResult
 from lockstep.engine.lightning.module_task import ModuleTask
+from lockstep.engine.result import RunResult
 from lockstep.errors import ConfigError
 from lockstep.launch.api import train
 from lockstep.launch.run_claim import overrides_of

@@ -12,7 +12,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lockstep.data.arrays import ArrayDataset
-from lockstep.data.loader import InOrder, Source, windows
+from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import DdpStrategy, Flags, Replica, SingleStrategy

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lockstep.config import OptimizerConfig, RunConfig
-from lockstep.data.loader import Request, Window
+from lockstep.data.requests import Request, Window
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update, build_optimizer
 from lockstep.engine.strategies.base import Flags, Replica

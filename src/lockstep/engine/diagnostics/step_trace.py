@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,16 +39,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lockstep.config import DebugConfig
-from lockstep.data.loader import Request, Source
 from lockstep.data.randomness import derive_key
 from lockstep.data.reader import Indices
+from lockstep.data.requests import Request, Source
+from lockstep.engine.dataset_checks import as_array, feed
 from lockstep.engine.distributed.agreement import bit_sum, weights_of
-from lockstep.engine.inspection import as_array, feed
 from lockstep.engine.loop import StepResult
 from lockstep.engine.optim.step import Update
-
-if TYPE_CHECKING:
-    from lockstep.engine.strategies.divided import Divided
+from lockstep.engine.strategies.divided import Divided, pick
 
 #: Values kept of each parameter and buffer, spread over it: enough to see any update, few enough for any model.
 VALUES_PER_TENSOR = 1024
@@ -248,14 +246,6 @@ class Trace:
             columns["weights"] = np.stack(self._weights)
             columns["draws"] = np.array(sorted(self.draws), dtype=str)
         np.savez(self.file, **columns)
-
-
-def pick(tensors: Iterable[Tensor], places: Sequence[Tensor]) -> Tensor:
-    """The elements ``places`` of each flattened tensor, one after the other; float32 on the host."""
-    chosen = (t.detach().reshape(-1)[at.to(t.device)] for t, at in zip(tensors, places, strict=True))
-    # Of a complex number, the sum of its parts.
-    real = (torch.view_as_real(values).sum(-1) if values.is_complex() else values for values in chosen)
-    return torch.cat([torch.empty(0), *(values.float().cpu() for values in real)])
 
 
 def _picked(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lockstep.data.loader import Window
+from lockstep.data.requests import Window
 from lockstep.engine.distributed.staging import all_reduce, world_size
 from lockstep.engine.distributed.sync_batchnorm import SyncedBatchNorm
 from lockstep.errors import UnsupportedError

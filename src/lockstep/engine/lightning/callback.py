@@ -19,12 +19,11 @@ from torch import Tensor
 
 from lockstep.checkpoint.policy import SavePolicy
 from lockstep.config import RunConfig
-from lockstep.engine.best import judge
 from lockstep.engine.diagnostics.stragglers import RankWatch
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.lightning.dataloaders import Step, epoch_steps
 from lockstep.engine.optim.step import match_layouts
-from lockstep.engine.state import TrainState
+from lockstep.engine.state import TrainState, judge
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags
 from lockstep.events import EpochEnded, Evaluated, Note, RunStarted, Sink, StepLogged
 from lockstep.plan import Plan

@@ -15,9 +15,9 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lockstep.data.loader import InOrder, SampleOrder
 from lockstep.data.order import Order
 from lockstep.data.randomness import derive_key, worker_init
+from lockstep.data.requests import InOrder, SampleOrder
 from lockstep.engine.process.determinism import seeded
 from lockstep.engine.state import TrainState
 from lockstep.errors import DataError, UnsupportedError
@@ -243,7 +243,7 @@ def orders(loader: Any, ranks: int) -> bool:
     """
     own = _own_order(loader)
     if own is None:
-        from lockstep.engine.inspection import check_dataset
+        from lockstep.engine.dataset_checks import check_dataset
 
         check_dataset(loader.dataset, "train")
     elif ranks > 1:

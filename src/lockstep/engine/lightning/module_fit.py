@@ -15,7 +15,6 @@ from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
 from lockstep.data.workers import child_signal_kept
-from lockstep.engine.attempt import RunResult
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.lightning.callback import Recorder
@@ -24,6 +23,7 @@ from lockstep.engine.lightning.cluster import KeptSignals, profiler, quiet_train
 from lockstep.engine.lightning.dataloaders import evaluation_loader, replaced_loaders, training_loader
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.process.determinism import pins
+from lockstep.engine.result import RunResult
 from lockstep.engine.resume import check_fits, judge_afresh, load_initial_weights, manifest_of
 from lockstep.engine.state import TrainState
 from lockstep.errors import UnsupportedError

@@ -6,18 +6,16 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from lockstep.engine.process.malloc import kept_memory
+from lockstep.engine.process.process_group import join
 from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
-from lockstep.hardware.world import STORE_FD, World
+from lockstep.hardware.world import World
 from lockstep.plan import Plan
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -101,39 +99,6 @@ def _refuse_nondeterministic(error: BaseException) -> None:
             why="torch has no deterministic kernel for it on this device",
             fix="compute it otherwise or on the CPU, or train with reproducibility: fast",
         ) from error
-
-
-def join(backend: str | None, device: torch.device, world: World, timeout_s: float) -> bool:
-    """Make the process group of several ranks, unless there is one; whether this call made it."""
-    if world.size == 1 or dist.is_initialized():
-        return False
-    timeout = timedelta(seconds=timeout_s)
-    serve_store()
-    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-    # The agent's store lives on when it starts the ranks again, with the addresses of those that are gone.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        backend=backend,
-        store=PrefixStore(f"start-{start}", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-    )
-    return True
-
-
-#: What :func:`serve_store` serves, for the life of this process.
-_served: list[Store] = []
-
-
-def serve_store() -> None:
-    """On rank 0 of one node: serve the store at ``MASTER_PORT``, where the launcher has listened for the ranks."""
-    server = os.environ.pop(STORE_FD, None)
-    if server is not None:
-        port = int(os.environ["MASTER_PORT"])
-        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": int(server)}
-        _served.append(dist.TCPStore("127.0.0.1", port, **options))  # type: ignore[attr-defined]
 
 
 @contextmanager

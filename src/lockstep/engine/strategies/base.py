@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.data.loader import Window
 from lockstep.data.randomness import dropout_seed
+from lockstep.data.requests import Window
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import wait

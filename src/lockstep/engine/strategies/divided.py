@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.engine.diagnostics.step_trace import pick
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Strategy
 from lockstep.engine.task import Loss, Task
@@ -48,12 +48,20 @@ class Divided:
         """Make a flag, shape (), the highest of all ranks'. Collective."""
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        """As :func:`lockstep.engine.diagnostics.step_trace.pick`, of whole parameters, on every rank. Collective."""
+        """As :func:`pick`, of whole parameters, on every rank. Collective."""
         return pick(parameters, places)
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's whole state dict, as that of ``optimizer``."""
         return state
+
+
+def pick(tensors: Iterable[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """The elements ``places`` of each flattened tensor, one after the other; float32 on the host."""
+    chosen = (t.detach().reshape(-1)[at.to(t.device)] for t, at in zip(tensors, places, strict=True))
+    # Of a complex number, the sum of its parts.
+    real = (torch.view_as_real(values).sum(-1) if values.is_complex() else values for values in chosen)
+    return torch.cat([torch.empty(0), *(values.float().cpu() for values in real)])
 
 
 class Through(Task):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.loader import Window
+from lockstep.data.requests import Window
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.tree_reduce import Leaf, TreeAllReduce, TreeSum
 from lockstep.engine.strategies.base import (

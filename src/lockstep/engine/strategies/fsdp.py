@@ -29,16 +29,15 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.config import FsdpConfig
-from lockstep.data.loader import Window
+from lockstep.data.requests import Window
 from lockstep.engine.diagnostics.ablation import Watched
-from lockstep.engine.diagnostics.step_trace import pick
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.staging import wait
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, RanksStrategy, Reduced, Replica
-from lockstep.engine.strategies.divided import Divided, Through
+from lockstep.engine.strategies.divided import Divided, Through, pick
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
@@ -135,7 +134,7 @@ class ShardedModel(Divided):
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        """As :func:`lockstep.engine.diagnostics.step_trace.pick`, of whole parameters. Collective."""
+        """As :func:`lockstep.engine.strategies.divided.pick`, of whole parameters. Collective."""
         return pick((gathered(parameter, keep=True) for parameter in parameters), places)
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:

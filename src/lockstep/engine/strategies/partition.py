@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lockstep.config import RunConfig
-from lockstep.data.loader import Request
+from lockstep.data.requests import Request
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.determinism import rank_device

@@ -21,15 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.data.loader import Window
+from lockstep.data.requests import Window
 from lockstep.engine.diagnostics.ablation import Watched
-from lockstep.engine.diagnostics.step_trace import pick
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.prefetch import to_device
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica, SingleStrategy
-from lockstep.engine.strategies.divided import Divided, Through
+from lockstep.engine.strategies.divided import Divided, Through, pick
 from lockstep.engine.strategies.p2p import Line
 from lockstep.engine.strategies.stages import Inputs, as_inputs, ask, generators_of, inputs_of, set_states, states_of
 from lockstep.engine.task import Task
@@ -117,7 +116,7 @@ class PipelineModel(Divided):
         flag.copy_(all_reduce(flag, None, dist.ReduceOp.MAX))
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        """As :func:`lockstep.engine.diagnostics.step_trace.pick`; of what other ranks hold, theirs. Collective."""
+        """As :func:`lockstep.engine.strategies.divided.pick`; of what other ranks hold, theirs. Collective."""
         held = (*self.mine.parameters(), *self.mine.buffers())
         own, nothing = {id(tensor) for tensor in held}, torch.zeros(())
         mine = [p if id(p) in own else nothing.expand(p.numel()) for p in parameters]

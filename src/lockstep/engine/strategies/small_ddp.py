@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 
-from lockstep.data.loader import Window
+from lockstep.data.requests import Window
 from lockstep.engine.distributed.staging import wait
 from lockstep.engine.strategies.base import Flags, RanksStrategy, Reduced, Replica, check_change
 

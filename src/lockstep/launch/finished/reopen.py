@@ -84,7 +84,7 @@ def _example_batch(task: Task, datasets: Datasets, size: int = 2) -> Any:
     """A small batch of training data, as the task's loss takes it."""
     import numpy as np
 
-    from lockstep.data.loader import fetch
+    from lockstep.data.requests import fetch
 
     return fetch(datasets.train, task.collate, 0, 0, np.arange(min(size, len(datasets.train)), dtype=np.int64))
 

@@ -79,7 +79,7 @@ def _keep_result(folder: RunDir, world: World, function: Callable[..., Any], arg
 
 def rank_main(folder: RunDir, world: World) -> int:
     """One of the ranks."""
-    from lockstep.engine.process.determinism import serve_store  # torch
+    from lockstep.engine.process.process_group import serve_store  # torch
 
     serve_store()
     function, arguments = pickle.loads((folder.path / _CALL_FILE).read_bytes())

@@ -17,8 +17,9 @@ from torch.distributed.distributed_c10d import Store
 
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
-from lockstep.engine.attempt import RunResult, run_attempt
+from lockstep.engine.attempt import run_attempt
 from lockstep.engine.process.determinism import rank_device
+from lockstep.engine.result import RunResult
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import open_datasets, prepare_data
 from lockstep.errors import ConfigError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lockstep.engine.best import judge
-from lockstep.engine.state import TrainState
+from lockstep.engine.state import TrainState, judge
 
 
 def judged(values: list[tuple[float, float]], mode: str = "min") -> list[tuple[int | None, int]]:
