@@ -442,7 +442,7 @@ class Halve(Callback):
 def test_context_and_callbacks_on_two_ranks_in_exact_mode(tmp_path: Path) -> None:
     exact = {"threads": 1, "early_stopping_patience": 0, "reproducibility": "exact", "global_batch_size": 48}
     alone = trained(tmp_path / "alone", task=Scheduled, training={**exact, "max_grad_norm": 0.1})
-    task = f"{ROOT / 'tests' / 'engine' / 'test_fit.py'}:Scheduled"
+    task = f"{__file__}:Scheduled"
     flags = (
         "--reproducibility",
         "exact",

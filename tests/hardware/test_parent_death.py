@@ -29,7 +29,7 @@ time.sleep(600)
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from lockstep.hardware import lifetime
+from lockstep.hardware import parent_death
 {bind}
 Path({ready!r}).write_text(str(os.getpid()))
 time.sleep(600)
@@ -56,7 +56,7 @@ def gone(process: psutil.Process) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
 def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
-    parent = parent_of(tmp_path, "assert lifetime.die_with_parent(os.getppid())")
+    parent = parent_of(tmp_path, "assert parent_death.die_with_parent(os.getppid())")
     child = child_of(tmp_path)
     parent.kill()
     parent.wait()
@@ -65,14 +65,14 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
 def test_a_child_that_is_late_ends_at_once() -> None:
-    script = "import os; from lockstep.hardware import lifetime; lifetime.die_with_parent(1 << 22); os._exit(0)"
+    script = "import os; from lockstep.hardware import parent_death; parent_death.die_with_parent(1 << 22); os._exit(0)"
     environ = clean_environment(PYTHONPATH=str(ROOT / "src"))
     assert subprocess.run([sys.executable, "-c", script], env=environ, check=False).returncode == -signal.SIGKILL
 
 
 def test_the_lifeline_follows_the_process_not_the_thread(tmp_path: Path) -> None:
-    bind = "lifetime.watch_pipe(lifetime.take_lifeline()); assert sys.stdin.read() == ''"
-    before = "from lockstep.hardware import lifetime; lifetime.make_lifeline()"
+    bind = "parent_death.watch_pipe(parent_death.take_lifeline()); assert sys.stdin.read() == ''"
+    before = "from lockstep.hardware import parent_death; parent_death.make_lifeline()"
     parent = parent_of(tmp_path, bind, before=before, thread=True)
     child = child_of(tmp_path)
     assert not gone(child)  # the thread that started it has ended
@@ -88,9 +88,9 @@ def test_a_loader_worker_dies_with_its_rank(tmp_path: Path, method: str, by_main
     module.write_text(
         "import multiprocessing, os, time\n"
         "from pathlib import Path\n"
-        "from lockstep.hardware import lifetime\n"
+        "from lockstep.hardware import parent_death\n"
         "def work():\n"
-        f"    lifetime.bind_loader_worker(started_by_main_thread={by_main_thread})\n"
+        f"    parent_death.bind_loader_worker(started_by_main_thread={by_main_thread})\n"
         f"    Path({str(tmp_path / 'child')!r}).write_text(str(os.getpid()))\n"
         "    time.sleep(600)\n"
         "if __name__ == '__main__':\n"

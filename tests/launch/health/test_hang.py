@@ -25,7 +25,7 @@ from tests.gloo import ROOT
 WAITING = f"{ROOT}/src/lockstep/engine/strategies/base.py:1 in _backward"
 RANK = """
 import os, sys, threading, time
-from lockstep.launch import stacks
+from lockstep.launch.health import stacks
 def write():
     with open(os.devnull, "wb", buffering=0) as file:
         while True:
@@ -43,7 +43,7 @@ with open(sys.argv[1], "a") as log, stacks.told_on_request(log):
 
 FORKING = """
 import os, subprocess, sys, time
-from lockstep.launch import stacks
+from lockstep.launch.health import stacks
 def reads():
     time.sleep(600)
 with open(sys.argv[1], "a") as log, stacks.told_on_request(log):

@@ -152,7 +152,7 @@ def involves_user_code(error: BaseException) -> bool:
 
 def _library_of(file: str) -> str | None:
     """The package that a source file belongs to; ``None`` for code of the user's."""
-    own = Path(__file__).parents[1]
+    own = Path(__file__).parents[2]
     if Path(file).is_relative_to(own):
         return own.name
     for root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")):

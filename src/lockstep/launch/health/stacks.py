@@ -29,7 +29,7 @@ WAIT_S = 2.0
 _DELIVERY_S = 10.0
 
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _LOADERS = tuple(str(Path(_PACKAGE, "data", name)) for name in ("loader.py", "workers.py"))
 _START = f"{_PACKAGE}{os.sep}launch{os.sep}"
