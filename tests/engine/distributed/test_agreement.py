@@ -14,7 +14,7 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.errors import LockstepError
 from lockstep.hardware.world import World
 from tests.e2e.test_train import finish, start
-from tests.gloo import ROOT, run_ranks
+from tests.gloo import run_ranks
 from tests.toys import Toy
 
 

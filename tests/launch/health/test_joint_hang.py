@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from tests.launch.health.test_hang import Ranks
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
@@ -19,6 +18,7 @@ from lockstep.launch.local.rank_output import log_file
 from lockstep.launch.nodes.command import Nodes
 from lockstep.launch.nodes.liveness import NodeHandler, Peers
 from lockstep.telemetry.progress_board import Activity, Sign
+from tests.launch.health.test_hang import Ranks
 
 TIMEOUT_S = 60.0
 #: Bounds a failure.
