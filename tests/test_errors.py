@@ -9,7 +9,16 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep import errors
-from lockstep.errors import ConfigError, LockstepError, RunError, StorageError, UsageError
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LockstepError,
+    RunError,
+    RunFolderError,
+    StorageError,
+    UsageError,
+)
 from tests.gloo import run_ranks
 
 
@@ -38,13 +47,15 @@ def test_every_kind_survives_pickle_and_copy(kind: type[LockstepError]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_exit_code_tells_wrong_usage_from_failure(kind: type[LockstepError]) -> None:
-    assert kind.exit_code == (2 if issubclass(kind, UsageError) else 1)
+    before_a_run = UsageError, DataError, RunFolderError, CheckpointError
+    assert kind.exit_code == (2 if issubclass(kind, before_a_run) else 1)
 
 
 def test_every_concrete_kind_is_of_one_branch() -> None:
     for kind in KINDS:
         if kind is not LockstepError:
-            assert issubclass(kind, UsageError) != issubclass(kind, RunError)
+            branches = UsageError, DataError, RunFolderError, CheckpointError, RunError
+            assert sum(issubclass(kind, branch) for branch in branches) == 1
 
 
 def test_codes_are_unique() -> None:

@@ -7,17 +7,18 @@
     │   ├── ConfigError      a key, a value or a combination of settings
     │   ├── DeviceError      a device or precision that this machine does not have
     │   ├── TaskError        a task that cannot be found, imported or used
-    │   ├── DataError        data that is missing, empty, broken or out of range
-    │   ├── RunFolderError   a run folder that is missing, in use, foreign, newer or read-only
-    │   ├── CheckpointError  a checkpoint that is missing, corrupt or does not fit
-    │   │   ├── NewerFormatError  one that is whole, but written by a later version of Lockstep
-    │   │   └── UnreadableError   one that could not be read, so that nobody knows whether it is whole
     │   └── UnsupportedError a combination that Lockstep refuses by name
-    └── RunError             something that failed in mid-run: exit code 1
-        ├── RankFailed       one rank failed; the others are collateral
-        ├── CollectiveError  a rank did not come to a collective call, or came to another one
+    ├── DataError            data that is missing, empty, damaged or out of range: exit code 2
+    ├── RunFolderError       a run folder that is missing, in use, foreign, newer or read-only: exit code 2
+    ├── CheckpointError      a checkpoint that is missing, corrupt or of another model: exit code 2
+    │   ├── NewerFormatError one that is valid, but written by a later version of Lockstep
+    │   └── UnreadableError  one that could not be read, so that it is unknown whether it is valid
+    └── RunError             something that failed during a run: exit code 1
+        ├── RankFailed       one rank failed; the others ended because of it
+        ├── CollectiveError  a rank did not make a collective call, or made another one
         ├── StorageError     the run folder could not be written
         ├── RanksDifferError ranks that should train the same weights do not
+        ├── ResultsDifferError `lockstep.verify`: several devices do not compute the same as one
         ├── SampleError      a sample could not be read, or samples not made into a batch
         └── NonFiniteError   too many steps without a finite gradient
 """
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 
 class LockstepError(Exception):
-    """An error for people: what happened, why, and how to mend it."""
+    """An error for users: what happened, why, and how to fix it."""
 
     code = "ERROR"
     exit_code = 1
@@ -75,16 +76,19 @@ class TaskError(UsageError):
     code = "TASK_NOT_USABLE"
 
 
-class DataError(UsageError):
+class DataError(LockstepError):
     code = "DATA_NOT_USABLE"
+    exit_code = 2
 
 
-class RunFolderError(UsageError):
+class RunFolderError(LockstepError):
     code = "RUN_NOT_USABLE"
+    exit_code = 2
 
 
-class CheckpointError(UsageError):
+class CheckpointError(LockstepError):
     code = "CHECKPOINT_NOT_USABLE"
+    exit_code = 2
 
 
 class NewerFormatError(CheckpointError):
@@ -117,6 +121,10 @@ class StorageError(RunError):
 
 class RanksDifferError(RunError):
     code = "RANKS_DIFFER"
+
+
+class ResultsDifferError(RunError):
+    code = "RESULTS_DIFFER"
 
 
 class SampleError(RunError):

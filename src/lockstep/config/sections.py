@@ -46,7 +46,7 @@ class TaskSection(Section):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
-    name: str = Field("har", description="a built-in task, or path/to/file.py:Class, or package.module:Class")
+    name: str = Field(default="har", description="a built-in task, or path/to/file.py:Class, or package.module:Class")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -55,12 +55,13 @@ class TaskSection(Section):
 
 class HardwareConfig(Section):
     selected_devices: tuple[str, ...] | None = Field(
-        None,
+        default=None,
         description='"cpu", "gpu:0", …; a device named twice carries two ranks. Unset: gpu:0 if there is one, else cpu',
     )
-    precision: Precision = Field("32", description="32, 16-mixed (with loss scaling) or bf16-mixed")
+    precision: Precision = Field(default="32", description="32, 16-mixed (with loss scaling) or bf16-mixed")
     strategy: Strategy = Field(
-        "auto", description="auto: single on one device, ddp on several; fsdp divides the model, pipeline its layers"
+        default="auto",
+        description="auto: single on one device, ddp on several; fsdp divides the model, pipeline its layers",
     )
 
     @field_validator("selected_devices", mode="before")
@@ -75,33 +76,35 @@ class HardwareConfig(Section):
 
 
 class TrainingConfig(Section):
-    epochs: int = Field(20, ge=1, description="passes over the training data")
-    max_steps: int | None = Field(None, ge=1, description="stop after N optimizer steps")
-    max_time_s: float | None = Field(None, gt=0, description="stop, with a checkpoint, after N seconds")
-    batch_size: int = Field(32, ge=1, description="samples per device and micro-batch")
+    epochs: int = Field(default=20, ge=1, description="passes over the training data")
+    max_steps: int | None = Field(default=None, ge=1, description="stop after N optimizer steps")
+    max_time_s: float | None = Field(default=None, gt=0, description="stop, with a checkpoint, after N seconds")
+    batch_size: int = Field(default=32, ge=1, description="samples per device and micro-batch")
     global_batch_size: int | None = Field(
-        None, ge=1, description="fixes the global batch; batch and accumulation per rank follow from it"
+        default=None, ge=1, description="fixes the global batch; batch and accumulation per rank follow from it"
     )
-    accumulate: int = Field(1, ge=1, description="micro-batches per rank and optimizer step")
+    accumulate: int = Field(default=1, ge=1, description="micro-batches per rank and optimizer step")
     tail: Literal["spread", "merge", "drop"] = Field(
-        "spread",
+        default="spread",
         description="the last, short batch: spread over the ranks, merged into the batch before it, or dropped",
     )
-    max_grad_norm: float | None = Field(1.0, gt=0, description="clip the global gradient norm; null: off")
-    early_stopping_patience: int = Field(7, ge=0, description="evaluations without improvement before stopping; 0: off")
-    seed: int = Field(42, ge=0, lt=2**63, description="seeds parameters, order, augmentation and dropout")
-    reproducibility: Literal["fast", "exact"] = Field(
-        "fast", description="exact: the same weights bit for bit on any world size that divides the lanes"
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="clip the global gradient norm; null: off")
+    early_stopping_patience: int = Field(
+        default=7, ge=0, description="evaluations without improvement before stopping; 0: off"
     )
-    lanes: int = Field(8, ge=1, le=1024, description="virtual ranks of exact mode; a power of two")
-    threads: int | None = Field(None, ge=1, description="intra-op threads per rank; unset: chosen by the plan")
-    compile: bool = Field(False, description="compile the model with torch.compile")
+    seed: int = Field(default=42, ge=0, lt=2**63, description="seeds parameters, order, augmentation and dropout")
+    reproducibility: Literal["fast", "exact"] = Field(
+        default="fast", description="exact: the same weights bit for bit on any world size that divides the lanes"
+    )
+    lanes: int = Field(default=8, ge=1, le=1024, description="virtual ranks of exact mode; a power of two")
+    threads: int | None = Field(default=None, ge=1, description="intra-op threads per rank; unset: chosen by the plan")
+    compile: bool = Field(default=False, description="compile the model with torch.compile")
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
-        "default",
+        default="default",
         description="with compile: torch.compile's mode; reduce-overhead replays CUDA graphs, for small models on GPUs",
     )
     max_skipped_share: float = Field(
-        0.5,
+        default=0.5,
         gt=0,
         le=1,
         description="end the run when more than this share of the last 100 steps had no finite gradient",
@@ -135,20 +138,22 @@ class TrainingConfig(Section):
 
 
 class OptimizerConfig(Section):
-    name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="the optimizer; a task may bring its own")
-    lr: float = Field(1e-3, gt=0, description="learning rate; what runs, unless lr_scaling says otherwise")
-    weight_decay: float = Field(
-        1e-4, ge=0, description="decoupled from the gradient in adamw, added to it in adam and sgd"
+    name: Literal["adamw", "adam", "sgd"] = Field(
+        default="adamw", description="the optimizer; a task may bring its own"
     )
-    betas: tuple[float, float] = Field((0.9, 0.999), description="adam and adamw")
-    eps: float = Field(1e-8, gt=0, description="adam and adamw")
-    momentum: float = Field(0.9, ge=0, lt=1, description="sgd")
-    nesterov: bool = Field(False, description="sgd")
+    lr: float = Field(default=1e-3, gt=0, description="learning rate; what runs, unless lr_scaling says otherwise")
+    weight_decay: float = Field(
+        default=1e-4, ge=0, description="decoupled from the gradient in adamw, added to it in adam and sgd"
+    )
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="adam and adamw")
+    eps: float = Field(default=1e-8, gt=0, description="adam and adamw")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd")
+    nesterov: bool = Field(default=False, description="sgd")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="scale lr with the global batch, relative to base_batch_size"
+        default="none", description="scale lr with the global batch, relative to base_batch_size"
     )
     base_batch_size: int | None = Field(
-        None, ge=1, description="the batch that lr was tuned for; unset: training.batch_size"
+        default=None, ge=1, description="the batch that lr was tuned for; unset: training.batch_size"
     )
 
     @field_validator("betas")
@@ -161,21 +166,23 @@ class OptimizerConfig(Section):
 
 class SchedulerConfig(Section):
     name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant"] = Field(
-        "cosine", description="learning-rate schedule after warm-up"
+        default="cosine", description="learning-rate schedule after warm-up"
     )
     warmup_epochs: float | None = Field(
-        None, ge=0, description="linear warm-up, in epochs (fractions allowed); unset: 2, at most a tenth of the run"
+        default=None,
+        ge=0,
+        description="linear warm-up, in epochs (fractions allowed); unset: 2, at most a tenth of the run",
     )
     warmup_steps: int | None = Field(
-        None, ge=0, description="linear warm-up, in optimizer steps; wins over warmup_epochs"
+        default=None, ge=0, description="linear warm-up, in optimizer steps; wins over warmup_epochs"
     )
-    min_lr: float = Field(1e-6, ge=0, description="where cosine and poly end; no schedule goes below it")
-    step_epochs: float = Field(10.0, gt=0, description="step: multiply by gamma every N epochs")
-    milestones: tuple[float, ...] = Field((), description="multistep: the epochs at which to multiply by gamma")
-    gamma: float = Field(0.1, gt=0, le=1, description="step and multistep: the factor")
-    power: float = Field(1.0, gt=0, description="poly: the exponent")
-    decay: float = Field(0.96, gt=0, le=1, description="exponential: the factor per decay_steps")
-    decay_steps: int = Field(10_000, ge=1, description="exponential: optimizer steps per factor")
+    min_lr: float = Field(default=1e-6, ge=0, description="where cosine and poly end; no schedule goes below it")
+    step_epochs: float = Field(default=10.0, gt=0, description="step: multiply by gamma every N epochs")
+    milestones: tuple[float, ...] = Field(default=(), description="multistep: the epochs at which to multiply by gamma")
+    gamma: float = Field(default=0.1, gt=0, le=1, description="step and multistep: the factor")
+    power: float = Field(default=1.0, gt=0, description="poly: the exponent")
+    decay: float = Field(default=0.96, gt=0, le=1, description="exponential: the factor per decay_steps")
+    decay_steps: int = Field(default=10_000, ge=1, description="exponential: optimizer steps per factor")
 
     @field_validator("name", mode="before")
     @classmethod
@@ -192,118 +199,151 @@ def _workers(value: object) -> object:
 
 
 class DataConfig(Section):
-    data_dir: Path | None = Field(None, description="where the task's data lies; unset: the task's embedded data")
-    download: bool = Field(False, description="let the task download its named data set into data_dir")
+    data_dir: Path | None = Field(
+        default=None, description="where the task's data lies; unset: the task's embedded data"
+    )
+    download: bool = Field(default=False, description="let the task download its named data set into data_dir")
     num_workers: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"] | None, BeforeValidator(_workers)] = Field(
-        None,
+        default=None,
         description="loader processes per rank; unset or auto: started when the first steps show that they are faster",
     )
     prefetch_factor: int | None = Field(
-        None, ge=1, description="batches in flight per worker; unset: chosen by the plan"
+        default=None, ge=1, description="batches in flight per worker; unset: chosen by the plan"
     )
-    persistent_workers: bool | None = Field(None, description="keep workers between epochs; unset: chosen by the plan")
-    pin_memory: bool | None = Field(None, description="page-locked host memory; unset: on for GPUs")
+    persistent_workers: bool | None = Field(
+        default=None, description="keep workers between epochs; unset: chosen by the plan"
+    )
+    pin_memory: bool | None = Field(default=None, description="page-locked host memory; unset: on for GPUs")
     bucketing: Switch = Field(
-        "auto", description="order samples by length, so that padding is short; auto: on when the task gives lengths"
+        default="auto",
+        description="order samples by length, so that padding is short; auto: on when the task gives lengths",
     )
     bucket_window: int | None = Field(
-        None, ge=1, description="samples sorted by length together; more: less padding, less mixing. Unset: up to 4096"
+        default=None,
+        ge=1,
+        description="samples sorted by length together; more: less padding, less mixing. Unset: up to 4096",
     )
     bucket_block: int | None = Field(
-        None, ge=1, description="samples that stay together, at least a global batch; unset: an eighth of the window"
+        default=None,
+        ge=1,
+        description="samples that stay together, at least a global batch; unset: an eighth of the window",
     )
 
 
 class DistributedConfig(Section):
-    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl with a GPU per rank, else gloo")
-    find_unused_parameters: bool = Field(
-        False, description="let parameters take no part in a step (costs a graph walk)"
+    backend: Literal["auto", "nccl", "gloo"] = Field(
+        default="auto", description="auto: nccl with a GPU per rank, else gloo"
     )
-    sync_batchnorm: Switch = Field("auto", description="batch statistics over all ranks; auto: on with several ranks")
+    find_unused_parameters: bool = Field(
+        default=False, description="let parameters take no part in a step (costs a graph walk)"
+    )
+    sync_batchnorm: Switch = Field(
+        default="auto", description="batch statistics over all ranks; auto: on with several ranks"
+    )
     bucket_cap_mb: float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="size of a gradient bucket; unset: torch's default, and one for all of a small model on CPUs",
     )
-    timeout_s: float = Field(600.0, gt=0, description="how long a collective may wait for a rank")
+    timeout_s: float = Field(default=600.0, gt=0, description="how long a collective may wait for a rank")
 
 
 class FsdpConfig(Section):
     sharding: Literal["full", "hybrid"] = Field(
-        "full", description="full: divided among all ranks; hybrid: among those of a node, the same on every node"
+        default="full",
+        description="full: divided among all ranks; hybrid: among those of a node, the same on every node",
     )
     activation_checkpointing: bool = Field(
-        False, description="keep only the inputs of each block, and compute the rest again in the backward pass"
+        default=False, description="keep only the inputs of each block, and compute the rest again in the backward pass"
     )
-    cpu_offload: bool = Field(False, description="keep parameters, gradients and optimizer in host memory (GPUs only)")
+    cpu_offload: bool = Field(
+        default=False, description="keep parameters, gradients and optimizer in host memory (GPUs only)"
+    )
 
 
 class PipelineConfig(Section):
     schedule: Literal["gpipe", "1f1b"] = Field(
-        "1f1b",
+        default="1f1b",
         description="1f1b: forwards and backwards in turn, which holds fewer activations; gpipe: all forwards first",
     )
-    in_process: bool = Field(False, description="one process, its layers on the selected devices, one after the other")
+    in_process: bool = Field(
+        default=False, description="one process, its layers on the selected devices, one after the other"
+    )
 
 
 class ValidationConfig(Section):
-    every_epochs: int = Field(1, ge=1, description="evaluate every N epochs")
-    every_steps: int | None = Field(None, ge=1, description="also evaluate every N optimizer steps")
-    batch_size: int | None = Field(None, ge=1, description="samples per device; unset: training.batch_size")
-    sanity_steps: int = Field(1, ge=0, description="validation batches before training, to fail early; 0: off")
+    every_epochs: int = Field(default=1, ge=1, description="evaluate every N epochs")
+    every_steps: int | None = Field(default=None, ge=1, description="also evaluate every N optimizer steps")
+    batch_size: int | None = Field(default=None, ge=1, description="samples per device; unset: training.batch_size")
+    sanity_steps: int = Field(default=1, ge=0, description="validation batches before training, to fail early; 0: off")
 
 
 class CheckpointConfig(Section):
-    every_steps: int | None = Field(None, ge=1, description="save every N optimizer steps, besides each epoch's end")
-    every_s: float | None = Field(None, gt=0, description="save when N seconds have passed since the last save")
-    keep_last: int = Field(2, ge=1, description="how many of the newest checkpoints stay; the best always stays")
-    monitor: str | None = Field(None, description="what 'best' means, e.g. val_loss; unset: the task's choice")
-    mode: Literal["min", "max"] | None = Field(None, description="unset: min for losses and error rates, else max")
+    every_steps: int | None = Field(
+        default=None, ge=1, description="save every N optimizer steps, besides each epoch's end"
+    )
+    every_s: float | None = Field(default=None, gt=0, description="save when N seconds have passed since the last save")
+    keep_last: int = Field(
+        default=2, ge=1, description="how many of the newest checkpoints stay; the best always stays"
+    )
+    monitor: str | None = Field(default=None, description="what 'best' means, e.g. val_loss; unset: the task's choice")
+    mode: Literal["min", "max"] | None = Field(
+        default=None, description="unset: min for losses and error rates, else max"
+    )
     sharded: Switch = Field(
-        "auto",
+        default="auto",
         description="strategy fsdp: each rank writes its part of the state; auto: from 0.5 GB of weights and "
         "optimizer state on",
     )
 
 
 class TelemetryConfig(Section):
-    log_interval: int = Field(50, ge=1, description="optimizer steps between rows of steps.jsonl")
-    tensorboard: Switch = Field("auto", description="auto: on when it is installed")
+    log_interval: int = Field(default=50, ge=1, description="optimizer steps between rows of steps.jsonl")
+    tensorboard: Switch = Field(default="auto", description="auto: on when it is installed")
     progress: Annotated[Literal["auto", "bar", "plain", "off", "silent"], BeforeValidator(_switch)] = Field(
-        "auto",
+        default="auto",
         description="auto: a bar on a terminal and in a notebook, plain lines elsewhere; off: warnings and the "
         "summary only; silent: nothing",
     )
     upload_to: str | None = Field(
-        None, description="copy the run folder to this path or URL (anything that fsspec knows), in the background"
+        default=None,
+        description="copy the run folder to this path or URL (anything that fsspec knows), in the background",
     )
-    upload_every_epochs: int = Field(1, ge=1, description="upload_to: how often, besides the end")
-    monitor: bool = Field(True, description="sample GPUs and host once a second, on each node, to system-<node>.jsonl")
-    csv: bool = Field(False, description="also write every logged number to logs/metrics.csv")
-    wandb: bool = Field(False, description="also log to Weights & Biases (`pip install 'lockstep-train[wandb]'`)")
-    wandb_project: str = Field("lockstep", min_length=1, description="the W&B project")
+    upload_every_epochs: int = Field(default=1, ge=1, description="upload_to: how often, besides the end")
+    monitor: bool = Field(
+        default=True, description="sample GPUs and host once a second, on each node, to system-<node>.jsonl"
+    )
+    csv: bool = Field(default=False, description="also write every logged number to logs/metrics.csv")
+    wandb: bool = Field(
+        default=False, description="also log to Weights & Biases (`pip install 'lockstep-train[wandb]'`)"
+    )
+    wandb_project: str = Field(default="lockstep", min_length=1, description="the W&B project")
     wandb_mode: Literal["online", "offline"] = Field(
-        "online", description="offline: only to logs/wandb, for a later `wandb sync`; online needs `wandb login`"
+        default="online",
+        description="offline: only to logs/wandb, for a later `wandb sync`; online needs `wandb login`",
     )
-    mlflow: bool = Field(False, description="also log to MLflow (`pip install 'lockstep-train[mlflow]'`)")
+    mlflow: bool = Field(default=False, description="also log to MLflow (`pip install 'lockstep-train[mlflow]'`)")
     mlflow_uri: str | None = Field(
-        None,
+        default=None,
         description="an MLflow server or store, such as http://host:5000; unset: MLFLOW_TRACKING_URI, else files in "
         "logs/mlruns",
     )
-    mlflow_experiment: str = Field("lockstep", min_length=1, description="the MLflow experiment")
+    mlflow_experiment: str = Field(default="lockstep", min_length=1, description="the MLflow experiment")
     forecast: Path | None = Field(
-        None,
+        default=None,
         description="a report of `lockstep forecast`, kept in the run folder: `lockstep show` compares the run with it",
     )
     profile: str | None = Field(
-        None, description="A:B records steps A to B with torch's profiler: a trace and a table in profile/"
+        default=None, description="A:B records steps A to B with torch's profiler: a trace and a table in profile/"
     )
-    profile_ranks: tuple[int, ...] = Field((0,), description="the ranks that profile records")
+    profile_ranks: tuple[int, ...] = Field(default=(0,), description="the ranks that profile records")
     memory_snapshot: bool = Field(
-        False, description="on a GPU, keep a record of allocations and write it to profile/ when memory runs out"
+        default=False,
+        description="on a GPU, keep a record of allocations and write it to profile/ when memory runs out",
     )
-    record_samples: bool = Field(False, description="record the sample indices of every step (for audits and tests)")
+    record_samples: bool = Field(
+        default=False, description="record the sample indices of every step (for audits and tests)"
+    )
 
     @field_validator("profile", mode="before")
     @classmethod
@@ -326,48 +366,53 @@ class TelemetryConfig(Section):
 
 
 class LaunchConfig(Section):
-    max_restarts: int = Field(0, ge=0, description="restarts from the newest verified checkpoint after a rank failed")
+    max_restarts: int = Field(
+        default=0, ge=0, description="restarts from the newest verified checkpoint after a rank failed"
+    )
     stop_grace_s: float = Field(
-        30.0, gt=0, description="how long ranks may take to end after a stop before they are killed"
+        default=30.0, gt=0, description="how long ranks may take to end after a stop before they are killed"
     )
     hang_timeout_s: float = Field(
-        60.0,
+        default=60.0,
         gt=0,
         description="how long no rank may make progress (batches, steps, evaluation, saving) before the run counts as "
         "hanging and ends or restarts; the first step, compiling and metrics over all samples may take longer",
     )
     nodes: Annotated[str | None, BeforeValidator(_text_of_number)] = Field(
-        None,
+        default=None,
         pattern=r"^[1-9]\d*(:[1-9]\d*)?$",
         description="how many machines train together: 2, or 1:4 for at least one and at most four; unset: this one",
     )
     rdzv: str | None = Field(
-        None, description="where nodes meet: host, or host:port, of the one that all others can reach"
+        default=None, description="where nodes meet: host, or host:port, of the one that all others can reach"
     )
-    join_timeout_s: float = Field(120.0, gt=0, description="how long a node waits for the others to come, or come back")
+    join_timeout_s: float = Field(
+        default=120.0, gt=0, description="how long a node waits for the others to come, or come back"
+    )
 
 
 class LightningConfig(Section):
     profiler: Literal["simple", "advanced", "pytorch"] | None = Field(
-        None, description="profile Lightning's Trainer (of a LightningModule); the report goes to logs/"
+        default=None, description="profile Lightning's Trainer (of a LightningModule); the report goes to logs/"
     )
 
 
 class DebugConfig(Section):
     fast_dev_run: bool = Field(
-        False, description="one training step and one validation batch, to see that all of it runs"
+        default=False, description="one training step and one validation batch, to see that all of it runs"
     )
-    overfit_batches: int | None = Field(None, ge=1, description="train on N global batches only, repeatedly")
+    overfit_batches: int | None = Field(default=None, ge=1, description="train on N global batches only, repeatedly")
     detect_anomaly: bool = Field(
-        False, description="torch's anomaly detection: slow, names the operator that made a NaN"
+        default=False, description="torch's anomaly detection: slow, names the operator that made a NaN"
     )
-    limit_eval_batches: int | None = Field(None, ge=1, description="evaluate on N batches of each split only")
-    start_position: int = Field(0, ge=0, description="begin the first epoch after N of its samples")
+    limit_eval_batches: int | None = Field(default=None, ge=1, description="evaluate on N batches of each split only")
+    start_position: int = Field(default=0, ge=0, description="begin the first epoch after N of its samples")
     switch_off: tuple[Literal["dropout", "batchnorm"], ...] = Field(
-        (), description="train without dropout, or with BatchNorm's running statistics: to find why two runs differ"
+        default=(),
+        description="train without dropout, or with BatchNorm's running statistics: to find why two runs differ",
     )
     trace: Annotated[Literal["off", "on", "reversed", "shuffled"], BeforeValidator(_switch)] = Field(
-        "off",
+        default="off",
         description="record loss, gradient norm, weights, buffers and sample hashes for `lockstep verify`; "
         "reversed and shuffled rearrange each micro-batch, which changes nothing but rounding",
     )
@@ -376,27 +421,29 @@ class DebugConfig(Section):
 class RunConfig(Section):
     """Everything that makes a run, resolved and frozen; ``config.yaml`` of a run is this object."""
 
-    name: str | None = Field(None, max_length=200, description="a label for people; the run's id is chosen by Lockstep")
-    save_dir: Path | None = Field(None, description="the run folder itself; unset: runs_dir/<run id>")
-    runs_dir: Path = Field(Path("runs"), description="where run folders are made")
-    init_from: Path | None = Field(
-        None, description="a run or checkpoint to take the weights from; training starts at step 0"
+    name: str | None = Field(
+        default=None, max_length=200, description="a label for people; the run's id is chosen by Lockstep"
     )
-    task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
-    hardware: HardwareConfig = Field(default_factory=HardwareConfig)  # type: ignore[arg-type]
-    training: TrainingConfig = Field(default_factory=TrainingConfig)  # type: ignore[arg-type]
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)  # type: ignore[arg-type]
-    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)  # type: ignore[arg-type]
-    data: DataConfig = Field(default_factory=DataConfig)  # type: ignore[arg-type]
-    distributed: DistributedConfig = Field(default_factory=DistributedConfig)  # type: ignore[arg-type]
-    fsdp: FsdpConfig = Field(default_factory=FsdpConfig)  # type: ignore[arg-type]
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)  # type: ignore[arg-type]
-    validation: ValidationConfig = Field(default_factory=ValidationConfig)  # type: ignore[arg-type]
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)  # type: ignore[arg-type]
-    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)  # type: ignore[arg-type]
-    launch: LaunchConfig = Field(default_factory=LaunchConfig)  # type: ignore[arg-type]
-    lightning: LightningConfig = Field(default_factory=LightningConfig)  # type: ignore[arg-type]
-    debug: DebugConfig = Field(default_factory=DebugConfig)  # type: ignore[arg-type]
+    save_dir: Path | None = Field(default=None, description="the run folder itself; unset: runs_dir/<run id>")
+    runs_dir: Path = Field(default=Path("runs"), description="where run folders are made")
+    init_from: Path | None = Field(
+        default=None, description="a run or checkpoint to take the weights from; training starts at step 0"
+    )
+    task: TaskSection = Field(default_factory=TaskSection)
+    hardware: HardwareConfig = Field(default_factory=HardwareConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    fsdp: FsdpConfig = Field(default_factory=FsdpConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    lightning: LightningConfig = Field(default_factory=LightningConfig)
+    debug: DebugConfig = Field(default_factory=DebugConfig)
 
     @model_validator(mode="after")
     def _one_way_to_fix_the_batch(self) -> RunConfig:

@@ -76,8 +76,8 @@ def resolve(
     if own and own != ["precision"]:
         return Resolved({}, _ranks_of(trainer, detected))
     selected = None if hardware.selected_devices is None else tuple(hardware.selected_devices)
-    config = HardwareConfig(selected_devices=selected, precision=hardware.precision)  # type: ignore[call-arg]
-    placement = resolve_placement(config, DistributedConfig(), world, detected)  # type: ignore[call-arg]
+    config = HardwareConfig(selected_devices=selected, precision=hardware.precision)
+    placement = resolve_placement(config, DistributedConfig(), world, detected)
     if placement.accelerator == "gpu" and len(set(placement.devices)) < len(placement.devices):
         raise UnsupportedError(
             f"a GPU is named twice ({', '.join(placement.devices)})",

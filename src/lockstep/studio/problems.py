@@ -24,7 +24,7 @@ def status_of(error: LockstepError) -> int:
         return 409
     if isinstance(error, StorageError):
         return 507
-    return 422 if isinstance(error, UsageError) else 500
+    return 422 if error.exit_code == UsageError.exit_code else 500
 
 
 def body_of(error: LockstepError) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class ModuleTask(Task):
         super().__init__(config)
         self._module, self._datamodule = module, datamodule
         self._facts: LoaderFacts | None = None
-        self._planned = RunConfig()  # type: ignore[call-arg]
+        self._planned = RunConfig()
         self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
         _check_given(self.trainer_arguments)
 

@@ -15,12 +15,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from lockstep.errors import (
+    CheckpointError,
     CollectiveError,
+    DataError,
     LockstepError,
     NonFiniteError,
     RankFailed,
     RanksDifferError,
     RunError,
+    RunFolderError,
     StorageError,
     UsageError,
 )
@@ -185,8 +188,12 @@ class FailureReport:
 
 
 def _usage_error_class(code: str) -> type[LockstepError]:
-    kinds: list[type[LockstepError]] = [UsageError, *UsageError.__subclasses__()]
-    return next((kind for kind in kinds if kind.code == code), UsageError)
+    kinds: list[type[LockstepError]] = [UsageError, DataError, RunFolderError, CheckpointError]
+    for kind in kinds:
+        if kind.code == code:
+            return kind
+        kinds += kind.__subclasses__()
+    return UsageError
 
 
 def collect(run_dir: RunDir) -> FailureReport | None:

@@ -23,8 +23,10 @@ from lockstep.tasks.autoencoder.metrics import PixelErrors, draw
 class AutoencoderConfig(TaskConfig):
     """Settings of the autoencoder task (``task.<key>``)."""
 
-    hidden: tuple[PositiveInt, ...] = Field((128, 64), description="widths of the layers between image and code")
-    code: int = Field(16, ge=1, description="numbers that an image is squeezed into")
+    hidden: tuple[PositiveInt, ...] = Field(
+        default=(128, 64), description="widths of the layers between image and code"
+    )
+    code: int = Field(default=16, ge=1, description="numbers that an image is squeezed into")
 
 
 class AutoencoderTask(Task):

@@ -36,31 +36,41 @@ class HarConfig(TaskConfig):
     """Settings of the HAR task (``task.<key>``)."""
 
     source: Literal["auto", "watch", "uci", "pt", "synthetic"] = Field(
-        "auto", description="auto: what data.data_dir holds (UCI-HAR or train, val, test.pt); without one, watch"
+        default="auto",
+        description="auto: what data.data_dir holds (UCI-HAR or train, val, test.pt); without one, watch",
     )
-    model: Literal["cnn", "mlp", "transformer"] = Field("cnn", description="the network; its sizes: hidden")
+    model: Literal["cnn", "mlp", "transformer"] = Field(default="cnn", description="the network; its sizes: hidden")
     mode: Mode = Field(
-        "joint",
+        default="joint",
         description="how a window becomes samples: joint (all channels), flatten (each channel is a sample), "
         "average (the mean of the channels) or first (the first channel)",
     )
     hidden: tuple[PositiveInt, ...] | None = Field(
-        None, description="cnn: channels per block; mlp: hidden layers; transformer: its width; unset: the model's own"
+        default=None,
+        description="cnn: channels per block; mlp: hidden layers; transformer: its width; unset: the model's own",
     )
-    dropout: float | None = Field(None, ge=0, lt=1, description="unset: the model's own")
-    label_smoothing: float = Field(0.1, ge=0, lt=1, description="share of each label spread over all classes")
+    dropout: float | None = Field(default=None, ge=0, lt=1, description="unset: the model's own")
+    label_smoothing: float = Field(default=0.1, ge=0, lt=1, description="share of each label spread over all classes")
     rotate_deg: float | None = Field(
-        None, ge=0, description="turn training windows by a random angle of this deviation; unset: 30 for watch, else 0"
+        default=None,
+        ge=0,
+        description="turn training windows by a random angle of this deviation; unset: 30 for watch, else 0",
     )
     gain: float | None = Field(
-        None, ge=0, description="scale training channels by about 1, with this deviation; unset: 0.1 for watch, else 0"
+        default=None,
+        ge=0,
+        description="scale training channels by about 1, with this deviation; unset: 0.1 for watch, else 0",
     )
-    mirror: bool = Field(True, description="watch: reflect recordings of the left arm, so that both arms look alike")
-    val_subjects: Subjects | None = Field(None, description="watch, uci: subjects kept apart for validation")
-    test_subjects: Subjects | None = Field(None, description="watch: subjects kept apart for the test")
-    synthetic_samples: int = Field(10_000, ge=1, description="synthetic: training windows")
-    synthetic_shape: tuple[PositiveInt, PositiveInt] = Field((9, 128), description="synthetic: channels and time steps")
-    synthetic_classes: int = Field(6, ge=2, description="synthetic: number of classes")
+    mirror: bool = Field(
+        default=True, description="watch: reflect recordings of the left arm, so that both arms look alike"
+    )
+    val_subjects: Subjects | None = Field(default=None, description="watch, uci: subjects kept apart for validation")
+    test_subjects: Subjects | None = Field(default=None, description="watch: subjects kept apart for the test")
+    synthetic_samples: int = Field(default=10_000, ge=1, description="synthetic: training windows")
+    synthetic_shape: tuple[PositiveInt, PositiveInt] = Field(
+        default=(9, 128), description="synthetic: channels and time steps"
+    )
+    synthetic_classes: int = Field(default=6, ge=2, description="synthetic: number of classes")
 
 
 class HarTask(Task):

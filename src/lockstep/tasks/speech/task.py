@@ -52,32 +52,46 @@ class SpeechConfig(TaskConfig):
     """Settings of the speech task (``task.<key>``)."""
 
     source: Literal["auto", "synthesised", "manifest", "librispeech"] = Field(
-        "auto",
+        default="auto",
         description="auto: manifest when train_manifest is set, librispeech when data.data_dir holds it or download is "
         "on, else digits and commands synthesised on this machine; a data.data_dir with something else is refused",
     )
-    train_manifest: Path | None = Field(None, description="JSON lines of audio_path, text and duration")
-    val_manifest: Path | None = Field(None, description="the same, for validation")
-    test_manifest: Path | None = Field(None, description="the same, for the test")
-    librispeech_train: tuple[str, ...] = Field(("train-clean-100",), description="splits of LibriSpeech to train on")
-    librispeech_val: tuple[str, ...] = Field(("dev-clean",), description="splits to validate on")
-    librispeech_test: tuple[str, ...] = Field(("test-clean",), description="splits to test on")
-    utterances: int = Field(4000, ge=1, description="synthesised: training utterances")
-    skip_bad: bool = Field(False, description="leave out lines that cannot be used, instead of refusing to start")
-    longest_s: float = Field(60.0, gt=0, description="seconds; an utterance that is longer cannot be used")
-    size: Literal["tiny", "base"] = Field("tiny", description="tiny: trains on two CPU cores; base: 7.2M parameters")
-    form: Literal["parallel", "recurrent"] | None = Field(None, description="of the LMU; unset: the size's own")
-    downsample: Literal[1, 2, 4] | None = Field(None, description="frames stacked to a step; unset: the size's own")
-    width: int | None = Field(None, ge=1, description="of the recogniser; unset: the size's own")
-    layers: int | None = Field(None, ge=1, description="blocks of attention and LMU; unset: the size's own")
-    heads: int | None = Field(None, ge=1, description="of attention; unset: the size's own")
-    memory_size: int | None = Field(None, ge=1, le=256, description="order of the LMU's memory; unset: the size's own")
-    theta: float | None = Field(None, gt=0, description="steps the memory looks back; unset: the size's own")
-    dropout: float = Field(0.1, ge=0, lt=1, description="behind each block")
-    augment: bool = Field(True, description="SpecAugment: mask bands and frames of training utterances at random")
-    perturb: bool = Field(False, description="other speed, noise and the band of a telephone, at random, in training")
-    decoder: Literal["greedy", "beam"] = Field("greedy", description="how text is read from the output")
-    beam_width: int = Field(16, ge=1, description="beam: prefixes kept after each frame")
+    train_manifest: Path | None = Field(default=None, description="JSON lines of audio_path, text and duration")
+    val_manifest: Path | None = Field(default=None, description="the same, for validation")
+    test_manifest: Path | None = Field(default=None, description="the same, for the test")
+    librispeech_train: tuple[str, ...] = Field(
+        default=("train-clean-100",), description="splits of LibriSpeech to train on"
+    )
+    librispeech_val: tuple[str, ...] = Field(default=("dev-clean",), description="splits to validate on")
+    librispeech_test: tuple[str, ...] = Field(default=("test-clean",), description="splits to test on")
+    utterances: int = Field(default=4000, ge=1, description="synthesised: training utterances")
+    skip_bad: bool = Field(
+        default=False, description="leave out lines that cannot be used, instead of refusing to start"
+    )
+    longest_s: float = Field(default=60.0, gt=0, description="seconds; an utterance that is longer cannot be used")
+    size: Literal["tiny", "base"] = Field(
+        default="tiny", description="tiny: trains on two CPU cores; base: 7.2M parameters"
+    )
+    form: Literal["parallel", "recurrent"] | None = Field(default=None, description="of the LMU; unset: the size's own")
+    downsample: Literal[1, 2, 4] | None = Field(
+        default=None, description="frames stacked to a step; unset: the size's own"
+    )
+    width: int | None = Field(default=None, ge=1, description="of the recogniser; unset: the size's own")
+    layers: int | None = Field(default=None, ge=1, description="blocks of attention and LMU; unset: the size's own")
+    heads: int | None = Field(default=None, ge=1, description="of attention; unset: the size's own")
+    memory_size: int | None = Field(
+        default=None, ge=1, le=256, description="order of the LMU's memory; unset: the size's own"
+    )
+    theta: float | None = Field(default=None, gt=0, description="steps the memory looks back; unset: the size's own")
+    dropout: float = Field(default=0.1, ge=0, lt=1, description="behind each block")
+    augment: bool = Field(
+        default=True, description="SpecAugment: mask bands and frames of training utterances at random"
+    )
+    perturb: bool = Field(
+        default=False, description="other speed, noise and the band of a telephone, at random, in training"
+    )
+    decoder: Literal["greedy", "beam"] = Field(default="greedy", description="how text is read from the output")
+    beam_width: int = Field(default=16, ge=1, description="beam: prefixes kept after each frame")
 
 
 class SpeechTask(Task):
