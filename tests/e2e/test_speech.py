@@ -49,6 +49,18 @@ def test_two_ranks_train_what_one_trains_and_recordings_are_transcribed(tmp_path
     assert "Traceback" not in refused
 
 
+def test_another_alphabet_is_trained_and_transcribed(tmp_path: Path, manifest: Path) -> None:
+    lines = [json.loads(line) | {"text": "Größe öß"} for line in manifest.read_text().splitlines()]
+    german = write_lines(manifest.parent / "german.jsonl", lines)
+    letters = ("--set", "task.alphabet=abcdefghijklmnopqrstuvwxyzäöüß")
+    output = finish(start("train", "speech", "--save-dir", "run", *letters, *flags(german), cwd=tmp_path))
+    assert "said: 'größe öß'" in output
+    heard = json.loads(finish(start("transcribe", "run", str(manifest.parent / "0.wav"), "--json", cwd=tmp_path)))
+    assert set(heard["transcripts"][0]["text"]) <= set("abcdefghijklmnopqrstuvwxyzäöüß '")
+    refused = finish(start("train", "speech", "--set", "task.alphabet=aba", *flags(german), cwd=tmp_path), code=2)
+    assert "repeats a letter" in refused and "Traceback" not in refused
+
+
 @pytest.mark.drill
 def test_exact_mode_gives_the_same_weights_on_one_and_two_ranks(tmp_path: Path, manifest: Path) -> None:
     for run, devices in (("one", "cpu"), ("two", "cpu,cpu")):

@@ -15,7 +15,7 @@ from lockstep.tasks.speech.checking import open_rows
 from lockstep.tasks.speech.dataset import AugmentedRecordings, Perturbation, Recordings, Sample, SpeechBatch, collate
 from lockstep.tasks.speech.features import SpecAugment, extract
 from lockstep.tasks.speech.manifest import Utterance, read_rows
-from lockstep.tasks.speech.vocabulary import encode
+from lockstep.tasks.speech.vocabulary import ENGLISH
 from tests.tasks.speech_files import sound, write_audio, write_lines
 
 
@@ -49,7 +49,7 @@ def test_a_part_is_that_part_of_the_recording(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_audio(path, 0.25, 0.5), whole[4000:12_000])
     part = Recordings([Utterance(str(path), "GO", 0.5, 0.25)])[0]
     assert torch.equal(part.features, extract(torch.from_numpy(whole[4000:12_000])))
-    assert part.symbols.tolist() == encode("GO")
+    assert part.symbols.tolist() == ENGLISH.encode("GO")
 
 
 def test_channels_are_averaged_and_rates_are_matched(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_perturbed_recordings_stay_long_enough_for_their_text(recordings: Record
     frames = len(recordings[0].features)
     assert {round(len(sample.features) / frames, 1) for sample in made} == {0.5, 2.0}
     assert torch.equal(changed.sample(0, np.random.default_rng(3)).features, made[3].features)
-    assert all(sample.symbols.tolist() == encode("GO ON") for sample in made)
+    assert all(sample.symbols.tolist() == ENGLISH.encode("GO ON") for sample in made)
     tight = AugmentedRecordings(recordings, None, Perturbation(speeds=(2.0,)), downsampling=12)
     assert len(tight.sample(0, np.random.default_rng(0)).features) == frames, "five symbols need 60 of 74 frames"
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.tasks.speech.metrics import ErrorRates
-from lockstep.tasks.speech.vocabulary import encode
+from lockstep.tasks.speech.vocabulary import ENGLISH
 
 
 def rows(texts: list[str], width: int) -> tuple[Tensor, Tensor]:
     """Padded with a symbol that would count if it were looked at."""
-    ids = [encode(text) for text in texts]
+    ids = [ENGLISH.encode(text) for text in texts]
     return torch.tensor([row + [5] * (width - len(row)) for row in ids]).long(), torch.tensor([len(row) for row in ids])
 
 

@@ -28,7 +28,7 @@ from lockstep.tasks.speech.checking import output_frames
 from lockstep.tasks.speech.features import log_mel
 from lockstep.tasks.speech.sentences import draw_sentence, split_of
 from lockstep.tasks.speech.synthesis import SPLITS, Recipe, synthesise, synthesised, synthesised_folder
-from lockstep.tasks.speech.vocabulary import alignment_frames, encode, unknown_symbols
+from lockstep.tasks.speech.vocabulary import ENGLISH, alignment_frames
 from lockstep.tasks.speech.voices import ACCENTS, VOICES, Line
 from tests.gloo import ROOT, clean_environment
 
@@ -65,7 +65,7 @@ def test_splits_share_no_sentence_and_no_voice_but_all_their_words() -> None:
 def test_any_sentence_belongs_to_its_split_alone_and_can_be_written(seed: int, split: str) -> None:
     sentence = draw_sentence(random.Random(seed), split)
     assert split_of(sentence) == split
-    assert unknown_symbols(sentence) == []
+    assert ENGLISH.unknown(sentence) == []
 
 
 def test_every_voice_is_there_and_unlike_those_of_other_splits(tmp_path: Path) -> None:
@@ -107,7 +107,9 @@ def test_the_manifest_says_where_in_the_recording_each_utterance_is(folder: Path
             assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, 16_000)
             assert file.getnframes() == round(starts[-1] * 16_000)
         for utterance in utterances:
-            assert output_frames(utterance.frames, 4) >= alignment_frames(encode(utterance.text)), "down-sampled too"
+            assert output_frames(utterance.frames, 4) >= alignment_frames(ENGLISH.encode(utterance.text)), (
+                "down-sampled too"
+            )
         voices = [json.loads(line)["voice"] for line in (folder / f"{split}.jsonl").read_text().splitlines()]
         assert set(voices) <= set(VOICES[split])
 

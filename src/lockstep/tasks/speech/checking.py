@@ -18,7 +18,7 @@ from lockstep.tasks.speech.cache import cache_folder
 from lockstep.tasks.speech.features import feature_frames
 from lockstep.tasks.speech.manifest import MAX_MANIFEST_BYTES, Row, Utterance
 from lockstep.tasks.speech.resample import resampled_length
-from lockstep.tasks.speech.vocabulary import alignment_frames, encode, normalise, unknown_symbols
+from lockstep.tasks.speech.vocabulary import ENGLISH, Vocabulary, alignment_frames
 from lockstep.telemetry.files import read_json, write_json
 
 #: Below it, most of what tells consonants apart is gone.
@@ -28,7 +28,7 @@ TOLERANCE_S, TOLERANCE_SHARE = 0.05, 0.01
 #: Faults told in full; of more, only the lines.
 MOST_TOLD = 200
 #: Raise it when the checks change, so that what older ones found is not taken for theirs.
-VERSION = 3
+VERSION = 4
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ def open_rows(
     longest_s: float = math.inf,
     skip_bad: bool = False,
     recheck: bool = False,
+    vocabulary: Vocabulary = ENGLISH,
 ) -> list[Utterance]:
     """The utterances of ``rows``: each file is there and whole, each transcript can be learnt from it.
 
@@ -71,15 +72,16 @@ def open_rows(
         longest_s: seconds of the longest utterance that is accepted.
         skip_bad: leave out what cannot be used, with a warning that says how many.
         recheck: look again, whatever was found before (once per node: ``prepare()``).
+        vocabulary: what transcripts may contain.
 
     Raises:
         DataError: some lines cannot be used, each of them listed, or none is left.
     """
-    key = _key(rows, downsampling, longest_s)
+    key = _key(rows, downsampling, longest_s, vocabulary)
     checked = None if recheck else _recall(key)
     is_new = checked is None
     if checked is None:
-        checked = check_rows(rows, downsampling, longest_s)
+        checked = check_rows(rows, downsampling, longest_s, vocabulary)
         _remember(key, checked)
     if checked.faults and not skip_bad:
         raise DataError(
@@ -123,17 +125,19 @@ def _told(faults: Sequence[Fault]) -> str:
     return "\n".join(told)
 
 
-def check_rows(rows: Sequence[Row], downsampling: int = 1, longest_s: float = math.inf) -> Checked:
+def check_rows(
+    rows: Sequence[Row], downsampling: int = 1, longest_s: float = math.inf, vocabulary: Vocabulary = ENGLISH
+) -> Checked:
     """Look at every row and, by its header, at every file."""
     checked = Checked([], [])
     for row in rows:
         faults = list(row.faults)
-        text = normalise(row.text)
+        text = vocabulary.normalise(row.text)
         if not faults:
-            faults += _text_faults(text)
+            faults += _text_faults(text, vocabulary)
         samples = _samples(row, faults) if row.audio_path else 0
         if not faults:
-            ids, frames = encode(text), output_frames(feature_frames(samples), downsampling)
+            ids, frames = vocabulary.encode(text), output_frames(feature_frames(samples), downsampling)
             if alignment_frames(ids) > frames:
                 need = alignment_frames(ids)
                 faults.append(
@@ -152,10 +156,10 @@ def check_rows(rows: Sequence[Row], downsampling: int = 1, longest_s: float = ma
     return checked
 
 
-def _text_faults(text: str) -> list[str]:
+def _text_faults(text: str, vocabulary: Vocabulary) -> list[str]:
     if not text:
         return ["the text is empty"]
-    unknown = unknown_symbols(text)
+    unknown = vocabulary.unknown(text)
     return [f"symbols outside the vocabulary: {' '.join(map(repr, unknown))}"] if unknown else []
 
 
@@ -200,8 +204,8 @@ def _part(row: Row, offset: float, info: AudioInfo, faults: list[str]) -> int:
 # What an earlier check found
 
 
-def _key(rows: Sequence[Row], downsampling: int, longest_s: float) -> Path:
-    content = json.dumps([VERSION, downsampling, longest_s, rows])
+def _key(rows: Sequence[Row], downsampling: int, longest_s: float, vocabulary: Vocabulary) -> Path:
+    content = json.dumps([VERSION, downsampling, longest_s, vocabulary.symbols, rows])
     return cache_folder() / "checked" / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
 
 

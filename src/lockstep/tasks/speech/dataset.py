@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lockstep.tasks.speech.audio import Waveform, read_audio
 from lockstep.tasks.speech.features import HOP, SpecAugment, extract
 from lockstep.tasks.speech.manifest import Utterance
-from lockstep.tasks.speech.vocabulary import BLANK, alignment_frames, encode
+from lockstep.tasks.speech.vocabulary import BLANK, ENGLISH, Vocabulary, alignment_frames
 
 
 class Sample(NamedTuple):
@@ -52,17 +52,19 @@ def collate(samples: Sequence[Sample]) -> SpeechBatch:
 class Recordings:
     """Utterances as they are: ``dataset[i]`` reads the audio and makes the features."""
 
-    def __init__(self, utterances: Sequence[Utterance]) -> None:
-        self.utterances = utterances
+    def __init__(self, utterances: Sequence[Utterance], vocabulary: Vocabulary = ENGLISH) -> None:
+        self.utterances, self.vocabulary = utterances, vocabulary
 
     def __len__(self) -> int:
         return len(self.utterances)
 
     def __getitem__(self, index: int) -> Sample:
         """Raises :class:`lockstep.errors.DataError` when the file cannot be read."""
-        return Sample(
-            extract(torch.from_numpy(self.waveform(index))), torch.tensor(encode(self.utterances[index].text))
-        )
+        return Sample(extract(torch.from_numpy(self.waveform(index))), torch.tensor(self.symbols(index)))
+
+    def symbols(self, index: int) -> list[int]:
+        """The transcript's symbols."""
+        return self.vocabulary.encode(self.utterances[index].text)
 
     def waveform(self, index: int) -> Waveform:
         utterance = self.utterances[index]
@@ -133,7 +135,7 @@ class AugmentedRecordings:
         if self._perturb is None:
             features, symbols = self._recordings[index]
         else:
-            ids = encode(self._recordings.utterances[index].text)
+            ids = self._recordings.symbols(index)
             shortest = alignment_frames(ids) * self._downsampling * HOP
             wave = self._perturb(self._recordings.waveform(index), rng, shortest)
             features, symbols = extract(torch.from_numpy(wave)), torch.tensor(ids)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.tasks.speech.vocabulary import BLANK, decode
+from lockstep.tasks.speech.vocabulary import BLANK, ENGLISH, Vocabulary
 
 #: Multiplier and increment of Knuth's MMIX generator: prefixes are told apart by a hash of 64 bits.
 _MULTIPLY, _ADD = 6364136223846793005, 1442695040888963407
@@ -25,13 +25,13 @@ class Hypotheses(NamedTuple):
     lengths: Tensor
     scores: Tensor
 
-    def texts(self) -> list[str]:
-        return texts(self.ids, self.lengths)
+    def texts(self, vocabulary: Vocabulary = ENGLISH) -> list[str]:
+        return texts(self.ids, self.lengths, vocabulary)
 
 
-def texts(ids: Tensor, lengths: Tensor) -> list[str]:
+def texts(ids: Tensor, lengths: Tensor, vocabulary: Vocabulary = ENGLISH) -> list[str]:
     """The text of each row of ``ids`` [n, longest], of which the first ``lengths`` [n] symbols count."""
-    return [decode(row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+    return [vocabulary.decode(row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
 
 
 def decode_greedy(log_probs: Tensor, lengths: Tensor) -> Hypotheses:

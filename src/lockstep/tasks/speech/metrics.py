@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.tasks.speech.decoding import texts
+from lockstep.tasks.speech.vocabulary import ENGLISH, Vocabulary
 
 
 class ErrorRates:
@@ -17,7 +18,8 @@ class ErrorRates:
     The best alignment of each utterance is jiwer's. A rate is above 1 when most of what is heard is not there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: Vocabulary = ENGLISH) -> None:
+        self._vocabulary = vocabulary
         #: Errors and reference units of each rate.
         self._sums = {name: torch.zeros(2, dtype=torch.int64) for name in ("wer", "cer")}
 
@@ -25,7 +27,7 @@ class ErrorRates:
         """Take a row an utterance: symbols heard [n, longest] and said [n, longest'], of which so many count [n]."""
         import jiwer
 
-        said, heard = texts(reference_ids, reference_lengths), texts(ids, lengths)
+        said, heard = (texts(*row, self._vocabulary) for row in ((reference_ids, reference_lengths), (ids, lengths)))
         self._add("wer", jiwer.process_words(said, heard))
         self._add("cer", jiwer.process_characters(said, heard))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ from lockstep.tasks.speech.librispeech import fetch_librispeech, find_librispeec
 from lockstep.tasks.speech.manifest import Row, Utterance, read_rows
 from lockstep.tasks.speech.metrics import ErrorRates
 from lockstep.tasks.speech.synthesis import SET_PREFIX, Recipe, synthesise, synthesised, synthesised_folder
-from lockstep.tasks.speech.vocabulary import BLANK, SIZE
+from lockstep.tasks.speech.vocabulary import BLANK, LETTERS, Vocabulary
 from lockstep.telemetry.files import names_in
 
 Split = Literal["train", "val", "test"]
@@ -69,6 +70,12 @@ class SpeechConfig(TaskConfig):
         default=False, description="leave out lines that cannot be used, instead of refusing to start"
     )
     longest_s: float = Field(default=60.0, gt=0, description="seconds; an utterance that is longer cannot be used")
+    alphabet: str = Field(
+        default=LETTERS,
+        min_length=1,
+        description="letters of the transcripts, each once; space and apostrophe are added. Other than the default: "
+        "numbers are not written out",
+    )
     size: Literal["tiny", "base"] = Field(
         default="tiny", description="tiny: trains on two CPU cores; base: 7.2M parameters"
     )
@@ -149,6 +156,8 @@ class SpeechTask(Task):
             for name in names
             if owner != source and getattr(self.config, name) != fields[name].default
         ]
+        if source == "synthesised" and self.config.alphabet != LETTERS:
+            foreign.append("task.alphabet")
         if self.data.download and source != "librispeech":
             foreign.append("data.download")
         if self.data.data_dir is not None and source == "manifest":
@@ -160,6 +169,17 @@ class SpeechTask(Task):
                 fix="leave it out; task.train_manifest chooses manifests, --download LibriSpeech (docs/speech.md)",
             )
 
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The symbols that the recogniser writes."""
+        letters = unicodedata.normalize("NFC", self.config.alphabet)
+        if len(set(letters)) < len(letters) or {" ", "'"} & set(letters):
+            raise ConfigError(
+                f"task.alphabet {letters!r} repeats a letter, or contains the space or the apostrophe",
+                fix="give each letter once; space and apostrophe are always symbols",
+            )
+        return Vocabulary(letters)
+
     @property
     def _recipe(self) -> Recipe:
         return Recipe(train=self.config.utterances)
@@ -168,9 +188,9 @@ class SpeechTask(Task):
     def _recordings(self) -> dict[Split, Recordings]:
         if self.source == "synthesised":
             folder = synthesised_folder(self._recipe, self.data.data_dir)
-            return {split: Recordings(synthesised(folder, split)) for split in SPLITS}
+            return {split: Recordings(synthesised(folder, split), self.vocabulary) for split in SPLITS}
         opened = {split: self._open(split) for split in SPLITS}
-        return {split: Recordings(utterances) for split, utterances in opened.items() if utterances}
+        return {split: Recordings(found, self.vocabulary) for split, found in opened.items() if found}
 
     def _open(self, split: Split, *, recheck: bool = False) -> list[Utterance]:
         rows, name = self._rows(split)
@@ -181,6 +201,7 @@ class SpeechTask(Task):
     def _checked(self, rows: list[Row], name: str, *, recheck: bool) -> list[Utterance]:
         config = self.config
         limits: dict[str, Any] = {"downsampling": self.downsample, "longest_s": config.longest_s}
+        limits["vocabulary"] = self.vocabulary
         return open_rows(rows, name, **limits, skip_bad=config.skip_bad, recheck=recheck)
 
     def _rows(self, split: Split) -> tuple[list[Row], str]:
@@ -231,7 +252,7 @@ class SpeechTask(Task):
 
     def evaluation_data(self, path: Path) -> Recordings:
         """The utterances of a manifest."""
-        return Recordings(self._checked(read_rows(path), str(path), recheck=True))
+        return Recordings(self._checked(read_rows(path), str(path), recheck=True), self.vocabulary)
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Feature frames of each training utterance."""
@@ -255,7 +276,7 @@ class SpeechTask(Task):
                 f"{shape['heads']} heads do not divide a width of {shape['width']}",
                 fix="change task.width or task.heads",
             )
-        return Recogniser(MELS, SIZE, **shape, dropout=config.dropout, downsample=self.downsample)
+        return Recogniser(MELS, len(self.vocabulary), **shape, dropout=config.dropout, downsample=self.downsample)
 
     def stages(self, model: nn.Module) -> list[nn.Module]:
         """Both ends of the recogniser, and its blocks."""
@@ -288,7 +309,9 @@ class SpeechTask(Task):
         heard = self.decode(log_probs, output_lengths(batch.lengths, self.downsample))
         rows = heard.ids, heard.lengths, batch.targets, batch.target_lengths
         if not self._examples:
-            self._examples = tuple(zip(texts(*rows[2:]), texts(*rows[:2]), strict=True))[:EXAMPLES]
+            self._examples = tuple(zip(*(texts(*pair, self.vocabulary) for pair in (rows[2:], rows[:2])), strict=True))[
+                :EXAMPLES
+            ]
         return rows
 
     def validate(self, model: nn.Module, batch: SpeechBatch) -> tuple[Loss, tuple[Tensor, ...]]:
@@ -302,7 +325,7 @@ class SpeechTask(Task):
 
     def metrics(self) -> Metrics:
         """Error rates of words and of symbols."""
-        return ErrorRates()
+        return ErrorRates(self.vocabulary)
 
 
 def _refuse_foreign_folder(folder: Path) -> None:

@@ -48,4 +48,4 @@ def transcribe(task: object, model: nn.Module, files: Iterable[Path]) -> Iterato
         with torch.inference_mode():
             log_probs = model(features[None], lengths)
             heard = task.decode(log_probs, output_lengths(lengths, task.downsample))
-        yield Transcript(str(file), heard.texts()[0], len(wave) / RATE_HZ, float(heard.scores[0]))
+        yield Transcript(str(file), heard.texts(task.vocabulary)[0], len(wave) / RATE_HZ, float(heard.scores[0]))

@@ -1,4 +1,4 @@
-"""The 29 symbols of a transcript: CTC's blank, A to Z, space and apostrophe."""
+"""The symbols of a transcript: CTC's blank, the letters of an alphabet, space and apostrophe."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from itertools import pairwise
 
 #: The index of CTC's blank, in the loss and in decoding; also what pads rows of symbols.
 BLANK = 0
-#: Symbols by index; the blank has no text.
-SYMBOLS = ("", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", " ", "'")
-SIZE = len(SYMBOLS)
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-_INDEX = {symbol: index for index, symbol in enumerate(SYMBOLS) if index != BLANK}
-_SIGNS = str.maketrans(
-    {**dict.fromkeys("’‘ʼ", "'"), **dict.fromkeys('.,;:!?…"“”„«»()–—‑-_/', " "), "&": " AND ", "%": " PERCENT "}
-)
+_SIGNS = {**dict.fromkeys("’‘ʼ", "'"), **dict.fromkeys('.,;:!?…"“”„«»()–—‑-_/', " ")}
+_ENGLISH_SIGNS = _SIGNS | {"&": " AND ", "%": " PERCENT "}
 _BELOW_20 = [
     *("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE", "TEN", "ELEVEN", "TWELVE"),
     *("THIRTEEN", "FOURTEEN", "FIFTEEN", "SIXTEEN", "SEVENTEEN", "EIGHTEEN", "NINETEEN"),
@@ -28,15 +24,55 @@ _ORDINALS |= {"TWELVE": "TWELFTH"}
 _NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+|\d+)(?:\.(\d+)|(ST|ND|RD|TH)\b)?")
 
 
-def normalise(text: str) -> str:
-    """Upper-case words of letters and apostrophes, one space between them, as an English speaker reads ``text``.
+class Vocabulary:
+    """What a recogniser can write.
 
-    Numbers become words ("3.5": THREE POINT FIVE; "21st": TWENTY FIRST), punctuation and hyphens spaces, and letters
-    lose their accents. Symbols that are read in no one way, such as $ and brackets, stay.
+    Args:
+        letters: each once, in upper or in lower case, or in both if texts keep their case. Transcripts are folded to
+            that case. Accents that no letter has are removed. Numbers and signs are written out for English only.
+
+    Attributes:
+        symbols: by index; the blank has no text.
     """
-    plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c)).upper()
-    words = _NUMBER.sub(_number_words, plain).translate(_SIGNS).split()
-    return " ".join(word for word in words if word.strip("'"))
+
+    def __init__(self, letters: str = LETTERS) -> None:
+        self.symbols = ("", *unicodedata.normalize("NFC", letters), " ", "'")
+        self._index = {symbol: index for index, symbol in enumerate(self.symbols) if index != BLANK}
+        self._is_english = letters == LETTERS
+        signs = _ENGLISH_SIGNS if self._is_english else _SIGNS
+        self._signs = str.maketrans({sign: text for sign, text in signs.items() if sign not in self._index})
+        self._fold = next((fold for fold in (str.upper, str.lower) if fold(letters) == letters), str)
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def normalise(self, text: str) -> str:
+        """Words of letters and apostrophes, separated by one space, as a speaker reads ``text``.
+
+        In English, numbers become words ("3.5": THREE POINT FIVE; "21st": TWENTY FIRST). Punctuation and hyphens become
+        spaces. Symbols that are not read in one way only, such as $ and brackets, remain.
+        """
+        composed = self._fold(unicodedata.normalize("NFC", text))
+        plain = "".join(c if c in self._index else _without_accents(c) for c in composed)
+        if self._is_english:
+            plain = _NUMBER.sub(_number_words, plain)
+        return " ".join(word for word in plain.translate(self._signs).split() if word.strip("'"))
+
+    def unknown(self, text: str) -> list[str]:
+        """The symbols of a normalised ``text`` that the vocabulary lacks, sorted."""
+        return sorted(set(text) - self._index.keys())
+
+    def encode(self, text: str) -> list[int]:
+        """The symbols of a normalised ``text``. Raises ``KeyError`` for one that the vocabulary lacks."""
+        return [self._index[symbol] for symbol in text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of symbols; blanks have none."""
+        return "".join(self.symbols[index] for index in ids)
+
+
+def _without_accents(text: str) -> str:
+    return "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
 
 
 def _number_words(found: re.Match[str]) -> str:
@@ -61,19 +97,8 @@ def _integer_words(number: int) -> list[str]:
     return [_TENS[number // 10 - 2], *([_BELOW_20[number % 10]] if number % 10 else [])]
 
 
-def unknown_symbols(text: str) -> list[str]:
-    """The symbols of a normalised ``text`` that the vocabulary lacks, sorted."""
-    return sorted(set(text) - _INDEX.keys())
-
-
-def encode(text: str) -> list[int]:
-    """The symbols of a normalised ``text``. Raises ``KeyError`` for one that the vocabulary lacks."""
-    return [_INDEX[symbol] for symbol in text]
-
-
-def decode(ids: Iterable[int]) -> str:
-    """The text of symbols; blanks have none."""
-    return "".join(SYMBOLS[index] for index in ids)
+#: The vocabulary of the built-in data: 29 symbols.
+ENGLISH = Vocabulary()
 
 
 def alignment_frames(ids: list[int]) -> int:
