@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 #: From the ground up: a module may import what stands before it, and its own part.
 FLOORS = (
-    *("errors", "events", "config"),
+    *("errors", "events", "strategies", "config"),
     "hardware",
     "plan",
     *("data", "telemetry", "checkpoint"),

@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.config import OptimizerConfig
 from lockstep.plan.checkpoint import SHARDED_FROM_BYTES, choose_form
+from lockstep.strategies import find_strategy
 
 #: Parameters whose weights and AdamW moments make the limit.
 LIMIT = SHARDED_FROM_BYTES // 12 + 1
@@ -27,5 +28,5 @@ def test_form_and_reason(
     setting: str, strategy: str, parameters: int, optimizer: str, in_shards: bool, words: str
 ) -> None:
     config = OptimizerConfig(name=optimizer, momentum=0.9)  # type: ignore[arg-type]
-    found, reason = choose_form(setting, strategy, parameters, config)
+    found, reason = choose_form(setting, find_strategy(strategy), parameters, config)
     assert found is in_shards and words in reason

@@ -11,12 +11,13 @@ from typing import Any, Literal, cast
 from lockstep.bench.claims import claim_of, claims_note
 from lockstep.bench.measure import Case
 from lockstep.bench.report import BenchReport
-from lockstep.bench.step import EXCHANGE_INSIDE, MUCH_COMMUNICATION, check_steps, measure_all
+from lockstep.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
 from lockstep.bench.trials import Trials, new_trials
 from lockstep.bench.workload import Subject
 from lockstep.errors import LockstepError, UsageError
 from lockstep.plan.notes import FILL
+from lockstep.strategies import auto_strategy, find_strategy
 
 Mode = Literal["weak", "strong"]
 #: More than all devices can give together, caches aside.
@@ -74,7 +75,7 @@ def bench_scaling(
     points = [
         _point(subject, devices[:count], strategy, modes, report.settings)
         for count in device_counts(len(devices))
-        for strategy in (strategies if count > 1 else ("single",))
+        for strategy in (strategies if count > 1 else (auto_strategy(1),))
     ]
     measured = [point for point in points if isinstance(point, Point)]
     refused = [row for point in points if not isinstance(point, Point) for row in point]
@@ -122,7 +123,7 @@ def _point(
     count, base = len(devices), subject.base.plan.batch
     samples: dict[Mode, int] = {"weak": base.batch_size * count, "strong": base.global_batch}
     # A pipeline's devices take part in the same micro-batches; others take one each.
-    parts = FILL * count if strategy == "pipeline" else count
+    parts = FILL * count if find_strategy(strategy).state == "staged" else count
     sizes: dict[Mode, dict[str, Any]] = {
         mode: {"batch_size": -(-size // parts), "global_batch_size": size, "accumulate": 1}
         for mode, size in samples.items()
@@ -213,7 +214,7 @@ def _merged(point: Point) -> Iterator[dict[str, Any]]:
 
 def _shares(strategy: str, parts: Mapping[str, float]) -> dict[str, float | None]:
     """Input, computing, communication and waiting for slower ranks as shares of a step; ``None``: not known."""
-    if strategy in EXCHANGE_INSIDE:
+    if find_strategy(strategy).exchanges_inside:
         return {"data": parts["data"], "compute": None, "communication": None, "wait": None}
     compute = sum(parts[name] for name in _COMPUTE)
     return {"data": parts["data"], "compute": compute, "communication": parts["communication"], "wait": parts["wait"]}
@@ -244,7 +245,7 @@ def _conclude(report: BenchReport) -> None:
             for rank in slow_ranks(row["busy_ms"])
             if share is not None
         ]
-    inside = sorted({row["strategy"] for row in several} & EXCHANGE_INSIDE)
+    inside = sorted({row["strategy"] for row in several if find_strategy(row["strategy"]).exchanges_inside})
     if inside:
         report.notes.append(
             f"{' and '.join(inside)}: communication is inside forward and backward, so its share is not known; "
@@ -262,7 +263,7 @@ def _conclude(report: BenchReport) -> None:
         if row["status"] != "ok"
     )
     report.notes += unmeasured
-    if any(row["strategy"] == "dp" and row["status"] == "refused" for row in report.rows):
+    if any(find_strategy(row["strategy"]).scatters and row["status"] == "refused" for row in report.rows):
         report.notes.append("DP against DDP can be compared on GPUs only: torch's DataParallel does not run on a CPU")
 
 
@@ -271,5 +272,5 @@ def _both_strategies(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rates = {(row["ranks"], row["mode"], row["strategy"]): row["samples_per_s"] for row in rows}
     for (ranks, mode, strategy), rate in rates.items():
         other = rates.get((ranks, mode, "ddp"))
-        if strategy == "dp" and other:
+        if find_strategy(strategy).scatters and other:
             yield f"on {ranks} devices ({mode}) ddp reaches {other / rate:.2f} times the samples/s of dp"

@@ -15,14 +15,12 @@ from lockstep.bench.workload import Subject
 from lockstep.errors import UsageError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.peaks import peak_flops
+from lockstep.strategies import find_strategy
 
 #: In this order; ``tf32`` is precision 32 whose matrix products may use TF32.
 PRECISIONS = ("32", "tf32", "bf16-mixed", "16-mixed")
 #: Share of a step from which communication is worth a word.
 MUCH_COMMUNICATION = 0.1
-#: Strategies that exchange weights, gradients or activations in the middle of forward and backward: how long one
-#: waits for that is not known there.
-EXCHANGE_INSIDE = frozenset({"dp", "fsdp", "pipeline"})
 
 Say = Callable[[str], None]
 
@@ -242,7 +240,8 @@ def _conclude(report: BenchReport, max_batch: int | None) -> None:
             f"{best['precision']}{compiled}; {part} takes {share:.0%} of that step"
         )
         shares, strategy = best["shares"], report.settings["strategy"]
-        if strategy in EXCHANGE_INSIDE:
+        inside = find_strategy(strategy).exchanges_inside
+        if inside:
             report.notes.append(f"{strategy}: most of its communication is inside forward and backward")
         elif shares["communication"] + shares["wait"] > MUCH_COMMUNICATION:
             report.notes.append(
@@ -252,7 +251,7 @@ def _conclude(report: BenchReport, max_batch: int | None) -> None:
         report.notes += [
             f"rank {rank} is slow: its own work takes {best['busy_ms'][rank]:.3g} ms a step"
             for rank in slow_ranks(best["busy_ms"])
-            if strategy not in EXCHANGE_INSIDE
+            if not inside
         ]
         if best.get("tflops") is None:
             report.notes.append(f"FLOP/s are unknown: {best['flops_note']}")

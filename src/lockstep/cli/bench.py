@@ -13,6 +13,7 @@ from lockstep.cli.settings import NO_SETTINGS, Settings, to_mapping
 from lockstep.cli.train import TaskName
 from lockstep.errors import UsageError
 from lockstep.launch.local.signals import held_back
+from lockstep.strategies import strategies as known_strategies
 
 if TYPE_CHECKING:
     from lockstep.bench.report import BenchReport
@@ -41,7 +42,7 @@ _BENCH = Group("Measurement", sort_key=0)
 Steps = Annotated[int, Parameter(group=_BENCH, help="Measured optimizer steps of each case. Default: 30.")]
 WarmUp = Annotated[int, Parameter(group=_BENCH, help="Steps before them that do not count. Default: 5.")]
 Flags = Annotated[Settings, Parameter(name="*")]
-_STRATEGIES = ("ddp", "dp", "fsdp", "pipeline")
+_STRATEGIES = [name for name, spec in known_strategies().items() if spec.devices == "many"]
 
 
 @app.default

@@ -11,12 +11,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from cyclopts import Group, Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, find
 from lockstep.errors import UsageError
+from lockstep.strategies import strategies
 
 _DEVICES = Group("Devices", sort_key=1)
 _TRAINING = Group(
@@ -25,6 +26,12 @@ _TRAINING = Group(
 FILES = Group("Data and files", sort_key=3)
 _OTHER = Group("Any other setting", sort_key=4)
 _ALIASES = Group("Other spellings", sort_key=5)
+
+
+if TYPE_CHECKING:
+    _StrategyName = str
+else:
+    _StrategyName = Literal[("auto", *strategies())]
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Settings:
         ),
     ] = None
     strategy: Annotated[
-        Literal["auto", "single", "dp", "ddp", "fsdp", "pipeline"] | None,
+        _StrategyName | None,
         Overrides("hardware.strategy"),
         _flag("How several devices share the work. Default: auto (single on one device, ddp on several).", _DEVICES),
     ] = None

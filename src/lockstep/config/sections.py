@@ -9,10 +9,38 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from lockstep.strategies import strategies
 
 Precision = Literal["32", "16-mixed", "bf16-mixed"]
-Strategy = Literal["auto", "single", "dp", "ddp", "fsdp", "pipeline"]
+
+
+def _strategy(value: str) -> str:
+    names = ("auto", *strategies())
+    if value not in names:
+        raise ValueError(f"input should be {', '.join(map(repr, names[:-1]))} or {names[-1]!r}")
+    return value
+
+
+def _strategy_schema(schema: dict[str, Any]) -> None:
+    """The strategies that are known when the schema is read."""
+    schema["enum"] = ["auto", *strategies()]
+    summaries = "; ".join(f"{name}: {spec.summary}" for name, spec in strategies().items())
+    schema["description"] = (
+        f"auto: single on one device, ddp on several, fsdp where the model is too large; {summaries}"
+    )
+
+
+Strategy = Annotated[str, AfterValidator(_strategy)]
 
 
 def _switch(value: object) -> object:
@@ -59,10 +87,7 @@ class HardwareConfig(Section):
         description='"cpu", "gpu:0", …; a device named twice carries two ranks. Unset: gpu:0 if there is one, else cpu',
     )
     precision: Precision = Field(default="32", description="32, 16-mixed (with loss scaling) or bf16-mixed")
-    strategy: Strategy = Field(
-        default="auto",
-        description="auto: single on one device, ddp on several; fsdp divides the model, pipeline its layers",
-    )
+    strategy: Strategy = Field(default="auto", json_schema_extra=_strategy_schema)
 
     @field_validator("selected_devices", mode="before")
     @classmethod

@@ -245,7 +245,7 @@ def _optimizer(task: Task, model: torch.nn.Module, config: RunConfig, plan: Plan
         own = task.optimizer(bare(model))
         optimizer = own or build_optimizer(config.optimizer, model, plan.schedule.base_lr)
     check_optimizer(optimizer, model)
-    several = plan.placement["strategy"] not in ("single", "dp")
+    several = not plan.strategy.one_process
     check_sparse(model, reduced=several or plan.reproducibility == "exact")
     if type(task).scheduler is not Task.scheduler:
         for group in optimizer.param_groups:

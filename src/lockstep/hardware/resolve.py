@@ -11,16 +11,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 from lockstep.config import DistributedConfig, HardwareConfig
-from lockstep.errors import ConfigError, DeviceError, UnsupportedError
+from lockstep.errors import ConfigError, DeviceError
 from lockstep.hardware.device import Device
 from lockstep.hardware.selection import Selection, choose_default, describe, find, parse, select
 from lockstep.hardware.world import World
+from lockstep.strategies import StrategySpec, auto_strategy, find_strategy
 
 Accelerator = Literal["gpu", "cpu"]
 Backend = Literal["nccl", "gloo"]
-ResolvedStrategy = Literal["single", "dp", "ddp", "fsdp", "pipeline"]
-#: Strategies of one process.
-_ALONE = ("single", "dp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +27,8 @@ class Placement:
 
     Attributes:
         accelerator: ``gpu`` or ``cpu``; never both.
-        devices: the devices of this node: one per rank, repeats included; with ``dp``, those of the one rank.
-        strategy: ``single``, ``dp``, ``ddp``, ``fsdp`` or ``pipeline``.
+        devices: the devices of this node: one per rank, repeats included; where one rank uses several, all of them.
+        strategy: the name of a :class:`~lockstep.strategies.StrategySpec`.
         backend: how ranks talk; ``None`` with one rank.
         world_size: ranks on all nodes.
         nodes: machines.
@@ -42,7 +40,7 @@ class Placement:
 
     accelerator: Accelerator
     devices: tuple[str, ...]
-    strategy: ResolvedStrategy
+    strategy: str
     backend: Backend | None
     world_size: int
     nodes: int
@@ -50,6 +48,11 @@ class Placement:
     reasons: dict[str, str]
     notes: tuple[str, ...] = ()
     by_node: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> StrategySpec:
+        """The properties of :attr:`strategy`."""
+        return find_strategy(self.strategy)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``placement.json`` keeps them."""
@@ -87,16 +90,18 @@ def resolve_placement(
         ConfigError: settings that contradict each other.
         UnsupportedError: a combination that Lockstep refuses by name.
     """
-    # One process under a launcher may still drive several GPUs with dp; otherwise the launcher's world wins.
-    given = world if world.from_outside and (world.size > 1 or config.strategy != "dp") else None
+    wanted = None if config.strategy == "auto" else find_strategy(config.strategy)
+    # One process under a launcher may still use several GPUs; otherwise the launcher's world decides.
+    scatters = wanted is not None and wanted.scatters
+    given = world if world.from_outside and (world.size > 1 or not scatters) else None
     selection = _for_ranks(config, given, detected) if given else _selected(config, detected)
     devices = selection.devices
     accelerator: Accelerator = "cpu" if devices[0] == "cpu" else "gpu"
     notes = list(selection.notes)
-    strategy, strategy_reason = _strategy(config.strategy, devices, given, notes)
+    strategy, strategy_reason = _strategy(wanted, devices, given, notes)
     ranks = given.size if given else len(devices)
-    alone = strategy in _ALONE or (strategy == "pipeline" and in_process)
-    if alone and strategy == "pipeline" and given:
+    alone = strategy.one_process or (strategy.state == "staged" and in_process)
+    if alone and not strategy.one_process and given:
         raise ConfigError(
             f"pipeline.in_process is one process, but {given.launcher} started {given.size}",
             fix=f"set pipeline.in_process to false, or start without {given.launcher}",
@@ -107,7 +112,7 @@ def resolve_placement(
     return Placement(
         accelerator=accelerator,
         devices=devices,
-        strategy=strategy,
+        strategy=strategy.name,
         backend=backend,
         world_size=1 if alone else ranks,
         nodes=given.nodes if given else 1,
@@ -203,68 +208,34 @@ def _share_out(ranks: int, world: World, detected: Sequence[Device]) -> Selectio
 
 
 def _strategy(
-    wanted: str, devices: tuple[str, ...], world: World | None, notes: list[str]
-) -> tuple[ResolvedStrategy, str]:
-    """The strategy and its reason; ``world`` only when a launcher has started several ranks."""
+    wanted: StrategySpec | None, devices: tuple[str, ...], world: World | None, notes: list[str]
+) -> tuple[StrategySpec, str]:
+    """The strategy and its reason.
+
+    Args:
+        wanted: ``None`` for ``auto``.
+        world: only when a launcher has started the ranks.
+    """
     ranks = world.size if world else len(devices)
-    if wanted == "dp":
-        return _data_parallel(devices, world, notes)
-    if wanted == "single" and ranks > 1:
-        what = f"{world.launcher} started {_count(ranks, 'process')}" if world else f"{ranks} devices are selected"
+    spec = wanted or find_strategy(auto_strategy(ranks))
+    if spec.one_process and ranks > 1 and (world or spec.devices == "one"):
         raise ConfigError(
-            f"strategy single takes one device, but {what}",
-            fix="use --strategy auto, or select one device"
-            if not world
-            else "use --strategy auto, or start one process",
+            f"strategy {spec.name} is one process, but {world.launcher} started {ranks}"
+            if world
+            else f"strategy {spec.name} takes one device, but {ranks} devices are selected",
+            fix="use --strategy auto, or " + (f"start without {world.launcher}" if world else "select one device"),
         )
-    if wanted == "fsdp" and len(set(devices)) < len(devices) and devices[0] != "cpu":
-        raise UnsupportedError(
-            f"strategy fsdp cannot use a GPU twice ({', '.join(devices)})",
-            why="two ranks on one GPU talk over gloo, which cannot divide gradients on a GPU",
-            fix="name each GPU once, use --strategy ddp, or rehearse with --devices cpu,cpu",
-        )
-    if wanted == "fsdp" and ranks > 1:
-        reason = "as set: one process each, parameters, gradients and optimizer divided among them"
-        return "fsdp", reason if not world else f"{reason}; {world.launcher} started {_count(ranks, 'process')}"
-    if wanted == "pipeline" and ranks > 1:
-        reason = "as set: each device holds some of the model's stages"
-        return "pipeline", reason if not world else f"{reason}; {world.launcher} started {_count(ranks, 'process')}"
-    if ranks > 1:
-        reason = "as set" if wanted == "ddp" else "several devices: one process each, gradients averaged by all-reduce"
-        return "ddp", reason if not world else f"{reason}; {world.launcher} started {_count(ranks, 'process')}"
-    if wanted == "ddp":
-        notes.append("ddp on one device has nothing to synchronise: it runs as single")
-    if wanted == "fsdp":
-        notes.append("fsdp on one device has nothing to divide: it runs as single")
-    if wanted == "pipeline":
-        notes.append("pipeline on one device has nothing to cut: it runs as single")
-    return "single", "one device: this process alone"
-
-
-def _data_parallel(devices: tuple[str, ...], world: World | None, notes: list[str]) -> tuple[ResolvedStrategy, str]:
-    """``dp``: one process drives several distinct GPUs."""
-    if world:
-        raise ConfigError(
-            f"strategy dp is one process, but {world.launcher} started {world.size}",
-            fix=f"use --strategy ddp, or start without {world.launcher}",
-        )
-    if devices[0] == "cpu":
-        raise UnsupportedError(
-            "strategy dp needs GPUs",
-            why="it copies the model to several GPUs from one process; a CPU is one device",
-            fix="use --strategy ddp, for example with --devices cpu,cpu",
-        )
-    if len(set(devices)) < len(devices):
-        raise UnsupportedError(
-            f"strategy dp cannot use a device twice ({', '.join(devices)})",
-            why="it has one process, and a repeated device stands for two",
-            fix="name each GPU once, or use --strategy ddp",
-        )
-    if len(devices) == 1:
-        notes.append("dp on one device has nothing to split: it runs as single")
-        return "single", "one device: this process alone"
-    notes.append("ddp is faster than dp: dp copies the model to every GPU in every step, from one process")
-    return "dp", "as set: one process drives all selected GPUs"
+    if spec.refuses is not None:
+        spec.refuses(devices)
+    if ranks == 1:
+        if spec.devices == "many":
+            notes.append(f"{spec.name} runs as {auto_strategy(1)}: one device is selected")
+            spec = find_strategy(auto_strategy(1))
+        return spec, "one device: this process alone"
+    if spec.note:
+        notes.append(spec.note)
+    reason = f"{'as set' if wanted else 'several devices'}: {spec.summary}"
+    return spec, reason if not world else f"{reason}; {world.launcher} started {_count(ranks, 'process')}"
 
 
 def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[str]) -> tuple[Backend | None, str]:
@@ -306,7 +277,7 @@ def _precision(wanted: str, devices: tuple[str, ...], detected: Sequence[Device]
         faster = on_gpu and all("bf16-mixed" in device.precisions for device in chosen)
         return "single precision" + (f"; bf16-mixed would be faster on {chosen[0].name}" if faster else "")
     if wanted == "16-mixed":
-        return "as set: half precision with loss scaling" + ("" if on_gpu else "; slow on a CPU, good for a rehearsal")
+        return "as set: half precision with loss scaling" + ("" if on_gpu else "; slow on a CPU, good for a dry run")
     return "as set: bfloat16 where it is safe, single precision elsewhere"
 
 
@@ -333,12 +304,12 @@ def _accelerator_reason(accelerator: Accelerator, selection: Selection, detected
     return f"no GPU that Lockstep can use ({describe(unusable)})" if unusable else "there is no GPU"
 
 
-def _world_reason(strategy: ResolvedStrategy, alone: bool, devices: tuple[str, ...], world: World | None) -> str:
+def _world_reason(strategy: StrategySpec, alone: bool, devices: tuple[str, ...], world: World | None) -> str:
     if world:
         nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
         return f"{world.launcher} started {_count(world.size, 'process')}{nodes}"
-    if alone and strategy != "single":
-        return f"{strategy} is one process" + (", as set" if strategy == "pipeline" else "")
+    if alone and strategy.devices == "many":
+        return f"{strategy.name} is one process" + ("" if strategy.one_process else ", as set")
     return "one device" if len(devices) == 1 else "one rank for each selected device, repeats included"
 
 

@@ -166,7 +166,7 @@ def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
 def _may_divide(config: RunConfig, placement: Placement, facts: TaskFacts) -> bool:
     """Whether ``strategy: auto`` may take fsdp: on several GPUs, and not where fsdp would be refused."""
     training = config.training
-    several = placement.strategy == "ddp" and placement.accelerator == "gpu" and config.hardware.strategy == "auto"
+    several = placement.world_size > 1 and placement.accelerator == "gpu" and config.hardware.strategy == "auto"
     return several and facts.loader is None and training.reproducibility == "fast" and not training.compile
 
 

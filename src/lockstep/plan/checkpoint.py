@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lockstep.config import OptimizerConfig
+from lockstep.strategies import StrategySpec
 
 #: To gather 0.4 GB of weights and optimizer state stops all ranks for 0.3 s, 0.9 GB for 1.8 s (two gloo ranks,
 #: ``benchmarks/sharded_checkpoint.py``). Below, files that any tool reads are worth more than the pause.
@@ -14,15 +15,15 @@ def moments_of(optimizer: OptimizerConfig) -> int:
     return 2 if optimizer.name != "sgd" else 1 if optimizer.momentum else 0
 
 
-def choose_form(setting: str, strategy: str, parameters: int, optimizer: OptimizerConfig) -> tuple[bool, str]:
+def choose_form(setting: str, strategy: StrategySpec, parameters: int, optimizer: OptimizerConfig) -> tuple[bool, str]:
     """Whether checkpoints are in shards, and why.
 
     Args:
         setting: ``checkpoint.sharded``.
         parameters: of the model, in 32 bits each.
     """
-    if strategy != "fsdp":
-        return False, f"strategy {strategy} divides no parameters; checkpoint.sharded is for fsdp"
+    if strategy.state != "sharded":
+        return False, f"strategy {strategy.name} shards no parameters; checkpoint.sharded is for fsdp"
     size = 4 * parameters * (1 + moments_of(optimizer))
     told = f"{size / 1e9:.2g} GB" if size >= 1e8 else f"{size / 1e6:.2g} MB"
     told += " of weights and optimizer state"

@@ -10,6 +10,7 @@ from lockstep.config import RunConfig
 from lockstep.hardware.resolve import Placement
 from lockstep.plan.batch import BatchPlan
 from lockstep.plan.plan import ResumePoint, TaskFacts
+from lockstep.strategies import strategies
 
 #: So many micro-batches for each device keep a pipeline busy (Huang et al. 2019, https://arxiv.org/abs/1811.06965).
 FILL = 4
@@ -17,23 +18,19 @@ FILL = 4
 
 def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) -> Iterator[str]:
     """Notes for the plan."""
-    strategy, exact = placement.strategy, config.training.reproducibility == "exact"
-    own = {
-        "fsdp": _changed("fsdp", config.fsdp),
-        "pipeline": _changed("pipeline", config.pipeline),
-        "ddp": _changed("distributed", config.distributed, "bucket_cap_mb", "find_unused_parameters"),
-    }
-    for owner, names in own.items():
-        if names and strategy != owner:
-            yield f"{', '.join(names)} has no effect: the strategy is {strategy}, not {owner}."
-    if own["ddp"] and strategy == "ddp" and exact:
-        yield f"{', '.join(own['ddp'])} has no effect: exact mode sums gradients along a tree of its own."
-    if strategy == "dp" and config.training.compile:
-        yield "training.compile has no effect: dp copies the model to its GPUs in every step, without compiled code."
+    spec, exact = placement.spec, config.training.reproducibility == "exact"
+    for owner in strategies().values():
+        names = [key for setting in owner.settings for key in _changed_keys(config, setting)]
+        if names and owner is not spec:
+            yield f"{', '.join(names)} has no effect: the strategy is {spec.name}, not {owner.name}."
+        elif names and exact:
+            yield f"{', '.join(names)} has no effect: exact mode sums gradients in a fixed tree."
+    if spec.scatters and config.training.compile:
+        yield f"training.compile has no effect: {spec.name} copies the model to its GPUs in every step, not compiled."
     devices, parts = len(placement.devices) if placement.nodes == 1 else placement.world_size, batch.accumulate
-    if strategy == "pipeline" and config.pipeline.in_process:
+    if spec.state == "staged" and config.pipeline.in_process:
         yield f"One process: the {devices} devices take turns, so it is no faster than one."
-    elif strategy == "pipeline" and parts < FILL * devices:
+    elif spec.state == "staged" and parts < FILL * devices:
         # Section 2.3 of the same.
         share = (devices - 1) / (parts + devices - 1)
         yield (
@@ -71,6 +68,12 @@ def optimizer_notes(config: RunConfig, facts: TaskFacts) -> Iterator[str]:
     names = _changed("scheduler", config.scheduler)
     if facts.own_schedule and names:
         yield f"{', '.join(sorted(names))} has no effect: the task makes its own scheduler."
+
+
+def _changed_keys(config: RunConfig, setting: str) -> list[str]:
+    """The keys of ``setting``, a key or a section, that are not at their default."""
+    section, _, name = setting.partition(".")
+    return _changed(section, getattr(config, section), *filter(None, [name]))
 
 
 def _changed(section: str, settings: BaseModel, *names: str) -> list[str]:

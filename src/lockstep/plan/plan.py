@@ -10,6 +10,7 @@ from lockstep.plan.batch import BatchPlan
 from lockstep.plan.loader import LoaderFacts
 from lockstep.plan.order import OrderPlan
 from lockstep.plan.schedule import Schedule
+from lockstep.strategies import StrategySpec, find_strategy
 
 #: Whether the lowest or the highest value of a metric is the best.
 Mode = Literal["min", "max"]
@@ -134,14 +135,19 @@ class Plan(_Frozen):
         return self.batch.steps_per_epoch
 
     @property
+    def strategy(self) -> StrategySpec:
+        """The properties of the strategy that the plan names."""
+        return find_strategy(self.placement["strategy"])
+
+    @property
     def sharded(self) -> bool:
-        """Whether each rank holds a part of every parameter, so that a forward pass is collective."""
-        return bool(self.placement["strategy"] == "fsdp")
+        """Whether each rank has a part of every parameter."""
+        return self.strategy.state == "sharded"
 
     @property
     def pipelined(self) -> bool:
-        """Whether devices hold stages of one model, so that all of them work on the same samples."""
-        return bool(self.placement["strategy"] == "pipeline")
+        """Whether devices have stages of one model, so that all of them work on the same samples."""
+        return self.strategy.state == "staged"
 
     @property
     def effective_batch_label(self) -> str:

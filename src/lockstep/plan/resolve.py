@@ -98,7 +98,7 @@ def _placed(placement: Placement) -> list[Choice]:
 
 def _readers(placement: Placement) -> int:
     """How many ranks read samples of their own: the stages of a pipeline all take part in the same ones."""
-    return 1 if placement.strategy == "pipeline" else placement.world_size
+    return 1 if placement.spec.state == "staged" else placement.world_size
 
 
 def _sync_batchnorm(config: RunConfig, placement: Placement, facts: TaskFacts) -> tuple[bool, Choice]:
@@ -107,8 +107,8 @@ def _sync_batchnorm(config: RunConfig, placement: Placement, facts: TaskFacts) -
         on, reason = False, "the model has no BatchNorm"
     elif config.training.reproducibility == "exact":
         on, reason = False, "exact mode computes statistics per lane and merges them in a fixed order"
-    elif placement.strategy == "dp":
-        on, reason = False, "dp gives each GPU a part of the micro-batch, with statistics of its own"
+    elif placement.spec.scatters:
+        on, reason = False, f"{placement.strategy} gives each GPU a part of the micro-batch, with separate statistics"
     elif ranks == 1:
         on, reason = False, "one rank sees the whole micro-batch"
     elif setting == "auto":
@@ -126,7 +126,7 @@ def _batch(
     batch, reasons = resolve_batch(
         samples=facts.train_samples,
         ranks=_readers(placement),
-        devices_per_rank=len(placement.devices) if placement.strategy == "dp" else 1,
+        devices_per_rank=len(placement.devices) if placement.spec.scatters else 1,
         batch_size=t.batch_size,
         accumulate=t.accumulate,
         global_batch_size=held,
@@ -201,8 +201,8 @@ def _loader(config: RunConfig, placement: Placement, facts: TaskFacts, cores: in
 
 def _checkpoints(config: RunConfig, placement: Placement, facts: TaskFacts) -> tuple[bool, list[Choice]]:
     form = config.checkpoint.sharded
-    in_shards, reason = choose_form(form, placement.strategy, facts.parameters, config.optimizer)
-    if placement.strategy != "fsdp" and form != "on":
+    in_shards, reason = choose_form(form, placement.spec, facts.parameters, config.optimizer)
+    if placement.spec.state != "sharded" and form != "on":
         return in_shards, []
     return in_shards, [Choice(name="checkpoints", value="in shards" if in_shards else "whole", reason=reason)]
 
@@ -246,10 +246,11 @@ def _notes(
     notes += data_notes(facts, resume, loader.num_workers)
     notes += strategy_notes(config, placement, batch)
     notes += optimizer_notes(config, facts)
-    if facts.has_batchnorm and placement.strategy == "dp":
+    if facts.has_batchnorm and placement.spec.scatters:
         notes.append(
             f"BatchNorm does not see whole micro-batches: each of the {len(placement.devices)} GPUs normalises its "
-            "part alone, and the running statistics are those of the first one. dp cannot synchronise them; ddp does."
+            "part alone, and the running statistics are those of the first one. "
+            f"{placement.strategy} cannot synchronise them; ddp does."
         )
     if facts.has_batchnorm and batch.accumulate > 1 and config.training.reproducibility != "exact":
         notes.append(

@@ -80,7 +80,7 @@ def place(config: RunConfig, devices: Sequence[Device]) -> tuple[Placement | Non
 
 def _labels(placement: Placement | None, plan: Mapping[str, Any] | None) -> dict[str, Any]:
     gpus = placement is not None and placement.accelerator == "gpu"
-    several = placement is not None and placement.strategy == "ddp"
+    several = placement is not None and placement.world_size > 1 and not placement.spec.divides
     ignored = [note for note in placement.notes if "CPU is ignored" in note] if placement else []
     labels: dict[str, Any] = {
         "effective_batch": None,

@@ -56,7 +56,7 @@ class ModuleFit:
     heartbeat: Callable[[int, int], None]
 
     def __post_init__(self) -> None:
-        if self.plan.placement["strategy"] == "dp":
+        if self.plan.strategy.scatters:
             raise UnsupportedError(
                 "strategy dp is not there for a LightningModule",
                 why="Lightning 2.0 dropped it",

@@ -57,8 +57,8 @@ def evaluate_checkpoint(
     plan = plan_of(run)
     config = _config_on(run.config(), devices, "auto")
     placement = place(config, World())
-    if plan.sharded and placement.world_size > 1:  # one device has nothing to divide, and nobody asked it to
-        config = _config_on(run.config(), devices, "fsdp")
+    if plan.sharded and placement.world_size > 1:  # one device has nothing to divide
+        config = _config_on(run.config(), devices, plan.strategy.name)
         placement = place(config, World())
     for note in placement.notes:
         warn(note)
