@@ -5,7 +5,8 @@
     LockstepError            what, why, fix; exit code 1
     ├── UsageError           wrong usage or configuration: exit code 2, before anything starts
     │   ├── ConfigError      a key, a value or a combination of settings
-    │   ├── DeviceError      a device or precision that this machine does not have
+    │   ├── DeviceError      a device that this machine does not have
+    │   │   └── PrecisionError   a precision that a selected device does not support
     │   ├── TaskError        a task that cannot be found, imported or used
     │   └── UnsupportedError a combination that Lockstep refuses by name
     ├── DataError            data that is missing, empty, damaged or out of range: exit code 2
@@ -70,6 +71,10 @@ class ConfigError(UsageError):
 
 class DeviceError(UsageError, ValueError):
     code = "GPU_NOT_AVAILABLE"
+
+
+class PrecisionError(DeviceError):
+    code = "PRECISION_NOT_AVAILABLE"
 
 
 class TaskError(UsageError):

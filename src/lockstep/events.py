@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -152,10 +152,14 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something people should know: ``level`` is ``info`` or ``warning``."""
+    """A remark for the user. ``key``: its stable name, by which code finds it; ``level``: ``info`` or ``warning``."""
 
-    level: str
-    message: str
+    key: str
+    text: str
+    level: Literal["info", "warning"] = "info"
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,4 +234,4 @@ class Fanout:
         if sink in self._optional:  # its own failure may be told to it
             self._optional.remove(sink)
             name = getattr(sink, "name", type(sink).__name__)
-            self.emit(Note("warning", f"{name} failed and is switched off: {error}"))
+            self.emit(Note("logger_failed", f"{name} failed and is switched off: {error}", "warning"))

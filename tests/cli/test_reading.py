@@ -17,7 +17,14 @@ from tests.conftest import RunCli
 PLAN: dict[str, Any] = {
     "task": {"name": "har"},
     "epochs": 2,
-    "choices": [{"name": "strategy", "value": "ddp", "reason": "two devices were named, " * 10 + "so it is"}],
+    "decisions": {
+        "strategy": {
+            "key": "strategy",
+            "title": "strategy",
+            "shown": "ddp",
+            "reason": "two devices " * 15 + "so it is",
+        }
+    },
     "notes": [],
 }
 PLACEMENT = {"devices": ["cpu", "cpu"], "strategy": "ddp"}
@@ -107,7 +114,7 @@ def test_show(runs: Path, reference: str, capsys: pytest.CaptureFixture[str]) ->
     assert rows["command"] == "lockstep train har"
     assert rows["checkpoint (best)"].endswith("step-00000010")
     assert rows["log"].endswith("rank-0.log")
-    assert PLAN["choices"][0]["reason"] in text, "nothing is cut in a pipe"
+    assert PLAN["decisions"]["strategy"]["reason"] in text, "nothing is cut in a pipe"
 
 
 def test_show_the_last_run_which_failed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -340,7 +340,7 @@ def writers_of(world: World, folder: Path) -> Writers:
     for keeper in (world.is_main, True):
         with writing(RunDir(folder), world, RunConfig(), plan, Collectives(world), keeper, sink) as writer:
             found.append(None if writer is None else writer.store.takes_parts)
-    return Writers(*found, [event.message for event in sink.events if isinstance(event, Note)])
+    return Writers(*found, [event.text for event in sink.events if isinstance(event, Note)])
 
 
 def refusals(world: World) -> list[str]:

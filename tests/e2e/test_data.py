@@ -57,7 +57,7 @@ def test_noise_does_not_stop_a_resume_and_other_data_do_until_they_are_accepted(
     assert "--accept-data" in caught.value.fix
     assert longer(5, accept_data=True).step == 5
     notes = RunDir.open(tmp_path / "run").plan()["notes"]
-    assert any("accepted with --accept-data" in note for note in notes)
+    assert any(note["key"] == "other_data" for note in notes)
     assert longer(6).step == 6, "from here on, these are the run's data"
 
 

@@ -171,7 +171,7 @@ def test_what_differs_each_time_is_named_and_left_out() -> None:
     facts = TaskFacts(name="toy", train_samples=100, fingerprint=found, unstable=unstable)
     placement = resolve_placement(HardwareConfig(selected_devices=["cpu"]), DistributedConfig(), World(), machine(1))
     notes = make_plan(resolve({}), placement, facts, cores=4).notes
-    assert any("the field 'noise' of the training samples" in note for note in notes)
+    assert any("the field 'noise' of the training samples" in note.text for note in notes)
 
 
 class OnDisk:
@@ -209,7 +209,7 @@ def test_a_file_that_workers_would_read_through_one_handle_is_noticed(tmp_path: 
     assert task.opened == 1 + lazy
     if lazy:
         assert found.datasets.train.file is None, "each worker opens it itself"
-    assert any("share the position in" in note for note in found.plan.notes) != lazy
+    assert any(note.key == "file_shared" for note in found.plan.notes) != lazy
     default = prepare(task, {"hardware": {"selected_devices": ["cpu"]}}).plan
     assert lazy or default.loader.num_workers == 0
     assert found.facts.fingerprint == inspect_task(task, task.datasets(), "it").fingerprint
@@ -243,8 +243,7 @@ def test_workers_for_data_that_reading_opens_follow_from_the_cores(quick: bool, 
     facts = TaskFacts(name="toy", train_samples=100, quick_samples=quick, opens_files=True)
     plan = make_plan(resolve({}), placement, facts, cores=4)
     assert (plan.loader.num_workers, plan.loader.most_workers) == (workers, workers)
-    (reason,) = [choice.reason for choice in plan.choices if choice.name == "loader"]
-    assert ("less time than another process" in reason) == (workers == 0)
+    assert ("less time than another process" in plan.decisions["workers"].reason) == (workers == 0)
 
 
 @pytest.mark.parametrize(

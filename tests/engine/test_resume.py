@@ -64,7 +64,7 @@ def begin_attempt(store: CheckpointStore) -> tuple[int | None, list[str]]:
     """From which step an attempt goes on, and the warnings."""
     heard = RecordingSink()
     snapshot = _newest(RunDir(store.folder.parent), Collectives(World()), heard)
-    return snapshot and snapshot.step, [event.message for event in heard.events if isinstance(event, Note)]
+    return snapshot and snapshot.step, [event.text for event in heard.events if isinstance(event, Note)]
 
 
 def test_an_attempt_sets_broken_checkpoints_aside(tmp_path: Path) -> None:

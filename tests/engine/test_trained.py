@@ -128,9 +128,7 @@ def test_modules_and_scheduler_of_the_task_on_any_ranks_are_what_a_plain_loop_ma
     for folder in ("alone", "resumed"):
         run = RunDir(tmp_path / folder)
         assert [row["lr"] for row in run.steps()] == pytest.approx(rates)
-    assert {"name": "schedule", "value": "task"}.items() <= next(
-        choice for choice in run.plan()["choices"] if choice["name"] == "schedule"
-    ).items()
+    assert run.plan()["decisions"]["schedule"]["value"] == "task"
 
 
 def test_names_and_states_of_modules_beside_the_model() -> None:

@@ -15,7 +15,6 @@ from lockstep.launch.nodes.external import _lay_down
 from lockstep.launch.nodes.run_owner import Keeping
 from lockstep.launch.prepare import Prepared, make_plan, place, prepare, resume_point, settle
 from lockstep.launch.run_claim import changed_config, create_folder
-from lockstep.plan import Plan
 from lockstep.telemetry.rundir import RunDir
 from tests.toys import Toy
 
@@ -118,7 +117,7 @@ def test_threads_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert make_plan(Toy, {"hardware": {"selected_devices": "cpu"}}).threads == 3
     plan = make_plan(Toy, {"hardware": {"selected_devices": "cpu,cpu"}})
-    assert (plan.threads, reason_of(plan, "threads")) == (3, "OMP_NUM_THREADS")
+    assert (plan.threads, plan.decisions["threads"].reason) == (3, "OMP_NUM_THREADS")
     assert make_plan(Toy, {"hardware": {"selected_devices": "cpu"}, "training": {"threads": 2}}).threads == 2
     monkeypatch.delenv("OMP_NUM_THREADS")
     before = torch.get_num_threads()
@@ -128,7 +127,3 @@ def test_threads_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch)
     finally:
         torch.set_num_threads(before)
     assert plan.threads == 1
-
-
-def reason_of(plan: Plan, name: str) -> str:
-    return next(choice.reason for choice in plan.choices if choice.name == name)

@@ -141,11 +141,11 @@ def test_dp_puts_the_whole_devices_batch_through_one_rank():
 def test_one_left_over_sample_joins_its_neighbour_under_batchnorm():
     plan = resolve(samples=129, ranks=1, batch_size=64, has_batchnorm=True)
     assert all_windows(plan) == [(0, 64), (64, 129)]
-    reasons = resolve_batch(
+    decisions = resolve_batch(
         samples=129, ranks=1, devices_per_rank=1, batch_size=64, accumulate=1, global_batch_size=None, tail="spread",
         lanes=None, has_batchnorm=True, sync_batchnorm=False,
     )[1]  # fmt: skip
-    assert "BatchNorm" in reasons["tail"]
+    assert "BatchNorm" in decisions["tail"].reason
 
 
 @pytest.mark.parametrize("samples", [0, 1])

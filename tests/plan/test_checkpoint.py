@@ -16,7 +16,7 @@ LIMIT = SHARDED_FROM_BYTES // 12 + 1
     ("setting", "strategy", "parameters", "optimizer", "in_shards", "words"),
     [
         ("auto", "fsdp", LIMIT, "adamw", True, "0.5 GB"),
-        ("auto", "fsdp", LIMIT - 1, "adamw", False, "soon gathered"),
+        ("auto", "fsdp", LIMIT - 1, "adamw", False, "small enough to gather on rank 0"),
         ("auto", "fsdp", LIMIT, "sgd", False, "0.33 GB"),
         ("on", "fsdp", 1000, "adamw", True, "as configured; 0.012 MB"),
         ("off", "fsdp", 10 * LIMIT, "adamw", False, "as configured"),
@@ -28,5 +28,5 @@ def test_form_and_reason(
     setting: str, strategy: str, parameters: int, optimizer: str, in_shards: bool, words: str
 ) -> None:
     config = OptimizerConfig(name=optimizer, momentum=0.9)  # type: ignore[arg-type]
-    found, reason = choose_form(setting, find_strategy(strategy), parameters, config)
-    assert found is in_shards and words in reason
+    decision = choose_form(setting, find_strategy(strategy), parameters, config)
+    assert decision.value is in_shards and words in decision.reason

@@ -19,15 +19,15 @@ def course(own_lr: float | None, **optimizer: Any) -> Course:
     )
 
 
-def rate(course: Course) -> tuple[str, str]:
-    (choice,) = [choice for choice in course.choices if choice.name == "learning rate"]
-    return choice.value, choice.reason
+def rate(course: Course) -> tuple[object, str]:
+    (decision,) = [decision for decision in course.decisions if decision.key == "lr"]
+    return decision.value, decision.reason
 
 
 def test_the_rate_of_a_tasks_own_optimizer_is_shown_and_scaled() -> None:
-    assert rate(course(0.1, lr=0.5)) == ("0.1", "the task's own optimizer (its first parameter group)")
+    assert rate(course(0.1, lr=0.5)) == (0.1, "the task's own optimizer (its first parameter group)")
     value, reason = rate(course(0.1, lr=0.5, lr_scaling="linear"))
-    assert (value, "the task's own optimizer" in reason) == ("0.2", True)
+    assert (value, "the task's own optimizer" in reason) == (0.2, True)
     assert "0.1 × 64/32 (linear scaling)" in reason
 
 
@@ -42,9 +42,9 @@ def test_a_schedule_knows_the_rate_before_scaling(own_lr: float | None, scaling:
 def test_a_run_that_ends_within_its_warm_up_says_so() -> None:
     def notes(**changes: Any) -> list[str]:
         found = resolve_course(resolve(changes), BATCH, None, TaskFacts(name="toy", train_samples=1)).notes
-        return [note for note in found if "Warm-up" in note]
+        return [note.text for note in found if note.key == "warmup_unfinished"]
 
-    assert notes(training={"epochs": 2}, scheduler={"warmup_epochs": 2})[0].startswith("Warm-up takes all 20 steps")
+    assert "all 20 steps" in notes(training={"epochs": 2}, scheduler={"warmup_epochs": 2})[0]
     assert notes(training={"max_steps": 5}, scheduler={"warmup_steps": 9})
     assert notes(training={"epochs": 3}, scheduler={"warmup_epochs": 2}) == []
     assert notes(training={"epochs": 1}, scheduler={"warmup_epochs": 0}) == []

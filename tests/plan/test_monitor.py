@@ -41,11 +41,12 @@ def test_scores_are_better_the_higher_they_are(name: str) -> None:
     ],
 )
 def test_the_plan_shows_metric_and_direction(settings: dict[str, Any], value: str, reason: str) -> None:
-    monitor, mode, choice = resolve_monitor(CheckpointConfig(**settings), ("val_bleu", "max"), judged=True)
-    assert choice.value == f"{monitor} ({mode})" == value
-    assert reason in choice.reason
+    monitor, mode, decision = resolve_monitor(CheckpointConfig(**settings), ("val_bleu", "max"), judged=True)
+    assert decision.value == monitor
+    assert decision.shown == f"{monitor} ({mode})" == value
+    assert reason in decision.reason
 
 
 def test_without_validation_nothing_is_the_best() -> None:
-    _, _, choice = resolve_monitor(CheckpointConfig(), ("val_loss", "min"), judged=False)
-    assert (choice.value, "no validation data" in choice.reason) == ("none", True)
+    decision = resolve_monitor(CheckpointConfig(), ("val_loss", "min"), judged=False)[2]
+    assert (decision.value, decision.shown) == (None, "none")

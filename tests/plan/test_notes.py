@@ -19,7 +19,7 @@ PLACEMENT = Placement("cpu", ("cpu", "cpu"), "ddp", "gloo", 2, 1, "32", {})
 def notes(strategy: Any, settings: dict[str, Any], accumulate: int = 1) -> str:
     config = resolve(settings)
     batch = BatchPlan(samples=100, global_batch=8, batch_size=4, accumulate=accumulate, ranks=2)
-    return " ".join(strategy_notes(config, replace(PLACEMENT, strategy=strategy), batch))
+    return " ".join(map(str, strategy_notes(config, replace(PLACEMENT, strategy=strategy), batch)))
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "fsdp"])
@@ -54,7 +54,7 @@ def test_a_pipeline_tells_how_long_its_devices_wait() -> None:
 
 def test_settings_that_a_lightning_module_decides_itself_are_named() -> None:
     def told(settings: dict[str, Any]) -> str:
-        return " ".join(module_notes(resolve(settings), PLACEMENT))
+        return " ".join(map(str, module_notes(resolve(settings), PLACEMENT)))
 
     assert told({"training": {"epochs": 3}, "validation": {"every_epochs": 2}}) == ""
     assert "optimizer.lr, scheduler.warmup_epochs has no effect" in told(
@@ -67,7 +67,7 @@ def test_settings_that_a_lightning_module_decides_itself_are_named() -> None:
 def test_settings_beside_a_tasks_own_optimizer_are_named() -> None:
     config = resolve({"optimizer": {"lr": 0.5, "weight_decay": 0.1, "lr_scaling": "linear", "base_batch_size": 8}})
     own = TaskFacts(name="toy", train_samples=100, optimizer_lr=0.1)
-    assert list(optimizer_notes(config, own)) == [
+    assert [note.text for note in optimizer_notes(config, own)] == [
         "optimizer.lr, optimizer.weight_decay has no effect: the task makes its own optimizer."
     ]
     assert not list(optimizer_notes(resolve({}), own))

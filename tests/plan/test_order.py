@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lockstep.config.sections import DataConfig
 from lockstep.errors import ConfigError
-from lockstep.plan.order import LEAST_WINDOW, LEAST_WINDOWS, WINDOW, OrderPlan, order_note, resolve_order
+from lockstep.plan.order import LEAST_WINDOW, LEAST_WINDOWS, WINDOW, OrderPlan, order_notes, resolve_order
 
 BUCKETED = OrderPlan(window=1024, block=128, lanes=8)
 
@@ -16,12 +16,12 @@ def resolve(*, samples=10_000, lengths=True, lanes=8, held=None, **settings):
 
 
 def test_lengths_turn_bucketing_on_and_their_absence_leaves_a_shuffle():
-    order, reason = resolve()
+    order, decision = resolve()
     assert order == OrderPlan(window=2048, block=256, lanes=8)
-    assert "the task gives the lengths" in reason
-    order, reason = resolve(lengths=False)
+    assert "the task gives the lengths" in decision.reason
+    order, decision = resolve(lengths=False)
     assert order == OrderPlan()
-    assert "no lengths" in reason
+    assert "no lengths" in decision.reason
     assert resolve(bucketing="off")[0] == OrderPlan()
     assert resolve(bucketing="on")[0].bucketed
 
@@ -44,7 +44,7 @@ def test_given_sizes_are_taken_and_the_other_one_fits():
     assert (resolve(bucket_window=80)[0].window, resolve(bucket_window=80)[0].block) == (80, 10)
     assert (resolve(bucket_block=33)[0].window, resolve(bucket_block=33)[0].block) == (264, 33)
     assert resolve(bucket_window=90, bucket_block=30)[0] == OrderPlan(window=90, block=30, lanes=8)
-    assert "as configured" in resolve(bucket_window=80)[1]
+    assert "as configured" in resolve(bucket_window=80)[1].reason
     with pytest.raises(ConfigError, match="windows of 100 samples cannot be cut into blocks of 30"):
         resolve(bucket_window=100, bucket_block=30)
 
@@ -75,7 +75,8 @@ def test_a_resume_with_another_order_is_refused_naming_both(held, settings, word
 
 
 def test_a_step_wider_than_a_block_and_sizes_without_effect_are_noted():
-    assert order_note(DataConfig(), BUCKETED, 128) is None
-    assert "bucket_block of at least 129" in order_note(DataConfig(), BUCKETED, 129)
-    assert order_note(DataConfig(), OrderPlan(), 4096) is None
-    assert "do nothing" in order_note(DataConfig(bucket_window=64), OrderPlan(), 1)
+    assert not list(order_notes(DataConfig(), BUCKETED, 128))
+    (note,) = order_notes(DataConfig(), BUCKETED, 129)
+    assert note.key == "small_blocks" and "bucket_block of at least 129" in note.text
+    assert not list(order_notes(DataConfig(), OrderPlan(), 4096))
+    assert [note.key for note in order_notes(DataConfig(bucket_window=64), OrderPlan(), 1)] == ["settings_unused"]

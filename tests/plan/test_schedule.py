@@ -64,19 +64,18 @@ def test_a_floor_above_the_rate_raises_nothing(name):
 
 def test_a_warm_up_longer_than_the_run_is_cut_and_says_so():
     config = SchedulerConfig(warmup_steps=50)
-    s, reason = resolve_schedule(config, lr=1.0, total_steps=10, steps_per_epoch=5)
-    assert s.warmup_steps == 10
-    assert "cut to the 10 steps" in reason
+    s, (_, warmup) = resolve_schedule(config, lr=1.0, total_steps=10, steps_per_epoch=5)
+    assert s.warmup_steps == warmup.value == 10
+    assert "limited to the 10 steps" in warmup.reason
 
 
 def test_scaling_rules():
-    assert scale_lr(1e-3, "linear", global_batch=128, base_batch=32)[0] == pytest.approx(4e-3)
-    assert scale_lr(1e-3, "sqrt", global_batch=128, base_batch=32)[0] == pytest.approx(2e-3)
+    assert scale_lr(1e-3, "linear", global_batch=128, base_batch=32)[0].value == pytest.approx(4e-3)
+    assert scale_lr(1e-3, "sqrt", global_batch=128, base_batch=32)[0].value == pytest.approx(2e-3)
 
 
 def test_the_rate_never_changes_silently():
-    lr, _, note = scale_lr(1e-3, "none", global_batch=128, base_batch=32)
-    assert lr == 1e-3
-    assert note is not None
-    assert "0.004" in note
-    assert scale_lr(1e-3, "none", global_batch=32, base_batch=32)[2] is None
+    decision, (note,) = scale_lr(1e-3, "none", global_batch=128, base_batch=32)
+    assert decision.value == 1e-3
+    assert note.key == "lr_not_scaled" and "0.004" in note.text
+    assert scale_lr(1e-3, "none", global_batch=32, base_batch=32)[1] == []

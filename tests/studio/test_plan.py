@@ -48,7 +48,7 @@ def test_two_gpus(two_gpus: Address) -> None:
     assert labels["multi_gpu"] == "Multi-GPU (DDP) will be used automatically."
     assert labels["cpu_ignored"] is None
     assert answer["run"] == {"enabled": True, "reason": None}
-    assert any("linear scaling" in note for note in answer["notes"]), "the learning-rate note"
+    assert any(note["key"] == "lr_not_scaled" for note in answer["notes"])
     assert "0.01" in labels["learning_rate"]
 
 
@@ -62,7 +62,7 @@ def test_one_gpu_and_one_beside_the_cpu(two_gpus: Address) -> None:
     assert not alone["effective_batch_shown"]
     assert alone["multi_gpu"] is None
     beside = plan(two_gpus, ["cpu", "gpu:1"])
-    assert "the CPU is ignored" in beside["labels"]["cpu_ignored"]
+    assert "CPU is ignored" in beside["labels"]["cpu_ignored"]
     assert beside["plan"]["placement"]["devices"] == ["gpu:1"]
 
 

@@ -21,11 +21,11 @@ from lockstep.telemetry.console import ConsoleSink, _Notebook, duration, number,
 PLAN: dict[str, Any] = {
     "task": {"name": "har"},
     "epochs": 2,
-    "choices": [
-        {"name": "strategy", "value": "ddp", "reason": "two devices were named"},
-        {"name": "global batch", "value": "64", "reason": "32 × 2 ranks × 1 micro-batch, " + "as was asked for, " * 8},
-    ],
-    "notes": ["linear scaling would set the learning rate to 0.002"],
+    "decisions": {
+        "strategy": {"title": "strategy", "shown": "ddp", "reason": "two devices were named"},
+        "global_batch": {"title": "global batch", "shown": "64", "reason": "32 × 2 ranks × 1, " + "as asked for, " * 9},
+    },
+    "notes": [{"key": "lr_not_scaled", "text": "linear scaling would set the learning rate to 0.002"}],
 }
 
 SPEED = {"samples_per_s": 800.0, "duration_s": 8.0}
@@ -33,7 +33,7 @@ RUN: list[Event] = [
     RunStarted(Path("runs/run-0123abcd"), 1, 0, 200, PLAN),
     StepLogged(1, 50, 1, 3200, 2.5, 1e-3, 0.75, 812.4, 0.02, 0, {"entropy": 0.5}),
     Evaluated(1, 1, 50, {"val_loss": 1.25}, False),
-    Note("warning", "the loss [bold]jumped"),
+    Note("remark", "the loss [bold]jumped", "warning"),
     CheckpointSaved(100, Path("checkpoints/step-00000100"), True),
     EpochEnded(1, 1, 100, {"epoch": 1, "train_loss": 2.0, "val_accuracy": 0.61, **SPEED}, True),
     StepLogged(1, 150, 2, 9600, 1.5, 5e-4, None, 810.0, 0.02, 3, {}),
@@ -126,7 +126,7 @@ def test_plain_lines_hold_everything_and_no_escapes() -> None:
 def test_the_plan_is_shown_with_its_reasons_and_notes_uncut() -> None:
     text = shown()
     assert re.search(r"^strategy +ddp +two devices were named$", text, re.M)
-    assert PLAN["choices"][1]["reason"].strip() in text
+    assert PLAN["decisions"]["global_batch"]["reason"].strip() in text
     assert "note: linear scaling would set the learning rate to 0.002" in text
 
 
@@ -153,7 +153,7 @@ def test_off_shows_warnings_and_the_end_only() -> None:
 
 
 def test_a_note_is_shown_once() -> None:
-    note = Note("info", PLAN["notes"][0])
+    note = Note(**PLAN["notes"][0])
     assert shown(events=[RUN[0], note, note]).count("linear scaling") == 1
 
 

@@ -39,7 +39,7 @@ from tests.fakes import RecordingSink
 from tests.gloo import ROOT, clean_environment
 from tests.telemetry.runs import make_run
 
-PLAN: dict[str, Any] = {"choices": [{"name": "strategy", "value": "ddp", "reason": "two devices"}]}
+PLAN: dict[str, Any] = {"decisions": {"strategy": {"title": "strategy", "shown": "ddp", "reason": "two devices"}}}
 RANKS = (RankState(0, 0.02, 0.0, 0.015, 1.0, None, 1.5), RankState(1, 0.02, 0.001, 0.019, 1.0, None, 2.5))
 
 
@@ -50,7 +50,7 @@ def step(number: int, loss: float, attempt: int = 1) -> StepLogged:
 def events(folder: Path, *, first: int = 0, status: str = "completed") -> list[Event]:
     return [
         RunStarted(folder, 1, first, 30, PLAN),
-        Note("info", "no logger cares"),
+        Note("remark", "no logger cares"),
         step(first + 5, 0.5),
         RanksLogged(1, first + 5, 1, RANKS),
         EpochEnded(1, 1, first + 10, {"train_loss": 0.75, "val_accuracy": 0.5, "lr": 1e-3}, True),
@@ -227,7 +227,7 @@ def warnings_of(*failing: Any, folder: Path, between: Any = lambda: None) -> lis
     assert [type(event) for event in heard.events if not isinstance(event, Note)] == [
         type(event) for event in events(folder) if not isinstance(event, Note)
     ]
-    return [event.message for event in heard.events if isinstance(event, Note) and event.level == "warning"]
+    return [event.text for event in heard.events if isinstance(event, Note) and event.level == "warning"]
 
 
 def test_a_logger_whose_folder_vanishes_warns_once(tmp_path: Path) -> None:

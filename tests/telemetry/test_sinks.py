@@ -28,7 +28,7 @@ from lockstep.telemetry.rundir import RunDir, new_run_id
 from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
 from lockstep.telemetry.tensorboard import TensorBoardSink, tensorboard_wanted
 
-PLAN: dict[str, Any] = {"task": {"name": "har"}, "epochs": 3, "choices": [], "notes": []}
+PLAN: dict[str, Any] = {"task": {"name": "har"}, "epochs": 3, "decisions": {}, "notes": []}
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +210,7 @@ def events_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_reads_what_the_sink_writes(run: RunDir) -> None:
     send(
         TensorBoardSink(run.logs), started(run), logged(1, 5, scalars={"entropy": 0.25}, grad_norm=None),
-        Evaluated(1, 1, 7, {"val_loss": 1.5}, False), ended_epoch(1, 1), Note("info", "x"), ended(),
+        Evaluated(1, 1, 7, {"val_loss": 1.5}, False), ended_epoch(1, 1), Note("remark", "x"), ended(),
     )  # fmt: skip
     found = events_of(run.logs)
     assert found["train/loss"] == [(5, pytest.approx(0.2))]

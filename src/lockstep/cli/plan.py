@@ -39,4 +39,4 @@ def plan(
     print_plan(made.as_dict(), sys.stdout)
     say(made.effective_batch_label, sys.stdout)
     for note in made.notes:
-        say(f"note: {note}", sys.stdout)
+        say(f"{'note' if note.level == 'info' else note.level}: {note}", sys.stdout)

@@ -151,10 +151,11 @@ def _newest(run_dir: RunDir, collectives: Collectives, sink: Sink, *, in_pieces:
     step: int | None = None
     if collectives.is_main:
         store.clean_temporary()
-        step = store.newest_verified(lambda message: sink.emit(Note("warning", message)))
+        step = store.newest_verified(lambda message: sink.emit(Note("checkpoint_damaged", message, "warning")))
         for broken in store.set_aside_after(step):
             place = store.path_of(broken).with_name(store.path_of(broken).name + BROKEN)
-            sink.emit(Note("warning", f"{place} was set aside; remove it if its room is needed"))
+            text = f"{place} was set aside; remove it to free its space"
+            sink.emit(Note("checkpoint_set_aside", text, "warning"))
     step = collectives.broadcast(step)
     return None if step is None else load_shared(store, step, collectives, in_pieces=in_pieces)
 

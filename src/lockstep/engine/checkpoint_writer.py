@@ -56,7 +56,7 @@ def _each_writes(plan: Plan, collectives: Collectives, keeper: bool, sink: Sink)
     if keepers > 1:
         sink.emit(
             Note(
-                "info",
+                "checkpoints_whole",
                 f"Checkpoints are whole, not in shards: the nodes have {keepers} run folders, and each of them must "
                 "hold all that it takes to go on.",
             )

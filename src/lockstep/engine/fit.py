@@ -123,10 +123,12 @@ class Fit:
         at = self.state.step
         self.heartbeat(at, total)  # there may be no step left that would tell
         self._emit(RunStarted(self.run_dir, self.attempt, at, total, self.plan.as_dict(), lambda: self.state.step))
-        for note in (*self.plan.notes, *self.remarks):
-            self._emit(Note("info", note))
+        for note in self.plan.notes:
+            self._emit(note)
+        for remark in self.remarks:
+            self._emit(Note("remark", remark))
         for warning in self.warnings:
-            self._emit(Note("warning", warning))
+            self._emit(Note("warning", warning, "warning"))
         if self.config.validation.sanity_steps and self.datasets.val is not None and self.state.step == 0:
             with self._evaluation():
                 self._evaluate(self.datasets.val, chunks=self.config.validation.sanity_steps * self.collectives.size)
@@ -308,7 +310,7 @@ class Fit:
         if not remarks:
             return
         for remark in said:
-            self._emit(Note("info", remark))
+            self._emit(Note("task_remark", remark))
         for name, pixels in drawn.items():
             check_picture(name, pixels)
             self._emit(PictureDrawn(self.attempt, self.state.epoch + 1, self.state.step, name, pixels))
@@ -337,11 +339,8 @@ class Fit:
         """
         value = metrics.get(self._monitor)
         if value is None:
-            self._emit(
-                Note(
-                    "warning", f"Monitored metric {self._monitor!r} was not reported; available: {', '.join(metrics)}."
-                )
-            )
+            text = f"Monitored metric {self._monitor!r} was not reported; available: {', '.join(metrics)}."
+            self._emit(Note("monitor_missing", text, "warning"))
             return False
         if not extra:
             self.update.judge(value)
@@ -350,7 +349,8 @@ class Fit:
         patience = self.config.training.early_stopping_patience
         if patience and self.state.evaluations_without_gain >= patience:
             self.ended_by = "completed"
-            self._emit(Note("info", f"Early stopping: {self._monitor} has not improved for {patience} evaluations."))
+            text = f"Early stopping: {self._monitor} has not improved for {patience} evaluations."
+            self._emit(Note("early_stopping", text))
         return False
 
     @property
@@ -446,7 +446,7 @@ class Fit:
 
     def remark(self, text: str) -> None:
         """Tell people something; rank 0's word is heard."""
-        self._emit(Note("info", text))
+        self._emit(Note("remark", text))
 
     def _emit(self, event: Any) -> None:
         self.sink.emit(event)

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 from lockstep.config import DistributedConfig, HardwareConfig
-from lockstep.errors import ConfigError, DeviceError
+from lockstep.errors import ConfigError, DeviceError, PrecisionError
+from lockstep.events import Note
 from lockstep.hardware.device import Device
 from lockstep.hardware.selection import Selection, choose_default, describe, find, parse, select
 from lockstep.hardware.world import World
@@ -46,7 +47,7 @@ class Placement:
     nodes: int
     precision: str
     reasons: dict[str, str]
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     by_node: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -56,15 +57,16 @@ class Placement:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``placement.json`` keeps them."""
+        values = asdict(self)
         by_node = {name: list(devices) for name, devices in self.by_node.items()}
-        return {**asdict(self), "devices": list(self.devices), "notes": list(self.notes), "by_node": by_node}
+        return {**values, "devices": list(self.devices), "notes": list(values["notes"]), "by_node": by_node}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Placement:
         """The inverse of :meth:`as_dict`."""
         by_node = {name: tuple(devices) for name, devices in values.get("by_node", {}).items()}
-        lists = {"devices": tuple(values["devices"]), "notes": tuple(values["notes"]), "by_node": by_node}
-        return cls(**{**values, **lists})
+        notes = tuple(Note("", note) if isinstance(note, str) else Note(**note) for note in values["notes"])  # str: 0.1
+        return cls(**{**values, "devices": tuple(values["devices"]), "notes": notes, "by_node": by_node})
 
 
 def resolve_placement(
@@ -208,7 +210,7 @@ def _share_out(ranks: int, world: World, detected: Sequence[Device]) -> Selectio
 
 
 def _strategy(
-    wanted: StrategySpec | None, devices: tuple[str, ...], world: World | None, notes: list[str]
+    wanted: StrategySpec | None, devices: tuple[str, ...], world: World | None, notes: list[Note]
 ) -> tuple[StrategySpec, str]:
     """The strategy and its reason.
 
@@ -229,20 +231,21 @@ def _strategy(
         spec.refuses(devices)
     if ranks == 1:
         if spec.devices == "many":
-            notes.append(f"{spec.name} runs as {auto_strategy(1)}: one device is selected")
+            text = f"{spec.name} runs as {auto_strategy(1)}: one device is selected"
+            notes.append(Note("strategy_unused", text))
             spec = find_strategy(auto_strategy(1))
         return spec, "one device: this process alone"
     if spec.note:
-        notes.append(spec.note)
+        notes.append(Note("strategy_slow", spec.note))
     reason = f"{'as set' if wanted else 'several devices'}: {spec.summary}"
     return spec, reason if not world else f"{reason}; {world.launcher} started {_count(ranks, 'process')}"
 
 
-def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[str]) -> tuple[Backend | None, str]:
+def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[Note]) -> tuple[Backend | None, str]:
     """How ranks talk, and why."""
     if alone:
         if wanted != "auto":
-            notes.append(f"distributed.backend={wanted} is ignored: there is one rank")
+            notes.append(Note("backend_unused", f"distributed.backend={wanted} is ignored: there is one rank"))
         return None, "single process: no communication needed"
     on_cpu, repeated = devices[0] == "cpu", len(set(devices)) < len(devices)
     if wanted == "nccl" and (on_cpu or repeated):
@@ -253,7 +256,8 @@ def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[str
         )
     if wanted != "auto":
         if wanted == "gloo" and not on_cpu and not repeated:
-            notes.append("gloo stages GPU tensors through the host; nccl would be faster between distinct GPUs")
+            text = "gloo stages GPU tensors through the host; nccl would be faster between distinct GPUs"
+            notes.append(Note("backend_slow", text))
         return cast(Backend, wanted), "as set"
     if on_cpu:
         return "gloo", "ranks on a CPU talk over gloo"
@@ -267,7 +271,7 @@ def _precision(wanted: str, devices: tuple[str, ...], detected: Sequence[Device]
     chosen = [find(device, detected) for device in dict.fromkeys(devices)]
     for device in chosen:
         if wanted not in device.precisions:
-            raise DeviceError(
+            raise PrecisionError(
                 f"precision {wanted} is not supported on {device.id} ({device.name})",
                 why=f"it supports {', '.join(device.precisions)}" + (f"; {device.note}" if device.note else ""),
                 fix=f"use --precision {device.precisions[-1]}, or select another device",
@@ -281,10 +285,12 @@ def _precision(wanted: str, devices: tuple[str, ...], detected: Sequence[Device]
     return "as set: bfloat16 where it is safe, single precision elsewhere"
 
 
-def _occupied(devices: tuple[str, ...], detected: Sequence[Device]) -> list[str]:
+def _occupied(devices: tuple[str, ...], detected: Sequence[Device]) -> list[Note]:
     """A note for each chosen GPU that other processes use already."""
     chosen = [find(device, detected) for device in dict.fromkeys(devices)]
-    return [f"{device.id} is in use: {describe_users(device)}" for device in chosen if device.users]
+    return [
+        Note("device_in_use", f"{device.id} is in use: {describe_users(device)}") for device in chosen if device.users
+    ]
 
 
 def describe_users(device: Device) -> str:

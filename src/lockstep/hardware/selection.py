@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import DeviceError
+from lockstep.events import Note
 from lockstep.hardware.device import Device
 
 _FORM = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,3})")
@@ -23,7 +24,7 @@ class Selection:
 
     devices: tuple[str, ...]
     reason: str
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     explicit: bool = False
 
 
@@ -75,7 +76,7 @@ def select(names: tuple[str, ...], detected: Sequence[Device]) -> Selection:
         find(name, detected)
     gpu_names = tuple(name for name in names if name != "cpu")
     if gpu_names and len(gpu_names) < len(names):
-        note = "the CPU is ignored: it takes no part beside a GPU"
+        note = Note("cpu_ignored", "The CPU is ignored: a run uses GPUs or the CPU, not both.")
         return Selection(gpu_names, "as selected, without the CPU", (note,), explicit=True)
     return Selection(names, "as selected", explicit=True)
 

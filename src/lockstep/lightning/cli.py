@@ -149,7 +149,7 @@ class LockstepCLI(LightningCLI):
                 self._claim_folder(self.run_dir)
         if world.launcher == "none":
             for note in self._resolved.notes:
-                warn(note)
+                warn(note.text)
             if self._resolved.ranks > 1:
                 raise RanksNeeded(self._resolved.ranks, self.run_dir, self._claim.pop_all())
 

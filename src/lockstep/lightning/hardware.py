@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lockstep.config import DistributedConfig, HardwareConfig
 from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.events import Note
 from lockstep.hardware.device import Device
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
@@ -37,7 +38,7 @@ class Resolved:
 
     trainer: dict[str, Any]
     ranks: int
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 def resolve(

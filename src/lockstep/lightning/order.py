@@ -45,7 +45,7 @@ class TrainingOrder(Callback):
             return loader
         # The Trainer may ask for its loader again, and has what fits by then.
         self._accumulate = self._accumulate or trainer.accumulate_grad_batches
-        self._batch, reasons = resolve_batch(
+        self._batch, decisions = resolve_batch(
             samples=len(loader.dataset),
             ranks=self._world.size,
             devices_per_rank=1,
@@ -59,7 +59,7 @@ class TrainingOrder(Callback):
             even=True,
         )
         if self._batch.accumulate != trainer.accumulate_grad_batches:
-            rank_zero_warn(f"accumulate_grad_batches is {reasons['accumulate']}")
+            rank_zero_warn(f"accumulate_grad_batches is {decisions['accumulate'].reason}")
             trainer.accumulate_grad_batches = self._batch.accumulate
         if self._batch.window(self._state.position) is None:
             self._state.epoch, self._state.position = self._state.epoch + 1, 0

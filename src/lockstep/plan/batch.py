@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from lockstep.errors import ConfigError, DataError
+from lockstep.plan.decision import Decision, Decisions, by_key
 
 Span = tuple[int, int]
 Tail = Literal["spread", "merge", "drop"]
@@ -132,8 +133,8 @@ def resolve_batch(
     has_batchnorm: bool,
     sync_batchnorm: bool,
     even: bool = False,
-) -> tuple[BatchPlan, dict[str, str]]:
-    """Sizes of a run and the reason of each.
+) -> tuple[BatchPlan, Decisions]:
+    """Sizes of a run, and the decisions on them.
 
     Args:
         even: every rank must have ``accumulate`` micro-batches in every step (Lightning's Trainer); a shorter tail
@@ -161,7 +162,12 @@ def resolve_batch(
         least_part=2 if has_batchnorm and not sync_batchnorm else 1,
     )
     reasons["tail"] = _check_tail(plan)
-    return (_even(plan, reasons) if even else plan), reasons
+    if even:
+        plan = _even(plan, reasons)
+    return plan, by_key(
+        Decision(key, key.replace("_", " "), getattr(plan, key), reasons[key])
+        for key in ("global_batch", "batch_size", "accumulate", "tail")
+    )
 
 
 class _Sizes(NamedTuple):
@@ -192,7 +198,7 @@ def _shared(global_batch: int, limit: int, devices: int) -> tuple[_Sizes, dict[s
     return _Sizes(global_batch, -(-share // accumulate), accumulate), {
         "global_batch": f"held at {global_batch} and shared by {devices} device(s){uneven}",
         "batch_size": f"a device's share of {share} in {accumulate} micro-batch(es) of at most the configured size",
-        "accumulate": f"a device's share of {share} does not fit in fewer micro-batches",
+        "accumulate": f"the fewest micro-batches that a device's share of {share} fits in",
     }
 
 

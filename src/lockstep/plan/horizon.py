@@ -1,41 +1,44 @@
-"""How long a run goes on, and at which learning rate."""
+"""How long a run trains, and at which learning rate."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple, cast
 
 from lockstep.config import RunConfig
+from lockstep.events import Note
 from lockstep.plan.batch import BatchPlan
-from lockstep.plan.plan import Choice, ResumePoint, TaskFacts
-from lockstep.plan.schedule import Schedule, resolve_schedule, warmup_note
+from lockstep.plan.decision import Decision
+from lockstep.plan.plan import ResumePoint, TaskFacts
+from lockstep.plan.schedule import Schedule, resolve_schedule, warmup_notes
 
 
 class Course(NamedTuple):
-    """``notes``: what the user should think about."""
+    """How long a run trains and at which learning rate, with the decisions and the notes on them."""
 
     epochs: int
-    total_steps: int
     schedule: Schedule
-    choices: tuple[Choice, ...]
-    notes: tuple[str, ...]
+    decisions: tuple[Decision, ...]
+    notes: tuple[Note, ...]
 
 
 def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None, facts: TaskFacts) -> Course:
-    """Epochs, optimizer steps and schedule of a run, from what an earlier attempt has left of it."""
+    """Epochs, optimizer steps and schedule of a run, from what an earlier attempt has left to do."""
     own_lr = facts.optimizer_lr
     base_lr = config.optimizer.lr if own_lr is None else own_lr
-    lr, lr_reason, note = scale_lr(
+    rate, notes = scale_lr(
         base_lr,
         config.optimizer.lr_scaling,
         global_batch=batch.global_batch,
         base_batch=config.optimizer.base_batch_size or config.training.batch_size,
     )
+    lr = cast(float, rate.value)
     if own_lr is not None:
         own = "the task's own optimizer (its first parameter group)"
-        lr_reason = own if lr == base_lr else f"{own}: {lr_reason}"
-    epochs, total, offset, length_reason = _length(config, batch, resume)
-    schedule, schedule_reason = resolve_schedule(
+        rate = replace(rate, reason=own if lr == base_lr else f"{own}: {rate.reason}")
+    epochs, total, offset, reason = _length(config, batch, resume)
+    schedule, scheduled = resolve_schedule(
         config.scheduler,
         lr=lr,
         scale=lr / base_lr,
@@ -43,15 +46,11 @@ def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | No
         steps_per_epoch=batch.steps_per_epoch,
         offset=offset,
     )
-    choices = (
-        Choice(name="steps", value=str(total), reason=length_reason),
-        Choice(name="learning rate", value=f"{lr:g}", reason=lr_reason),
-        Choice(name="schedule", value="task", reason="the task's scheduler() sets the learning rates")
-        if facts.own_schedule
-        else Choice(name="schedule", value=config.scheduler.name, reason=schedule_reason),
-    )
-    unfinished = None if config.debug.fast_dev_run or facts.own_schedule else warmup_note(schedule, config.scheduler)
-    return Course(epochs, total, schedule, choices, tuple(filter(None, (note, unfinished))))
+    if facts.own_schedule:
+        scheduled = [Decision("schedule", "schedule", "task", "the task's scheduler() sets the learning rates")]
+    elif not config.debug.fast_dev_run:
+        notes += warmup_notes(schedule, config.scheduler)
+    return Course(epochs, schedule, (Decision("steps", "steps", total, reason), rate, *scheduled), tuple(notes))
 
 
 def _length(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None) -> tuple[int, int, int, str]:
@@ -77,8 +76,8 @@ def _length(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None) -> 
 Scaling = Literal["none", "linear", "sqrt"]
 
 
-def scale_lr(lr: float, scaling: Scaling, *, global_batch: int, base_batch: int) -> tuple[float, str, str | None]:
-    """The learning rate that runs, why, and a note when the user should think about it.
+def scale_lr(lr: float, scaling: Scaling, *, global_batch: int, base_batch: int) -> tuple[Decision, list[Note]]:
+    """The peak learning rate, and a note where the user should consider scaling it.
 
     ``linear``: lr × global / base (Goyal et al. 2017, https://arxiv.org/abs/1706.02677; for SGD).
     ``sqrt``: lr × √(global / base) (Krizhevsky 2014, https://arxiv.org/abs/1404.5997; for Adam see
@@ -89,15 +88,15 @@ def scale_lr(lr: float, scaling: Scaling, *, global_batch: int, base_batch: int)
         global_batch: samples per optimizer step.
         base_batch: samples per optimizer step that ``lr`` was tuned for.
     """
-    ratio = global_batch / base_batch
+    ratio, reason, notes = global_batch / base_batch, "as configured; never changed silently", []
     if scaling == "linear":
-        return lr * ratio, f"{lr:g} × {global_batch}/{base_batch} (linear scaling)", None
-    if scaling == "sqrt":
-        return lr * math.sqrt(ratio), f"{lr:g} × √({global_batch}/{base_batch}) (square-root scaling)", None
-    note = None
-    if ratio > 1:
-        note = (
+        reason, lr = f"{lr:g} × {global_batch}/{base_batch} (linear scaling)", lr * ratio
+    elif scaling == "sqrt":
+        reason, lr = f"{lr:g} × √({global_batch}/{base_batch}) (square-root scaling)", lr * math.sqrt(ratio)
+    elif ratio > 1:
+        text = (
             f"The global batch is {global_batch}, {ratio:g} × {base_batch}. The learning rate stays {lr:g}; "
             f"linear scaling would set {lr * ratio:g} (--lr-scaling linear), with warm-up."
         )
-    return lr, "as configured; never changed silently", note
+        notes.append(Note("lr_not_scaled", text))
+    return Decision("lr", "learning rate", lr, reason), notes

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pydantic import BaseModel, ConfigDict
 
 from lockstep.config import RunConfig
 from lockstep.config.sections import TrainingConfig
 from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.plan.decision import Decision
 
 
 class LoaderFacts(BaseModel):
@@ -25,24 +28,26 @@ class LoaderFacts(BaseModel):
     batches: int | None = None
 
 
-#: Decisions of a plan that such a module takes itself.
-ITS_OWN = {
-    "learning rate": "the module's configure_optimizers() sets it",
-    "schedule": "the module's configure_optimizers() sets it",
-    "loader": "the module's own DataLoader says how many workers it has",
-}
+def of_loader(decision: Decision, loader: LoaderFacts) -> Decision:
+    """``decision``, or what the module and its ``loader`` decide instead."""
+    if decision.key in {"lr", "schedule"}:
+        return _its_own(decision, "the module's configure_optimizers() sets it")
+    if decision.key == "workers":
+        return _its_own(decision, "the module's own DataLoader sets its workers")
+    if decision.key == "batch_size" and decision.value == loader.batch_size:
+        return replace(decision, reason="set by the module's DataLoader")
+    if decision.key == "order" and loader.batches is not None:
+        return _its_own(decision, "the loader's own, which only one device can keep")
+    if decision.key == "order" and not loader.shuffle:
+        reason = "the DataLoader does not shuffle: index order"
+        return replace(decision, value="index", shown="index", reason=reason)
+    if decision.key == "order":
+        return replace(decision, reason="the DataLoader shuffles: Lockstep shuffles again in each epoch")
+    return decision
 
 
-def reasons_of_loader(loader: LoaderFacts, reasons: dict[str, str]) -> dict[str, str]:
-    """``reasons`` of the plan's choices by name, where ``loader`` gives them."""
-    own = dict(ITS_OWN)
-    if reasons["batch size"] == "as configured":
-        own["batch size"] = "the DataLoader's own"
-    shuffled = "the DataLoader shuffles: Lockstep's order does, anew each epoch"
-    own["order"] = shuffled if loader.shuffle else "the DataLoader does not shuffle: index order"
-    if loader.batches is not None:
-        own["order"] = "the loader's own, which only one device can keep"
-    return {**reasons, **own}
+def _its_own(decision: Decision, reason: str) -> Decision:
+    return replace(decision, value=None, shown="its own", reason=reason)
 
 
 def training_of_loader(config: RunConfig, loader: LoaderFacts, *, held: int | None, devices: int) -> TrainingConfig:

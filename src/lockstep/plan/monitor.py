@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from lockstep.config import CheckpointConfig
-from lockstep.plan.plan import Choice, Mode
+from lockstep.plan.decision import Decision
+from lockstep.plan.plan import Mode
 
 #: Words of a metric's name that is better the lower it is.
 _LOWER_IS_BETTER = {
@@ -26,8 +27,8 @@ def natural_mode(monitor: str) -> Mode:
     return "min" if lower else "max"
 
 
-def resolve_monitor(config: CheckpointConfig, own: tuple[str, Mode], *, judged: bool) -> tuple[str, Mode, Choice]:
-    """The metric and the mode of a run, and the choice to show for them.
+def resolve_monitor(config: CheckpointConfig, own: tuple[str, Mode], *, judged: bool) -> tuple[str, Mode, Decision]:
+    """The metric and the mode of a run, and the decision.
 
     Args:
         own: the task's metric and its mode.
@@ -40,7 +41,6 @@ def resolve_monitor(config: CheckpointConfig, own: tuple[str, Mode], *, judged: 
     reason = "as configured" if config.monitor or config.mode else "the task's own"
     if by_name:
         reason += f"; by its name, {better} is better (checkpoint.mode says otherwise)"
-    value = f"{monitor} ({mode})"
     if not judged:
-        value, reason = "none", "there is no validation data, so no checkpoint is the best"
-    return monitor, mode, Choice(name="monitor", value=value, reason=reason)
+        return monitor, mode, Decision("monitor", "monitor", None, "no validation data: no checkpoint is marked best")
+    return monitor, mode, Decision("monitor", "monitor", monitor, reason, f"{monitor} ({mode})")

@@ -5,10 +5,14 @@ What is decided here never follows from batch or ranks, so that the order is the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import BaseModel, ConfigDict
 
 from lockstep.config.sections import DataConfig
 from lockstep.errors import ConfigError
+from lockstep.events import Note
+from lockstep.plan.decision import Decision
 
 #: Samples of a default window: wide enough for little padding, narrow enough to mix a large data set.
 WINDOW = 4096
@@ -43,8 +47,8 @@ class OrderPlan(BaseModel):
 
 def resolve_order(
     config: DataConfig, *, samples: int, lengths: bool, lanes: int, held: OrderPlan | None
-) -> tuple[OrderPlan, str]:
-    """The order of a run, and the reason.
+) -> tuple[OrderPlan, Decision]:
+    """The order of a run, and the decision.
 
     Args:
         samples: of the training set.
@@ -54,6 +58,13 @@ def resolve_order(
     Raises:
         ConfigError: sizes that do not fit, lengths that are missing, or a change of the order on resume.
     """
+    order, reason = _order(config, samples, lengths, lanes, held)
+    return order, Decision("order", "order", "bucketed" if order.bucketed else "shuffled", reason, str(order))
+
+
+def _order(
+    config: DataConfig, samples: int, lengths: bool, lanes: int, held: OrderPlan | None
+) -> tuple[OrderPlan, str]:
     if held is not None:
         _check_held(config, samples, held)
         return held, "as the run began: another order would repeat some samples and leave others out"
@@ -74,17 +85,18 @@ def resolve_order(
     return OrderPlan(window=window, block=block, lanes=lanes), f"{asked}; {sizes}, on any devices"
 
 
-def order_note(config: DataConfig, order: OrderPlan, global_batch: int) -> str | None:
-    """What a user should know of settings that do less than they could, if anything."""
+def order_notes(config: DataConfig, order: OrderPlan, global_batch: int) -> Iterator[Note]:
+    """Notes on bucketing settings that have no effect, or less than they could."""
     if order.block is None:
-        ignored = config.bucket_window or config.bucket_block
-        return "data.bucket_window and data.bucket_block do nothing: the order is not by length." if ignored else None
-    if global_batch > order.block:
-        return (
+        if config.bucket_window or config.bucket_block:
+            text = "data.bucket_window and data.bucket_block have no effect: the order is not by length."
+            yield Note("settings_unused", text)
+    elif global_batch > order.block:
+        yield Note(
+            "small_blocks",
             f"A step of {global_batch} samples spans several blocks of {order.block}, whose lengths differ: "
-            f"a data.bucket_block of at least {global_batch} (before the run starts) means less padding."
+            f"a data.bucket_block of at least {global_batch} (set before the run starts) reduces padding.",
         )
-    return None
 
 
 def check_sizes(window: int, block: int) -> None:

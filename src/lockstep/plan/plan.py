@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
+from lockstep.events import Note
 from lockstep.plan.batch import BatchPlan
+from lockstep.plan.decision import Decision, upgraded
 from lockstep.plan.loader import LoaderFacts
 from lockstep.plan.order import OrderPlan
 from lockstep.plan.schedule import Schedule
@@ -88,17 +90,10 @@ class LoaderPlan(_Frozen):
     pin_memory: bool
 
 
-class Choice(_Frozen):
-    """One decision: what, and why."""
-
-    name: str
-    value: str
-    reason: str
-
-
 class Plan(_Frozen):
     """Everything computed before the first step. ``position`` and sizes are in samples, ``lr`` per step.
 
+    ``decisions``: every automatic choice by its key, in reading order: ``plan.decisions["lr"].reason``.
     ``monitor`` and ``mode``: by which metric an evaluation is the best, and whether the lowest or the highest value is.
     ``accepted_data``: the fingerprint of other data that the run resumes from, as the user asked for it.
     """
@@ -110,20 +105,44 @@ class Plan(_Frozen):
     schedule: Schedule
     loader: LoaderPlan
     epochs: int
-    total_steps: int
-    threads: int
-    sync_batchnorm: bool
     eval_batch_size: int
     pre_scale: float
-    reproducibility: str
     seed: int
     overfit_samples: int | None = None
-    sharded_checkpoints: bool = False
     monitor: str = "val_loss"
     mode: Mode = "min"
     accepted_data: str | None = None
-    choices: tuple[Choice, ...]
-    notes: tuple[str, ...]
+    decisions: dict[str, Decision]
+    notes: tuple[Note, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_any_version(cls, values: Any) -> Any:
+        return upgraded(values) if isinstance(values, dict) else values
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return cast(int, self.decisions["steps"].value)
+
+    @property
+    def threads(self) -> int:
+        """Intra-op threads of a rank."""
+        return cast(int, self.decisions["threads"].value)
+
+    @property
+    def sync_batchnorm(self) -> bool:
+        return bool(self.decisions["sync_batchnorm"].value)
+
+    @property
+    def reproducibility(self) -> str:
+        """``fast`` or ``exact``."""
+        return cast(str, self.decisions["reproducibility"].value)
+
+    @property
+    def sharded_checkpoints(self) -> bool:
+        """Whether each rank writes its part of a checkpoint."""
+        return "checkpoints" in self.decisions and bool(self.decisions["checkpoints"].value)
 
     @property
     def world_size(self) -> int:
@@ -160,12 +179,14 @@ class Plan(_Frozen):
         return f"Effective batch size: {self.batch.global_batch} ({factors})"
 
     def explain(self) -> list[tuple[str, str, str]]:
-        """``(name, value, reason)`` of every decision, in reading order."""
-        return [(choice.name, choice.value, choice.reason) for choice in self.choices]
+        """``(title, value, reason)`` of every decision, in reading order."""
+        return [(decision.title, decision.shown, decision.reason) for decision in self.decisions.values()]
 
     def as_dict(self) -> dict[str, Any]:
+        """As ``plan.json`` has it: with what follows from its fields, for readers of the file."""
+        followed = ("total_steps", "threads", "sync_batchnorm", "reproducibility", "sharded_checkpoints")
         return {
             **self.model_dump(mode="json"),
-            "steps_per_epoch": self.steps_per_epoch,
+            **{name: getattr(self, name) for name in (*followed, "steps_per_epoch")},
             "effective_batch": self.effective_batch_label,
         }

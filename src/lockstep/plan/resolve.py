@@ -1,24 +1,58 @@
-"""Making the plan: a line for each decision, which returns what was decided and the choice to show for it."""
+"""Making the plan: a function for each decision."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from lockstep.config import RunConfig
 from lockstep.hardware.resolve import Placement
 from lockstep.plan.batch import BatchPlan, resolve_batch
 from lockstep.plan.checkpoint import choose_form
 from lockstep.plan.compatibility import refuse_contradictions
-from lockstep.plan.horizon import Course, resolve_course
-from lockstep.plan.loader import ITS_OWN, LoaderFacts, reasons_of_loader, training_of_loader
+from lockstep.plan.decision import Decision, Decisions, by_key
+from lockstep.plan.horizon import resolve_course
+from lockstep.plan.loader import of_loader, training_of_loader
 from lockstep.plan.monitor import resolve_monitor
-from lockstep.plan.notes import data_notes, module_notes, optimizer_notes, strategy_notes
-from lockstep.plan.order import OrderPlan, order_note, resolve_order
-from lockstep.plan.plan import Choice, LoaderPlan, Plan, ResumePoint, TaskFacts
-from lockstep.plan.workers import choose_workers
+from lockstep.plan.notes import (
+    batchnorm_notes,
+    data_notes,
+    module_notes,
+    optimizer_notes,
+    resume_notes,
+    strategy_notes,
+)
+from lockstep.plan.order import order_notes, resolve_order
+from lockstep.plan.plan import Plan, ResumePoint, TaskFacts
+from lockstep.plan.workers import resolve_loader
 
 #: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.
 SMALL_STEP = 5e7
 #: Time of a step in exact mode against fast, as measured by ``benchmarks/exact_cost.py`` with 8 lanes on CPU cores.
 EXACT_COST = "measured: 0.9 times the time of fast on two CPU ranks, 1.8 to 2.9 times on one"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What decisions are made from.
+
+    ``cores``: CPU cores that this node may use. ``preset``: intra-op threads that the user has set outside Lockstep,
+    and where.
+    """
+
+    config: RunConfig
+    placement: Placement
+    facts: TaskFacts
+    cores: int
+    preset: tuple[int, str] | None = None
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read different samples: the stages of a pipeline all take part in the same ones."""
+        return 1 if self.placement.spec.state == "staged" else self.placement.world_size
+
+    @property
+    def local_ranks(self) -> int:
+        return -(-self.placement.world_size // self.placement.nodes)
 
 
 def make_plan(
@@ -38,26 +72,47 @@ def make_plan(
         resume: given on resume; its global batch is held unless it says otherwise.
 
     Raises:
-        ConfigError, DataError, UnsupportedError: what was asked for cannot be.
+        ConfigError, DataError, UnsupportedError: settings that contradict each other, the data or the devices.
     """
     refuse_contradictions(config, placement, facts)
     held = resume.global_batch if resume and resume.hold else config.training.global_batch_size
-    of_module: list[str] = []
+    notes = list(placement.notes)
+    unused = [] if facts.loader is None else list(module_notes(config, placement))
     if facts.loader is not None:
-        of_module = list(module_notes(config, placement))
         training = training_of_loader(config, facts.loader, held=held, devices=placement.world_size)
         config = config.model_copy(update={"training": training})
-    sync_batchnorm, synced = _sync_batchnorm(config, placement, facts)
-    batch, sized = _batch(config, placement, facts, held=held, sync_batchnorm=sync_batchnorm)
-    order, ordered = _order(config, facts, resume)
+    given = Given(config, placement, facts, cores, preset)
+    synced = _sync_batchnorm(given)
+    batch, sized = _batch(given, held, bool(synced.value))
+    order, ordered = resolve_order(
+        config.data,
+        samples=facts.train_samples,
+        lengths=facts.lengths is not None,
+        lanes=config.training.lanes,
+        held=resume.order if resume else None,
+    )
     course = resolve_course(config, batch, resume, facts)
-    threads, threaded = _threads(config, placement, facts, batch.batch_size, cores, preset)
-    loader, loaded = _loader(config, placement, facts, cores)
-    in_shards, saved = _checkpoints(config, placement, facts)
-    judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on what it likes
+    loader, loaded = resolve_loader(
+        config.data,
+        facts,
+        cores=cores,
+        local_ranks=given.local_ranks,
+        pin_memory=placement.accelerator == "gpu",
+    )
+    judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on its own data
     monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
-    choices = [*_placed(placement), *sized, ordered, *course.choices]
-    choices += [_parameters(facts), _reproducibility(config), synced, threaded, loaded, *saved, judging]
+    decisions = [*_placed(placement), *sized.values(), ordered, *course.decisions, _parameters(given)]
+    decisions += [_reproducibility(given), synced, _threads(given, batch), loaded, _checkpoints(given), judging]
+    if facts.loader is None:
+        notes += course.notes
+    else:
+        decisions = [of_loader(decision, facts.loader) for decision in decisions if decision.key != "warmup"]
+    notes += order_notes(config.data, order, batch.global_batch)
+    notes += [] if resume is None else resume_notes(resume, batch)
+    notes += data_notes(facts, resume, loader.num_workers)
+    notes += strategy_notes(config, placement, batch)
+    notes += optimizer_notes(config, facts)
+    notes += batchnorm_notes(config, placement, batch) if facts.has_batchnorm else []
     return Plan(
         task=facts,
         placement=placement.as_dict(),
@@ -66,66 +121,55 @@ def make_plan(
         schedule=course.schedule,
         loader=loader,
         epochs=course.epochs,
-        total_steps=course.total_steps,
-        threads=threads,
-        sync_batchnorm=sync_batchnorm,
         eval_batch_size=config.validation.batch_size or config.training.batch_size,
         # A sum over the global batch, scaled back to about a mean: a power of two, so that it is exact.
         pre_scale=2.0 ** -(batch.global_batch.bit_length() - 1),
-        reproducibility=config.training.reproducibility,
         seed=config.training.seed,
         overfit_samples=batch.samples if config.debug.overfit_batches else None,
-        sharded_checkpoints=in_shards,
         monitor=monitor,
         mode=mode,
         accepted_data=resume.fingerprint if resume and resume.accept_data else None,
-        choices=tuple(choices if facts.loader is None else _choices_of_loader(choices, facts.loader)),
-        notes=(*_notes(config, placement, facts, batch, order, course, resume, loader), *of_module),
+        decisions=by_key(decisions),
+        notes=(*notes, *unused),
     )
 
 
-def _placed(placement: Placement) -> list[Choice]:
+def _placed(placement: Placement) -> list[Decision]:
     reasons = placement.reasons
     return [
-        Choice(name="accelerator", value=placement.accelerator, reason=reasons["accelerator"]),
-        Choice(name="devices", value=", ".join(placement.devices), reason=reasons["devices"]),
-        Choice(name="strategy", value=placement.strategy, reason=reasons["strategy"]),
-        Choice(name="backend", value=placement.backend or "none", reason=reasons["backend"]),
-        Choice(name="ranks", value=str(placement.world_size), reason=reasons["world_size"]),
-        Choice(name="precision", value=placement.precision, reason=reasons["precision"]),
+        Decision("accelerator", "accelerator", placement.accelerator, reasons["accelerator"]),
+        Decision("devices", "devices", ", ".join(placement.devices), reasons["devices"]),
+        Decision("strategy", "strategy", placement.strategy, reasons["strategy"]),
+        Decision("backend", "backend", placement.backend, reasons["backend"]),
+        Decision("ranks", "ranks", placement.world_size, reasons["world_size"]),
+        Decision("precision", "precision", placement.precision, reasons["precision"]),
     ]
 
 
-def _readers(placement: Placement) -> int:
-    """How many ranks read samples of their own: the stages of a pipeline all take part in the same ones."""
-    return 1 if placement.spec.state == "staged" else placement.world_size
-
-
-def _sync_batchnorm(config: RunConfig, placement: Placement, facts: TaskFacts) -> tuple[bool, Choice]:
-    setting, ranks = config.distributed.sync_batchnorm, _readers(placement)
-    if not facts.has_batchnorm:
-        on, reason = False, "the model has no BatchNorm"
-    elif config.training.reproducibility == "exact":
-        on, reason = False, "exact mode computes statistics per lane and merges them in a fixed order"
-    elif placement.spec.scatters:
-        on, reason = False, f"{placement.strategy} gives each GPU a part of the micro-batch, with separate statistics"
+def _sync_batchnorm(given: Given) -> Decision:
+    setting, ranks = given.config.distributed.sync_batchnorm, given.readers
+    on = False
+    if not given.facts.has_batchnorm:
+        reason = "the model has no BatchNorm"
+    elif given.config.training.reproducibility == "exact":
+        reason = "exact mode computes statistics per lane and merges them in a fixed order"
+    elif given.placement.spec.scatters:
+        reason = f"{given.placement.strategy} gives each GPU a part of the micro-batch, with separate statistics"
     elif ranks == 1:
-        on, reason = False, "one rank sees the whole micro-batch"
+        reason = "one rank sees the whole micro-batch"
     elif setting == "auto":
         on = True
         reason = f"auto: with {ranks} ranks, statistics of the whole micro-batch keep the result of one device"
     else:
         on, reason = setting == "on", "as configured"
-    return on, Choice(name="sync batchnorm", value="on" if on else "off", reason=reason)
+    return Decision("sync_batchnorm", "sync batchnorm", on, reason)
 
 
-def _batch(
-    config: RunConfig, placement: Placement, facts: TaskFacts, *, held: int | None, sync_batchnorm: bool
-) -> tuple[BatchPlan, list[Choice]]:
-    t = config.training
-    batch, reasons = resolve_batch(
+def _batch(given: Given, held: int | None, sync_batchnorm: bool) -> tuple[BatchPlan, Decisions]:
+    t, placement, facts = given.config.training, given.placement, given.facts
+    batch, decisions = resolve_batch(
         samples=facts.train_samples,
-        ranks=_readers(placement),
+        ranks=given.readers,
         devices_per_rank=len(placement.devices) if placement.spec.scatters else 1,
         batch_size=t.batch_size,
         accumulate=t.accumulate,
@@ -136,136 +180,46 @@ def _batch(
         sync_batchnorm=sync_batchnorm,
         even=facts.loader is not None,
     )
-    if config.debug.overfit_batches:
-        few = min(facts.train_samples, config.debug.overfit_batches * batch.global_batch)
+    if given.config.debug.overfit_batches:
+        few = min(facts.train_samples, given.config.debug.overfit_batches * batch.global_batch)
         batch = batch.model_copy(update={"samples": few})
-    return batch, [
-        Choice(name="global batch", value=str(batch.global_batch), reason=reasons["global_batch"]),
-        Choice(name="batch size", value=str(batch.batch_size), reason=reasons["batch_size"]),
-        Choice(name="accumulate", value=str(batch.accumulate), reason=reasons["accumulate"]),
-        Choice(name="tail", value=t.tail, reason=reasons["tail"]),
-    ]
+    return batch, decisions
 
 
-def _order(config: RunConfig, facts: TaskFacts, resume: ResumePoint | None) -> tuple[OrderPlan, Choice]:
-    order, reason = resolve_order(
-        config.data,
-        samples=facts.train_samples,
-        lengths=facts.lengths is not None,
-        lanes=config.training.lanes,
-        held=resume.order if resume else None,
-    )
-    return order, Choice(name="order", value=str(order), reason=reason)
-
-
-def _local_ranks(placement: Placement) -> int:
-    return -(-placement.world_size // placement.nodes)
-
-
-def _threads(
-    config: RunConfig,
-    placement: Placement,
-    facts: TaskFacts,
-    batch_size: int,
-    cores: int,
-    preset: tuple[int, str] | None,
-) -> tuple[int, Choice]:
-    local_ranks = _local_ranks(placement)
-    if config.training.threads is not None:
-        threads, reason = config.training.threads, "as configured"
-    elif config.training.reproducibility == "exact":
+def _threads(given: Given, batch: BatchPlan) -> Decision:
+    training, local_ranks = given.config.training, given.local_ranks
+    flops = 6 * given.facts.multiply_adds * batch.batch_size
+    if training.threads is not None:
+        threads, reason = training.threads, "as configured"
+    elif training.reproducibility == "exact":
         threads, reason = 1, "exact mode: more intra-op threads change the order of sums"
-    elif preset is not None:
-        threads, reason = preset
-    elif placement.accelerator == "cpu" and 0 < (flops := 6 * facts.multiply_adds * batch_size) < SMALL_STEP:
+    elif given.preset is not None:
+        threads, reason = given.preset
+    elif given.placement.accelerator == "cpu" and 0 < flops < SMALL_STEP:
         threads, reason = 1, f"a step has {flops / 1e6:.2g} MFLOP: more threads would wait longer than they compute"
     else:
-        threads = max(1, cores // local_ranks)
-        reason = f"{cores} cores shared by {local_ranks} rank(s) of this node"
-    return threads, Choice(name="threads", value=str(threads), reason=reason)
+        threads = max(1, given.cores // local_ranks)
+        reason = f"{given.cores} cores shared by {local_ranks} rank(s) of this node"
+    return Decision("threads", "threads", threads, reason)
 
 
-def _loader(config: RunConfig, placement: Placement, facts: TaskFacts, cores: int) -> tuple[LoaderPlan, Choice]:
-    d = config.data
-    workers, most, reason = choose_workers(d, facts, cores=cores, local_ranks=_local_ranks(placement))
-    loader = LoaderPlan(
-        num_workers=workers,
-        most_workers=most,
-        prefetch_factor=d.prefetch_factor or 2,
-        persistent_workers=most > 0 if d.persistent_workers is None else d.persistent_workers,
-        pin_memory=placement.accelerator == "gpu" if d.pin_memory is None else d.pin_memory,
-    )
-    value = f"{workers} worker{'s' * (workers != 1)}" + (f" at first, up to {most}" if most > workers else "")
-    return loader, Choice(name="loader", value=value, reason=reason)
+def _checkpoints(given: Given) -> Decision:
+    config, facts = given.config, given.facts
+    return choose_form(config.checkpoint.sharded, given.placement.spec, facts.parameters, config.optimizer)
 
 
-def _checkpoints(config: RunConfig, placement: Placement, facts: TaskFacts) -> tuple[bool, list[Choice]]:
-    form = config.checkpoint.sharded
-    in_shards, reason = choose_form(form, placement.spec, facts.parameters, config.optimizer)
-    if placement.spec.state != "sharded" and form != "on":
-        return in_shards, []
-    return in_shards, [Choice(name="checkpoints", value="in shards" if in_shards else "whole", reason=reason)]
+def _parameters(given: Given) -> Decision:
+    trained, frozen = given.facts.parameters - given.facts.frozen, given.facts.frozen
+    reason = f"requires_grad is off for the other {frozen:,}" if frozen else "all of the model"
+    return Decision("trained_parameters", "trained parameters", trained, reason, f"{trained:,}")
 
 
-def _parameters(facts: TaskFacts) -> Choice:
-    reason = f"requires_grad is off for the other {facts.frozen:,}" if facts.frozen else "all of the model"
-    return Choice(name="trained parameters", value=f"{facts.parameters - facts.frozen:,}", reason=reason)
-
-
-def _reproducibility(config: RunConfig) -> Choice:
+def _reproducibility(given: Given) -> Decision:
+    training = given.config.training
     reason = "same samples, denominators and schedule on any devices; equal to rounding"
-    if config.training.reproducibility == "exact":
+    if training.reproducibility == "exact":
         reason = (
-            f"{config.training.lanes} lanes, each computed alone, summed along one tree: equal bits on any ranks that "
+            f"{training.lanes} lanes, each computed alone, summed along one tree: equal bits on any ranks that "
             f"divide them ({EXACT_COST})"
         )
-    return Choice(name="reproducibility", value=config.training.reproducibility, reason=reason)
-
-
-def _choices_of_loader(choices: list[Choice], loader: LoaderFacts) -> list[Choice]:
-    reasons = reasons_of_loader(loader, {choice.name: choice.reason for choice in choices})
-    values = dict.fromkeys(ITS_OWN, "its own") | (
-        {} if loader.shuffle else {"order": "index" if loader.batches is None else "its own"}
-    )
-    return [Choice(name=c.name, value=values.get(c.name, c.value), reason=reasons[c.name]) for c in choices]
-
-
-def _notes(
-    config: RunConfig,
-    placement: Placement,
-    facts: TaskFacts,
-    batch: BatchPlan,
-    order: OrderPlan,
-    course: Course,
-    resume: ResumePoint | None,
-    loader: LoaderPlan,
-) -> list[str]:
-    of_lr = course.notes if facts.loader is None else ()  # a module's learning rate is its own
-    of_order = order_note(config.data, order, batch.global_batch)
-    notes = [*placement.notes, *of_lr, *filter(None, (of_order,)), *_resume_notes(resume, batch)]
-    notes += data_notes(facts, resume, loader.num_workers)
-    notes += strategy_notes(config, placement, batch)
-    notes += optimizer_notes(config, facts)
-    if facts.has_batchnorm and placement.spec.scatters:
-        notes.append(
-            f"BatchNorm does not see whole micro-batches: each of the {len(placement.devices)} GPUs normalises its "
-            "part alone, and the running statistics are those of the first one. "
-            f"{placement.strategy} cannot synchronise them; ddp does."
-        )
-    if facts.has_batchnorm and batch.accumulate > 1 and config.training.reproducibility != "exact":
-        notes.append(
-            f"BatchNorm normalises micro-batches, not the global batch of {batch.global_batch}: its statistics depend "
-            f"on accumulate ({batch.accumulate}). reproducibility: exact keeps them the same on any devices."
-        )
-    return notes
-
-
-def _resume_notes(resume: ResumePoint | None, batch: BatchPlan) -> list[str]:
-    if resume is None:
-        return []
-    if resume.global_batch == batch.global_batch:
-        return [f"Resumes at step {resume.step}; the global batch stays {batch.global_batch}."]
-    return [
-        f"Resumes at step {resume.step} with a global batch of {batch.global_batch} instead of {resume.global_batch}: "
-        "from here on the run is no longer the one that was started."
-    ]
+    return Decision("reproducibility", "reproducibility", training.reproducibility, reason)

@@ -9,11 +9,14 @@ number of samples on any devices.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from lockstep.config import SchedulerConfig
+from lockstep.events import Note
+from lockstep.plan.decision import Decision
 
 #: Length of the warm-up where nobody sets it, in epochs.
 WARMUP_EPOCHS = 2
@@ -80,18 +83,18 @@ class Schedule(BaseModel):
 
 def resolve_schedule(
     config: SchedulerConfig, *, lr: float, total_steps: int, steps_per_epoch: int, scale: float = 1.0, offset: int = 0
-) -> tuple[Schedule, str]:
-    """The schedule of a run and the reason of its warm-up length."""
+) -> tuple[Schedule, list[Decision]]:
+    """The schedule of a run, and the decisions about it and its warm-up."""
     if config.warmup_steps is not None:
-        warmup, reason = config.warmup_steps, f"warm-up over {config.warmup_steps} steps, as configured"
+        warmup, reason = config.warmup_steps, "as configured"
     elif config.warmup_epochs is None:
         warmup = min(round(WARMUP_EPOCHS * steps_per_epoch), total_steps // 10)
-        reason = f"warm-up over {warmup} steps: {WARMUP_EPOCHS} epochs of {steps_per_epoch}, at most a tenth of the run"
+        reason = f"{WARMUP_EPOCHS} epochs of {steps_per_epoch} steps, at most a tenth of the run"
     else:
         warmup = round(config.warmup_epochs * steps_per_epoch)
-        reason = f"warm-up over {config.warmup_epochs:g} epochs of {steps_per_epoch} steps"
+        reason = f"as configured: {config.warmup_epochs:g} epochs of {steps_per_epoch} steps"
     if warmup > total_steps:
-        warmup, reason = total_steps, f"{reason}, cut to the {total_steps} steps of the run"
+        warmup, reason = total_steps, f"{reason}; limited to the {total_steps} steps of the run"
     schedule = Schedule(
         name=config.name,
         lr=lr,
@@ -108,15 +111,19 @@ def resolve_schedule(
         decay_steps=config.decay_steps,
         offset=offset,
     )
-    return schedule, f"{config.name} over {total_steps} optimizer steps; {reason}"
+    return schedule, [
+        Decision("schedule", "schedule", config.name, f"as configured, over {total_steps} optimizer steps"),
+        Decision("warmup", "warm-up", warmup, reason, f"{warmup} steps"),
+    ]
 
 
-def warmup_note(schedule: Schedule, config: SchedulerConfig) -> str | None:
-    """What people should know of a run that ends before its warm-up does."""
+def warmup_notes(schedule: Schedule, config: SchedulerConfig) -> Iterator[Note]:
+    """A note for a run that ends before its warm-up does."""
     if not 0 < schedule.total_steps <= schedule.warmup_steps:
-        return None
+        return
     setting = "--warmup-epochs 0" if config.warmup_steps is None else "--set scheduler.warmup_steps=0"
-    return (
+    yield Note(
+        "warmup_unfinished",
         f"Warm-up takes all {schedule.total_steps} steps: the learning rate grows to {schedule.lr:g} at the "
-        f"last one, and the schedule never begins. Train longer, or set {setting}."
+        f"last one, and the schedule never begins. Train longer, or set {setting}.",
     )

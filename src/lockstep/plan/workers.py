@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lockstep.config.sections import DataConfig
-from lockstep.plan.plan import TaskFacts
+from lockstep.config import DataConfig
+from lockstep.plan.decision import Decision
+from lockstep.plan.plan import LoaderPlan, TaskFacts
 
 #: Data should come this much faster than the step takes it, so that a slow batch does not stop it.
 HEADROOM = 1.2
@@ -63,12 +64,29 @@ def automatic_workers(cores: int, local_ranks: int) -> int:
     return max(0, min(4, cores // local_ranks - 1))
 
 
-def choose_workers(data: DataConfig, facts: TaskFacts, *, cores: int, local_ranks: int) -> tuple[int, int, str]:
-    """Loader processes of each rank: at first, and at most, if the first batches show that they help; and why.
+def resolve_loader(
+    data: DataConfig, facts: TaskFacts, *, cores: int, local_ranks: int, pin_memory: bool
+) -> tuple[LoaderPlan, Decision]:
+    """The input pipeline of each rank, and the decision on its worker processes.
 
     Args:
         cores: CPU cores that this node may use.
+        pin_memory: whether page-locked host memory helps, where ``data`` does not say.
     """
+    workers, most, reason = _workers(data, facts, cores, local_ranks)
+    loader = LoaderPlan(
+        num_workers=workers,
+        most_workers=most,
+        prefetch_factor=data.prefetch_factor or 2,
+        persistent_workers=most > 0 if data.persistent_workers is None else data.persistent_workers,
+        pin_memory=pin_memory if data.pin_memory is None else data.pin_memory,
+    )
+    shown = f"{workers} worker{'s' * (workers != 1)}" + (f" at first, up to {most}" if most > workers else "")
+    return loader, Decision("workers", "loader", workers, reason, shown)
+
+
+def _workers(data: DataConfig, facts: TaskFacts, cores: int, local_ranks: int) -> tuple[int, int, str]:
+    """Loader processes of each rank: at first, and at most, if the first batches show that they help; and why."""
     if isinstance(data.num_workers, int):
         return data.num_workers, data.num_workers, "as configured"
     if facts.whole_batches:

@@ -101,7 +101,7 @@ def difference_rows(runs: Sequence[RunData]) -> list[tuple[str, list[Any]]]:
 
 def _decisions(plan: Row) -> Row:
     """A plan without what the configuration says already, and without its reasons."""
-    left_out = ("config", "reasons", "notes", "choices", "task.")
+    left_out = ("config", "reasons", "notes", "decisions", "task.")
     return {key: value for key, value in plan.items() if not key.startswith(left_out) and ".reasons." not in key}
 
 

@@ -15,6 +15,7 @@ from lockstep.studio.settings import REFUSED, command_text, flatten
 from lockstep.telemetry.files import names_in
 from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.scalars import plan_values
 
 #: Settings that are not the page's, and that a copy gets in another way.
 _OF_ITS_OWN = {"save_dir", "runs_dir", "task.name", "task.datamodule"}
@@ -78,9 +79,7 @@ def form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[s
 def compare(runs: Sequence[tuple[RunDir, Mapping[str, Any]]]) -> dict[str, Any]:
     """Runs side by side: only what differs between them."""
     configs = [_settings(or_else(run.config, None)) for run, _ in runs]
-    plans = [
-        {choice["name"]: choice["value"] for choice in or_else(run.plan, {}).get("choices", ())} for run, _ in runs
-    ]
+    plans = [plan_values(or_else(run.plan, {})) for run, _ in runs]
     metrics = [
         {
             **{f"best {name}": value for name, value in summary["best_metric"].items()},

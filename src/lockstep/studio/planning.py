@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, get_args
 
 from lockstep.config import Precision, RunConfig, resolve
 from lockstep.config.load import merge
-from lockstep.errors import ConfigError, DeviceError, LockstepError, UnsupportedError
+from lockstep.errors import LockstepError, PrecisionError, UsageError
+from lockstep.events import Note
 from lockstep.hardware.device import Device
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import World
@@ -30,7 +32,7 @@ def make_answer(
     config = resolve(wanted.mapping())
     placement, problem = place(config, devices)
     plan: dict[str, Any] | None = None
-    notes: list[str] = []
+    notes: list[dict[str, Any]] = []
     blocked = problem is not None
     if placement is not None:
         # Looking must not download: that is for the run, when the person starts it.
@@ -41,9 +43,10 @@ def make_answer(
         except LockstepError as error:
             later = config.data.download and error.code == "DATA_NOT_USABLE"
             problem, blocked = error, not later
-            notes = list(placement.notes)
+            notes = [asdict(note) for note in placement.notes]
             if later:
-                notes.append("The data is downloaded when the run starts; the plan is made then.")
+                text = "The data is downloaded when the run starts; the plan is made then."
+                notes.append(asdict(Note("data_downloaded_later", text)))
     return {
         "run": {"enabled": not blocked, "reason": problem.what if blocked and problem else None},
         "problem": problem.as_dict() if problem else None,
@@ -81,7 +84,7 @@ def place(config: RunConfig, devices: Sequence[Device]) -> tuple[Placement | Non
 def _labels(placement: Placement | None, plan: Mapping[str, Any] | None) -> dict[str, Any]:
     gpus = placement is not None and placement.accelerator == "gpu"
     several = placement is not None and placement.world_size > 1 and not placement.spec.divides
-    ignored = [note for note in placement.notes if "CPU is ignored" in note] if placement else []
+    ignored = [note.text for note in placement.notes if note.key == "cpu_ignored"] if placement else []
     labels: dict[str, Any] = {
         "effective_batch": None,
         "effective_batch_shown": False,
@@ -93,11 +96,11 @@ def _labels(placement: Placement | None, plan: Mapping[str, Any] | None) -> dict
     if plan is None:
         return labels
     batch, workers = plan["batch"], plan["loader"]["num_workers"]
-    rate = next(choice for choice in plan["choices"] if choice["name"] == "learning rate")
+    rate = plan["decisions"]["lr"]
     return labels | {
         "effective_batch": plan["effective_batch"],
         "effective_batch_shown": batch["ranks"] * batch["devices_per_rank"] > 1 or batch["accumulate"] > 1,
-        "learning_rate": f"Learning rate {rate['value']}: {rate['reason']}",
+        "learning_rate": f"Learning rate {rate['shown']}: {rate['reason']}",
         "workers": f"Loader workers: {workers} per rank"
         + (f", {workers * batch['ranks']} in all" if batch["ranks"] > 1 and workers else ""),
     }
@@ -111,10 +114,9 @@ def _precisions(config: RunConfig, devices: Sequence[Device]) -> list[dict[str, 
         reason = None
         try:
             resolve_placement(hardware, config.distributed, World(), devices, in_process=config.pipeline.in_process)
-        except DeviceError as error:
-            if error.what.startswith("precision"):
-                reason = f"{error.what}: {error.why}"
-        except (ConfigError, UnsupportedError):
+        except PrecisionError as error:
+            reason = f"{error.what}: {error.why}"
+        except UsageError:
             pass  # another setting is wrong, and `problem` says so
         answers.append({"value": precision, "supported": reason is None, "reason": reason})
     return answers

@@ -109,7 +109,7 @@ class ConsoleSink:
         self._line(f"{task}{attempt} → {event.run_dir}")
         print_plan(plan, self._stream)
         for note in plan.get("notes", ()):
-            self._note(Note("info", note))
+            self._note(Note(**note))
 
     def _epoch(self, event: EpochEnded) -> None:
         seconds, speed = event.row.get("duration_s", 0.0), event.row.get("samples_per_s", 0.0)
@@ -118,13 +118,13 @@ class ConsoleSink:
             self._line(epoch_line(event, self._started.plan.get("epochs") if self._started else None))
 
     def _note(self, note: Note) -> None:
-        if note.message in self._noted:
+        if note.text in self._noted:
             return
-        self._noted.add(note.message)
+        self._noted.add(note.text)
         if note.level == "warning":
-            self._line(f"warning: {note.message}", style="yellow")
+            self._line(f"warning: {note.text}", style="yellow")
         elif self._mode != "off":
-            self._line(f"note: {note.message}", style="dim")
+            self._line(f"note: {note.text}", style="dim")
 
     def _end(self, event: RunEnded) -> None:
         self.close()
@@ -316,7 +316,7 @@ def is_notebook(stream: TextIO) -> bool:
 
 def print_plan(plan: Mapping[str, Any], stream: TextIO) -> None:
     """The plan's decisions with their reasons; ``plan`` as ``Plan.as_dict()`` gives it."""
-    rows = [(choice["name"], choice["value"], choice["reason"]) for choice in plan.get("choices", ())]
+    rows = [(each["title"], each["shown"], each["reason"]) for each in plan.get("decisions", {}).values()]
     if rows:
         print_table(("plan", "", "why"), rows, stream)
 

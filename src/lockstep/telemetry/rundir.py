@@ -19,6 +19,7 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.config.load import MAX_CONFIG_BYTES
 from lockstep.errors import RunFolderError, StorageError
+from lockstep.plan.decision import upgraded
 from lockstep.telemetry.config_snapshot import NO_CONFIG, frozen_text, parse_frozen
 from lockstep.telemetry.creation import make_folder
 from lockstep.telemetry.files import (
@@ -214,14 +215,17 @@ class RunDir(Layout):
     def plan(self) -> dict[str, Any]:
         """The newest attempt's plan. Raises :class:`RunFolderError`."""
         plan = _mapping(read_json(self.plan_file), self.plan_file)
-        choices = plan.get("choices", [])
-        if not isinstance(choices, list) or not all(map(_is_choice, choices)):
-            raise RunFolderError(
-                f"{self.plan_file} is damaged",
-                why="its choices are not names, values and reasons",
-                fix=f"copy the newest plan.json of {self.attempts} over it",
-            )
-        return plan
+        try:
+            plan = upgraded(plan)
+            if all(map(_is_decision, plan.get("decisions", {}).values())):
+                return plan
+        except (AttributeError, KeyError, TypeError):
+            pass
+        raise RunFolderError(
+            f"{self.plan_file} is damaged",
+            why="its decisions are not titles, values and reasons",
+            fix=f"copy the newest plan.json of {self.attempts} over it",
+        )
 
     def progress(self) -> Beat | None:
         """The newest heartbeat: step, total and when; ``None`` when there is none."""
@@ -354,8 +358,8 @@ def _mapping(content: Any, path: Path) -> dict[str, Any]:
     return content
 
 
-def _is_choice(choice: Any) -> bool:
-    return isinstance(choice, dict) and all(isinstance(choice.get(key), str) for key in ("name", "value", "reason"))
+def _is_decision(decision: Any) -> bool:
+    return all(isinstance(decision[name], str) for name in ("key", "title", "shown", "reason"))
 
 
 def _is_number(name: str) -> bool:

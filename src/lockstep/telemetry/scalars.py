@@ -77,8 +77,8 @@ def flattened(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def plan_values(plan: Mapping[str, Any]) -> dict[str, str]:
-    """What the plan decided, by name; ``plan`` as ``Plan.as_dict()`` gives it."""
-    return {choice["name"]: choice["value"] for choice in plan.get("choices", ())}
+    """What the plan decided, by title; ``plan`` as ``Plan.as_dict()`` gives it."""
+    return {decision["title"]: decision["shown"] for decision in plan.get("decisions", {}).values()}
 
 
 def _by_split(values: Mapping[str, float], *, train: str = "train", only: str | None = None) -> dict[str, float]:

@@ -31,11 +31,10 @@ def plan_of(strategy: str, **settings: Any) -> Plan:
 
 def test_the_plan_says_what_batchnorm_sees() -> None:
     plan = plan_of("dp")
-    reasons = {choice.name: choice.reason for choice in plan.choices}
     assert plan.world_size == 1
-    assert "each GPU a part of the micro-batch" in reasons["sync batchnorm"]
-    assert any("each of the 2 GPUs normalises its part alone" in note for note in plan.notes)
-    assert not any("normalises" in note for note in plan_of("ddp").notes)
+    assert "each GPU a part of the micro-batch" in plan.decisions["sync_batchnorm"].reason
+    assert "batchnorm_split" in {note.key for note in plan.notes}
+    assert "batchnorm_split" not in {note.key for note in plan_of("ddp").notes}
 
 
 def test_validation_on_the_first_gpu_has_as_many_samples_as_a_device_takes() -> None:

@@ -165,7 +165,7 @@ class RankWatch:
         self._emit(RanksLogged(self._attempt, step, epoch, ranks, slow))
         if slow is not None and slow not in self._named:
             self._named.add(slow)
-            self._emit(Note("warning", slow_message(slow, self._history)))
+            self._emit(Note("slow_rank", slow_message(slow, self._history), "warning"))
 
 
 def memory(device: torch.device) -> tuple[float, float, float]:

@@ -108,7 +108,7 @@ class Recorder(Checkpoint):
             step=state.step,
         )
         for note in plan.notes:
-            self.sink.emit(Note("info", note))
+            self.sink.emit(note)
         pulse.at(Activity.FIRST_STEP, state.step)
         self._begin_epoch()
         self._interval = self._epoch_mark = self._speed.mark()
@@ -329,7 +329,8 @@ class Recorder(Checkpoint):
         patience = self.config.training.early_stopping_patience
         if patience and self.state.evaluations_without_gain >= patience:
             self.ended_by = "completed"
-            self.sink.emit(Note("info", f"Early stopping: {monitor} has not improved for {patience} evaluations."))
+            text = f"Early stopping: {monitor} has not improved for {patience} evaluations."
+            self.sink.emit(Note("early_stopping", text))
         return False
 
     def _remark(self, name: str | None, row: Mapping[str, float]) -> None:
@@ -341,7 +342,7 @@ class Recorder(Checkpoint):
         if name is None:
             names = ", ".join(row.keys() - {"train_loss", "lr", "samples_per_s", "duration_s"}) or "nothing"
             text = f"No epoch is the best: the module does not log {self._monitor!r}; it logs {names}."
-        self.sink.emit(Note("info", f"{text} checkpoint.monitor sets another name."))
+        self.sink.emit(Note("monitor_missing", f"{text} checkpoint.monitor sets another name."))
 
     def _save_if_due(self, trainer: pl.Trainer) -> None:
         if self._due is not None:

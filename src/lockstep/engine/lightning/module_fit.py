@@ -64,7 +64,7 @@ class ModuleFit:
             )
         if self.config.telemetry.profile is not None:
             text = "telemetry.profile is for tasks; a LightningModule is profiled with lightning.profiler"
-            self.sink.emit(Note("warning", text))
+            self.sink.emit(Note("profile_unused", text, "warning"))
         self._saving_best = False
         self.task.renew()
         self.state = TrainState(position=self.config.debug.start_position)
@@ -73,7 +73,7 @@ class ModuleFit:
             self.state = TrainState.from_state_dict(self.snapshot.trainer["state"])
             note = judge_afresh(self.state, self.snapshot.manifest, self.plan)
             if note is not None:
-                self.sink.emit(Note("info", note))
+                self.sink.emit(Note("judged_afresh", note))
         self.recorder = Recorder(
             config=self.config,
             plan=self.plan,

@@ -6,6 +6,7 @@ The ranks are started in a temporary folder: the run's own is only read.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,13 @@ def evaluate_checkpoint(
         config = _config_on(run.config(), devices, plan.strategy.name)
         placement = place(config, World())
     for note in placement.notes:
-        warn(note)
+        warn(note.text)
     cores = usable_cores() // placement.world_size
     loader = plan.loader
     most = {"num_workers": min(loader.num_workers, cores), "most_workers": min(loader.most_workers, cores)}
     loader = loader.model_copy(update={**most, "persistent_workers": loader.persistent_workers and cores > 0})
-    changed = {"placement": placement.as_dict(), "threads": min(plan.threads, max(1, cores)), "loader": loader}
+    threads = replace(plan.decisions["threads"], value=min(plan.threads, max(1, cores)))
+    changed = {"decisions": {**plan.decisions, "threads": threads}, "placement": placement.as_dict(), "loader": loader}
     plan = plan.model_copy(update=changed)
     compute = _here if placement.world_size == 1 else _on_ranks
     where = {"split": split} if data is None else {"data": str(data)}

@@ -12,8 +12,8 @@ import { route } from "./route.js";
 import { label } from "./runs.js";
 import { Badge, Button, Copy, Problem, tell, tellError } from "./ui.js";
 
-/** Choices of a plan with their reasons. */
-function Choices({ choices }) {
+/** Decisions of a plan with their reasons. */
+function Decisions({ decisions }) {
   return html`<div class="card scroll-x">
     <h2>The plan</h2>
     <table>
@@ -21,8 +21,8 @@ function Choices({ choices }) {
         <tr><th scope="col">Decision</th><th scope="col">Value</th><th scope="col">Why</th></tr>
       </thead>
       <tbody>
-        ${choices.map(
-          ({ name, value, reason }) => html`<tr key=${name}><th scope="row">${name}</th><td>${value}</td><td class="muted">${reason}</td></tr>`,
+        ${Object.values(decisions).map(
+          ({ key, title, shown, reason }) => html`<tr key=${key}><th scope="row">${title}</th><td>${shown}</td><td class="muted">${reason}</td></tr>`,
         )}
       </tbody>
     </table>
@@ -36,8 +36,8 @@ function NotStarted() {
     <div class="scroll" tabindex="0" role="group" aria-label="What became of it">
       <div class="state">
         <p class="muted">Tick devices, choose a task, press Run. A run goes on when this page or the studio is closed.</p>
-        ${answer?.notes.map((note) => html`<p key=${note} class="note">${note}</p>`)}
-        ${answer?.plan && html`<${Choices} choices=${answer.plan.choices} />`}
+        ${answer?.notes.map(({ text }) => html`<p key=${text} class="note">${text}</p>`)}
+        ${answer?.plan && html`<${Decisions} decisions=${answer.plan.decisions} />`}
       </div>
     </div>
   `;
@@ -153,7 +153,7 @@ function Details({ run, detail }) {
         <pre class="wrap" tabindex="0" aria-label="Command of the run">${detail.command_text}</pre>
         <div class="row between"><h2 class="eyebrow">config.yaml</h2><${Copy} text=${detail.config_yaml} label="Copy the run's YAML" /></div>
         <pre class="log" tabindex="0" aria-label="YAML of the run">${detail.config_yaml}</pre>
-        ${detail.plan?.choices && html`<${Choices} choices=${detail.plan.choices} />`}
+        ${detail.plan && html`<${Decisions} decisions=${detail.plan.decisions} />`}
       </div>
     </details>
   `;
