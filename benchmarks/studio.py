@@ -158,7 +158,7 @@ def watch_live(server: Server, run: RunDir, tabs: int, seconds: float) -> dict[s
 
     def write() -> None:
         heartbeat = Heartbeat()
-        heartbeat.start(run)
+        heartbeat.start(run.heartbeat_file)
         step = 0
         while not over.wait(0.1):
             step += 1

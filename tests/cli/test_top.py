@@ -32,7 +32,9 @@ def running(folder: Path) -> RunDir:
     run.begin_attempt({"epochs": 3}, {"devices": ["gpu:0", "gpu:1"]})
     run.update(status="running")
     beat = json.loads(run.heartbeat_file.read_text())
-    run.heartbeat_file.write_text(json.dumps({**beat, "step": 120, "total": 2000}))
+    run.heartbeat_file.write_text(
+        json.dumps({**beat, "step": 120, "total": 2000, "began": beat["updated"] - 5, "began_at": 20})
+    )
     run.append_step({"attempt": 1, "step": 100, "epoch": 2, "loss": 0.25, "lr": 1e-3, "samples_per_s": 4321.0})
     ranks = [RankState(rank, 0.05, 0.001, 0.02 + 0.02 * rank, 11.5, 14.0, 12.5) for rank in (0, 1)]
     row = [{name: getattr(rank, name) for name in RankState.__slots__} for rank in ranks]
@@ -62,7 +64,7 @@ def test_a_run_once(run_cli: RunCli, tmp_path: Path) -> None:
     lines = [" ".join(line.split()) for line in result.out.splitlines()]
     assert "run run-00000001 first try" in lines
     assert "status running" in lines
-    assert "progress step 120/2000 (6%), epoch 2, 1:34 left" in lines, "1880 steps of 50 ms"
+    assert "progress step 120/2000 (6%), epoch 2, 1:34 left" in lines, "100 steps took 5 s, 1880 remain"
     assert "loss 0.2500" in lines
     assert "rank 1 50.0 ms 40.0 ms 1.0 ms 11.5 GB 12.5 GB slow: the others wait for it" in lines
     assert "gpu:0 NVIDIA Test 97% 71.2/80.0 GB 640/700 W 61 °C 1980 MHz power cap" in lines

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import lockstep
 from lockstep.cli.main import main
 from lockstep.report.figures import pictures
-from lockstep.report.page import summary_rows
-from lockstep.report.source import MAX_POINTS, differences, flat, read_run, thinned
+from lockstep.report.source import MAX_POINTS, compared, read_run, thinned
+from lockstep.telemetry.comparison import differences, flat
 from lockstep.telemetry.rundir import RunDir
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -191,7 +191,7 @@ def test_a_run_is_held_against_its_forecast(runs: Path, cli: Cli, tmp_path: Path
     foreseen = {"kind": "forecast", "task": "har", "settings": settings, "rows": [row]}
     run.forecast_file.write_text(json.dumps(foreseen))
     words = "predicted 1,000,000,000 samples/s (900,000,000 to 2,000,000,000), measured"
-    assert words in dict(summary_rows([read_run(run)]))["forecast"][0]
+    assert words in compared([read_run(run)]).results["forecast"][0]
     assert words in " ".join(cli("show", run.path)[1].split())
     run.forecast_file.write_text('{"kind": "forecast", "rows": [{}]}')
     damaged = read_run(run)

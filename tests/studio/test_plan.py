@@ -123,7 +123,7 @@ def test_two_runs_on_one_gpu_are_warned_about(two_gpus: Address) -> None:
     answer = plan(two_gpus, ["gpu:0"])
     assert answer["run"]["enabled"]
     assert len(answer["warnings"]) == 1
-    assert "gpu:0 is used by busy" in answer["warnings"][0]
+    assert "gpu:0 is used by run-00000006" in answer["warnings"][0]
     assert plan(two_gpus, ["gpu:1"])["warnings"] == []
     shutil.rmtree(folder)
 

@@ -295,20 +295,20 @@ def test_a_run_of_several_ranks_is_signalled_at_its_launcher(tmp_path: Path) -> 
     rank, launcher = sleeper(), sleeper()
     try:
         beat_of(run, rank)
-        assert starts.target(NAME, run) is not None
+        assert starts.target(run) is not None
         launcher_of(run, launcher)
-        target = starts.target(NAME, run)
+        target = starts.target(run)
         assert target is not None
         assert (target.process.pid, target.group) == (launcher.pid, False)
         for other in ({"created": created(launcher.pid) - 60}, {"host": "elsewhere"}, {"pid": "x"}):
             launcher_of(run, launcher, **other)
-            found = starts.target(NAME, run)
+            found = starts.target(run)
             assert found is not None
             assert found.process.pid == rank.pid
     finally:
         end(rank)
         end(launcher)
-    assert starts.target(NAME, run) is None
+    assert starts.target(run) is None
 
 
 def test_a_late_kill_spares_what_came_after(address: Address, tmp_path: Path) -> None:

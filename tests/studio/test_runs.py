@@ -139,10 +139,10 @@ def test_runs_from_a_terminal_are_found_and_stopped(address: Address, tmp_path: 
     )  # fmt: skip
     try:
         wait_for_step(tmp_path / "runs" / "by hand", 1, process)
-        found = next(run for run in address.get("/api/runs")["runs"] if run["id"] == "by hand")
+        found = next(run for run in address.get("/api/runs")["runs"] if run["location"] == "by hand")
         assert found["status"] == "running"
-        assert found["run_id"] != "by hand"
-        address.post("/api/runs/by%20hand/stop", None, 202)
+        assert found["id"] == RunDir.open(tmp_path / "runs" / "by hand").read().id
+        address.post(f"/api/runs/{found['id']}/stop", None, 202)
         finish(process, code=143)
     finally:
         process.kill()

@@ -45,7 +45,7 @@ def test_the_counter_goes_on_over_attempts(run: RunDir) -> None:
     counters = []
     for _ in range(3):
         heartbeat = Heartbeat(interval_s=60)
-        heartbeat.start(run)
+        heartbeat.start(run.heartbeat_file)
         heartbeat.stop()
         beat = run.progress()
         assert beat is not None
@@ -55,7 +55,7 @@ def test_the_counter_goes_on_over_attempts(run: RunDir) -> None:
 
 def test_progress_is_written_by_the_thread(run: RunDir) -> None:
     heartbeat = Heartbeat(interval_s=0.01)
-    heartbeat.start(run, total=100)
+    heartbeat.start(run.heartbeat_file, total=100)
     first = run.progress()
     assert first is not None and (first.step, first.total) == (0, 100)
     for step in range(50):
@@ -69,7 +69,7 @@ def test_progress_is_written_by_the_thread(run: RunDir) -> None:
 
 def test_a_run_whose_heart_was_stopped_is_not_on_although_its_process_is(run: RunDir) -> None:
     heartbeat = Heartbeat()
-    heartbeat.start(run)
+    heartbeat.start(run.heartbeat_file)
     run.update(status="running")
     assert run.status() == "running"
     heartbeat.stop()
@@ -78,7 +78,7 @@ def test_a_run_whose_heart_was_stopped_is_not_on_although_its_process_is(run: Ru
 
 def test_a_heartbeat_that_cannot_write_goes_on_and_ends(run: RunDir, tmp_path: Path) -> None:
     heartbeat = Heartbeat(interval_s=0.01)
-    heartbeat.start(run)
+    heartbeat.start(run.heartbeat_file)
     run.path.rename(tmp_path / "moved")
     time.sleep(0.05)
     (tmp_path / "moved").rename(run.path)
@@ -92,7 +92,7 @@ def test_a_heartbeat_that_cannot_write_goes_on_and_ends(run: RunDir, tmp_path: P
 def test_stopping_twice_or_before_the_start_is_harmless(run: RunDir) -> None:
     Heartbeat().stop()
     heartbeat = Heartbeat()
-    heartbeat.start(run)
+    heartbeat.start(run.heartbeat_file)
     heartbeat.stop()
     heartbeat.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-heartbeat"]
@@ -101,7 +101,7 @@ def test_stopping_twice_or_before_the_start_is_harmless(run: RunDir) -> None:
 def test_a_process_ends_although_nobody_stopped_its_heartbeat(run: RunDir) -> None:
     script = (
         "import sys; from pathlib import Path; from lockstep.telemetry.rundir import Heartbeat, RunDir\n"
-        "Heartbeat(0.01).start(RunDir.open(Path(sys.argv[1])))\n"
+        "Heartbeat(0.01).start(RunDir.open(Path(sys.argv[1])).heartbeat_file)\n"
     )
     ended = subprocess.run([sys.executable, "-c", script, run.path], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and ended.stderr == ""

@@ -28,7 +28,7 @@ WAITER = (
     "from lockstep.telemetry.rundir import Heartbeat, RunDir\n"
     "run = RunDir.create(Path(sys.argv[1]), RunConfig(), run_id='run-00000001', command=[])\n"
     "if sys.argv[2] == 'running':\n"
-    "    run.update(status='running'); Heartbeat().start(run, 3, 10)\n"
+    "    run.update(status='running'); Heartbeat().start(run.heartbeat_file, 3, 10)\n"
     "print('go', flush=True); time.sleep(60)\n"
 )
 

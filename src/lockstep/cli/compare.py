@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -28,7 +29,7 @@ def compare(
 ) -> None:
     """Compare the results, settings and plans of runs."""
     from lockstep.errors import UsageError
-    from lockstep.report.page import difference_rows, summary_rows, text
+    from lockstep.report.source import compared
     from lockstep.report.write import read_all, write_report
     from lockstep.telemetry.tables import print_table, say
 
@@ -36,27 +37,33 @@ def compare(
     if len(found) < 2 or benches:
         raise UsageError(
             "a comparison needs two runs or more",
-            why="a benchmark is no run" if benches else f"{len(found)} was named",
-            fix="lockstep compare RUN RUN; `lockstep runs` lists them, `lockstep report` takes benchmarks too",
+            why="benchmarks cannot be compared with runs" if benches else f"{len(found)} was given",
+            fix="lockstep compare RUN RUN; `lockstep runs` lists them, `lockstep report` accepts benchmarks",
         )
-    summary, differing = summary_rows(found), difference_rows(found)
+    comparison = compared(found)
+    labels, differing = comparison.labels, comparison.differences
     written = write_report(runs, runs_dir, out) if out is not None else []
-    labels = [run.label for run in found]
     if as_json:
         document = {
             "runs": labels,
-            "summary": dict(summary),
-            "differences": dict(differing),
+            "summary": comparison.results,
+            "differences": differing,
             "epochs": {run.label: run.epochs for run in found},
             "evaluations": {run.label: run.evaluations for run in found},
             "files": [str(path) for path in written],
         }
         print_json(document, sys.stdout)
         return
-    print_table(("", *labels), [(name, *map(text, values)) for name, values in summary], sys.stdout)
+    print_table(("", *labels), _lines(comparison.results), sys.stdout)
     say("", sys.stdout)
     if differing:
-        print_table(("what differs", *labels), [(name, *map(text, values)) for name, values in differing], sys.stdout)
+        print_table(("what differs", *labels), _lines(differing), sys.stdout)
     else:
         say("Settings and plans are the same.", sys.stdout)
     sys.stdout.writelines(f"{path}\n" for path in written)
+
+
+def _lines(table: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
+    from lockstep.report.source import text
+
+    return [(name, *map(text, values)) for name, values in table.items()]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import App
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, print_json
-from lockstep.cli.runs import done_of, local_time, summary
+from lockstep.cli.runs import done_of, local_time
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir
@@ -18,7 +18,7 @@ app = App(name="show", usage="Usage: lockstep show RUN [OPTIONS]")
 
 @app.default
 def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT_RUNS_DIR) -> None:
-    """Print all that is known of a run."""
+    """Print everything recorded about a run."""
     found = find(run, runs_dir)
     details = describe(found)
     if as_json:
@@ -28,13 +28,14 @@ def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT
 
 
 def describe(run: RunDir) -> dict[str, Any]:
-    """One document: record, judged status, plan, epochs, checkpoints and logs."""
+    """One document: summary, plan, epochs, checkpoints and logs."""
     from lockstep.checkpoint.store import CheckpointStore
     from lockstep.telemetry.lookup import or_else
+    from lockstep.telemetry.summary import summarize
 
-    plan = or_else(run.plan, {})  # none if it failed before there was one
+    plan = or_else(run.plan, {})  # none if it failed before planning
     return {
-        **summary(run),
+        **summarize(run),
         "plan": plan,
         "metrics": {"epochs": run.epochs(), "evaluations": run.evaluations()},
         "checkpoints": CheckpointStore(run.checkpoints).listed(),
@@ -46,14 +47,14 @@ def describe(run: RunDir) -> dict[str, Any]:
 
 
 def _forecast(run: RunDir) -> dict[str, Any] | None:
-    """How the run compares with the forecast that its folder holds."""
+    """How the run compares with the forecast in its folder."""
     from lockstep.report.score import score_of
 
     return score_of(run)
 
 
 def _slurm(run: RunDir) -> str | None:
-    """The job that the run was submitted as, and what SLURM says of it."""
+    """The SLURM job of the run, and its state."""
     if not run.slurm_file.exists():
         return None
     from lockstep.launch.slurm.job import job_of
@@ -64,10 +65,9 @@ def _slurm(run: RunDir) -> str | None:
 
 
 def _print(details: dict[str, Any]) -> None:
-    from lockstep.telemetry.console import print_plan, value_text
+    from lockstep.telemetry.console import duration, print_plan, value_text
     from lockstep.telemetry.tables import print_table, say
 
-    placement = details["placement"] or {}
     rows = [
         ("run", details["id"]),
         ("name", details["name"]),
@@ -76,10 +76,11 @@ def _print(details: dict[str, Any]) -> None:
         ("attempt", details["attempt"]),
         ("step", done_of(details["step"], details["total_steps"])),
         ("epoch", done_of(details["epoch"], details["epochs"])),
+        ("time left", None if details["eta_s"] is None else duration(details["eta_s"])),
         ("started", local_time(details["started_at"])),
         ("completed", local_time(details["completed_at"])),
-        ("devices", ", ".join(placement.get("devices", ()))),
-        ("strategy", placement.get("strategy")),
+        ("devices", ", ".join(details["devices"])),
+        ("strategy", details["strategy"]),
         ("process", f"{details['pid']} on {details['host']}"),
         ("slurm job", details["slurm"]),
         ("command", " ".join(details["command"])),

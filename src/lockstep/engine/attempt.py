@@ -103,7 +103,7 @@ def run_attempt(
                 if writer is not None:
                     ending.callback(writer.close)
                 if keeper:
-                    heartbeat.start(run_dir, total=plan.total_steps)
+                    heartbeat.start(run_dir.heartbeat_file, total=plan.total_steps)
                 attempt = collectives.broadcast(attempt)  # rank 0 may have begun a new one after others had looked
                 if isinstance(task, ModuleTask):
                     from lockstep.engine.lightning.module_fit import ModuleFit

@@ -38,7 +38,7 @@ _claiming = threading.Lock()
 
 def create_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
     """The folder of a new run: ``save_dir``, or a fresh one under ``runs_dir``. Raises :class:`RunFolderError`."""
-    run_id = run_id or new_run_id()
+    run_id = run_id or new_run_id(config.save_dir)
     path = config.save_dir or config.runs_dir / run_id
     foreseen = None if config.telemetry.forecast is None else read_forecast(config.telemetry.forecast)
     run = RunDir.create(path, config, run_id=run_id, command=sys.argv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +9,14 @@ from typing import Any
 
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.report.score import in_words, score_of
+from lockstep.telemetry.comparison import Comparison, compare, flat
 from lockstep.telemetry.files import names_in, read_bytes, read_json, sparse_rows
 from lockstep.telemetry.records import RunRecord
 from lockstep.telemetry.rundir import RunDir
 
 Row = dict[str, Any]
 
-#: Beyond so many points a curve is thinned: no picture shows more.
+#: Longer curves are thinned: no picture shows more points.
 MAX_POINTS = 4000
 MAX_PICTURE_BYTES = 16 << 20
 
@@ -25,17 +25,15 @@ MAX_PICTURE_BYTES = 16 << 20
 class RunData:
     """One run. ``label`` names it in pictures; rows are as in the run folder, superseded ones left out.
 
-    ``config`` and ``plan`` are flat: ``optimizer.lr`` → 0.001; where the run lies is left out. ``tables`` are matrices
-    of the test, such as a confusion matrix, and ``class_names`` those of its rows. ``problems``: files that could not
-    be read, and why. ``forecast``: how right the one in the folder was, in words.
+    ``config`` is flat (``optimizer.lr`` → 0.001), without ``save_dir``. ``tables`` are matrices of the test, such as a
+    confusion matrix, and ``class_names`` those of its rows. ``problems``: files that could not be read, and why.
+    ``forecast``: how accurate the forecast in the folder was, in words.
     """
 
     path: Path
     label: str
     record: RunRecord
-    status: str
     config: Row
-    plan: Row
     epochs: Sequence[Row]
     evaluations: Sequence[Row]
     steps: Sequence[Row]
@@ -50,7 +48,7 @@ class RunData:
 
 
 def read_run(run: RunDir) -> RunData:
-    """All that a report shows of ``run``; a damaged file leaves a gap and a problem, not an error.
+    """Everything that a report shows of ``run``; a damaged file becomes a gap and a problem, not an error.
 
     Raises:
         RunFolderError: the folder holds no run.
@@ -74,9 +72,7 @@ def read_run(run: RunDir) -> RunData:
         path=run.path,
         label=record.name or record.id,
         record=record,
-        status=run.judge(record),
         config={key: value for key, value in flat(config).items() if key != "save_dir"},
-        plan=flat(plan),
         epochs=safely(run.epochs, []),
         evaluations=thinned(safely(run.evaluations, [])),
         steps=thinned(safely(run.steps, [])),
@@ -93,6 +89,22 @@ def read_run(run: RunDir) -> RunData:
     )
 
 
+def compared(runs: Sequence[RunData]) -> Comparison:
+    """The comparison of ``runs`` with each one's forecast. Raises :class:`RunFolderError`."""
+    return compare([RunDir(run.path) for run in runs], {"forecast": [run.forecast for run in runs]})
+
+
+def text(value: Any) -> str:
+    """A value as people read it."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(text, value))
+    return str(value)
+
+
 def _drawn(run: RunDir) -> dict[str, bytes]:
     """The newest of each of the task's pictures. Raises :class:`RunFolderError`."""
     files = (run.pictures / name for name in sorted(names_in(run.pictures)) if name.endswith(".png"))
@@ -101,7 +113,7 @@ def _drawn(run: RunDir) -> dict[str, bytes]:
 
 
 def is_bench(folder: Path) -> bool:
-    """Whether ``folder`` is what ``lockstep bench`` leaves."""
+    """Whether ``folder`` was written by ``lockstep bench``."""
     return (folder / "report.json").is_file() and not (folder / "run.json").exists()
 
 
@@ -111,29 +123,6 @@ def read_bench(folder: Path) -> Row:
     if not isinstance(report, dict) or not isinstance(report.get("kind"), str):
         raise RunFolderError(f"{folder / 'report.json'} is not a benchmark's report", why="it names no kind")
     return report
-
-
-def flat(content: Mapping[str, Any], prefix: str = "") -> Row:
-    """Nested mappings as one, with dotted keys; lists stay values. Keys are sorted."""
-    rows: Row = {}
-    for key in sorted(content):
-        name, value = f"{prefix}{key}", content[key]
-        if isinstance(value, Mapping) and value:
-            rows |= flat(value, f"{name}.")
-        else:
-            rows[name] = value
-    return rows
-
-
-def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Keys whose values are not the same everywhere, with each one's value (``None`` where it has none)."""
-    keys = sorted({key for one in values for key in one})
-    found = {key: [one.get(key) for one in values] for key in keys}
-    return {key: row for key, row in found.items() if len({_comparable(value) for value in row}) > 1}
-
-
-def _comparable(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
 
 
 def thinned(rows: Sequence[Row]) -> Sequence[Row]:

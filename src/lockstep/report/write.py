@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep.report.figures import pictures, require_matplotlib
 from lockstep.report.page import page
 from lockstep.report.source import Row, RunData, is_bench, read_bench, read_run
+from lockstep.telemetry.comparison import labels
 from lockstep.telemetry.files import make_folders, write_text
 from lockstep.telemetry.lookup import find_run
 
@@ -48,9 +49,5 @@ def read_all(refs: Sequence[str], runs_dir: Path) -> tuple[list[RunData], dict[P
         else:
             run = find_run(ref, runs_dir)
             runs.setdefault(run.path, read_run(run))
-    labels = [run.label for run in runs.values()]
-    return [_told_apart(run, labels) for run in runs.values()], benches
-
-
-def _told_apart(run: RunData, labels: Sequence[str]) -> RunData:
-    return replace(run, label=f"{run.label} ({run.record.id})") if labels.count(run.label) > 1 else run
+    names = labels([{"name": run.record.name, "id": run.record.id} for run in runs.values()])
+    return [replace(run, label=label) for run, label in zip(runs.values(), names, strict=True)], benches

@@ -33,7 +33,7 @@ from lockstep.studio.studio import Studio
 from lockstep.telemetry.files import plain
 from lockstep.telemetry.lookup import or_else
 
-RunName = Annotated[str, Path(description="the run's folder below the runs folder")]
+RunName = Annotated[str, Path(description="the run's id, or the name of its folder")]
 Bound = Annotated[float | None, Query(allow_inf_nan=False)]
 Points = Annotated[int, Query(ge=2, le=FULL_ROWS)]
 
@@ -172,7 +172,9 @@ def _run_routes(router: APIRouter, studio: Studio) -> None:
 
     @router.get("/compare", summary="Several runs side by side")
     def compare(run: Annotated[list[str], Query(min_length=1, max_length=20)]) -> Response:
-        return ok(details.compare([(studio.index.run(name), studio.index.summary(name)) for name in run]))
+        return ok(
+            details.compare([studio.index.run(name) for name in run], [studio.index.summary(name) for name in run])
+        )
 
 
 def _number_routes(router: APIRouter, studio: Studio) -> None:
@@ -213,7 +215,7 @@ def _number_routes(router: APIRouter, studio: Studio) -> None:
 def _read_streams(
     studio: Studio, name: str, kind: str, low: float | None, high: float | None, points: int
 ) -> dict[str, Any]:
-    feed = Feed(studio.index.run_folder(name), studio.index)
+    feed = Feed(studio.index.run_folder(name), studio.index, name)
     feed.poll()
     while feed.behind:
         feed.poll()

@@ -1,4 +1,4 @@
-"""One run in full, and several side by side: all from the run folder."""
+"""One run in full, and the comparison of several, read from their folders."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
-from lockstep.report.source import differences
-from lockstep.studio.index import LIVE
 from lockstep.studio.launch_records import Start
 from lockstep.studio.settings import REFUSED, command_text, flatten
+from lockstep.telemetry import comparison
 from lockstep.telemetry.files import names_in
 from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.scalars import plan_values
+from lockstep.telemetry.summary import LIVE
 
 #: Settings that are not the page's, and that a copy gets in another way.
 _OF_ITS_OWN = {"save_dir", "runs_dir", "task.name", "task.datamodule"}
@@ -76,30 +75,15 @@ def form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[s
     return given, left_out
 
 
-def compare(runs: Sequence[tuple[RunDir, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Runs side by side: only what differs between them."""
-    configs = [_settings(or_else(run.config, None)) for run, _ in runs]
-    plans = [plan_values(or_else(run.plan, {})) for run, _ in runs]
-    metrics = [
-        {
-            **{f"best {name}": value for name, value in summary["best_metric"].items()},
-            **{f"final {name}": value for name, value in summary["final_metrics"].items()},
-            "best epoch": summary["best_epoch"],
-        }
-        for _, summary in runs
-    ]
+def compare(runs: Sequence[RunDir], summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The results of several runs, and where their settings and plans differ."""
+    found = comparison.compare(runs)
     return {
-        "runs": [dict(summary) for _, summary in runs],
-        "config": _rows(differences(configs)),
-        "plan": _rows(differences(plans)),
-        "metrics": _rows(
-            {key: [row.get(key) for row in metrics] for key in dict.fromkeys(k for m in metrics for k in m)}
-        ),
+        "runs": summaries,
+        "metrics": _rows(found.results),
+        "config": _rows(found.settings),
+        "plan": _rows(found.plan),
     }
-
-
-def _settings(config: RunConfig | None) -> dict[str, Any]:
-    return dict(flatten(config.model_dump(mode="json"))) if config else {}
 
 
 def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

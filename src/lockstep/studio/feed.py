@@ -24,8 +24,8 @@ STREAMS = ("steps", "evaluations", "ranks", "system")
 class Feed:
     """Reads a run's files when :meth:`poll` is called, from one thread at a time."""
 
-    def __init__(self, run: RunDir, index: RunIndex) -> None:
-        self.name = run.path.name
+    def __init__(self, run: RunDir, index: RunIndex, name: str) -> None:
+        self.name = name
         self.summary: dict[str, Any] = {}
         self.epochs: list[dict[str, Any]] = []
         self.gone = False

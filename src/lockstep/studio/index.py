@@ -1,4 +1,4 @@
-"""Every run below the runs folder, as the page lists it. Files are read again only when they have changed."""
+"""Every run below the runs folder, as the page lists it. Files are read again only after a change."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lockstep.studio.processes import is_alive, reap
 from lockstep.telemetry.files import plain
 from lockstep.telemetry.heartbeat import Beat
 from lockstep.telemetry.heartbeat import is_alive as is_beating
-from lockstep.telemetry.lookup import or_else, planned_epochs
+from lockstep.telemetry.lookup import one_line
 from lockstep.telemetry.rundir import RunDir, RunRecord
+from lockstep.telemetry.summary import LIVE, summarize
 
-LIVE = {"pending", "running"}
-#: Over how long the speed of a run is measured for its ETA.
-_WINDOW_S = 30.0
-#: How often a watched list looks at runs that are over: somebody may resume one in a terminal.
+#: How often a watched list checks runs that have ended: one may be resumed in a terminal.
 _THOROUGH_S = 5.0
 
+#: Of a summary, what the list does not need.
+_IN_DETAIL = {"command", "versions", "placement", "format_version"}
 _FILES = ("run.json", "heartbeat.json", "metrics.json", "plan.json")
 Signature = tuple[tuple[int, int, int] | None, ...]
 _log = logging.getLogger(__name__)
@@ -38,12 +38,12 @@ class Entry:
     """What is known of one run, and from which state of its files."""
 
     run: RunDir
+    id: str = ""
     signature: Signature = ()
     base: dict[str, Any] = field(default_factory=dict)
     record: RunRecord | None = None
     problem: str = ""
     beat: Beat | None = None
-    beats: list[tuple[float, int]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     version: int = 0
     #: Something may change without a file that changes: a process ends, labels wait to be written.
@@ -64,7 +64,10 @@ class RunIndex:
         self._home = home
         self._starts = starts
         self._starts_dir = str(home.starts)
+        #: By the name of the folder.
         self._entries: dict[str, Entry] = {}
+        #: The folder's name by run id.
+        self._folders: dict[str, str] = {}
         self._stopping: set[str] = set()
         self._lock = threading.RLock()
         self._version = 0
@@ -94,28 +97,36 @@ class RunIndex:
         with self._lock:
             return sorted(entry.problem for entry in self._entries.values() if entry.problem)
 
-    def summary(self, name: str) -> dict[str, Any]:
+    def locate(self, ref: str) -> str:
+        """The name of the folder of the run with this id, or with this folder. Raises :class:`ApiError`."""
+        with self._lock:
+            if ref not in self._folders and not os.path.lexists(self._home.run(ref)):
+                self._listed()
+            return self._folders.get(ref, ref)
+
+    def summary(self, ref: str) -> dict[str, Any]:
         """The summary of one run. Raises :class:`ApiError` when there is none."""
         with self._lock:
             reap()
+            name = self.locate(ref)
             entry = self._refresh(name, str(self._home.run(name)))
             if entry is None or not entry.summary:
-                raise run_not_found(name) if entry is None else RunFolderError(entry.problem)
+                raise run_not_found(ref) if entry is None else RunFolderError(entry.problem)
             return entry.summary
 
-    def run(self, name: str) -> RunDir:
+    def run(self, ref: str) -> RunDir:
         """The folder of a run that can be read. Raises :class:`LockstepError`."""
-        run = RunDir(self._home.run(name))
+        run = RunDir(self._home.run(self.locate(ref)))
         if not os.path.lexists(run.run_file):
-            raise run_not_found(name)
+            raise run_not_found(ref)
         run.read()
         return run
 
-    def run_folder(self, name: str) -> RunDir:
-        """The folder of a run, also of one whose command has not made it yet. Raises :class:`ApiError`."""
-        run = RunDir(self._home.run(name))
-        if not os.path.lexists(run.run_file) and self._starts.read(name) is None:
-            raise run_not_found(name)
+    def run_folder(self, ref: str) -> RunDir:
+        """The folder of a run, even if its command has not made it yet. Raises :class:`ApiError`."""
+        run = RunDir(self._home.run(self.locate(ref)))
+        if not os.path.lexists(run.run_file) and self._starts.read(run.path.name) is None:
+            raise run_not_found(ref)
         return run
 
     def users(self) -> dict[str, list[str]]:
@@ -127,17 +138,17 @@ class RunIndex:
                     found.setdefault(device, []).append(summary["id"])
         return found
 
-    def stopping(self, name: str, on: bool) -> None:
-        """Note that somebody has asked a run to stop, or that this is over."""
+    def stopping(self, ref: str) -> None:
+        """Note that the run has been asked to stop; this is cleared when it has ended."""
         with self._lock:
-            (self._stopping.add if on else self._stopping.discard)(name)
+            self._stopping.add(self.locate(ref))
 
     def _listed(self, *, thorough: bool = True) -> list[Entry]:
         with self._lock:
             reap()
-            names = dict(self._names())
+            names = dict(sorted(self._names()))  # a folder comes before its copies
             for gone in self._entries.keys() - names.keys():
-                del self._entries[gone]
+                self._drop(gone)
             known = {} if thorough else {name: entry for name, entry in self._entries.items() if not entry.restless}
             entries = [known.get(name) or self._refresh(name, path) for name, path in names.items()]
             shown = [entry for entry in entries if entry is not None and entry.summary]
@@ -168,8 +179,8 @@ class RunIndex:
             return entry
         if notes is not None:
             start = self._starts.read(name)
-        if signature[0] is None and start is None:
-            self._entries.pop(name, None)
+        if signature[0] is None and (start is None or self._starts.was_made(name, start)):
+            self._drop(name)
             return None
         if entry is None:
             entry = self._entries[name] = Entry(RunDir(self._home.run(name)))
@@ -182,11 +193,30 @@ class RunIndex:
             entry.signature, entry.summary, entry.restless = (), {}, True
         return entry
 
+    def _drop(self, name: str) -> None:
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            self._folders.pop(entry.id, None)
+
+    def _identify(self, entry: Entry) -> None:
+        """Set the id of ``entry``: its record's, or the name of its folder if another folder has this id already."""
+        folder = entry.run.path.name
+        self._folders.pop(entry.id, None)
+        wanted = entry.record.id if entry.record is not None else folder
+        free = (one for one in (wanted, folder, f"{folder}~") if one not in self._folders)
+        entry.id = next(free, "")
+        if not entry.id:
+            raise ValueError(f"several runs have the id {wanted}")
+        self._folders[entry.id] = folder
+
     def _renew(self, entry: Entry, start: Start | None, signature: Signature) -> None:
         """Bring ``entry`` to the state of the files that ``signature`` stands for."""
         if entry.signature != signature:
             _read(entry, there=signature[0] is not None)
+            self._identify(entry)
             entry.signature = signature
+            if entry.record is not None and start is not None:
+                self._starts.output(entry.run.path.name)  # is moved into the run's folder
         if entry.problem and start is None:
             return
         summary = self._complete(entry, start)
@@ -225,94 +255,42 @@ class RunIndex:
             base["name"] = labels.name or None
         if labels is not None and labels.tags is not None:
             base["tags"] = list(labels.tags)
-        done, total = base["step"], base["total_steps"]
-        running = status == "running" and not starting
         return {
             **base,
+            "id": entry.id,
             "status": status,
             "starting": starting,
             "resume_error": resume_error,
             "stopping": name in self._stopping,
-            "progress": min(1.0, done / total) if done is not None and total else None,
-            "eta_s": _eta_s(entry.beats, total) if running else None,
-            "samples_per_s": (base["last_epoch"] or {}).get("samples_per_s"),
+            "eta_s": base["eta_s"] if status == "running" else None,
         }
 
 
 def _read(entry: Entry, *, there: bool) -> None:
-    """Take in what the files of a run say; ``there``: it has a record."""
-    entry.record, entry.base, entry.beat = None, {}, None
+    """Read the files of a run; ``there``: it has a record."""
+    entry.record, entry.base, entry.beat, entry.problem = None, {}, None, ""
     if not there:
-        entry.problem = ""
         return
-    run = entry.run
     try:
-        record = run.read()
-        devices = _devices(record, run)
+        record = entry.run.read()
+        summary = summarize(entry.run, record)
     except RunFolderError as error:
-        entry.problem = f"{error.what}: {error.why}" if error.why else error.what
-        entry.summary = {}
+        entry.problem, entry.summary = one_line(error), {}
         return
-    beat = run.progress()
-    if beat is not None:
-        entry.beats = [pair for pair in entry.beats if beat.updated - pair[0] < _WINDOW_S and pair[1] <= beat.step]
-        entry.beats.append((beat.updated, beat.step))
-    # Only the progress of a run that is going needs them: a list of a thousand others opens no file for it.
-    rows, planned = (or_else(run.epochs, []), planned_epochs(run)) if record.status in LIVE else ([], None)
-    last = rows[-1] if rows else None
-    placement = record.placement or {}
-    # The record's texts have been checked; its metrics and what comes from elsewhere may hold what JSON cannot.
-    entry.base = record.model_dump(mode="json", exclude={"command", "versions", "placement", "format_version"})
-    entry.base |= plain(
-        {
-            "best_metric": record.best_metric,
-            "final_metrics": record.final_metrics,
-            "restarts": record.restarts,
-            "id": run.path.name,
-            "run_id": record.id,
-            "devices": devices,
-            **{key: placement.get(key) for key in ("world_size", "strategy", "precision")},
-            "epoch": last.get("epoch") if last else None,
-            "epochs": planned,
-            "last_epoch": last,
-            "step": beat.step if beat else None,
-            "total_steps": beat.total if beat else None,
-            "path": str(run.path),
-        }
-    )
-    entry.record, entry.beat, entry.problem = record, beat, ""
-
-
-def _devices(record: RunRecord, run: RunDir) -> list[str]:
-    """The devices of the newest attempt. Raises :class:`RunFolderError`."""
-    devices = (record.placement or {}).get("devices") or []
-    if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
-        raise RunFolderError(
-            f"{run.run_file} is damaged",
-            why="the devices of its placement are not a list of names",
-            fix="restore the file, or delete the run",
-        )
-    return devices
-
-
-def _eta_s(beats: list[tuple[float, int]], total: int | None) -> float | None:
-    """Seconds to the end at the speed of the last half minute, rounded so that it does not flicker."""
-    if total is None or len(beats) < 2 or beats[-1][1] <= beats[0][1]:
-        return None
-    per_step = (beats[-1][0] - beats[0][0]) / (beats[-1][1] - beats[0][1])
-    return round(max(0, total - beats[-1][1]) * per_step, 1)
+    entry.base = plain({key: value for key, value in summary.items() if key not in _IN_DETAIL})
+    entry.record, entry.beat = record, entry.run.progress()
 
 
 def _not_yet(name: str, start: Start | None, path: str) -> dict[str, Any]:
     """The summary of a run whose command has not made its folder yet."""
     empty = (
         *("name", "started_at", "completed_at", "host", "world_size", "strategy", "precision", "epoch", "epochs"),
-        *("last_epoch", "step", "total_steps", "best_epoch", "error"),
+        *("last_epoch", "step", "total_steps", "best_epoch", "error", "progress", "eta_s", "samples_per_s"),
     )
     return {
         **dict.fromkeys(empty),
         "id": name,
-        "run_id": name,
+        "location": name,
         "tags": [],
         "task": start.task if start else "",
         "created_at": iso(start.at if start else time.time()),

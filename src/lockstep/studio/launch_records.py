@@ -168,6 +168,11 @@ class Starts:
                 return there
         return here
 
+    def was_made(self, name: str, start: Start) -> bool:
+        """Whether the command had made the run's folder: what it printed was moved there."""
+        made = start.attempt_before > 0 or not (self._home.start(name) / "output.log").exists()
+        return made and not is_alive(start.process)
+
     def last_words(self, name: str, start: Start) -> str:
         """The end of what this start's command printed."""
         return "\n".join(last_lines(self.output(name), 40, skip_bytes=start.output_from)[0])
@@ -203,13 +208,13 @@ class Starts:
                 run.update(**changes)
                 (self._home.start(run.path.name) / "labels.json").unlink(missing_ok=True)
 
-    def target(self, name: str, run: RunDir) -> Target | None:
+    def target(self, run: RunDir) -> Target | None:
         """The living process of this machine that answers for the run, known by number and time of creation.
 
         The command that the studio started leads a group of its own. Of a run from a terminal it is the launcher,
         since it would start killed ranks again, or the one process that trains; their groups may hold other commands.
         """
-        start, beat = self.read(name), run.progress()
+        start, beat = self.read(run.path.name), run.progress()
         targets = [Target(start.process, group=True)] if start is not None else []
         try:
             launcher = _Launcher.model_validate(read_json(run.logs / LAUNCHER_FILE))

@@ -157,7 +157,7 @@ class Hub:
             )
         if name not in self._feeds:
             run = self._index.run_folder(name)
-            self._feeds[name] = Feed(run, self._index)
+            self._feeds[name] = Feed(run, self._index, name)
         points = _points(asked)
         tab.subscriptions[name] = Subscription(self._feeds[name], tuple(streams[:100]), points)
         self._busy.set()

@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.studio.home import Home, is_run_name
 from lockstep.studio.problems import ApiError, not_allowed
 from lockstep.studio.tasks import OfferedTasks
+from lockstep.telemetry.lookup import read_runs
 
 #: Settings that name files to write, addresses, or code to import.
 REFUSED = {
@@ -117,15 +118,19 @@ def without_refused(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_in(ref: object, home: Home) -> str:
-    """The name of the run that ``ref`` means: its name, or its folder as configurations of runs have it.
+    """The name of the folder of the run that ``ref`` names: by its id, its folder's name or its folder.
 
     Raises:
-        ApiError: it is no run of the runs folder.
+        ApiError: it is not a run of the runs folder.
     """
     name = str(ref).removeprefix(f"{home.runs_dir}/")
-    if not is_run_name(name) or not (home.run(name) / "run.json").is_file():
-        raise not_allowed("init_from", "it must be a run of this runs folder")
-    return name
+    if is_run_name(name):
+        if (home.run(name) / "run.json").is_file():
+            return name
+        for run, record in read_runs(home.runs_dir):
+            if record.id == name:
+                return run.path.name
+    raise not_allowed("init_from", "it must be a run of this runs folder")
 
 
 def flatten(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

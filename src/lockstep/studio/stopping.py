@@ -8,10 +8,11 @@ import signal
 from typing import Any
 
 from lockstep.errors import LockstepError
-from lockstep.studio.index import LIVE, RunIndex
+from lockstep.studio.index import RunIndex
 from lockstep.studio.launch_records import Starts, Target
 from lockstep.studio.problems import ApiError
 from lockstep.studio.processes import is_alive
+from lockstep.telemetry.summary import LIVE
 
 
 class Stops:
@@ -29,7 +30,7 @@ class Stops:
         if summary["status"] not in LIVE:
             raise ApiError("NOT_RUNNING", 409, f"run {name} is {summary['status']}, not running", fix="reload the page")
         run = self._index.run_folder(name)
-        target = await asyncio.to_thread(self._starts.target, name, run)
+        target = await asyncio.to_thread(self._starts.target, run)
         if target is None or not await asyncio.to_thread(target.send, signal.SIGTERM):
             where = summary["host"] or "another machine"
             raise ApiError(
@@ -39,7 +40,7 @@ class Stops:
                 why="a signal reaches only processes of this machine and user",
                 fix=f"run `lockstep stop {name}` there",
             )
-        self._index.stopping(name, True)
+        self._index.stopping(name)
         attempt = summary["attempt"] if summary["status"] == "running" else None
         watch = asyncio.create_task(self._kill_later(name, target, attempt))
         self._watches.add(watch)

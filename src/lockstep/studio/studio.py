@@ -19,7 +19,7 @@ from lockstep.report.write import write_report
 from lockstep.studio import details, planning, settings
 from lockstep.studio.config_store import SavedConfigs
 from lockstep.studio.home import Home, iso, remove_folder
-from lockstep.studio.index import LIVE, RunIndex
+from lockstep.studio.index import RunIndex
 from lockstep.studio.jobs import Jobs
 from lockstep.studio.launch_records import Labels, Starts
 from lockstep.studio.planner import Planner
@@ -31,6 +31,7 @@ from lockstep.studio.stopping import Stops
 from lockstep.studio.tasks import BUILT_IN, OfferedTasks
 from lockstep.telemetry.records import versions
 from lockstep.telemetry.rundir import new_run_id, utc_now
+from lockstep.telemetry.summary import LIVE
 
 #: How long a run may take to end with a checkpoint before it is killed.
 KILL_AFTER_S = 60.0
@@ -194,20 +195,21 @@ class Studio:
 
     def detail(self, name: str) -> dict[str, Any]:
         summary = self.index.summary(name)
-        run, start = self.index.run_folder(name), self.starts.read(name)
-        output, _ = last_lines(self.starts.output(name), 40)
+        run = self.index.run_folder(name)
+        start = self.starts.read(run.path.name)
+        output, _ = last_lines(self.starts.output(run.path.name), 40)
         return {
             **details.describe(run, summary, start),
-            "jobs": [job for job in self.jobs.all() if job["run"] == name],
+            "jobs": [job for job in self.jobs.all() if job["run"] in {summary["id"], summary["location"]}],
             "start_output": "\n".join(output) or None,
         }
 
     def label(self, name: str, body: LabelBody) -> dict[str, Any]:
-        self.index.summary(name)
-        kept = self.starts.labels(name)
+        location = self.index.summary(name)["location"]
+        kept = self.starts.labels(location)
         given = body.model_fields_set
         self.starts.label(
-            name,
+            location,
             Labels(
                 (body.name or "") if "name" in given else kept.name,
                 tuple(dict.fromkeys(body.tags or ())) if "tags" in given else kept.tags,
@@ -216,21 +218,22 @@ class Studio:
         return self.index.summary(name)
 
     def delete(self, name: str) -> dict[str, Any]:
-        folder = self.home.run(name)
+        location = self.index.locate(name)
+        folder = self.home.run(location)
         self._refuse_live(name)
-        self.starts.wait_for_end(name)
+        self.starts.wait_for_end(location)
         with self._changing:
             self._refuse_live(name)
             if os.path.lexists(folder):
                 remove_folder(folder, self.home.runs_dir)
-            if self.home.start(name).exists():
-                self.starts.forget(name)
+            if self.home.start(location).exists():
+                self.starts.forget(location)
         return {"deleted": name}
 
     def _refuse_live(self, name: str) -> None:
         """Raises :class:`ApiError` when there is no such run, or somebody is at it."""
-        folder = self.home.run(name)
-        if not os.path.lexists(folder) and self.starts.read(name) is None:
+        folder = self.home.run(self.index.locate(name))
+        if not os.path.lexists(folder) and self.starts.read(folder.name) is None:
             raise run_not_found(name)
         try:
             summary = self.index.summary(name)
@@ -263,13 +266,14 @@ class Studio:
         words = self.resume_words(name, body)
         if self.index.summary(name)["status"] in LIVE:
             raise in_progress(name)
-        self.starts.wait_for_end(name)
+        location = self.index.locate(name)
+        self.starts.wait_for_end(location)
         with self._changing:
             summary = self.index.summary(name)
             if summary["status"] in LIVE:
                 raise in_progress(name)
             devices, attempt = body.devices or summary["devices"], max(1, summary["attempt"])
-            self.starts.begin(name, words, task=summary["task"], attempt_before=attempt, devices=devices)
+            self.starts.begin(location, words, task=summary["task"], attempt_before=attempt, devices=devices)
         return self.index.summary(name)
 
     def duplicate(self, name: str) -> dict[str, Any]:
@@ -306,7 +310,7 @@ class Studio:
     def log(self, name: str, file: str | None, lines: int) -> dict[str, Any]:
         run = self.index.run_folder(name)
         names = details.log_names(run)
-        output = self.starts.output(name)
+        output = self.starts.output(run.path.name)
         if output.exists() and "output.log" not in names:
             names = ["output.log", *names]
         chosen = file if file is not None else next(iter(names), None)
@@ -326,7 +330,7 @@ class Studio:
         """
         run = self.index.run(name)
         with self._drawing:
-            page, *_ = write_report([str(run.path)], self.home.runs_dir, self.home.start(name) / "report")
+            page, *_ = write_report([str(run.path)], self.home.runs_dir, self.home.start(run.path.name) / "report")
             return page.read_bytes()
 
     def begin_job(self, kind: str, words: Sequence[str], *, run: str | None = None) -> dict[str, Any]:
@@ -335,6 +339,8 @@ class Studio:
             raise ApiError("NOT_SUPPORTED", 422, f"this version has no `lockstep {words[0]}`", fix="upgrade Lockstep")
         if run is not None:
             self.index.run(run)
-            if self.index.summary(run)["starting"]:
+            summary = self.index.summary(run)
+            if summary["starting"]:
                 raise in_progress(run)
+            run = summary["id"]
         return self.jobs.begin(kind, words, run=run)

@@ -23,6 +23,7 @@ from lockstep.events import (
     RunStarted,
     StepLogged,
 )
+from lockstep.telemetry.heartbeat import seconds_left
 from lockstep.telemetry.tables import is_terminal, print_styled, print_table, rich_console, say
 
 if TYPE_CHECKING:
@@ -159,10 +160,8 @@ class ConsoleSink:
             say(text, self._stream)
 
     def _seconds_left(self, step: int) -> float | None:
-        """Until the last step at the speed so far, evaluations included; ``None`` when it cannot be told."""
         first = self._started.step if self._started else 0
-        done = step - first
-        return (self._clock() - self._began) / done * (self._total - step) if done > 0 else None
+        return seconds_left(step - first, self._clock() - self._began, self._total - step)
 
 
 class _Bar:

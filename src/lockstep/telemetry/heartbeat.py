@@ -1,8 +1,8 @@
-"""Signs of life: ``heartbeat.json`` and what can be told from it.
+"""``heartbeat.json``: which process trains a run, whether it is alive, and how far it is.
 
-A run whose process was killed cannot say so. Its heartbeat names the process by host, number and
-time of creation (numbers are used again, the pair is not), so a reader on the same host knows at
-once, and a reader elsewhere knows when the beats have stopped for long enough.
+A run whose process was killed cannot record that. Its heartbeat names the process by host, pid and
+creation time (pids are reused, the pair is not), so a reader on the same host sees it at once, and
+a reader elsewhere after the heartbeats have stopped for long enough.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lockstep.errors import RunFolderError, StorageError
 from lockstep.telemetry.files import read_json, write_json
-
-if TYPE_CHECKING:
-    from lockstep.telemetry.rundir import RunDir
 
 INTERVAL_S = 1.0
 
@@ -36,10 +32,11 @@ _MAX_BYTES = 65_536
 
 
 class Beat(BaseModel):
-    """The content of ``heartbeat.json``. ``created`` and ``updated`` are seconds since the epoch.
+    """The content of ``heartbeat.json``. Times are in seconds since the epoch.
 
-    ``ended``: this was the last beat, although the process (a notebook's, say) may live on.
-    ``handing_over``: another process is about to answer for the run.
+    ``ended``: this was the last beat, although the process (a notebook's, for example) may still exist.
+    ``handing_over``: another process is about to take over the run.
+    ``began``: when this process began to train, at step ``began_at``; older versions did not record it.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -53,6 +50,22 @@ class Beat(BaseModel):
     updated: float
     ended: bool = False
     handing_over: bool = False
+    began: float | None = None
+    began_at: int = 0
+
+    def seconds_left(self) -> float | None:
+        """Until the last step; ``None`` when that is unknown."""
+        if self.began is None or self.total is None:
+            return None
+        return seconds_left(self.step - self.began_at, self.updated - self.began, self.total - self.step)
+
+
+def seconds_left(done: int, elapsed_s: float, remaining: int) -> float | None:
+    """Seconds for ``remaining`` steps at the mean speed of the ``done`` ones, evaluations included.
+
+    ``None`` before the first step. Progress bar, ``lockstep top`` and the page all show this estimate.
+    """
+    return elapsed_s / done * max(0, remaining) if done > 0 and elapsed_s >= 0 else None
 
 
 def read_beat(path: Path) -> Beat | None:
@@ -64,11 +77,18 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def announce(
-    path: Path, step: int = 0, total: int | None = None, *, ended: bool = False, handing_over: bool = False
+    path: Path,
+    step: int = 0,
+    total: int | None = None,
+    *,
+    ended: bool = False,
+    handing_over: bool = False,
+    began: float | None = None,
+    began_at: int = 0,
 ) -> Beat:
-    """Write one beat of the calling process to ``path``: from now on it answers for the run.
+    """Write one beat of the calling process to ``path``: from now on it is the run's process.
 
-    The counter goes on from the beat before. Raises :class:`StorageError`.
+    The counter continues from the previous beat. Raises :class:`StorageError`.
     """
     before = read_beat(path)
     beat = Beat(
@@ -81,13 +101,15 @@ def announce(
         updated=time.time(),
         ended=ended,
         handing_over=handing_over,
+        began=began,
+        began_at=began_at,
     )
     write_json(path, beat.model_dump(), durable=False)
     return beat
 
 
 def is_alive(beat: Beat, now: float) -> bool:
-    """Whether the process of ``beat`` lives, as far as can be told from this host at time ``now``."""
+    """Whether the process of ``beat`` is alive, as far as this host can see at time ``now``."""
     if beat.ended:
         return False
     silence_s = now - beat.updated
@@ -106,28 +128,30 @@ def is_alive(beat: Beat, now: float) -> bool:
 
 
 class Heartbeat:
-    """Beats once a second from a daemon thread; telling it the step costs an assignment.
+    """Beats once a second from a daemon thread; reporting a step costs an assignment.
 
-    A beat that cannot be written (a full disk) is left out: a sign of life must not end a life.
+    A beat that cannot be written (a full disk) is skipped: the heartbeat must not end the run.
     """
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
         self._progress: tuple[int, int | None] = (0, None)
+        self._began: tuple[float | None, int] = (None, 0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, run_dir: RunDir, step: int = 0, total: int | None = None) -> None:
-        """Begin to answer for the run; the first beat is there on return."""
+    def start(self, path: Path, step: int = 0, total: int | None = None) -> None:
+        """Begin to beat into the file ``path``; the first beat has been written on return."""
         assert self._thread is None, "a heartbeat is started once"
-        path = run_dir.heartbeat_file
         self._progress = (step, total)
         self._beat(path)
         self._thread = threading.Thread(target=self._run, args=(path,), name="lockstep-heartbeat", daemon=True)
         self._thread.start()
 
     def beat(self, step: int, total: int | None) -> None:
-        """Tell the progress: optimizer steps done, and how many there will be."""
+        """Report the progress: optimizer steps done, and their number in total. The first call begins the training."""
+        if self._began[0] is None:
+            self._began = (time.time(), step)
         self._progress = (step, total)
 
     def stop(self) -> None:
@@ -143,4 +167,5 @@ class Heartbeat:
 
     def _beat(self, path: Path, ended: bool = False) -> None:
         with contextlib.suppress(StorageError):
-            announce(path, *self._progress, ended=ended)
+            began, began_at = self._began
+            announce(path, *self._progress, ended=ended, began=began, began_at=began_at)

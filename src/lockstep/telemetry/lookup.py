@@ -1,4 +1,4 @@
-"""Finding runs: those in a folder, and the one that a word means; reading files that may be damaged."""
+"""Finding runs: all in a folder, or the one that a user named; reading files that may be damaged."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ T = TypeVar("T")
 
 
 def or_else(read: Callable[[], T], otherwise: Any) -> T | Any:
-    """What ``read`` returns of a run folder; ``otherwise`` where it is not there or damaged: that hides no run."""
+    """What ``read`` returns of a run folder; ``otherwise`` if the file is missing or damaged."""
     try:
         return read()
     except RunFolderError:
         return otherwise
 
 
-def planned_epochs(run: RunDir) -> int | None:
-    """How many epochs the newest plan has, if there is one."""
-    epochs = or_else(run.plan, {}).get("epochs")
-    return epochs if isinstance(epochs, int) else None
+def one_line(error: RunFolderError) -> str:
+    """What cannot be read, and why."""
+    return f"{error.what}: {error.why}" if error.why else error.what
 
 
 def list_runs(root: Path, report: Callable[[str], None] | None = None) -> list[RunDir]:
-    """Runs in the folders right under ``root``, newest first.
+    """Runs in the folders directly below ``root``, newest first.
 
-    Folders that hold no run are passed over; of a run that cannot be read, ``report`` hears why.
+    Folders without a run are skipped; for a run that cannot be read, ``report`` receives the reason.
     """
-    return [run for run, _ in _runs_and_records(Path(root), report)]
+    return [run for run, _ in read_runs(Path(root), report)]
 
 
-def _runs_and_records(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[RunDir, RunRecord]]:
+def read_runs(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[RunDir, RunRecord]]:
+    """:func:`list_runs` with each run's record."""
     found = []
     root = absolute(root)
     for name in names_in(root):
@@ -49,22 +49,22 @@ def _runs_and_records(root: Path, report: Callable[[str], None] | None = None) -
             found.append((run, run.read()))
         except RunFolderError as error:
             if report is not None:
-                report(f"{error.what}: {error.why}")
+                report(one_line(error))
     return sorted(found, key=lambda pair: (pair[1].created_at, pair[1].id), reverse=True)
 
 
 def find_run(ref: str, runs_dir: Path) -> RunDir:
-    """The run that ``ref`` means: a folder, an id, the beginning of one id, or ``last``.
+    """The run that ``ref`` names: a folder, an id, the beginning of an id (with or without ``run-``), or ``last``.
 
-    The beginning may leave out ``run-``. Raises :class:`RunFolderError` when there is no such run,
-    or several.
+    Raises:
+        RunFolderError: no run has this name, or several have.
     """
     if not ref or "\0" in ref:
         raise RunFolderError("no run was named", fix="give a folder, an id, the beginning of an id, or `last`")
     here = Path(ref)
     if os.sep in ref or os.path.lexists(here / "run.json"):
         return RunDir.open(here)
-    runs = _runs_and_records(runs_dir)
+    runs = read_runs(runs_dir)
     if ref == "last" and runs:
         return runs[0][0]
     exact = [run for run, record in runs if ref in {record.id, run.path.name}]

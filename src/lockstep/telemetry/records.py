@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -92,8 +93,10 @@ def _problem(item: Mapping[str, Any]) -> str:
     return f"{'.'.join(str(part) for part in item['loc'])[:100]}: {str(item['msg'])[:200]}"
 
 
-def new_run_id() -> str:
-    """``run-`` and eight hexadecimal digits."""
+def new_run_id(folder: Path | None = None) -> str:
+    """``run-`` and eight hexadecimal digits: the name of the run's ``folder`` if it has this form, else a random id."""
+    if folder is not None and re.fullmatch(r"run-[0-9a-f]{8}", folder.name):
+        return folder.name
     return f"run-{secrets.token_hex(4)}"
 
 

@@ -71,7 +71,7 @@ def agree(team: Team, config: RunConfig, *, resume: bool, job: str | None) -> Ke
     found = team.together(lambda: look(config, resume=resume, job=job), here=team.is_lead)
     everywhere = team.collectives.all_gather(found)
     known = {rank: one for rank, one in enumerate(everywhere) if one is not None}
-    run_id = _one_run(team, known) or team.collectives.broadcast(job or new_run_id())
+    run_id = _one_run(team, known) or team.collectives.broadcast(job or new_run_id(config.save_dir))
     path = absolute(config.save_dir or config.runs_dir / run_id)
     keeper = lowest_sharing(team, path)
     keepers = tuple(sorted(set(team.collectives.all_gather(keeper))))

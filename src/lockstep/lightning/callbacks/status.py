@@ -50,7 +50,7 @@ class RunStatus(CompleteRows):
         run.begin_attempt({}, _placement(trainer), trainer.global_step)
         run.update(status="running", started_at=record.started_at or utc_now(), final_metrics={})
         self._heartbeat = Heartbeat()
-        self._heartbeat.start(run, trainer.global_step, _total_steps(trainer))
+        self._heartbeat.start(run.heartbeat_file, trainer.global_step, _total_steps(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self._heartbeat is not None:
@@ -100,7 +100,7 @@ def _open_or_create(path: Path, kind: type) -> RunDir:
     if (path / "run.json").exists():
         return RunDir.open(path)
     config = resolve({"task": {"name": f"{kind.__module__}:{kind.__qualname__}"}})
-    return RunDir.create(path, config, run_id=new_run_id(), command=sys.argv)
+    return RunDir.create(path, config, run_id=new_run_id(path), command=sys.argv)
 
 
 def _placement(trainer: Trainer) -> dict[str, Any]:

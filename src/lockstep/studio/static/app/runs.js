@@ -35,7 +35,7 @@ export const label = (run) => run.name || run.id;
 
 /** Every word must be somewhere in the name, id, task, tags or devices. */
 export function matches(run, text) {
-  const place = [run.id, run.name, run.task, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
+  const place = [run.id, run.location, run.name, run.task, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
   return text
     .toLowerCase()
     .split(/\s+/)

@@ -227,7 +227,7 @@ export function State() {
   const { run: id } = route.value;
   if (!id) return html`<${NotStarted} />`;
   if (runs.value === null) return html`<div class="head"><h1>State</h1></div><p class="empty" role="status">Looking for the run…</p>`;
-  const run = runs.value.find((one) => one.id === id);
+  const run = runs.value.find((one) => one.id === id) ?? runs.value.find((one) => one.location === id);
   if (!run) return html`<div class="head"><h1>State</h1></div><p class="empty">There is no run ${id} here; it may have been deleted.</p>`;
   return html`<${Chosen} key=${run.id} run=${run} />`;
 }
