@@ -344,7 +344,7 @@ def test_what_cannot_be_started_or_noted_leaves_nothing(tmp_path: Path, monkeypa
         assert [*home.jobs.iterdir(), *home.starts.iterdir()] == []
 
     begin("a\0b")  # no process can be started with it
-    for place in ("jobs", "starts"):
+    for place in ("jobs", "launch_records"):
         monkeypatch.setattr(f"lockstep.studio.{place}.write_json", full_disk)
     before = {child.pid for child in psutil.Process().children()}
     begin()
