@@ -14,7 +14,7 @@ TESTS ?= tests
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test coverage lint drills clean browser
+.PHONY: help setup train test coverage lint drills clean browser smoke-oldest
 
 help: ## show this list
 	@echo "make train    set up, then train the HAR task on every GPU, or on two CPU ranks without one"
@@ -24,6 +24,7 @@ help: ## show this list
 	@echo "make setup    make $(VENV) and install Lockstep with the tested versions"
 	@echo "make lint     ruff (rules and format), mypy, and the words of the documentation"
 	@echo "make drills   the long repetitions of fault drills and fuzzing"
+	@echo "make smoke-oldest  tests/compat on the oldest supported torch and Lightning, in $(OLDEST)"
 	@echo "make clean    remove $(VENV), caches and builds; never a run"
 
 setup: $(STAMP) ## make .venv and install
@@ -63,9 +64,20 @@ lint: setup ## ruff, mypy and the words of the documentation
 	$(RUN) -m mypy
 	$(RUN) scripts/words.py
 
+# The lower bounds of pyproject.toml. From PyTorch's index of CPU builds: PyPI's wheels bring gigabytes of CUDA.
+OLDEST := .venv-oldest
+OLDEST_VERSIONS := torch==2.9.0+cpu lightning==2.6.6 torchmetrics==1.4.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+smoke-oldest: ## the private names that are used, on the oldest supported versions
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --extra-index-url $(TORCH_INDEX) \
+	  $(OLDEST_VERSIONS) -e '.[lightning]' hypothesis pytest pytest-timeout
+	$(OLDEST)/bin/python -m pytest tests/compat
+
 drills: setup ## long repetitions
 	$(RUN) -m pytest -m drill --timeout 3600 $(PYTEST_ARGS) $(TESTS)
 
 clean: ## remove what can be made again
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis htmlcov .coverage .coverage.*
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis htmlcov .coverage .coverage.*
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

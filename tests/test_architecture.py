@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 #: From the ground up: a module may import what stands before it, and its own part.
 FLOORS = (
-    *("errors", "events", "strategies", "config"),
+    *("errors", "_compat", "events", "strategies", "config"),
     "hardware",
     "plan",
     *("data", "telemetry", "checkpoint"),
@@ -140,3 +140,72 @@ def test_help_is_light() -> None:
 
 def test_detection_is_light() -> None:
     assert heavy_after("import lockstep.hardware\nlockstep.hardware.detect_devices()") == []
+
+
+#: Begin with an underscore, and are documented: of named tuples, os, sys, and of agents and metrics that are derived.
+DOCUMENTED = {"_asdict", "_replace", "_fields", "_exit", "_getframe", "_current_frames"}
+#: Private names of libraries that Lockstep's own classes have, too: only for ``self`` outside ``_compat``.
+SHARED = {"_apply", "_buffers", "_groups", "_modules", "_parameters", "_workers"}
+#: Methods that only ``_compat`` overrides.
+OVERRIDES = {"_configure_launcher", "_evaluate_stopping_criteria", "_parse_ckpt_path", "_run_subcommand"}
+TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES if part_of(module_name(file)) != "_compat"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in DOCUMENTED
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """Names that a module defines: functions, classes, variables, attributes of ``self``, arguments."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+OWN = {name for tree in TREES.values() for name in own_names(tree)} - OVERRIDES
+
+
+def foreign_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, private name) of each import, attribute and ``getattr`` that only a library can have defined."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        match node:
+            case ast.ImportFrom(module=str(module)) if not module.startswith("lockstep"):
+                names = [*module.split("."), *(alias.name for alias in node.names)]
+            case ast.Import():
+                names = [part for alias in node.names for part in alias.name.split(".")]
+            case ast.Attribute(value=value, attr=name):
+                shared = name in SHARED and not (isinstance(value, ast.Name) and value.id in ("self", "cls"))
+                names = [name] if shared or name not in OWN else []
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(str(name)), *_]):
+                names = [name] if name not in OWN else []
+            case ast.FunctionDef(name=name) if name in OVERRIDES:
+                names = [name]
+        yield from ((node.lineno, name) for name in names if is_private(name))  # type: ignore[attr-defined]
+
+
+def test_private_names_of_libraries_are_in_compat() -> None:
+    found = [f"{file.name}:{line}: {name}" for file, tree in TREES.items() for line, name in foreign_names(tree)]
+    assert not found, "private names of other libraries belong in lockstep/_compat:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "from torch.utils._pytree import tree_map",
+        "from torch.nn.modules.batchnorm import _BatchNorm",
+        "torch._foreach_add_(a, b)",
+        "metric._update_count = 1",
+        "layer._buffers",
+        "getattr(optimizer, '_opt_called', False)",
+        "class Own(DDPStrategy):\n    def _configure_launcher(self): pass",
+    ],
+)
+def test_a_private_name_is_found(code: str) -> None:
+    assert list(foreign_names(ast.parse(code)))

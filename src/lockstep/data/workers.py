@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from lockstep._compat.torch import child_handler_set, worker_processes
 from lockstep.data.randomness import WorkerInit
 from lockstep.data.requests import Request, Source
 from lockstep.errors import LockstepError
@@ -126,7 +127,7 @@ class WorkerLoader:
                 RuntimeWarning,
                 stacklevel=2,
             )
-            workers = list(iterator._workers)
+            workers = worker_processes(iterator)
             del iterator
             for worker in workers:
                 worker.kill()
@@ -173,12 +174,10 @@ def _are_up(reading: int, workers: int, patience_s: float) -> bool:
 @contextmanager
 def child_signal_kept() -> Iterator[None]:
     """DataLoader installs a SIGCHLD handler for good; the process that training was called from gets its own back."""
-    from torch.utils.data._utils import signal_handling
-
-    before, was_set = signal.getsignal(signal.SIGCHLD), signal_handling._SIGCHLD_handler_set
+    before, was_set = signal.getsignal(signal.SIGCHLD), child_handler_set()
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread() and not was_set:
             signal.signal(signal.SIGCHLD, before)
-            signal_handling._SIGCHLD_handler_set = False
+            child_handler_set(False)

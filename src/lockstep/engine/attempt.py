@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from lockstep._compat.torch import compiler_not_imported
 from lockstep.checkpoint.reader import BROKEN
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
@@ -29,7 +30,6 @@ from lockstep.engine.fit import Fit, TimedBatches
 from lockstep.engine.inspection import refuse_meta
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.loop import training_steps
-from lockstep.engine.optim.fused_adam import compiler_not_imported
 from lockstep.engine.optim.groups import check_optimizer, check_sparse, untrained
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update, build_optimizer, scheduler_of

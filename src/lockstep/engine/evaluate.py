@@ -190,11 +190,11 @@ def _own_metrics(task: Task) -> Metrics:
     """The task's metrics; torchmetrics' with their own synchronisation off: rank 0 alone has seen rows, and all."""
     metrics = task.metrics()
     if isinstance(metrics, nn.Module):
-        from torchmetrics import Metric  # takes longer than many first steps, and the task has imported it
+        from lockstep._compat import torchmetrics  # takes longer than many first steps, and the task has imported it
 
         for module in metrics.modules():
-            if isinstance(module, Metric):
-                module.sync_on_compute = module._to_sync = False
+            if isinstance(module, torchmetrics.Metric):
+                torchmetrics.switch_off_sync(module)
     return metrics
 
 
@@ -217,15 +217,15 @@ class _States:
     def are_those_of(metrics: Any) -> bool:
         if not isinstance(metrics, nn.Module):
             return False
-        from torchmetrics import Metric, MetricCollection
+        from lockstep._compat.torchmetrics import Metric, MetricCollection, defaults, reductions
 
         return type(metrics) is MetricCollection and all(
             metric.full_state_update is False
             and not metric.dist_sync_on_step
             and not any(isinstance(module, Metric) for module in [*metric.modules()][1:])
             and all(
-                isinstance(metric._defaults[name], Tensor) and reduction in _merging()
-                for name, reduction in metric._reductions.items()
+                isinstance(defaults(metric)[name], Tensor) and reduction in _merging()
+                for name, reduction in reductions(metric).items()
             )
             for metric in metrics.values(copy_state=False)
         )
@@ -237,9 +237,10 @@ class _States:
             self.add_up = not any(state.is_floating_point() for state in self.take())
         if not self._agreed:
             # Metrics with equal states after their first rows share an update: by those of chunk 0, on every rank.
-            metrics = self._metrics
-            shared = metrics._groups, metrics._groups_checked, self.add_up
-            metrics._groups, metrics._groups_checked, self.add_up = collectives.broadcast(shared)
+            from lockstep._compat.torchmetrics import compute_groups
+
+            groups, self.add_up = collectives.broadcast((compute_groups(self._metrics), self.add_up))
+            compute_groups(self._metrics, groups)
             if not collectives.is_main:
                 self._add(chunk)
             self._agreed = True
@@ -254,8 +255,10 @@ class _States:
             self._metrics.update(*chunk[2])
 
     def _names(self) -> Iterator[tuple[Any, str]]:
+        from lockstep._compat.torchmetrics import defaults
+
         for metric in self._metrics.values(copy_state=False):
-            for name in metric._defaults:
+            for name in defaults(metric):
                 yield metric, name
 
     def take(self) -> list[Tensor]:
@@ -263,15 +266,19 @@ class _States:
 
     def add(self, states: list[Tensor] | None) -> None:
         if states is not None and self._merged:
-            merge = [_merging()[metric._reductions[name]] for metric, name in self._names()]
+            from lockstep._compat.torchmetrics import reductions
+
+            merge = [_merging()[reductions(metric)[name]] for metric, name in self._names()]
             states = [one(old, new) for one, old, new in zip(merge, self._merged, states, strict=True)]
         self._merged = states or self._merged
 
     def put(self) -> None:
         """What was merged, into the metrics."""
+        from lockstep._compat.torchmetrics import mark_updated
+
         for (metric, name), state in zip(self._names(), self._merged, strict=False):
             setattr(metric, name, state)
-            metric._update_count = max(1, metric._update_count)
+            mark_updated(metric)
 
 
 @cache

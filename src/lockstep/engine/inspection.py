@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lockstep._compat.torch import compiler_not_imported
 from lockstep.data.bucketed import check_lengths, hash_lengths
 from lockstep.data.reader import Reader
 from lockstep.engine.dataset_checks import check_dataset, examined, read_sample
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.module_task import ModuleTask
-from lockstep.engine.optim.fused_adam import compiler_not_imported
 from lockstep.engine.optim.groups import check_optimizer
 from lockstep.engine.optim.step import scheduler_of
 from lockstep.engine.process.determinism import generators_kept

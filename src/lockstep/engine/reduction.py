@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lockstep._compat.torch import saved
+
 _Kind = Literal["mean", "sum", "unknown"]
 #: Operations that leave a mean a mean, and a sum a sum. Their names end in ``Backward`` and a number.
 _KEEP = frozenset({"ToCopy", "Neg", "Rsub", "Alias", "Clone", "View", "ReshapeAlias", "UnsafeView", "Squeeze"})
@@ -33,13 +35,15 @@ def _terms(node: Any, count: float, depth: int = 0) -> list[_Kind]:
     inputs = [before for before, _ in node.next_functions if before is not None]
     if depth > _DEPTH:
         return ["sum"]
-    if hasattr(node, "_saved_reduction"):
-        return [_REDUCTIONS.get(node._saved_reduction, "unknown")]
+    reduction = saved(node, "reduction")
+    if reduction is not None:
+        return [_REDUCTIONS.get(reduction, "unknown")]
     if name in ("Add", "Sub"):
         return [kind for one in inputs for kind in _terms(one, count, depth + 1)]
     if name == "Mean":
-        summed = getattr(inputs[0], "_saved_dim", None) if inputs[0].name().startswith("Sum") else None
-        over_items = math.prod(node._saved_self_sym_sizes) >= count and not (isinstance(summed, tuple) and 0 in summed)
+        summed = saved(inputs[0], "dim") if inputs[0].name().startswith("Sum") else None
+        per_item = isinstance(summed, tuple) and 0 in summed
+        over_items = math.prod(saved(node, "self_sym_sizes")) >= count and not per_item
         return ["mean" if over_items else "unknown"]
     if name == "Sum":
         return ["sum"]
@@ -57,7 +61,7 @@ def _terms(node: Any, count: float, depth: int = 0) -> list[_Kind]:
 
 def _constant(node: Any) -> float | None:
     """The number that ``node`` multiplies with, or divides by."""
-    for value in (node._saved_other, getattr(node, "_saved_self", None)):
+    for value in (saved(node, "other"), saved(node, "self")):
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
             return float(value)
     return None

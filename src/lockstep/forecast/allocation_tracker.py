@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lockstep._compat.fake_tensors import TorchDispatchMode, is_mutable, overload_packet, storage_key
+from lockstep._compat.torch import tree_leaves
 from lockstep.forecast.roofline import Work
 
 Kind = Literal["parameters", "buffers", "gradients", "optimizer", "batch", "activations"]
@@ -77,15 +77,15 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         fresh = 0
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._alive:
+            if isinstance(leaf, Tensor) and storage_key(leaf) not in self._alive:
                 fresh += self._note(leaf, self._kind)
-        if fresh or func._schema.is_mutable:
+        if fresh or is_mutable(func):
             self.work.append(_work_of(func, args, kwargs or {}, result))
         return result
 
     def _note(self, tensor: Tensor, kind: Kind) -> int:
         storage = tensor.untyped_storage()
-        key: int = storage._cdata
+        key = storage_key(tensor)
         known = self._alive.get(key)
         size = -(-storage.nbytes() // self._block) * self._block
         if known is not None:
@@ -105,7 +105,7 @@ class Ledger(TorchDispatchMode):
 
 def _work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """What an operator computes (as torch.utils.flop_counter counts it) and moves: its inputs and outputs, once."""
-    packet = func._overloadpacket
+    packet = overload_packet(func)
     flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
     tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
     moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep._compat.fake_tensors import FakeTensorMode, replace_tensors, unset_fake_temporarily
+from lockstep._compat.torch import tree_leaves, tree_map
 from lockstep.config import RunConfig
 from lockstep.engine.inspection import blueprint
 from lockstep.engine.optim.precision import Precision
@@ -198,8 +198,7 @@ def model_of(task: Task, fake: FakeTensorMode | None) -> nn.Module:
         return build_model(task).train()
     with unset_fake_temporarily():
         model = blueprint(task)
-    # What to_empty() does, for parameters on the meta device and for real ones.
-    model._apply(lambda tensor: torch.empty_like(fake.from_tensor(tensor), device="cpu"))
+    replace_tensors(model, lambda tensor: torch.empty_like(fake.from_tensor(tensor), device="cpu"))
     return model.train()
 
 

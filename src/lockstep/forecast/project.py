@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep._compat.torch import BatchNorm
 from lockstep.bench.comm import bench_comm
 from lockstep.bench.loader import bench_loader
 from lockstep.bench.measure import Case
@@ -141,7 +141,7 @@ def blocking_messages(task: Task, config: RunConfig) -> int:
     """Messages in a forward and backward that wait for all ranks: two for each BatchNorm that is synchronised."""
     if config.distributed.sync_batchnorm == "off":
         return 0
-    return 2 * sum(isinstance(module, _BatchNorm) for module in blueprint(task).modules())
+    return 2 * sum(isinstance(module, BatchNorm) for module in blueprint(task).modules())
 
 
 def joint_message(task: Task, config: RunConfig, device: str) -> bool:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
+from lockstep._compat.fake_tensors import FakeTensorMode
+from lockstep._compat.torch import tree_leaves
 from lockstep.config import RunConfig
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import build_optimizer

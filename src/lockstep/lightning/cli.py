@@ -21,9 +21,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Checkpoint, ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from torch import distributed
 
+from lockstep._compat.lightning_cli import OpenCLI
 from lockstep.engine.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
 from lockstep.engine.lightning.ddp import shared_ddp
 from lockstep.errors import ConfigError
@@ -83,7 +84,7 @@ class WritePredictions(Callback):
             print(f"predictions: {self._file}")
 
 
-class LockstepCLI(LightningCLI):
+class LockstepCLI(OpenCLI):
     """Sections ``model``, ``data``, ``trainer``, ``optimizer``, ``lr_scheduler`` and ``hardware``.
 
     Subclass it as a ``LightningCLI``. Use :func:`run` rather than the class itself: it starts the ranks.
@@ -121,17 +122,17 @@ class LockstepCLI(LightningCLI):
         # As Lightning does it, but without its warning that a program has arguments of its own, too.
         self.config = parser.parse_object(args) if isinstance(args, Mapping) else parser.parse_args(args)
 
-    def _parse_ckpt_path(self) -> None:
+    def read_checkpoint_settings(self) -> None:
         settings = self.config[self.config.subcommand]
         path = settings.get("ckpt_path")
         check_is_file(path)
         if settings.get("weights_only") is False:
             with suppress(UnpicklingError):  # it may hold more than Lightning looks for here
-                super()._parse_ckpt_path()
+                super().read_checkpoint_settings()
             return
         with told_clearly(path):
             refuse_other_classes(path, settings.as_dict())
-            super()._parse_ckpt_path()
+            super().read_checkpoint_settings()
 
     def before_instantiate_classes(self) -> None:
         assert self.subcommand is not None, "ranks are started for a subcommand"
@@ -141,7 +142,7 @@ class LockstepCLI(LightningCLI):
         world = read_world(os.environ)
         hardware = Hardware(settings.hardware.selected_devices, settings.hardware.precision)
         trainer = {name: settings.trainer.get(name) for name in (*DECIDED, "num_nodes")}
-        defaults = {name: self._parser(self.subcommand).get_default(f"trainer.{name}") for name in DECIDED}
+        defaults = {name: self.parser_of(self.subcommand).get_default(f"trainer.{name}") for name in DECIDED}
         self._resolved = resolve(hardware, trainer, defaults, world, detect_devices())
         if self.subcommand == "fit" and self.run_dir is None:
             self.run_dir = fit_folder(settings.run_dir, settings.get("ckpt_path"), self._model_name(settings), world)
@@ -158,15 +159,15 @@ class LockstepCLI(LightningCLI):
         self._claim.enter_context(outcome_recorded(run))
         if self.save_config_callback is not None:
             kept = {"skip_none": False, "overwrite": True, "multifile": False}  # as Lightning keeps it beside its logs
-            self._parser("fit").save(self.config["fit"], str(run.cli_config_file), **kept)
+            self.parser_of("fit").save(self.config["fit"], str(run.cli_config_file), **kept)
 
     def _model_name(self, settings: Any) -> str:
         """Where the model's class is: ``package.module:Class``."""
         if self.subclass_mode_model:
             return ":".join(str(settings.model.class_path).rsplit(".", 1))
-        return f"{self._model_class.__module__}:{self._model_class.__qualname__}"
+        return f"{self.model_type.__module__}:{self.model_type.__qualname__}"
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_subcommand(self, subcommand: str) -> None:
         seed, world = self.seed, read_world(os.environ)
         loaders = replaced_loaders(
             [self.datamodule, self.model],
@@ -178,21 +179,21 @@ class LockstepCLI(LightningCLI):
             self._write_predictions()
             # Lightning cannot know that these show all samples.
             warnings.filterwarnings("ignore", f"You are using a custom batch sampler .{SharedBatches.__qualname__}.")
-        with told_clearly(self._get(self.config, "ckpt_path")), loaders:
-            super()._run_subcommand(subcommand)
+        with told_clearly(self.setting("ckpt_path")), loaders:
+            super().run_subcommand(subcommand)
 
     def _write_predictions(self) -> None:
         """Into the run folder of the checkpoint, or else ``--run_dir`` or the Trainer's; unless a callback does it."""
         if any(isinstance(callback, BasePredictionWriter) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             return
-        checkpoint, given = (self._get(self.config, name) for name in ("ckpt_path", "run_dir"))
+        checkpoint, given = (self.setting(name) for name in ("ckpt_path", "run_dir"))
         run = Path(checkpoint).absolute().parent.parent if checkpoint else None
         in_run = run is not None and (run / "run.json").exists()
         folder = Path(str(given or (run if in_run else self.trainer.default_root_dir)))
         self.trainer.callbacks.append(WritePredictions(folder / "predictions.pt"))  # type: ignore[attr-defined]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        settings = self._get(self.config_init, "trainer")
+        settings = self.setting("trainer", instantiated=True)
         # Lightning's own sampler pads and forgets where it was: some samples would count twice.
         arguments: dict[str, Any] = {**self._resolved.trainer, "use_distributed_sampler": False}
         arguments["strategy"] = shared_ddp(arguments.get("strategy", settings.strategy), read_world(os.environ).size)
@@ -219,7 +220,7 @@ class LockstepCLI(LightningCLI):
     @property
     def seed(self) -> int:
         """Of the order of samples, of loader workers and of ``setup()``."""
-        return int(self._get(self.config, "seed_everything") or 0)
+        return int(self.setting("seed_everything") or 0)
 
     def _listeners(self, run: RunDir, settings: Any, callbacks: list[Callback]) -> list[Callback]:
         """Who writes the run folder, where the user has not brought the same."""

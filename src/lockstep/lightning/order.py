@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.checkpoint_io import set_progress
 from lockstep.engine.lightning.dataloaders import orders, training_loader
 from lockstep.engine.state import TrainState
@@ -54,7 +54,7 @@ class TrainingOrder(Callback):
             global_batch_size=None,
             tail="drop" if loader.drop_last else "spread",
             lanes=None,
-            has_batchnorm=any(isinstance(part, _BatchNorm) for part in module.modules()),
+            has_batchnorm=has_batchnorm(module),
             sync_batchnorm=False,
             even=True,
         )

@@ -14,14 +14,14 @@ time in chunks: the memory after step k of a chunk is the product of a constant 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep._compat.torch import ConvertedModule
 from lockstep.models.legendre import transition
 from lockstep.models.recurrence import feedback_scan, linear_scan, project
 
@@ -38,7 +38,7 @@ class LMUState(NamedTuple):
     m: Tensor
 
 
-class LMU(nn.Module):
+class LMU(ConvertedModule):
     """A layer of Legendre memory units on (batch, time, features).
 
     Args:
@@ -250,8 +250,6 @@ class LMU(nn.Module):
         dtype = torch.promote_types(self.W_x.dtype, torch.float32)
         return transition(self.memory_size, float(self.theta), CHUNK).to(device, dtype, copy=True)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+    def converted(self) -> None:
         # Converted from float32 it would keep float32's rounding, and from a device without data nothing at all.
         self.transition = self._transition(self.transition.device)
-        return self

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lockstep.engine.optim.fused_adam import Stepper, compiler_not_imported
+from lockstep._compat.torch import compiler_not_imported
+from lockstep.engine.optim.fused_adam import Stepper
 
 
 def model_and_optimizer(kind: type[Optimizer], **settings: Any) -> tuple[nn.Module, Optimizer]:
@@ -156,7 +157,7 @@ def run(script: str, folder: Path) -> str:
 def test_the_compiler_is_not_imported_for_an_optimizer(tmp_path: Path) -> None:
     script = """
 import sys, torch
-from lockstep.engine.optim.fused_adam import compiler_not_imported
+from lockstep._compat.torch import compiler_not_imported
 from torch.optim import AdamW
 weight = torch.nn.Parameter(torch.ones(2))
 with compiler_not_imported():

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
+from lockstep._compat.torch import DropoutNd, NormBase
 from lockstep.engine.task import Loss, Task
 
 #: Functions of ``torch.nn.functional`` that drop out, with the name of their rate.
@@ -114,7 +113,7 @@ class Watched(Task):
         super().__init__(task.config)
         self._task = task
         self.draws: set[str] = set()
-        layers = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.p]
+        layers = [m for m in model.modules() if isinstance(m, DropoutNd) and m.p]
         recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase) and m.dropout]
         if "dropout" in off:
             for module in recurrent:
@@ -123,7 +122,7 @@ class Watched(Task):
         elif layers or recurrent:
             self.draws.add("dropout")
         if "batchnorm" in off:
-            _quieten([m for m in model.modules() if isinstance(m, _NormBase)])
+            _quieten([m for m in model.modules() if isinstance(m, NormBase)])
         self._off = off
 
     def watching(self) -> TorchFunctionMode:

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lockstep._compat.torch import dump_memory, record_memory
 from lockstep.config.sections import TelemetryConfig
 from lockstep.engine.loop import StepResult
 from lockstep.errors import StorageError
@@ -180,15 +181,15 @@ def memory_snapshot(
         remark("telemetry.memory_snapshot has no effect: it records the memory of GPUs.")
         yield
         return
-    torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
+    record_memory(_HISTORY)
     try:
         yield
     except torch.cuda.OutOfMemoryError:
         try:
             folder.mkdir(exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(folder / f"rank-{rank}-memory.pickle"))
+            dump_memory(str(folder / f"rank-{rank}-memory.pickle"))
         except OSError as error:  # what ended the run is told all the same
             remark(f"The memory snapshot could not be written: {error}")
         raise
     finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        record_memory(None)

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from lockstep._compat.torch import NormBase, buffers_of, is_spectral_norm
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.staging import all_reduce, world_size
 from lockstep.engine.distributed.sync_batchnorm import SyncedBatchNorm
@@ -33,7 +33,7 @@ class _Place(NamedTuple):
 
     @property
     def tensor(self) -> Tensor | None:
-        return self.layer._buffers.get(self.attribute)
+        return buffers_of(self.layer).get(self.attribute)
 
 
 class Buffers:
@@ -63,7 +63,7 @@ class Buffers:
         self._written: set[str] = set()
         for path, layer in module.named_modules():
             declared = dict(getattr(layer, ATTRIBUTE, {}))
-            for attribute in layer._buffers:
+            for attribute in buffers_of(layer):
                 place = _Place(f"{path}.{attribute}" if path else attribute, layer, attribute)
                 kind = _rule(layer, attribute)
                 if kind is None and attribute in declared:
@@ -115,14 +115,14 @@ class Buffers:
         kept = [
             (layer, attribute, tensor, _clone(tensor))
             for layer in self._module.modules()
-            for attribute, tensor in layer._buffers.items()
+            for attribute, tensor in buffers_of(layer).items()
             if _rule(layer, attribute) != "agreed"
         ]
         try:
             yield
         finally:
             for layer, attribute, tensor, value in kept:
-                layer._buffers[attribute] = tensor
+                buffers_of(layer)[attribute] = tensor
                 if tensor is not None and value is not None:
                     tensor.copy_(value)
 
@@ -187,23 +187,18 @@ class Buffers:
         return {
             f"{path}.{attribute}" if path else attribute: tensor
             for path, layer in self._module.named_modules()
-            for attribute, tensor in layer._buffers.items()
+            for attribute, tensor in buffers_of(layer).items()
             if tensor is not None and id(tensor) not in settled and _rule(layer, attribute) is None
         }
 
 
 def _rule(layer: nn.Module, attribute: str) -> str | None:
     """What torch's own layers need."""
-    if isinstance(layer, _NormBase) and attribute in {"running_mean", "running_var", "num_batches_tracked"}:
+    if isinstance(layer, NormBase) and attribute in {"running_mean", "running_var", "num_batches_tracked"}:
         if isinstance(layer, SyncedBatchNorm):
             return "agreed"
         return "max" if attribute == "num_batches_tracked" else "mean"
-    # torch.nn.utils.parametrizations.spectral_norm, and torch.nn.utils.spectral_norm before it.
-    if type(layer).__name__ == "_SpectralNorm" or (
-        attribute[-2:] in {"_u", "_v"} and hasattr(layer, attribute[:-2] + "_orig")
-    ):
-        return "once"
-    return None
+    return "once" if is_spectral_norm(layer, attribute) else None
 
 
 def _checked(kind: str, name: str) -> str:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep._compat.torch import default_store
 from lockstep.errors import CollectiveError
 from lockstep.hardware.world import World
 
@@ -245,7 +246,7 @@ class CheckedCollectives(Collectives):
         self._calls = 0
         self._pid = os.getpid()
         if world.size > 1:
-            self._store = dist.distributed_c10d._get_default_store()
+            self._store = default_store()
             # Overwrites what a rank of an earlier start left. All have done so when the group is there.
             self._store.set(_note(world.rank), json.dumps(Call(0, "", "")))
         super().__init__(world, timeout_s=timeout_s)

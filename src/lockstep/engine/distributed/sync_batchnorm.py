@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep._compat.torch import BatchNorm, check_input_dim
 from lockstep.engine.distributed.staging import Group, all_gather_rows, all_reduce, world_size
 from lockstep.errors import UnsupportedError
 
 
 def has_batchnorm(model: nn.Module) -> bool:
     """Whether a BatchNorm layer of any kind is in ``model``, so that a sample's output depends on its batch."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
 class Statistics(NamedTuple):
@@ -38,7 +38,7 @@ class Statistics(NamedTuple):
     values: Tensor
 
 
-class SyncedBatchNorm(_BatchNorm):
+class SyncedBatchNorm(BatchNorm):
     """BatchNorm over the batches of all ranks of a group; in evaluation an ordinary BatchNorm.
 
     Made by :func:`convert`. Input [N, C, …], where N differs between ranks and may be 0. A forward in
@@ -56,7 +56,7 @@ class SyncedBatchNorm(_BatchNorm):
     ghost: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        check_input_dim(self, input)
         if not self.training:
             # Ranks may evaluate different numbers of batches: no collective here.
             return super().forward(input)
@@ -132,7 +132,7 @@ class SyncedBatchNormNd(SyncedBatchNorm, nn.SyncBatchNorm):
     """In place of torch's own ``SyncBatchNorm``: input [N, C, …]."""
 
 
-_SYNCED: dict[type[_BatchNorm], type[SyncedBatchNorm]] = {
+_SYNCED: dict[type[BatchNorm], type[SyncedBatchNorm]] = {
     nn.BatchNorm1d: SyncedBatchNorm1d,
     nn.BatchNorm2d: SyncedBatchNorm2d,
     nn.BatchNorm3d: SyncedBatchNorm3d,
@@ -220,7 +220,7 @@ def convert(module: nn.Module, group: Group = None) -> nn.Module:
     Raises:
         UnsupportedError: a layer whose class has another forward, which would be lost.
     """
-    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BatchNorm)]
     for name, layer in layers:
         if _synced(type(layer)) is None:
             raise UnsupportedError(
@@ -234,7 +234,7 @@ def convert(module: nn.Module, group: Group = None) -> nn.Module:
     return module
 
 
-def _synced(kind: type[_BatchNorm]) -> type[SyncedBatchNorm] | None:
+def _synced(kind: type[BatchNorm]) -> type[SyncedBatchNorm] | None:
     """The synchronised class of ``kind``; one that adds to torch's, but inherits its forward, gets one here."""
     if issubclass(kind, SyncedBatchNorm):
         return kind

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep._compat.torch import foreach_add_, foreach_copy_
 from lockstep.engine.distributed.staging import Group, wire_device
 
 Leaf = list[Tensor]
@@ -52,7 +53,7 @@ class TreeSum:
 def _add(left: Leaf | None, right: Leaf | None) -> Leaf | None:
     if left is None or right is None:
         return right if left is None else left
-    torch._foreach_add_(left, right)
+    foreach_add_(left, right)
     return left
 
 
@@ -78,7 +79,7 @@ class TreeAllReduce:
         if not tensors:
             return
         if self._world_size == 1:
-            torch._foreach_add_(list(tensors), 0)
+            foreach_add_(list(tensors), 0)
             return
         layout = tuple((tensor.dtype, tensor.shape) for tensor in tensors)
         if self._buffers is None or self._buffers.layout != layout:
@@ -138,11 +139,11 @@ class _Buffers:
             offsets[dtype] += size
 
     def load(self, tensors: Sequence[Tensor]) -> None:
-        torch._foreach_copy_(self._views, list(tensors))
+        foreach_copy_(self._views, list(tensors))
         if self.sent is not self._flat:
             self.sent.copy_(self._flat)
 
     def store(self, tensors: Sequence[Tensor]) -> None:
         if self.sent is not self._flat:
             self._flat.copy_(self.sent)
-        torch._foreach_copy_(list(tensors), self._views)
+        foreach_copy_(list(tensors), self._views)

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 
+from lockstep._compat.lightning import STEPPED
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.state import TrainState
 
@@ -79,7 +80,7 @@ class StoreIO(TorchCheckpointIO):
         )
         for counter in loops["epoch_loop.batch_progress"]["current"]:
             loops["epoch_loop.batch_progress"]["current"][counter] = self._done
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self._state.step
+        loops["epoch_loop.state_dict"][STEPPED] = self._state.step
         automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
         manual = loops["epoch_loop.manual_optimization.optim_step_progress"]
         for progress in (automatic, manual):

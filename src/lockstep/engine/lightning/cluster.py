@@ -21,6 +21,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
 
+from lockstep._compat.lightning import LaunchedDdp
 from lockstep.config.sections import DistributedConfig
 from lockstep.engine.lightning.ddp import SharedDDPStrategy
 from lockstep.engine.process.determinism import rank_device
@@ -62,11 +63,8 @@ class RankEnvironment(ClusterEnvironment):
         return self._world.node_rank
 
 
-class RankedDdp(SharedDDPStrategy):
+class RankedDdp(LaunchedDdp, SharedDDPStrategy):
     """Lightning's DDP in a process group that exists already."""
-
-    def _configure_launcher(self) -> None:
-        """Nothing to launch, and the plan has decided the number of threads."""
 
 
 class KeptSignals(pl.Callback):

@@ -12,9 +12,9 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from lockstep._compat.torch import tree_map
 from lockstep.data.order import Order
 from lockstep.data.randomness import derive_key, worker_init
 from lockstep.data.requests import InOrder, SampleOrder

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from operator import is_, methodcaller
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim import optimizer as hooks_of_all
 
-#: What torch keeps its compiler away from, and the attribute in which it remembers how (torch/_compile.py).
-_KEPT_FROM_COMPILER = ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
-_DISABLED = "__dynamo_disable"
+from lockstep._compat.torch import fused_adam_, fused_adamw_, needs_own_step
+
 _AVERAGE = methodcaller("get", "exp_avg")
 
 
@@ -52,7 +47,7 @@ class Stepper:
     def __call__(self, found_inf: Tensor | None = None) -> None:
         """Take the step; where ``found_inf`` (shape ()) is 1, nothing changes: for optimizers with fused kernels."""
         optimizer = self._optimizer
-        gradients = self._gradients() if self._is_plain and not _watched(optimizer) else None
+        gradients = self._gradients() if self._is_plain and not needs_own_step(optimizer) else None
         if gradients is None:
             if found_inf is not None:
                 optimizer.found_inf, optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
@@ -124,20 +119,6 @@ def _is_plain(group: dict[str, Any], parameters: list[nn.Parameter]) -> bool:
     )
 
 
-def _watched(optimizer: Any) -> bool:
-    """Whether somebody wants to see this very step: hooks, or a profiler, which shows ``Optimizer.step``."""
-    own = vars(optimizer).get("step")
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or hooks_of_all._global_optimizer_pre_hooks
-        or hooks_of_all._global_optimizer_post_hooks
-        # A scheduler of torch's wraps it to note that a step was taken, which scheduler_of() has noted for good.
-        or (own is not None and not hasattr(own, "_wrapped_by_lr_sched"))
-        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    )
-
-
 def _lists(parameters: list[nn.Parameter], states: Any) -> _Lists:
     for parameter in parameters:
         state = states[parameter]
@@ -156,9 +137,9 @@ def _lists(parameters: list[nn.Parameter], states: Any) -> _Lists:
 
 def _step(group: dict[str, Any], lists: _Lists, gradients: list[Tensor], found_inf: Tensor | None) -> None:
     lists.counts.add_(lists.one)
-    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    kernel = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
     kernel(
-        lists.parameters,  # type: ignore[arg-type]
+        lists.parameters,
         gradients,
         lists.averages,
         lists.squares,
@@ -176,22 +157,3 @@ def _step(group: dict[str, Any], lists: _Lists, gradients: list[Tensor], found_i
     )
     if found_inf is not None:
         lists.counts.sub_(found_inf)
-
-
-@contextlib.contextmanager
-def compiler_not_imported() -> Iterator[None]:
-    """Optimizers made, saved or loaded inside do not import torch's compiler, which takes longer than many first steps.
-
-    torch imports it to keep it from compiling these methods; until it is imported, nothing is compiled.
-    """
-    methods = [getattr(vars(Optimizer)[name], "__wrapped__", None) for name in _KEPT_FROM_COMPILER]
-    if "torch._dynamo" in sys.modules or any(method is None for method in methods):
-        yield
-        return
-    for method in methods:
-        setattr(method, _DISABLED, method)
-    try:
-        yield
-    finally:
-        for method in methods:
-            delattr(method, _DISABLED)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
+from lockstep._compat.torch import has_scheduler
 from lockstep.errors import TaskError, UnsupportedError
 
 Names = list[list[str]]
@@ -33,7 +34,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             "torch.optim.AdamW([{'params': …, 'lr': …}, …]); return a scheduler from Task.scheduler(optimizer)",
         )
     check_belongs(optimizer, dict(model.named_parameters()))
-    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
+    if has_scheduler(optimizer):
         raise TaskError(
             f"the task's optimizer() made a scheduler for its {kind}",
             why="the run's schedule would overwrite the learning rates that it sets, and its state would not be saved",

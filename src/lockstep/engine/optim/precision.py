@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep._compat.torch import amp_update_scale_
+
 GROWTH_INTERVAL = 2000
 
 
@@ -57,7 +59,7 @@ class Precision:
         before = (self._scale.clone(), self._good_steps.clone()) if counted is not None else None
         # torch.amp.GradScaler's own kernel; the class itself would read found_inf on the host every step.
         found_inf = found_inf.to(self._scale.device)  # parameters may be in host memory
-        torch._amp_update_scale_(self._scale, self._good_steps, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
+        amp_update_scale_(self._scale, self._good_steps, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
         if before is not None and counted is not None:
             counted = counted.to(self._scale.device)
             self._scale.copy_(torch.where(counted, self._scale, before[0]))

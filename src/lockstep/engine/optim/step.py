@@ -11,8 +11,16 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep._compat.torch import (
+    amp_unscale_,
+    compiler_not_imported,
+    foreach_mul_,
+    foreach_norm,
+    note_step,
+    takes_found_inf,
+)
 from lockstep.config import OptimizerConfig
-from lockstep.engine.optim.fused_adam import Stepper, compiler_not_imported
+from lockstep.engine.optim.fused_adam import Stepper
 from lockstep.engine.optim.groups import check_belongs, fitted, names_of, restore_changed, settings_of, sparse_layers
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.task import Scheduler, Task
@@ -87,8 +95,7 @@ def scheduler_of(task: Task, optimizer: Optimizer) -> Scheduler | None:
             why=f"it returned {type(made).__name__}, of {type(found.scheduler).__name__} and {found.interval!r}",
             fix="return one of torch.optim.lr_scheduler, or lockstep.Scheduler(one, 'step', 'epoch' or 'metric')",
         )
-    # What a scheduler's wrapper of optimizer.step() notes, which the update does not call.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    note_step(optimizer)
     return found
 
 
@@ -132,7 +139,7 @@ class Update:
         #: Gradients that are sparse or complex.
         self._unusual = bool(sparse_layers(model)) or any(p.is_complex() for p in self._parameters)
         self._one_norm = len({(p.device, p.dtype) for p in self._parameters}) == 1
-        self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._fused = takes_found_inf(optimizer)
         self._found_inf, self._factor = torch.zeros((), device=device), torch.zeros(())
         self._skipped: Tensor | int = 0
         for group in optimizer.param_groups:
@@ -204,7 +211,7 @@ class Update:
         """Divide now what is otherwise divided as it is clipped; the count and divisor that are left to apply."""
         seed = self._precision.seed_value() if self._on_host else self._precision.seed()
         factor = divisor / (seed * (float(count) if self._on_host else count))
-        torch._foreach_mul_(gradients, factor)
+        foreach_mul_(gradients, factor)
         return 1.0 / self._precision.seed_value(), 1.0
 
     def _apply_on_host(self, gradients: list[Tensor], count: float, divisor: float, want_norm: bool) -> None:
@@ -215,7 +222,7 @@ class Update:
             if self._max_norm is not None and not found:
                 factor *= min(1.0, self._max_norm / (norm + 1e-6))
             if not found:
-                torch._foreach_mul_(gradients, factor)
+                foreach_mul_(gradients, factor)
         elif math.isfinite(factor):
             self._found_inf.zero_()
             found = self._unscale(gradients, self._factor.fill_(factor)).item() != 0
@@ -260,13 +267,13 @@ class Update:
         if not self._one_norm or not gradients:
             norm = torch.nn.utils.get_total_norm(gradients)
         else:
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)))
+            norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0)))
         return norm if self._divided is None else self._divided.total_norm(norm)
 
     def _unscale(self, gradients: list[Tensor], factor: Tensor) -> Tensor:
         """Multiply by ``factor``, and note a gradient that is not finite: one pass, in GradScaler's own kernel."""
         if gradients:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found_inf, factor)
+            amp_unscale_(gradients, self._found_inf, factor)
         if self._divided is not None:
             self._divided.agree(self._found_inf)
         return self._found_inf

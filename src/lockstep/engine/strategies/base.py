@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep._compat.torch import backward, foreach_copy_
 from lockstep.data.randomness import dropout_seed
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.buffers import Buffers
@@ -343,10 +343,7 @@ class SingleStrategy:
         if self._wrapped or type(total) is not Tensor:
             total.backward(seed)
         else:
-            # What Tensor.backward() comes to. Its checks of the seed import SymPy and cost as much as a small layer.
-            Variable._execution_engine.run_backward(
-                (total,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+            backward(total, seed)
 
 
 class RanksStrategy(SingleStrategy):
@@ -480,5 +477,5 @@ class DdpStrategy(RanksStrategy):
             flat = torch.cat([g.reshape(-1) for g in gradients])
             wait(dist.all_reduce(flat, async_op=True))
             pieces = flat.split([g.numel() for g in gradients])
-            torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)])
+            foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)])
         self._leave_out(used)

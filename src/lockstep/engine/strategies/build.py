@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep._compat.torch import watch_compiler
 from lockstep.config import RunConfig
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.determinism import rank_device
@@ -63,9 +64,6 @@ def build_strategy(
 
 def _compiled(model: nn.Module, mode: str) -> Any:
     """``model`` compiled at its first call, and again for other shapes: for as long as it takes."""
-    from torch._dynamo.callback import callback_handler
-
     if pulse.is_watched:
-        callback_handler.register_start_callback(lambda _: pulse.at(Activity.COMPILING))
-        callback_handler.register_end_callback(lambda _: pulse.at(Activity.STEP))
+        watch_compiler(lambda _: pulse.at(Activity.COMPILING), lambda _: pulse.at(Activity.STEP))
     return torch.compile(model, mode=mode)

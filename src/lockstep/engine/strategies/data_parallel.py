@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
-from torch.utils._pytree import tree_leaves
 
+from lockstep._compat.torch import tree_leaves
 from lockstep.engine.strategies.base import Replica, SeededDraws, SingleStrategy
 from lockstep.engine.trained import bare
 

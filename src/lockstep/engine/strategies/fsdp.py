@@ -22,12 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lockstep._compat.torch import NormBase, fsdp_reduce_scatter
 from lockstep.config import FsdpConfig
 from lockstep.data.requests import Window
 from lockstep.engine.diagnostics.ablation import Watched
@@ -57,18 +56,20 @@ class _Root(nn.Module):
         return function(self.model, batch)
 
 
-class _ReduceScatter(DefaultReduceScatter):
+class _ReduceScatter:
     """FSDP's own, except that a rank may contribute zeros, whatever its backward gave."""
 
     def __init__(self) -> None:
         self.nothing = False
+        self._own = fsdp_reduce_scatter()
+        self.allocate = self._own.allocate
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work:
         if self.nothing:
             input_tensor.zero_()
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        return cast(dist.Work, self._own(output_tensor, input_tensor, group, op, async_op))
 
 
 class ShardedModel(Divided):
@@ -105,7 +106,7 @@ class ShardedModel(Divided):
                 mp_policy=_policy(module, blocks, precision),
                 offload_policy=offload,
             )
-            cast(FSDPModule, module).set_custom_reduce_scatter(self.reduce_scatter)
+            cast(FSDPModule, module).set_custom_reduce_scatter(cast(Any, self.reduce_scatter))
         self.root = root
 
     @property
@@ -251,7 +252,7 @@ def _policy(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> M
     Normalisation layers with statistics keep theirs in single precision, and so does their block.
     """
     others = {id(part) for block in blocks if block is not module for part in block.modules()}
-    keeps = any(isinstance(part, _NormBase) for part in module.modules() if id(part) not in others)
+    keeps = any(isinstance(part, NormBase) for part in module.modules() if id(part) not in others)
     half = None if keeps else _HALF[precision]
     return MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=None if half is None else torch.float32, cast_forward_inputs=False
@@ -283,8 +284,8 @@ def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
 
 def _owns_its_parameters(block: nn.Module, model: nn.Module) -> bool:
     """Whether ``block`` has parameters, and shares none with the rest of ``model`` (tied weights)."""
-    everywhere = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    here = Counter(id(p) for module in block.modules() for p in module._parameters.values() if p is not None)
+    everywhere = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    here = Counter(id(p) for module in block.modules() for p in module.parameters(recurse=False))
     return bool(here) and all(everywhere[key] == count for key, count in here.items())
 
 
@@ -308,7 +309,7 @@ def _refuse_indivisible(model: nn.Module) -> None:
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Keep only the inputs of each block, and compute what is inside again in the backward pass."""
     for name, module in model.named_modules():
-        if isinstance(module, _NormBase) and module.track_running_stats:
+        if isinstance(module, NormBase) and module.track_running_stats:
             raise UnsupportedError(
                 f"fsdp.activation_checkpointing does not go together with the {type(module).__name__} {name!r}",
                 why="computing it again in the backward pass would count each batch twice in its running statistics",

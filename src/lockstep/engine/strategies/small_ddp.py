@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_group
-from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 
+from lockstep._compat.torch import broadcast_module, check_shapes, foreach_copy_
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.staging import wait
 from lockstep.engine.strategies.base import Flags, RanksStrategy, Reduced, Replica, check_change
@@ -47,10 +46,10 @@ class FlatStrategy(RanksStrategy):
         super().__init__(replica)
         self._world_size = dist.get_world_size()
         self._lay_out()
-        _sync_module_states(replica.module, _get_default_group(), 250 * 2**20, 0, [])  # 250 MB at a time, as DDP does
+        broadcast_module(replica.module)
 
     def _lay_out(self) -> None:
-        _verify_param_shape_across_processes(_get_default_group(), list(self._trained))
+        check_shapes(list(self._trained))
         sizes = [p.numel() for p in self._trained]
         length = len(pack(0.0, 0.0, Flags())) + 1  # and the number of ranks with unused parameters
         self._flat = torch.zeros(sum(sizes) + length, dtype=self._parameters[0].dtype)
@@ -88,7 +87,7 @@ class FlatStrategy(RanksStrategy):
         complete = len(gradients) == len(self._trained)
         used = [] if complete else [p.grad is not None for p in self._trained]
         if complete:
-            torch._foreach_copy_(self._reduced, gradients)
+            foreach_copy_(self._reduced, gradients)
         else:
             self._flat.zero_()
             for piece, parameter in zip(self._reduced, self._trained, strict=True):

@@ -131,7 +131,8 @@ def _write_program(run: RunDir, snapshot: Snapshot, folder: Path, *, wanted: boo
 def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What torch.export is to take as any size: each tensor's first dimension, by the names of forward's arguments."""
     import torch
-    from torch.utils._pytree import tree_map
+
+    from lockstep._compat.torch import tree_map
 
     def first(value: Any) -> Any:
         return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None

@@ -6,7 +6,6 @@ own log, answers stop requests, and leaves a file that says what went wrong.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import multiprocessing
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from lockstep._compat import run_exit_functions
 from lockstep.errors import LockstepError, StorageError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import World, read_world
@@ -51,7 +51,7 @@ def main(argv: list[str], rank_main: RankMain | None = None) -> int:
     code = run_rank(run_dir, world, rank_main or _train)
     stop.restore()
     if code in (0, *map(signals.exit_code, signals.STOP_SIGNALS)):
-        atexit._run_exitfuncs()
+        run_exit_functions()
     leave(code)
 
 

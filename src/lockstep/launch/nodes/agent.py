@@ -16,7 +16,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -209,7 +209,7 @@ class NodeAgent(RankAgent):
             return False
         self._ended_at = self._ended_at or time.monotonic()
         waiting = self._launch.stop_requested() is None and time.monotonic() - self._ended_at < MAKE_ROOM_S
-        return waiting or bool(self._rdzv_handler.num_nodes_waiting())
+        return waiting or bool(self.get_worker_group().spec.rdzv_handler.num_nodes_waiting())
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Another node has come: the ranks end with a checkpoint first. After a failure none is alive, or they hang."""
@@ -283,7 +283,7 @@ def _conclude(launch: Launch, nodes: Nodes, store: TCPStore, agent: NodeAgent) -
         launch.error = f"the ranks were killed, since they had not ended {launch.stop_grace_s:g} s after the stop"
     launch.write()
     with contextlib.suppress(RuntimeError, RendezvousError):
-        agent._rdzv_handler.shutdown()
+        agent.get_worker_group().spec.rdzv_handler.shutdown()
     return code if code in (0, *_STOPPED) else _blame(launch, store, code)
 
 

@@ -11,12 +11,13 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from lockstep._compat.torch import agent_processes
 from lockstep.launch.local.signals import StopRequest, held_back
 from lockstep.launch.local.supervisor import Supervisor
 
@@ -47,7 +48,7 @@ class RankAgent(LocalElasticAgent):
         with held_back():
             pids: dict[int, Any] = super()._start_workers(worker_group)
             self._stop.install()  # should the agent have taken SIGINT or SIGTERM after all
-        processes = cast(SubprocessContext, self._pcontext).subprocess_handlers
+        processes = agent_processes(self)
         self.supervisor = self._supervise(
             {worker.global_rank: processes[worker.local_rank].proc for worker in worker_group.workers}
         )

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
+from lockstep._compat.lightning import ReducedEarlyStopping
 from lockstep.launch.local.signals import StopRequest
 
 
-class AgreedEarlyStopping(EarlyStopping):
+class AgreedEarlyStopping(ReducedEarlyStopping):
     """Lightning's early stopping, decided on the mean of the monitored value over all ranks.
 
     A value that a module logs without ``sync_dist`` differs between ranks; here all ranks count the same
@@ -29,10 +29,11 @@ class AgreedEarlyStopping(EarlyStopping):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = None
 
-    def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
+    def reduced(self, current: Tensor) -> Tensor:
         assert self._trainer is not None, "a trainer sets its callbacks up"
-        mean = self._trainer.strategy.reduce(current.clone().to(self._trainer.strategy.root_device), reduce_op="mean")
-        return super()._evaluate_stopping_criteria(mean)
+        strategy = self._trainer.strategy
+        mean: Tensor = strategy.reduce(current.clone().to(strategy.root_device), reduce_op="mean")
+        return mean
 
 
 class StopOnSignal(Callback):

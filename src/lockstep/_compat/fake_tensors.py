@@ -1,0 +1,39 @@
+"""Private names of torch for models without memory and for the operators that they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep._compat import missing
+
+try:
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError as error:
+    raise missing("torch", error) from None
+
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "unset_fake_temporarily"]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same for tensors that share a storage, while it is alive."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def is_mutable(operator: Any) -> bool:
+    """Whether an operator writes to its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def overload_packet(operator: Any) -> Any:
+    """What ``torch.utils.flop_counter`` knows an operator by."""
+    return operator._overloadpacket
+
+
+def replace_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer, as ``model.to_empty()`` does."""
+    model._apply(function)

@@ -1,0 +1,39 @@
+"""Private names of Lightning's command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+
+class OpenCLI(LightningCLI):
+    """``LightningCLI`` with public names for the private methods that Lockstep overrides or calls."""
+
+    def read_checkpoint_settings(self) -> None:
+        """Take the model's arguments from the hyper-parameters of ``--ckpt_path``."""
+        super()._parse_ckpt_path()
+
+    def run_subcommand(self, subcommand: str) -> None:
+        """Call the Trainer's method of that name."""
+        super()._run_subcommand(subcommand)
+
+    def setting(self, name: str, *, instantiated: bool = False) -> Any:
+        """The value of the subcommand's setting; ``instantiated``: with objects in place of their arguments."""
+        return self._get(self.config_init if instantiated else self.config, name)
+
+    def parser_of(self, subcommand: str) -> LightningArgumentParser:
+        """The parser of the subcommand's flags."""
+        return self._parser(subcommand)
+
+    @property
+    def model_type(self) -> type[Any]:
+        """The class of the model, or the one that its ``class_path`` must derive from."""
+        kind: type[Any] = self._model_class  # type: ignore[assignment]
+        return kind
+
+    def _parse_ckpt_path(self) -> None:
+        self.read_checkpoint_settings()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        self.run_subcommand(subcommand)

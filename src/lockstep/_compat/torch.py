@@ -1,0 +1,261 @@
+"""Private names of torch, except those of :mod:`lockstep._compat.fake_tensors`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import repeat
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer, optimizer
+
+from lockstep._compat import missing
+
+try:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.batchnorm import _NormBase as NormBase  # also of InstanceNorm
+    from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+    from torch.utils._pytree import tree_leaves, tree_map
+except ImportError as error:
+    raise missing("torch", error) from None
+
+__all__ = ["BatchNorm", "DropoutNd", "NormBase", "tree_leaves", "tree_map"]
+
+
+# Kernels.
+
+
+def _one_by_one(method: str) -> Callable[[Iterable[Tensor], Any], None]:
+    """The public method, in place of a kernel for lists of tensors."""
+
+    def apply(tensors: Iterable[Tensor], others: Any) -> None:
+        for tensor, other in zip(
+            tensors, others if isinstance(others, (list, tuple)) else repeat(others), strict=False
+        ):
+            getattr(tensor, method)(other)
+
+    return apply
+
+
+def _norms(tensors: Iterable[Tensor], order: float) -> list[Tensor]:
+    return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise missing("torch", f"torch.{name}")
+
+    return refuse
+
+
+def _kernel(name: str, fallback: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(torch, name, fallback or _refusing(name))
+    return found
+
+
+foreach_add_ = _kernel("_foreach_add_", _one_by_one("add_"))
+foreach_copy_ = _kernel("_foreach_copy_", _one_by_one("copy_"))
+foreach_mul_ = _kernel("_foreach_mul_", _one_by_one("mul_"))
+foreach_norm = _kernel("_foreach_norm", _norms)
+#: Those of ``torch.amp.GradScaler``.
+amp_unscale_ = _kernel("_amp_foreach_non_finite_check_and_unscale_")
+amp_update_scale_ = _kernel("_amp_update_scale_")
+#: Those of ``torch.optim.Adam`` and ``AdamW`` with ``fused=True``.
+fused_adam_: Any = getattr(torch, "_fused_adam_", None)
+fused_adamw_: Any = getattr(torch, "_fused_adamw_", None)
+
+
+# Autograd.
+
+_engine: Any = getattr(Variable, "_execution_engine", None)
+
+
+def backward(total: Tensor, seed: Tensor) -> None:
+    """``total.backward(seed)`` without its checks of the seed, which import SymPy and cost as much as a small layer."""
+    if _engine is None:
+        total.backward(seed)
+    else:
+        _engine.run_backward((total,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def saved(node: Any, name: str) -> Any:
+    """What a node of the graph saved for its backward pass as ``name``; ``None`` if it did not."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+# Modules and buffers.
+
+
+class ConvertedModule(nn.Module):
+    """A module with a method that is called when ``to()`` and its relatives have replaced its tensors."""
+
+    def converted(self) -> None:
+        """The parameters and buffers have another device or dtype."""
+        raise NotImplementedError
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        module = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.converted()
+        return module
+
+
+def buffers_of(layer: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers that ``layer`` itself registers, those that are ``None`` included; may be assigned to."""
+    return layer._buffers
+
+
+def is_spectral_norm(layer: nn.Module, attribute: str) -> bool:
+    """Whether a buffer belongs to spectral normalisation, as a parametrization or in the older form."""
+    older = attribute[-2:] in {"_u", "_v"} and hasattr(layer, attribute[:-2] + "_orig")
+    return older or type(layer).__name__ == "_SpectralNorm"
+
+
+def check_input_dim(layer: nn.Module, value: Tensor) -> None:
+    """Raise ``ValueError``, as torch does, when ``value`` does not have the dimensions that a BatchNorm takes."""
+    check: Any = getattr(layer, "_check_input_dim", None)
+    if check is not None:
+        check(value)
+
+
+# Optimizers.
+
+#: What torch keeps its compiler away from, and the attribute in which it remembers how (torch/_compile.py).
+_KEPT_FROM_COMPILER = ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
+_DISABLED = "__dynamo_disable"
+_WRAPPED = "_wrapped_by_lr_sched"
+_HOOKS_OF_ALL = [getattr(optimizer, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post")]
+_profiler_enabled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+_HAS_KERNELS = None not in (fused_adam_, fused_adamw_, *_HOOKS_OF_ALL)
+
+
+def needs_own_step(made: Any) -> bool:
+    """Whether ``made.step()`` must be called: for its hooks, or a profiler that shows it, or without fused kernels."""
+    own = vars(made).get("step")
+    return bool(
+        not _HAS_KERNELS
+        or made._optimizer_step_pre_hooks
+        or made._optimizer_step_post_hooks
+        or any(_HOOKS_OF_ALL)
+        # A scheduler of torch's wraps it to note that a step was taken, which note_step() has noted for good.
+        or (own is not None and not hasattr(own, _WRAPPED))
+        or _profiler_enabled()
+    )
+
+
+def has_scheduler(made: Optimizer) -> bool:
+    """Whether a scheduler of torch's was made for this optimizer."""
+    return hasattr(vars(made).get("step"), _WRAPPED)
+
+
+def note_step(made: Optimizer) -> None:
+    """What a scheduler's wrapper of ``step()`` notes, for an optimizer whose kernels are called directly."""
+    made._opt_called = True  # type: ignore[attr-defined]
+
+
+def takes_found_inf(made: Optimizer) -> bool:
+    """Whether the optimizer itself leaves out a step whose ``found_inf`` is 1."""
+    return bool(getattr(made, "_step_supports_amp_scaling", False))
+
+
+@contextmanager
+def compiler_not_imported() -> Iterator[None]:
+    """Optimizers made, saved or loaded inside do not import torch's compiler, which takes longer than many first steps.
+
+    torch imports it to keep it from compiling these methods; until it is imported, nothing is compiled.
+    """
+    methods = [getattr(vars(Optimizer)[name], "__wrapped__", None) for name in _KEPT_FROM_COMPILER]
+    if "torch._dynamo" in sys.modules or any(method is None for method in methods):
+        yield
+        return
+    for method in methods:
+        setattr(method, _DISABLED, method)
+    try:
+        yield
+    finally:
+        for method in methods:
+            delattr(method, _DISABLED)
+
+
+def watch_compiler(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> None:
+    """Call these around each compilation of the process; without effect where torch does not announce them."""
+    with suppress(ImportError):
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.register_start_callback(begins)
+        callback_handler.register_end_callback(ends)
+
+
+# Process groups.
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except AttributeError as error:
+        raise missing("torch", error) from None
+
+
+def broadcast_module(model: nn.Module) -> None:
+    """Copy rank 0's parameters and buffers to all ranks, as DDP does. Collective."""
+    from torch.distributed.utils import _sync_module_states
+
+    assert dist.group.WORLD is not None
+    _sync_module_states(model, dist.group.WORLD, 250 * 2**20, 0, [])  # 250 MB at a time
+
+
+def check_shapes(parameters: list[Tensor]) -> None:
+    """Raise ``RuntimeError``, as DDP does, where ranks have parameters of different shapes. Collective."""
+    from torch.distributed.utils import _verify_param_shape_across_processes
+
+    assert dist.group.WORLD is not None
+    _verify_param_shape_across_processes(dist.group.WORLD, parameters)
+
+
+def fsdp_reduce_scatter() -> Any:
+    """What FSDP reduces gradients with: ``allocate(size, dtype, device)`` and a call like ``reduce_scatter_tensor``."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+    except ImportError as error:
+        raise missing("torch", error) from None
+    return DefaultReduceScatter()
+
+
+def agent_processes(agent: Any) -> dict[int, Any]:
+    """The handlers of the processes that an elastic agent has started, by local rank."""
+    handlers: dict[int, Any] = agent._pcontext.subprocess_handlers
+    return handlers
+
+
+# Loaders and memory.
+
+
+def worker_processes(iterator: Any) -> list[Any]:
+    """The processes of a ``DataLoader``'s iterator."""
+    return list(getattr(iterator, "_workers", ()))
+
+
+def child_handler_set(value: bool | None = None) -> bool:
+    """Whether ``DataLoader`` has installed its handler of SIGCHLD; ``value`` sets what it believes."""
+    from torch.utils.data._utils import signal_handling
+
+    before: bool = signal_handling._SIGCHLD_handler_set
+    if value is not None:
+        signal_handling._SIGCHLD_handler_set = value
+    return before
+
+
+def record_memory(max_entries: int | None) -> None:
+    """Record up to so many allocations of the GPU; ``None`` stops."""
+    enabled: Any = None if max_entries is None else "all"
+    torch.cuda.memory._record_memory_history(enabled, max_entries=max_entries or sys.maxsize)
+
+
+def dump_memory(path: str) -> None:
+    """Write what :func:`record_memory` has recorded, for https://docs.pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)

@@ -1,0 +1,83 @@
+"""Every private name of Lightning and torchmetrics that Lockstep uses, on the installed versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torchmetrics import MeanMetric, MetricCollection
+
+from lockstep._compat import lightning as compat
+from lockstep._compat import torchmetrics
+from lockstep._compat.lightning_cli import OpenCLI
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these versions of the libraries say to each other
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Doubled(compat.ReducedEarlyStopping):
+    seen: float | None = None
+
+    def reduced(self, current: torch.Tensor) -> torch.Tensor:
+        self.seen = float(current)
+        return current * 2
+
+
+def test_early_stopping_decides_on_the_reduced_value() -> None:
+    stopping = Doubled("x", patience=1)
+    trainer = Trainer(max_steps=1, accelerator="cpu", callbacks=[stopping], **QUIET)
+    trainer.fit(Logging(), torch.utils.data.DataLoader(torch.zeros(2, 32), batch_size=2))
+    assert stopping.seen == 3.0
+    assert float(stopping.best_score) == 6.0
+    assert compat.STEPPED in trainer.fit_loop.state_dict()["epoch_loop.state_dict"]
+
+
+class Logging(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("x", 3.0)
+        return super().training_step(batch, batch_idx)
+
+    val_dataloader = None  # type: ignore[assignment]
+
+
+def test_ddp_without_a_launcher() -> None:
+    strategy = compat.LaunchedDdp()
+    strategy._configure_launcher()
+    assert strategy.launcher is None
+
+
+class Traced(OpenCLI):
+    calls: tuple[str, ...] = ()
+
+    def read_checkpoint_settings(self) -> None:
+        self.calls += ("checkpoint",)
+        super().read_checkpoint_settings()
+
+    def run_subcommand(self, subcommand: str) -> None:
+        self.calls += (subcommand,)
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["program"])
+    cli = Traced(BoringModel, args=["fit", "--trainer.max_steps=3"], save_config_callback=None)
+    assert cli.calls == ("checkpoint", "fit")
+    assert cli.setting("trainer.max_steps") == 3
+    assert cli.setting("trainer", instantiated=True).max_steps == 3
+    assert cli.parser_of("fit").get_default("trainer.devices") == "auto"
+    assert cli.model_type is BoringModel
+
+
+def test_metrics() -> None:
+    metric = MeanMetric()
+    torchmetrics.switch_off_sync(metric)
+    assert metric.sync_on_compute is False
+    assert set(torchmetrics.defaults(metric)) == set(torchmetrics.reductions(metric)) >= {"mean_value", "weight"}
+    torchmetrics.mark_updated(metric)
+    metric.compute()  # without a warning
+    collection = MetricCollection({"a": MeanMetric(), "b": MeanMetric()})
+    collection.update(torch.ones(2))
+    groups = torchmetrics.compute_groups(collection)
+    assert groups[1] is True and torchmetrics.compute_groups(collection, groups) == groups

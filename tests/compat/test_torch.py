@@ -1,0 +1,213 @@
+"""Every private name of torch that Lockstep uses, called on the installed version."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from lockstep import _compat
+from lockstep._compat import fake_tensors
+from lockstep._compat import torch as compat
+from lockstep.errors import UnsupportedError
+from tests.gloo import run_ranks
+
+
+def numbers() -> list[torch.Tensor]:
+    return [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["kernel", "fallback"])
+def test_kernels_for_lists(own: bool) -> None:
+    one = compat._one_by_one
+    add = one("add_") if own else compat.foreach_add_
+    copy = one("copy_") if own else compat.foreach_copy_
+    multiply = one("mul_") if own else compat.foreach_mul_
+    norm = compat._norms if own else compat.foreach_norm
+    values = numbers()
+    add(values, numbers())
+    add(values, 1)
+    multiply(values, 2.0)
+    multiply(values, torch.tensor(0.5))
+    assert torch.cat(values).tolist() == [3.0, 5.0, 7.0]
+    copy(values, numbers())
+    assert torch.cat(values).tolist() == [1.0, 2.0, 3.0]
+    assert torch.stack(list(norm(values, 2.0))).tolist() == pytest.approx([5**0.5, 3.0])
+
+
+def test_kernels_of_the_scaler() -> None:
+    values, found = numbers(), torch.zeros(())
+    compat.amp_unscale_(values, found, torch.tensor(0.5))
+    assert (values[1].item(), found.item()) == (1.5, 0.0)
+    scale, good = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
+    compat.amp_update_scale_(scale, good, torch.tensor(1.0), 2.0, 0.5, 10)
+    assert scale.item() == 4.0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_fused_kernels_step_as_the_optimizer(kind: type[torch.optim.Adam]) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), 0.5)
+    made = kind([parameter], lr=0.1, fused=True)
+    weights = parameter.detach().clone()
+    kernel = compat.fused_adamw_ if kind is torch.optim.AdamW else compat.fused_adam_
+    state = [[torch.zeros(3)], [torch.zeros(3)], [], [torch.ones(())]]
+    group = made.param_groups[0]
+    kernel(
+        *([weights], [parameter.grad], *state),
+        **{"amsgrad": False, "lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": group["weight_decay"]},
+        **{"eps": group["eps"], "maximize": False, "grad_scale": None, "found_inf": None},
+    )
+    made.step()
+    assert torch.equal(weights, parameter.detach())
+
+
+def test_optimizers_and_their_hooks() -> None:
+    made = torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=True)
+    assert compat.takes_found_inf(made) and not compat.needs_own_step(made) and not compat.has_scheduler(made)
+    for register in (made.register_step_pre_hook, made.register_step_post_hook):
+        handle = register(lambda *_: None)
+        assert compat.needs_own_step(made)
+        handle.remove()
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(lambda *_: None)
+        assert compat.needs_own_step(made)
+        handle.remove()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert compat.needs_own_step(made)
+    scheduler = StepLR(made, 1)
+    assert compat.has_scheduler(made) and not compat.needs_own_step(made)
+    compat.note_step(made)
+    scheduler.step()  # without torch's warning that no step was taken
+    with compat.compiler_not_imported():
+        made.load_state_dict(made.state_dict())
+
+
+def test_backward_and_what_nodes_saved() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    compat.backward((weight * 3).sum(), torch.tensor(2.0))
+    assert weight.grad is not None and weight.grad.tolist() == [6.0, 6.0]
+    node: Any = nn.functional.mse_loss(weight, torch.zeros(2), reduction="sum").grad_fn
+    assert compat.saved(node, "reduction") == 2
+    node = weight.mean().grad_fn
+    assert compat.saved(node, "self_sym_sizes") == (2,)
+    node = (weight.sum() * 4).grad_fn
+    assert compat.saved(node, "other") is not None and compat.saved(node, "nothing") is None
+    assert compat.saved(weight.sum(dim=0).grad_fn, "dim") is not None
+
+
+def test_layers_and_buffers() -> None:
+    norm, dropout = nn.BatchNorm1d(3), nn.Dropout2d()
+    assert isinstance(norm, compat.BatchNorm) and isinstance(dropout, compat.DropoutNd)
+    assert isinstance(nn.InstanceNorm1d(3), compat.NormBase)
+    assert set(compat.buffers_of(norm)) == {"running_mean", "running_var", "num_batches_tracked"}
+    with pytest.raises(ValueError):
+        compat.check_input_dim(norm, torch.zeros(3))
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    parts = [(part, name) for part in layer.modules() for name in compat.buffers_of(part)]
+    assert parts and all(compat.is_spectral_norm(part, name) for part, name in parts)
+    assert compat.tree_leaves(compat.tree_map(lambda value: value + 1, {"a": [1, 2]})) == [2, 3]
+
+    class Watching(compat.ConvertedModule):
+        conversions = 0
+
+        def converted(self) -> None:
+            self.conversions += 1
+
+    assert Watching().double().conversions == 1
+
+
+def test_models_without_memory() -> None:
+    seen = []
+
+    class Watch(fake_tensors.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((str(fake_tensors.overload_packet(func)), fake_tensors.is_mutable(func)))
+            return func(*args, **(kwargs or {}))
+
+    with fake_tensors.FakeTensorMode() as fake:
+        with fake_tensors.unset_fake_temporarily():
+            model = nn.Linear(2, 2)
+        fake_tensors.replace_tensors(model, fake.from_tensor)
+        assert type(model.weight.data) is not torch.Tensor or fake.from_tensor(model.weight) is not None
+    with Watch():
+        value = torch.zeros(2).add_(1)
+    assert ("aten.add_", True) in seen
+    assert fake_tensors.storage_key(value) == fake_tensors.storage_key(value[1:])
+
+
+class Whole(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_loader_workers() -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    was_set = compat.child_handler_set()
+    iterator = iter(DataLoader(Whole(), num_workers=1))
+    assert compat.child_handler_set() is True
+    [process] = compat.worker_processes(iterator)
+    assert process.is_alive()
+    list(iterator)
+    del iterator
+    signal.signal(signal.SIGCHLD, before)
+    compat.child_handler_set(was_set)
+
+
+def test_memory_of_a_gpu_is_recorded_only_on_one() -> None:
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        assert callable(getattr(torch.cuda.memory, name))
+
+
+def in_ranks(rank: int, size: int) -> tuple[list[float], bool, list[float]]:
+    model = nn.Linear(1, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(float(rank + 1))
+    compat.check_shapes(list(model.parameters()))
+    compat.broadcast_module(model)
+    compat.default_store().set(f"from-{rank}", "here")
+    reduce = compat.fsdp_reduce_scatter()
+    output = reduce.allocate((2,), dtype=torch.float32, device=torch.device("cpu"))
+    reduce(output, torch.arange(4.0), dist.group.WORLD, dist.ReduceOp.SUM)
+    return model.weight.flatten().tolist(), compat.default_store().check([f"from-{rank}"]), output.tolist()
+
+
+def test_process_groups() -> None:
+    first, second = run_ranks(in_ranks, 2)
+    assert first == ([1.0, 1.0], True, [0.0, 2.0])
+    assert second == ([1.0, 1.0], True, [4.0, 6.0])
+
+
+def test_the_compiler_announces_what_it_compiles() -> None:
+    from torch._dynamo.callback import callback_handler
+
+    lists = (callback_handler.start_callbacks, callback_handler.end_callbacks)
+    before = [len(callbacks) for callbacks in lists]
+    compat.watch_compiler(lambda _: None, lambda _: None)
+    assert [len(callbacks) - 1 for callbacks in lists] == before
+    for callbacks in lists:
+        callbacks.pop()
+
+
+def test_an_elastic_agent_has_processes() -> None:
+    from torch.distributed.elastic.agent.server import local_elastic_agent
+    from torch.distributed.elastic.multiprocessing import SubprocessContext
+
+    assert "_pcontext" in local_elastic_agent.LocalElasticAgent.__init__.__code__.co_names
+    assert "subprocess_handlers" in SubprocessContext.__init__.__code__.co_names
+
+
+def test_a_name_that_is_missing_is_named_with_the_version() -> None:
+    with pytest.raises(UnsupportedError, match=rf"torch {torch.__version__.split('+')[0]}.*torch\._gone_"):
+        compat._kernel("_gone_")()
+    assert callable(_compat.run_exit_functions)
