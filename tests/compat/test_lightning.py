@@ -62,7 +62,9 @@ class Traced(OpenCLI):
 
 def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["program"])
-    cli = Traced(BoringModel, args=["fit", "--trainer.max_steps=3"], save_config_callback=None)
+    cli = Traced(
+        BoringModel, args=["fit", "--trainer.max_steps=3"], save_config_callback=None, seed_everything_default=False
+    )
     assert cli.calls == ("checkpoint", "fit")
     assert cli.setting("trainer.max_steps") == 3
     assert cli.setting("trainer", instantiated=True).max_steps == 3
