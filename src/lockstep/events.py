@@ -1,7 +1,7 @@
-"""What a run tells the world: typed events, and the protocol of those who listen.
+"""Typed events of a run, and the protocol of sinks that receive them.
 
 The loop emits events; sinks turn them into files, a progress bar, TensorBoard. Only rank 0 has
-sinks, so a sink needs no rank gate of its own.
+sinks, so a sink does not check the rank.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """An attempt begins. ``step`` is where it goes on from (0 for a fresh run).
+    """An attempt begins. ``step`` is where it resumes (0 for a new run).
 
-    ``position`` tells the step that the attempt is at between events; any thread may call it.
+    ``position`` returns the current step between events; any thread may call it.
     """
 
     run_dir: Path
@@ -33,7 +33,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepLogged:
-    """The newest values after a log interval.
+    """The latest values after a log interval.
 
     ``loss`` is the mean over the interval's items; ``None`` where a ``LightningModule`` neither returns nor logs one.
     ``samples_per_s`` counts all ranks; ``data_wait_share`` is the share of wall time that rank 0
@@ -132,7 +132,7 @@ class CheckpointSaved:
 class Restarted:
     """All ranks were started again after a failure, by the launcher: restart ``number`` of ``allowed``.
 
-    The run goes on from the checkpoint of ``from_step`` (0: from the beginning); ``lost_steps`` after it are repeated.
+    The run resumes from the checkpoint of ``from_step`` (0: from the beginning); ``lost_steps`` after it are repeated.
     ``reason``: the failure in one line.
     """
 
@@ -166,7 +166,7 @@ class Note:
 class RunEnded:
     """The attempt is over. ``status`` is completed, stopped or failed.
 
-    ``duration_s``: seconds of training, earlier attempts included as far as this one goes on from them.
+    ``duration_s``: seconds of training, with the parts of earlier attempts that this one continues.
     """
 
     status: str
@@ -203,8 +203,7 @@ class Sink(Protocol):
 class Fanout:
     """Sends every event to several sinks; a sink that fails is reported once and left out.
 
-    A logger must never stop a run, except the one that keeps the run's own record: sinks listed
-    in ``essential`` raise.
+    A logger must not stop a run, except the one that writes the run folder: sinks in ``essential`` raise.
     """
 
     def __init__(self, essential: Iterable[Sink] = (), optional: Iterable[Sink] = ()) -> None:
@@ -221,7 +220,7 @@ class Fanout:
                 self._switch_off(sink, error)
 
     def close(self) -> None:
-        """Close every sink. The last optional one first: so the console, the first, can tell how that went."""
+        """Close every sink. The last optional one first, so that the console, the first, can show their failures."""
         for sink in reversed(self._optional[:]):
             try:
                 sink.close()
@@ -231,7 +230,7 @@ class Fanout:
             sink.close()
 
     def _switch_off(self, sink: Sink, error: Exception) -> None:
-        if sink in self._optional:  # its own failure may be told to it
+        if sink in self._optional:  # it may fail on the note about its failure
             self._optional.remove(sink)
             name = getattr(sink, "name", type(sink).__name__)
             self.emit(Note("logger_failed", f"{name} failed and is switched off: {error}", "warning"))

@@ -247,7 +247,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, run_cli: RunCli) -> None
         (("step", TOY, "--devices", "cpu", "--precisions", "fp8"), "there is no precision fp8"),
         (("step", TOY, "--devices", "cpu", "--steps", "1"), "show nothing"),
         (("scaling", TOY, "--devices", "cpu"), "nothing scales"),
-        (("comm", "--devices", "cpu"), "nobody to talk to"),
+        (("comm", "--devices", "cpu"), "there is only one rank"),
         (("comm", "--devices", "cpu,cpu", "--save-dir", "/dev/null/here"), "/dev/null is not a folder"),
         (("scaling", TOY, "--devices", "cpu,cpu", "--strategies", "ddp,all"), "of several devices are ddp, dp, fsdp"),
         (("loader", TOY, "--devices", "cpu", "--workers", "two"), "not a list of numbers"),

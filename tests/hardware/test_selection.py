@@ -41,7 +41,7 @@ def test_nothing_selected_is_an_error() -> None:
 
 def test_all_stands_alone() -> None:
     assert parse(["all"]) == ("all",)
-    with pytest.raises(DeviceError, match="stands alone"):
+    with pytest.raises(DeviceError, match="cannot be combined"):
         parse(["all", "cpu"])
 
 

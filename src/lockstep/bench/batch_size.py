@@ -1,17 +1,18 @@
 """``bench batch-size``: the largest batch that the chosen ranks can take, found by trying.
 
-Trials run in processes of their own. Where a rank runs out of memory its trial ends, on all ranks, and the search
-goes on below.
+Trials run in separate processes. Where a rank runs out of memory, its trial ends on all ranks, and the search
+continues with a smaller batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lockstep.bench.measure import Case, measure, on_site
 from lockstep.bench.rank import Rank, limit_memory
-from lockstep.bench.report import BenchReport
+from lockstep.bench.results import BenchReport
 from lockstep.bench.trials import memory_share, new_trials
 from lockstep.bench.workload import Subject
 from lockstep.errors import UsageError
@@ -60,7 +61,7 @@ def bench_batch_size(
             ``None``: a share of the free memory. On GPUs the device is the limit.
 
     Raises:
-        UsageError: settings that cannot be.
+        UsageError: settings that contradict each other.
     """
     base = subject.base
     devices = len(base.placement.devices)
@@ -99,8 +100,7 @@ def _search(report: BenchReport, subject: Subject, first: int, most: int, limit:
             sizes = {"batch_size": candidate, "global_batch_size": None, "accumulate": report.settings["accumulate"]}
             case = subject.case({}, {"training": sizes}, steps=STEPS, warm_up=WARM_UP)
             outcome = trials.run(
-                search,
-                *(case, candidate, fits, fails, most, limit),
+                partial(search, case=case, candidate=candidate, fits=fits, fails=fails, most=most, limit=limit),
                 ranks=case.plan.world_size,
                 config=case.config,
                 task=subject.base.task,

@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lockstep.bench.links import OPERATIONS, Fit, bus_factor, fit_alpha_beta, message_sizes, slow_links
 from lockstep.bench.rank import Rank
-from lockstep.bench.report import BenchReport
+from lockstep.bench.results import BenchReport
 from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
@@ -46,17 +47,17 @@ def bench_comm(
         most: bytes of the largest message.
 
     Raises:
-        UsageError: one device, or devices that cannot be.
+        UsageError: one device, or devices that this machine does not have.
     """
     config = resolve({name: given[name] for name in ("hardware", "distributed", "runs_dir") if name in given})
     placement = place(config, World())
     if placement.world_size < 2:
         raise UsageError(
-            f"one rank has nobody to talk to ({', '.join(placement.devices)})",
-            fix="name two devices or more: --devices gpu:0,gpu:1, or --devices cpu,cpu for a rehearsal",
+            f"there is only one rank, and so no communication ({', '.join(placement.devices)})",
+            fix="name two devices or more: --devices gpu:0,gpu:1, or two CPU ranks with --devices cpu,cpu",
         )
     if most < 4096:
-        raise UsageError("a line needs messages of two sizes", fix="take --max-mb 1 or more")
+        raise UsageError("--max-mb is too small to fit a line through two message sizes", fix="use --max-mb 1 or more")
     sizes = message_sizes(most)
     settings = {
         "devices": list(placement.devices),
@@ -68,8 +69,8 @@ def bench_comm(
     links: list[dict[str, Any]] = []
     with report.kept(), new_trials() as trials:
         say(f"{placement.world_size} ranks over {placement.backend}: {', '.join(OPERATIONS)}")
-        arguments = (placement.as_dict(), sizes)
-        outcome = trials.run(measure_comm, *arguments, ranks=placement.world_size, config=config)
+        measured = partial(measure_comm, placed=placement.as_dict(), sizes=sizes)
+        outcome = trials.run(measured, ranks=placement.world_size, config=config)
         report.rows += [row for row in outcome.rows if "operation" in row]
         links = [row for row in outcome.rows if "link" in row]
         if outcome.error:
@@ -115,7 +116,7 @@ def _in_words(fit: Fit) -> str:
 
 
 def measure_comm(rank: Rank, placed: dict[str, Any], sizes: Sequence[int]) -> None:
-    """On a rank: every operation with every size, then each pair of ranks by itself."""
+    """On a rank: every operation with every size, then each pair of ranks separately."""
     placement, world = Placement.from_dict(placed), rank.world
     device = rank_device(placement.devices, world)
     if device.type == "cuda":

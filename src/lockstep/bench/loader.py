@@ -6,13 +6,14 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from lockstep.bench.measure import Case, measure, on_site, requests_of
 from lockstep.bench.rank import Rank
-from lockstep.bench.report import BenchReport
+from lockstep.bench.results import BenchReport
 from lockstep.bench.trials import Outcome, new_trials
 from lockstep.bench.workload import Subject
 from lockstep.data.loader import make_loader
@@ -81,8 +82,7 @@ def bench_loader(
     with report.kept(), new_trials() as trials:
         say(f"workers: {', '.join(map(str, counts))}")
         outcome = trials.run(
-            measure_loader,
-            *(step, endless, counts, seconds),
+            partial(measure_loader, step=step, endless=endless, counts=counts, seconds=seconds),
             ranks=1,
             config=step.config,
             task=base.task,

@@ -1,6 +1,6 @@
 """``bench lr``: the learning-rate range test (Smith 2017, https://arxiv.org/abs/1506.01186, section 3.3).
 
-The rate grows exponentially from step to step until the loss diverges. Everything happens in processes of its own
+The rate grows exponentially from step to step until the loss diverges. Everything happens in separate processes
 with the seed and data order of the run, and nothing of it is kept: the run itself starts as it would have.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lockstep.bench.measure import Case, on_site, training
 from lockstep.bench.rank import Rank
-from lockstep.bench.report import BenchReport
+from lockstep.bench.results import BenchReport
 from lockstep.bench.stopwatch import Stopwatch
 from lockstep.bench.trials import new_trials
 from lockstep.bench.workload import Subject
@@ -68,7 +69,7 @@ class Smoothed:
 
 
 def has_diverged(smoothed: float, best: float, step: int) -> bool:
-    """Whether there is no point in going on after ``step`` steps."""
+    """Whether the loss at ``step`` has diverged from the best one."""
     return not math.isfinite(smoothed) or (step >= LEAST_STEPS and smoothed - best > (DIVERGED - 1) * abs(best))
 
 
@@ -125,9 +126,9 @@ def bench_lr(
         UsageError: too few steps, or rates that do not grow.
     """
     if steps < LEAST_STEPS:
-        raise UsageError(f"{steps} steps show no curve", fix=f"take --steps 100, at least {LEAST_STEPS}")
+        raise UsageError(f"{steps} steps are too few for a curve", fix=f"use --steps 100, at least {LEAST_STEPS}")
     if not 0 < first < last:
-        raise UsageError(f"the rate cannot grow from {first:g} to {last:g}", fix="take --min-lr 1e-6 --max-lr 10")
+        raise UsageError(f"the rate cannot grow from {first:g} to {last:g}", fix="use --min-lr 1e-6 --max-lr 10")
     base = subject.base
     wanted, samples = base.plan.batch.global_batch, base.plan.task.train_samples
     few: dict[str, Any] = {"training": {"global_batch_size": samples}} if samples < wanted else {}
@@ -145,8 +146,7 @@ def bench_lr(
     with report.kept(), new_trials() as trials:
         say(f"learning rate {first:g} to {last:g} in {steps} steps")
         outcome = trials.run(
-            sweep,
-            *(case, first, last),
+            partial(sweep, case=case, first=first, last=last),
             ranks=case.plan.world_size,
             config=case.config,
             task=base.task,
@@ -192,8 +192,8 @@ def conclude(report: BenchReport, *, own_optimizer: bool) -> None:
     rates, losses, smoothed = ([row[name] for row in rows] for name in ("lr", "loss", "smoothed"))
     found = propose(rates, losses, smoothed)
     if found is None:
-        report.verdict = "no proposal: the loss falls no further than its noise at any rate that was tried"
-        report.notes.append("take more --steps, a larger batch, or another range of rates")
+        report.verdict = "no proposal: at every rate tried, the loss decreases by less than its noise"
+        report.notes.append("use more --steps, a larger batch, or another range of rates")
         return
     report.extra = {"proposal": found._asdict()}
     use = f"make the task's own optimizer with lr={found.lr:.2g}" if own_optimizer else f"use --lr {found.lr:.2g}"
@@ -204,5 +204,5 @@ def conclude(report: BenchReport, *, own_optimizer: bool) -> None:
     if len(rows) < report.settings["steps"]:
         report.notes.append(f"the loss diverged at {rows[-1]['lr']:.2g}, after {len(rows)} steps")
     report.notes.append(
-        f"it holds for the global batch of {report.settings['global_batch']}: give it with --lr-scaling none, or scale"
+        f"it applies to the global batch of {report.settings['global_batch']}: use --lr-scaling none, or scale it"
     )

@@ -6,16 +6,14 @@ import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lockstep.bench.results import BenchReport
 from lockstep.bench.tables import size
 from lockstep.telemetry.files import write_bytes
 
-if TYPE_CHECKING:
-    from lockstep.bench.report import BenchReport
-
 Row = Mapping[str, Any]
-#: Panels side by side.
+#: Panels in a row.
 _COLUMNS = 3
 
 

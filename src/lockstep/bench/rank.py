@@ -72,7 +72,7 @@ class Utilisation:
     """How busy this rank's devices are, as shares; use it as a context manager.
 
     On a GPU what its driver says of the last moments, at most a second (NVML); ``None`` where it does not say, and when
-    less than that has passed since :meth:`begin`, so that it would tell of what came before. On a CPU the processor
+    less than that has passed since :meth:`begin`, so that it would be of the time before. On a CPU the processor
     time of this process since :meth:`begin`, as a share of what ``threads`` threads can use.
     """
 

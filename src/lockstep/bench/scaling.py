@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from lockstep.bench.claims import claim_of, claims_note
 from lockstep.bench.measure import Case
-from lockstep.bench.report import BenchReport
+from lockstep.bench.results import BenchReport
 from lockstep.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
 from lockstep.bench.trials import Trials, new_trials
@@ -59,14 +59,14 @@ def bench_scaling(
         claims: lay what guides claim for this task beside the measured figures; a note where they do not speak of it.
 
     Raises:
-        UsageError: one device, or settings that cannot be.
+        UsageError: one device, or settings that contradict each other.
     """
     base = subject.base
     devices = list(base.placement.devices)
     if len(devices) < 2:
         raise UsageError(
             f"{devices[0]} is one device: nothing scales",
-            fix="name two devices or more: --devices gpu:0,gpu:1, or --devices cpu,cpu for a rehearsal",
+            fix="name two devices or more: --devices gpu:0,gpu:1, or two CPU ranks with --devices cpu,cpu",
         )
     check_steps(steps, warm_up)
     if repeats < 1:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from lockstep.bench.measure import Case, measure_cases
-from lockstep.bench.report import BenchReport
+from lockstep.bench.results import BenchReport
 from lockstep.bench.summary import slow_ranks
 from lockstep.bench.trials import Trials, memory_share, new_trials
 from lockstep.bench.workload import Subject
@@ -42,10 +42,10 @@ def bench_step(
         max_batch: double the batch size up to this one, or until memory runs out; ``None``: only the plan's own.
         precisions: of :data:`PRECISIONS`; ``None``: the configured one.
         compile: measure each case with ``torch.compile``, too.
-        say: told what is being measured.
+        say: called with a description of what is measured next.
 
     Raises:
-        UsageError: what was asked for cannot be.
+        UsageError: settings that contradict each other.
     """
     base = subject.base
     chosen = tuple(precisions or (base.config.hardware.precision,))
@@ -146,11 +146,8 @@ def measure_all(
     The row of the case that failed says why; cases after it have no row.
     """
     plan = cases[0].plan
-    function = partial(measure_cases, counts_flops=counts_flops)
     outcome = trials.run(
-        function,
-        cases,
-        memory_limit,
+        partial(measure_cases, cases=cases, memory_limit=memory_limit, counts_flops=counts_flops),
         ranks=plan.world_size,
         config=cases[0].config,
         task=subject.base.task,
@@ -206,7 +203,7 @@ def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:
     name = _gpu_name(subject)
     half = row["precision"] if row["precision"].endswith("mixed") else "32"
     peak, source = peak_flops(name, half, tf32=row["precision"] == "tf32")
-    devices = len(set(subject.base.placement.devices))  # one that carries two ranks is no faster for it
+    devices = len(set(subject.base.placement.devices))  # a device with two ranks is not faster
     if row["precision"] == "32" and convolves and peak is not None:
         # torch.backends.cudnn.allow_tf32 is on by default, for convolutions alone.
         peak, source = None, "convolutions use TF32 where the GPU has it, matrix products do not: no one peak holds"

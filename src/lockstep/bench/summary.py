@@ -31,10 +31,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def with_waits(ranks: Sequence[Steps]) -> list[list[dict[str, float]]]:
-    """Take waiting for a slower rank out of ``communication``, as a part ``wait`` of its own.
+    """Take waiting for a slower rank out of ``communication``, as a separate part ``wait``.
 
     All ranks leave the reduction together, so the time from one reduction to the next is the same for all; a rank
-    that has less of its own to do than the busiest one waits for the difference, inside its communication.
+    that has less work than the busiest one waits for the difference, inside its communication.
 
     Args:
         ranks: the parts of each step in seconds, by rank.

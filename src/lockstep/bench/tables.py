@@ -154,7 +154,7 @@ _OPTIONAL = frozenset(
         *("wait", "communication", "TFLOP/s", "transfer ms"),
     }
 )
-#: So many rows of a learning-rate test are shown; its report has all.
+#: Rows of a learning-rate test that are shown; its report has all.
 _SHOWN = 24
 
 

@@ -72,7 +72,7 @@ class Trials:
             threads: intra-op threads of each rank.
 
         Raises:
-            UsageError: a rank says that what was asked for cannot be.
+            UsageError: a rank refuses its settings.
         """
         path = self.folder / f"trial-{next(self._numbers):03}"
         run = create_folder(config.model_copy(update={"save_dir": path}))

@@ -46,7 +46,9 @@ class Subject:
     def __post_init__(self) -> None:
         if read_world(os.environ).from_outside:
             raise UnsupportedError(
-                "bench starts its own ranks", why="torchrun or srun has started some", fix="run it by itself"
+                "bench starts its own ranks",
+                why="torchrun or srun has started ranks already",
+                fix="run it without them",
             )
 
     @cached_property
@@ -54,7 +56,7 @@ class Subject:
         """The plan with the settings as given.
 
         Raises:
-            LockstepError: what was asked for cannot be.
+            LockstepError: settings that contradict each other, the data or the devices.
         """
         built, config = self._settle({})
         if isinstance(built, ModuleTask):

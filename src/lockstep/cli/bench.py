@@ -16,7 +16,7 @@ from lockstep.launch.local.signals import held_back
 from lockstep.strategies import strategies as known_strategies
 
 if TYPE_CHECKING:
-    from lockstep.bench.report import BenchReport
+    from lockstep.bench.results import BenchReport
     from lockstep.bench.workload import Subject
 
 EPILOGUE = """\

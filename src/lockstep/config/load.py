@@ -101,7 +101,7 @@ def read_file(path: Path, _trail: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}", why=str(error), fix="check that it is a readable text file") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(
-            f"{path} is not valid YAML", why=str(error)[:500], fix="mend the line that it names"
+            f"{path} is not valid YAML", why=str(error)[:500], fix="correct the line that it names"
         ) from None
     if content is None:
         return {}
@@ -127,7 +127,7 @@ def _default_file(path: Path, name: str) -> Path:
         return base.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL in it
         raise ConfigError(
-            f"`defaults` in {path} names {name[:100]!r}, which is no path", why=str(error)[:300], fix="name a file"
+            f"`defaults` in {path} names {name[:100]!r}, which is not a path", why=str(error)[:300], fix="name a file"
         ) from None
 
 

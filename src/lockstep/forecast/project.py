@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +14,7 @@ from lockstep._compat.torch import BatchNorm
 from lockstep.bench.comm import bench_comm
 from lockstep.bench.loader import bench_loader
 from lockstep.bench.measure import Case
-from lockstep.bench.report import BenchReport
+from lockstep.bench.results import BenchReport
 from lockstep.bench.trials import Trials, new_trials
 from lockstep.bench.workload import Subject
 from lockstep.config import RunConfig
@@ -242,8 +243,7 @@ def _trial(subject: Subject, trials: Trials, devices: Sequence[str], wish: Wish)
     """Rows of :func:`~lockstep.forecast.measure.measure_alone` on ``devices``."""
     together, alone = cases(subject, devices, wish.steps)
     outcome = trials.run(
-        measure_alone,
-        *(together, alone, wish.repeats),
+        partial(measure_alone, together=together, alone=alone, rounds=wish.repeats),
         ranks=len(devices),
         config=together.config,
         task=subject.base.task,

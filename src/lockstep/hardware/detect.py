@@ -60,7 +60,7 @@ def find_devices(
         environ: where ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` stand.
         build: what torch was built for.
         nvml: the NVIDIA driver's library, or ``None``.
-        ask_torch: called only when NVML cannot tell; raises ``OSError`` when torch cannot either.
+        ask_torch: called only when NVML does not know; raises ``OSError`` when torch cannot either.
     """
     gpus = nvml.gpus() if nvml else []
     if nvml and gpus:
@@ -81,7 +81,7 @@ def find_devices(
 def _nvml_order(gpus: Sequence[NvmlGpu], environ: Mapping[str, str]) -> list[int] | None:
     """CUDA's order of the visible GPUs as positions in NVML's; ``None`` where only CUDA knows.
 
-    CUDA puts the fastest GPU first unless told to follow the bus; among equal GPUs that is the bus order too.
+    CUDA puts the fastest GPU first unless it is set to follow the bus; among equal GPUs that is the bus order too.
     """
     if any(gpu.mig for gpu in gpus):
         return None

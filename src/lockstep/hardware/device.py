@@ -22,9 +22,9 @@ class Device:
     Attributes:
         id: ``"cpu"``, ``"gpu:<index>"`` (torch's ``cuda:<index>``), or, not supported yet, ``"mps:0"`` and the like.
         kind: ``"cpu"``, ``"gpu"``, or torch's name of another accelerator.
-        name: the model, as the driver or the system tells it.
+        name: the model, as the driver or the system reports it.
         memory_gb: total memory in 1e9 bytes, one decimal.
-        free_gb: memory that nobody uses now; ``None`` where nobody says.
+        free_gb: unused memory; ``None`` where unknown.
         users: processes on a GPU.
         precisions: what training can use here, of ``32``, ``16-mixed`` and ``bf16-mixed``.
         uuid: the driver's name of this very GPU.

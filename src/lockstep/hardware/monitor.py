@@ -120,7 +120,7 @@ class Monitor:
     """Takes a sample every ``interval_s`` seconds in a daemon thread, and a last one when it is stopped.
 
     Args:
-        source: what to sample; entered and left in the thread, so opening a driver delays nobody.
+        source: what to sample; entered and left in the thread, so that opening a driver does not delay the caller.
         write: receives every sample, in the thread. What it raises ends the monitor and nothing else.
     """
 

@@ -13,7 +13,7 @@ import psutil
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-#: An address for documentation (RFC 5737), which is nobody's: the route to it is the way out.
+#: An address for documentation (RFC 5737), which no host has: its route is the default route.
 _ELSEWHERE = "192.0.2.1"
 
 

@@ -16,7 +16,7 @@ __all__ = ["Peaks", "known_gpus", "memory_bandwidth", "peak_flops"]
 class Peaks:
     """Of one GPU: TFLOP/s (1e12 a second) by format, memory in GB/s (1e9 bytes a second), and who says so.
 
-    ``half`` holds for fp16 and bf16 with fp32 accumulation; ``bf16`` and ``tf32`` tell whether the tensor
+    ``half`` applies to fp16 and bf16 with fp32 accumulation; ``bf16`` and ``tf32`` are whether the tensor
     cores know those formats.
     """
 

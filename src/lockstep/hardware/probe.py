@@ -12,7 +12,7 @@ from pathlib import Path
 
 TIMEOUT_S = 120.0
 
-# Runs in a process of its own, so that what torch opens is closed again at once.
+# Runs in a separate process, so that what torch opens is closed again at once.
 _SCRIPT = """
 import json, torch
 accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -77,7 +77,7 @@ def worth_probing(build: TorchBuild) -> bool:
 
 
 def probe() -> list[ProbedDevice]:
-    """What ``torch.accelerator`` finds, asked in a process of its own.
+    """What ``torch.accelerator`` finds, asked in a separate process.
 
     Raises:
         OSError: the process failed, took too long, or did not answer; the text says why.

@@ -185,7 +185,7 @@ def _for_ranks(config: HardwareConfig, world: World, detected: Sequence[Device])
     number = len(selection.devices)
     raise DeviceError(
         f"{_count(number, 'device')} selected, but {world.launcher} started {_count(ranks, 'process')} on this node",
-        why="each process is one rank already, with one device of its own",
+        why="each process is one rank already, with one device",
         fix=f"start {_count(number, 'process')} per node, name {_count(ranks, 'device')}, or leave --devices out",
     )
 

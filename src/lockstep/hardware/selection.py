@@ -11,7 +11,7 @@ from lockstep.events import Note
 from lockstep.hardware.device import Device
 
 _FORM = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,3})")
-#: More ranks than this on one machine is a slip of the keyboard.
+#: More ranks than this on one machine are a typing error.
 MAX_DEVICES = 1024
 
 
@@ -19,7 +19,7 @@ MAX_DEVICES = 1024
 class Selection:
     """Devices of one accelerator, in the order of the ranks, and how they were chosen.
 
-    ``explicit`` is false where nobody named them.
+    ``explicit`` is false where the user did not name them.
     """
 
     devices: tuple[str, ...]
@@ -44,7 +44,9 @@ def parse(names: Iterable[str]) -> tuple[str, ...]:
     for name in given:
         if name == "all":
             raise DeviceError(
-                "`all` stands alone", why="it means every GPU, or the CPU where there is none", fix="use --devices all"
+                "`all` cannot be combined with other devices",
+                why="it means every GPU, or the CPU on a machine without one",
+                fix="use --devices all",
             )
         if not isinstance(name, str) or not _FORM.fullmatch(name):
             raise DeviceError(
@@ -57,8 +59,8 @@ def choose_default(detected: Sequence[Device]) -> Selection:
     """``gpu:0`` if there is one, else the CPU."""
     gpus = _gpus(detected)
     if gpus:
-        return Selection((gpus[0].id,), "none was named: the first GPU")
-    return Selection(("cpu",), "none was named, and there is no GPU that Lockstep can use: the CPU")
+        return Selection((gpus[0].id,), "default: the first GPU")
+    return Selection(("cpu",), "default: the CPU, as there is no GPU that Lockstep can use")
 
 
 def select(names: tuple[str, ...], detected: Sequence[Device]) -> Selection:
@@ -108,7 +110,7 @@ def _gpus(detected: Sequence[Device]) -> list[Device]:
 
 
 def _nearest_form(name: str) -> str:
-    """A hint for the commonest slips: ``cuda:1``, ``GPU0``, ``0``, ``gpu``."""
+    """A hint for common mistakes: ``cuda:1``, ``GPU0``, ``0``, ``gpu``."""
     number = re.fullmatch(r"\s*(?:cuda|gpu|nvidia)?[\s:_]*(\d{1,4})?\s*", name.lower())
     if name.strip().isdecimal():
         return f"name each device: --devices gpu:{int(name)} is one GPU, cpu,cpu two CPU ranks, all every GPU"

@@ -73,9 +73,9 @@ def training_of_loader(config: RunConfig, loader: LoaderFacts, *, held: int | No
     for name, asked in refused.items():
         if asked:
             raise UnsupportedError(
-                f"{name} does not go together with a LightningModule",
+                f"{name} is incompatible with a LightningModule",
                 why="its steps belong to the module and Lightning's Trainer",
-                fix="leave it out, or write a lockstep.Task",
+                fix="remove it, or write a lockstep.Task",
             )
     batch_size = loader.batch_size
     if loader.whole_steps:

@@ -16,7 +16,7 @@ from lockstep.plan.decision import Decision
 
 #: Samples of a default window: wide enough for little padding, narrow enough to mix a large data set.
 WINDOW = 4096
-#: A smaller data set has at least so many windows an epoch, or its batches would hold the same samples in each.
+#: Windows in an epoch of a smaller data set, at least: with fewer, its batches have the same samples in each.
 LEAST_WINDOWS = 4
 LEAST_WINDOW = 512
 BLOCKS = 8
@@ -26,7 +26,7 @@ class OrderPlan(BaseModel):
     """Sizes in samples; all ``None`` when the order is a plain shuffle.
 
     ``window`` samples are sorted by length together, in blocks of ``block``. The items of a step are dealt to
-    ``lanes`` strided parts, so that parts that run side by side are equal work. The run holds all three.
+    ``lanes`` strided parts, so that parts that run at the same time are equal work. A resume keeps all three.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -18,7 +18,7 @@ from lockstep.config import SchedulerConfig
 from lockstep.events import Note
 from lockstep.plan.decision import Decision
 
-#: Length of the warm-up where nobody sets it, in epochs.
+#: Default length of the warm-up, in epochs.
 WARMUP_EPOCHS = 2
 
 
@@ -28,7 +28,7 @@ class Schedule(BaseModel):
     ``lr`` is the highest one, in which ``scale`` is what scaling by the batch multiplied it by.
 
     ``offset`` moves the origin when a resume changes the global batch (``--rescale-batch``), so that
-    the schedule goes on at the same share of the data.
+    the schedule continues at the same share of the data.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -60,7 +60,7 @@ def worker_counts(cores: int) -> list[int]:
 
 
 def automatic_workers(cores: int, local_ranks: int) -> int:
-    """Loader processes per rank when nobody sets them: what the cores of a node leave, at most 4."""
+    """Default loader processes per rank: one per core that a rank does not use itself, at most 4."""
     return max(0, min(4, cores // local_ranks - 1))
 
 

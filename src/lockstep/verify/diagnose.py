@@ -195,7 +195,7 @@ def _first_after_resume(
     quantity, place = parting or ("weights", len(whole) - 1)
     draws = sorted(set(whole.draws) - {"dropout"})
     drawn = f", among them those of {', '.join(draws)}" if draws else ""
-    told = {
+    likely = {
         "loss": f"state of the task or of the model that no checkpoint keeps, or random numbers{drawn}",
         "gradient norm": f"state that the backward pass uses and no checkpoint keeps, or random numbers{drawn}",
         "weights": "state of the optimizer, or of a hook, that no checkpoint keeps",
@@ -204,7 +204,7 @@ def _first_after_resume(
     when = f"validation {place + 1}" if quantity == "validation loss" else f"step {place + 1}"
     if quantity.startswith(BUFFER):
         when = f"step {both.merged[place + 1]}"
-    return f"the {quantity} is the first to differ, at {when}: {told}"
+    return f"the {quantity} is the first to differ, at {when}: {likely}"
 
 
 def unseeded(one: Trajectory, again: Trajectory) -> Cause | None:
@@ -319,7 +319,7 @@ def _batchnorm() -> Cause:
     return Cause(
         "batchnorm",
         "with BatchNorm's batch statistics switched off the runs agree: each device normalises by the statistics of "
-        "its own part of the batch",
+        "its part of the batch",
         "set distributed.sync_batchnorm to auto or on, use reproducibility exact, or a norm without batch statistics",
     )
 

@@ -31,7 +31,7 @@ class Variant:
         off: what is switched off (``debug.switch_off``).
         trace: how each micro-batch is arranged (``debug.trace``).
         precision: another precision than the configured one.
-        repeat: tells apart runs that ought to be equal.
+        repeat: distinguishes runs that should be equal.
     """
 
     where: Literal["one", "many", "parts"] = "one"
@@ -56,7 +56,7 @@ class Lab:
     Args:
         config: complete; ``plan`` is its plan on the chosen devices.
         folder: where the runs go.
-        say: told of every run before it starts.
+        say: called with a description of each run before it starts.
     """
 
     task: Task | type[Task] | str
@@ -193,7 +193,7 @@ class Lab:
         return settings
 
     def _batch(self, variant: Variant) -> Mapping[str, Any]:
-        """One device takes what the many take side by side in one micro-batch, or part by part."""
+        """One device takes the samples of all devices in one micro-batch, or part by part."""
         batch = self.plan.batch
         if variant.where == "many":
             return {}

@@ -66,7 +66,7 @@ class Trajectory:
         return len(self.loss)
 
     def then(self, step: int, other: Trajectory) -> Trajectory:
-        """This run until ``step``, and from there on ``other``, which has gone on from its checkpoint."""
+        """This run until ``step``, and from there on ``other``, which was resumed from its checkpoint."""
         kept = [place for place, merged in enumerate(self.merged) if merged <= step]
         shared = self.buffers.keys() & other.buffers.keys()
         rows: dict[str, Any] = {
