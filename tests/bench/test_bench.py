@@ -249,7 +249,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, run_cli: RunCli) -> None
         (("scaling", TOY, "--devices", "cpu"), "nothing scales"),
         (("comm", "--devices", "cpu"), "there is only one rank"),
         (("comm", "--devices", "cpu,cpu", "--save-dir", "/dev/null/here"), "/dev/null is not a folder"),
-        (("scaling", TOY, "--devices", "cpu,cpu", "--strategies", "ddp,all"), "of several devices are ddp, dp, fsdp"),
+        (("scaling", TOY, "--devices", "cpu,cpu", "--strategies", "ddp,all"), "'ddp,all'"),
         (("loader", TOY, "--devices", "cpu", "--workers", "two"), "not a list of numbers"),
         (("lr", TOY, "--devices", "cpu", "--min-lr", "1", "--max-lr", "0.1"), "cannot grow"),
     ],
