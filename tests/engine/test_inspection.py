@@ -27,8 +27,8 @@ from lockstep.engine.inspection import (
     inspect_task,
     multiply_adds,
     optimizer_facts,
-    refuse_meta,
 )
+from lockstep.engine.trained import refuse_meta
 from lockstep.errors import TaskError
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
-from lockstep.engine.attempt import _newest
+from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.resume import load_initial_weights
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.resume import load_initial_weights, load_latest
 from lockstep.errors import CheckpointError, UnreadableError
 from lockstep.events import Note
 from lockstep.hardware.world import World
@@ -63,7 +65,10 @@ def checkpoints(folder: Path, *steps: int) -> CheckpointStore:
 def begin_attempt(store: CheckpointStore) -> tuple[int | None, list[str]]:
     """From which step an attempt goes on, and the warnings."""
     heard = RecordingSink()
-    snapshot = _newest(RunDir(store.folder.parent), Collectives(World()), heard)
+    plan: Any = None
+    run = RunDir(store.folder.parent)
+    rank = RankContext(run, World(), RunConfig(), plan, torch.device("cpu"), Collectives(World()), sink=heard)
+    snapshot = load_latest(rank)
     return snapshot and snapshot.step, [event.text for event in heard.events if isinstance(event, Note)]
 
 

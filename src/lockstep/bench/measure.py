@@ -18,16 +18,16 @@ from lockstep.bench.summary import summarise
 from lockstep.config import RunConfig
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Request
-from lockstep.engine.attempt import assemble, walk
 from lockstep.engine.distributed.collectives import Collectives, shared
-from lockstep.engine.fit import Fit
 from lockstep.engine.loop import StepResult, training_steps
+from lockstep.engine.parts import Parts, build_parts
 from lockstep.engine.process.determinism import rank_device, runtime
 from lockstep.engine.process.prefetch import to_device
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.engine.training_data import open_data, training_source
+from lockstep.engine.training_data import open_data, training_source, walk
 from lockstep.hardware.world import World
 from lockstep.launch.task_transport import load_task
 from lockstep.plan import Plan
@@ -97,31 +97,32 @@ def on_site(rank: Rank, config: RunConfig, plan: Plan) -> Iterator[Site]:
 
 
 @contextlib.contextmanager
-def training(site: Site, config: RunConfig, plan: Plan, watch: Stopwatch) -> Iterator[tuple[Fit, Iterator[StepResult]]]:
+def training(
+    site: Site, config: RunConfig, plan: Plan, watch: Stopwatch
+) -> Iterator[tuple[Parts, Iterator[StepResult]]]:
     """The engine's own loop for ``plan``, with its parts timed; yields what it trains and its steps."""
     world = site.rank.world
     time_loss(site.task, watch)
     with runtime(plan, site.device, world, config.distributed.timeout_s, detect_anomaly=False):
-        fit = assemble(
-            site.rank.run, world, site.task, config, plan, site.datasets, site.device, site.collectives, None
-        )
+        context = RankContext(site.rank.run, world, config, plan, site.device, site.collectives)
+        parts = build_parts(context, site.task, site.datasets, None)
         source = training_source(site.task, site.datasets.train, plan)
         largest = plan.batch.batch_size
         loader = make_loader(source, requests_of(plan, world), plan.loader, world.rank, largest=largest)
-        fit.strategy.module.train()
+        parts.strategy.module.train()
         with contextlib.closing(loader):
-            update: Any = TimedUpdate(fit.update, watch)
+            update: Any = TimedUpdate(parts.update, watch)
             steps = training_steps(
                 walk(plan, world),
                 timed_batches(iter(loader), watch),
-                fit.strategy,
+                parts.strategy,
                 update,
-                fit.state,
+                parts.state,
                 epoch_over=lambda stop: plan.batch.window(stop) is None,
                 requested=Flags,
                 norm_every=config.telemetry.log_interval,
             )
-            yield fit, steps
+            yield parts, steps
 
 
 def requests_of(plan: Plan, world: World) -> Iterator[Request]:
@@ -136,8 +137,8 @@ def measure(site: Site, case: Case) -> dict[str, Any]:
     memory, busy = PeakMemory(devices), Utilisation(devices, plan.threads)
     memory.reset()
     total = plan.total_steps
-    with _tf32(case.tf32), busy, training(site, case.config, plan, watch) as (fit, steps):
-        last = LastGradient(fit.strategy.module, watch) if world.size > 1 else None
+    with _tf32(case.tf32), busy, training(site, case.config, plan, watch) as (built, steps):
+        last = LastGradient(built.strategy.module, watch) if world.size > 1 else None
         for number, _ in enumerate(steps, start=1):
             site.rank.check()
             if number == case.warm_up:

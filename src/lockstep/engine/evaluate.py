@@ -26,8 +26,8 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.determinism import generators_kept
 from lockstep.engine.process.prefetch import to_device, to_host
 from lockstep.engine.strategies.base import SeededDraws, check_loss
-from lockstep.engine.task import Callback, Context, Metrics, Task
-from lockstep.engine.trained import bare
+from lockstep.engine.task import Metrics, Task
+from lockstep.engine.trained import Callbacks, bare
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError
 from lockstep.plan import LoaderPlan
@@ -133,27 +133,6 @@ def evaluation(task: Task, model: nn.Module, callbacks: Callbacks) -> Iterator[N
         yield
         callbacks.call("on_evaluation_end", context, model)
     context.is_training = was_training
-
-
-class Callbacks:
-    """Those of a task, by what they override, so that nothing else costs a call."""
-
-    def __init__(self, task: Task) -> None:
-        self._methods: dict[str, list[Callable[[Context, nn.Module], None]]] = {}
-        for callback in task.callbacks():
-            for name in (name for name in vars(Callback) if name.startswith("on_")):
-                if getattr(type(callback), name, None) not in (None, getattr(Callback, name)):
-                    self._methods.setdefault(name, []).append(getattr(callback, name))
-
-    def __len__(self) -> int:
-        return len(self._methods)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._methods
-
-    def call(self, name: str, context: Context, model: nn.Module) -> None:
-        for method in self._methods.get(name, ()):
-            method(context, bare(model))
 
 
 @contextlib.contextmanager

@@ -139,17 +139,6 @@ def on_meta(task: Task) -> nn.Module:
     return model
 
 
-def refuse_meta(model: nn.Module) -> None:
-    """Raise :class:`TaskError` where a parameter has no memory, since nothing would be trained."""
-    name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if name is not None:
-        raise TaskError(
-            f"the parameter {name} of the task's model is on the meta device",
-            why="model() returned what an earlier call had made to count parameters, or made it there",
-            fix="make a new module in each call of model(), or keep it in an attribute of the task",
-        )
-
-
 def optimizer_facts(task: Task, model: nn.Module) -> tuple[float | None, bool]:
     """The learning rate of the task's own optimizer, of the first group that has one; whether it has a scheduler.
 

@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
+
+
+class EndedBy(StrEnum):
+    """Why a run ended: all steps done or early stopping, a signal, or ``training.max_time_s``."""
+
+    COMPLETED = "completed"
+    SIGNAL = "signal"
+    TIME = "time"
+
+    @property
+    def status(self) -> str:
+        """The status of a run in ``run.json``."""
+        return "completed" if self is EndedBy.COMPLETED else "stopped"
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,38 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lockstep.checkpoint.reader import BROKEN
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.data.order import ORDER_VERSION
 from lockstep.engine.dataset_checks import same_data
 from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.optim.step import Update
+from lockstep.engine.process.determinism import check_pins, pins
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.state import TrainState
+from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.plan import OrderPlan, Plan
 
 T = TypeVar("T")
+
+
+def load_latest(rank: RankContext, *, in_pieces: bool = False) -> Snapshot | None:
+    """The latest valid checkpoint, for all ranks; damaged ones after it are set aside. Collective.
+
+    ``in_pieces``: see :func:`load_shared`.
+    """
+    store = CheckpointStore(rank.run_dir.checkpoints)
+    step: int | None = None
+    if rank.collectives.is_main:
+        store.clean_temporary()
+        step = store.newest_verified(lambda message: rank.note("checkpoint_damaged", message, "warning"))
+        for broken in store.set_aside_after(step):
+            place = store.path_of(broken).with_name(store.path_of(broken).name + BROKEN)
+            rank.note("checkpoint_set_aside", f"{place} was set aside; remove it to free its space", "warning")
+    step = rank.collectives.broadcast(step)
+    return None if step is None else load_shared(store, step, rank.collectives, in_pieces=in_pieces)
 
 
 def load_shared(store: CheckpointStore, step: int, collectives: Collectives, *, in_pieces: bool = False) -> Snapshot:
@@ -125,6 +147,38 @@ def check_fits(manifest: dict[str, Any], plan: Plan) -> None:
             why="another seed means another order: samples would repeat and others would be left out",
             fix="leave training.seed as it was",
         )
+
+
+def restored_state(rank: RankContext, snapshot: Snapshot | None) -> TrainState:
+    """The run's counters from ``snapshot``, or those of a new run.
+
+    Raises:
+        CheckpointError: ``snapshot`` is of other data or another order, or damaged.
+    """
+    if snapshot is None:
+        return TrainState(position=rank.config.debug.start_position)
+    check_fits(snapshot.manifest, rank.plan)
+    with restoring(rank.run_dir.path):
+        return TrainState.from_state_dict(snapshot.trainer["state"])
+
+
+def restore(
+    rank: RankContext, snapshot: Snapshot, state: TrainState, task: Task, model: nn.Module, update: Update
+) -> list[str]:
+    """Restore task, model and update; returns notes on what differs from the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit, or bits of an exact run would differ here.
+    """
+    if rank.plan.reproducibility == "exact":
+        check_pins(snapshot.manifest["pins"], pins(rank.device, rank.plan))
+    load_weights(model, snapshot.model, rank.run_dir.path)
+    with restoring(rank.run_dir.path):
+        update.load_state_dict(snapshot.trainer["update"])
+        check_moments(update.optimizer)
+        task.load_state_dict(snapshot.trainer["task"])
+    notes = judge_afresh(state, snapshot.manifest, rank.plan), freeze_again(model, state.frozen)
+    return [note for note in notes if note is not None]
 
 
 @contextlib.contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from lockstep.engine.task import Task
+from lockstep.engine.task import Callback, Context, Task
 from lockstep.errors import TaskError, UnsupportedError
 
 
@@ -80,3 +80,36 @@ def refuse_modules(model: nn.Module, strategy: str) -> None:
             why="it divides the model among devices, and these belong to no part of it",
             fix="make them part of the model, or use --strategy ddp",
         )
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise :class:`TaskError` where a parameter has no memory, since nothing would be trained."""
+    name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if name is not None:
+        raise TaskError(
+            f"the parameter {name} of the task's model is on the meta device",
+            why="model() returned what an earlier call had made to count parameters, or made it there",
+            fix="make a new module in each call of model(), or keep it in an attribute of the task",
+        )
+
+
+class Callbacks:
+    """The callbacks of a task by the methods that they override, so that others cost no call."""
+
+    def __init__(self, task: Task) -> None:
+        self._methods: dict[str, list[Callable[[Context, nn.Module], None]]] = {}
+        for callback in task.callbacks():
+            for name in (name for name in vars(Callback) if name.startswith("on_")):
+                if getattr(type(callback), name, None) not in (None, getattr(Callback, name)):
+                    self._methods.setdefault(name, []).append(getattr(callback, name))
+
+    def __len__(self) -> int:
+        return len(self._methods)
+
+    def call(self, name: str, context: Context, model: nn.Module) -> None:
+        for method in self._methods.get(name, ()):
+            method(context, bare(model))
+
+    def caller(self, name: str, context: Context, model: nn.Module) -> Callable[[], None] | None:
+        """A function that calls ``name``; ``None`` where no callback has it."""
+        return (lambda: self.call(name, context, model)) if name in self._methods else None

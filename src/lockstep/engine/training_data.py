@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 from numpy.typing import NDArray
@@ -11,11 +12,12 @@ from lockstep.config import RunConfig
 from lockstep.data.bucketed import BucketedOrder, check_lengths, hash_lengths
 from lockstep.data.order import Order
 from lockstep.data.reader import Collate, Indices
-from lockstep.data.requests import SampleOrder, Source
+from lockstep.data.requests import SampleOrder, Source, Window, windows
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.process.determinism import seeded
 from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import DataError
+from lockstep.hardware.world import World
 from lockstep.plan import Plan
 
 
@@ -59,6 +61,18 @@ def training_source(task: Task, dataset: Any, plan: Plan) -> Source:
         DataError: the lengths of the samples are not those that the plan was made with.
     """
     return Source(dataset, collate_of(task), plan.seed, _order(task, plan), plan.order.lanes)
+
+
+def walk(plan: Plan, world: World, *, epoch: int = 0, position: int = 0) -> Iterator[Window]:
+    """The steps of this rank, from ``position`` of ``epoch`` to the end of the run."""
+    return windows(
+        plan.batch,
+        rank=0 if plan.pipelined else world.rank,
+        epoch=epoch,
+        position=position,
+        epochs=plan.epochs,
+        ghosts=plan.sync_batchnorm or plan.sharded,
+    )
 
 
 def collate_of(task: Task) -> Collate:

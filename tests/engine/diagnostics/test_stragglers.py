@@ -71,7 +71,7 @@ def test_the_message_names_rank_and_times_and_the_input_when_that_is_it() -> Non
 
 def test_own_time_ends_with_the_last_gradient_and_leaves_no_hook() -> None:
     model = nn.Linear(2, 1)
-    own = OwnTime(model.parameters(), torch.device("cpu"))
+    own = OwnTime(model.parameters, torch.device("cpu"))
     own.start()
     before = time.perf_counter()
     model(torch.ones(1, 2)).backward()
@@ -85,7 +85,7 @@ def test_own_time_ends_with_the_last_gradient_and_leaves_no_hook() -> None:
 def test_a_step_takes_the_time_since_the_last_row_also_after_an_epochs_end() -> None:
     now, heard = 0.0, RecordingSink()
     speed = Throughput(clock=lambda: now)
-    watch = RankWatch(Collectives(World()), torch.device("cpu"), (), speed, heard.emit, attempt=1, step=0)
+    watch = RankWatch(Collectives(World()), torch.device("cpu"), tuple, speed, heard.emit, attempt=1, step=0)
     for step in range(1, 101):
         now += 2.0
         speed.add(32, waited_s=0.5)
@@ -109,7 +109,7 @@ def test_memory_of_a_process() -> None:
 def test_memory_and_own_time_of_a_gpu() -> None:
     device = torch.device("cuda", 0)
     model = nn.Linear(1024, 1024, device=device)
-    own = OwnTime(model.parameters(), device)
+    own = OwnTime(model.parameters, device)
     own.start()
     model(torch.ones(64, 1024, device=device)).sum().backward()
     assert own.stop() > 0

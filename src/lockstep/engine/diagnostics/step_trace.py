@@ -46,7 +46,7 @@ from lockstep.engine.dataset_checks import as_array, feed
 from lockstep.engine.distributed.agreement import bit_sum, weights_of
 from lockstep.engine.loop import StepResult
 from lockstep.engine.optim.step import Update
-from lockstep.engine.strategies.divided import Divided, pick
+from lockstep.engine.strategies.divided import pick
 
 #: Values kept of each parameter and buffer, spread over it: enough to see any update, few enough for any model.
 VALUES_PER_TENSOR = 1024
@@ -109,7 +109,6 @@ class Trace:
 
     Args:
         draws: the random functions of the forward pass, a set that may still grow.
-        divided: the model, where this rank has a part of it; reading its weights is collective.
     """
 
     settings: DebugConfig
@@ -118,7 +117,6 @@ class Trace:
     update: Update
     model: nn.Module
     draws: Set[str]
-    divided: Divided | None = None
     _digest: int = 0
     _rows: list[dict[str, Any]] = field(default_factory=list)
     _sums: list[list[int]] = field(default_factory=list)
@@ -181,7 +179,7 @@ class Trace:
         self._rows.append(row)
         self._read_sums()
 
-    def after_hooks(self, result: StepResult, *, merged: bool) -> None:
+    def after_hooks(self, result: StepResult, merged: bool) -> None:
         """Completes the row; ``merged``: ranks have just merged their buffers."""
         if not self.is_on:
             return
@@ -191,11 +189,11 @@ class Trace:
             self._read_buffers(result.step)
 
     def _read_sums(self) -> None:
-        if self.divided is None:
+        if self.update.divided is None:
             self._sums.append(_bits(dict(self.model.named_parameters()), self._names))
 
     def _read(self) -> None:
-        if self.is_main or self.divided is not None:
+        if self.is_main or self.update.divided is not None:
             weights = self._pick(dict(self.model.named_parameters()), self._picks)
             if self.is_main:
                 self._weights.append(weights)
@@ -203,9 +201,9 @@ class Trace:
 
     def _read_buffers(self, step: int) -> None:
         self._merged.append(step)
-        if self.divided is None:
+        if self.update.divided is None:
             self._buffer_sums.append(_bits(weights_of(self.model), self._shared))
-        if self.is_main or self.divided is not None:
+        if self.is_main or self.update.divided is not None:
             now = dict(self.model.named_buffers())
             values = {name: self._pick(now, {name: places}) for name, places in self._saved.items()}
             if self.is_main:
@@ -214,7 +212,7 @@ class Trace:
 
     def _pick(self, tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> NDArray[np.float32]:
         """Values at ``places``; NaN for what is gone, or has another size."""
-        read = pick if self.divided is None else self.divided.pick
+        read = pick if self.update.divided is None else self.update.divided.pick
         found = {name: tensors.get(name, torch.empty(0)) for name in places}
         fits = {name: len(at) == 0 or int(at[-1]) == found[name].numel() - 1 for name, at in places.items()}
         chosen = [

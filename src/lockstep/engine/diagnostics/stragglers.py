@@ -37,8 +37,8 @@ _UNKNOWN = math.nan
 class OwnTime:
     """Times one step of this rank until its last own gradient; on a GPU by events, without waiting for it."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], device: torch.device) -> None:
+        self._parameters = parameters
         self._clock = _GpuClock() if device.type == "cuda" else _HostClock()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -46,7 +46,7 @@ class OwnTime:
         """The step begins that :meth:`stop` ends."""
         self.stop()
         self._clock.begin()
-        trained = [p for p in self._parameters if p.requires_grad]  # now: it may change between steps
+        trained = [p for p in self._parameters() if p.requires_grad]  # now: it may change between steps
         self._hooks = [p.register_post_accumulate_grad_hook(self._clock.mark) for p in trained]
 
     def stop(self) -> float:
@@ -97,7 +97,7 @@ class RankWatch:
     """Gathers every rank's state. All methods are collective; every rank emits the same.
 
     Args:
-        parameters: whose gradients tell when a rank's own work of a step is done; empty: it is not timed.
+        parameters: returns those whose gradients show when a rank's own work of a step is done; none: it is not timed.
         speed: counts seconds of training and of waiting for input.
     """
 
@@ -105,7 +105,7 @@ class RankWatch:
         self,
         collectives: Collectives,
         device: torch.device,
-        parameters: Iterable[nn.Parameter],
+        parameters: Callable[[], Iterable[nn.Parameter]],
         speed: Throughput,
         emit: Callable[[Event], None],
         *,

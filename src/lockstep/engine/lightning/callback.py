@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,104 +14,56 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
-from lockstep.checkpoint.policy import SavePolicy
-from lockstep.config import RunConfig
-from lockstep.engine.diagnostics.stragglers import RankWatch
-from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.lightning.checkpoint_io import save
 from lockstep.engine.lightning.dataloaders import Step, epoch_steps
 from lockstep.engine.optim.step import match_layouts
-from lockstep.engine.state import TrainState, judge
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.result import EndedBy
+from lockstep.engine.run_log import RunLog
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags
-from lockstep.events import EpochEnded, Evaluated, Note, RunStarted, Sink, StepLogged
-from lockstep.plan import Plan
+from lockstep.plan import BatchPlan
 from lockstep.telemetry.progress_board import Activity, pulse
 from lockstep.telemetry.scalars import as_row, monitored, row_name
-from lockstep.telemetry.throughput import Throughput
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class Recorder(Checkpoint):
-    """Counts steps and samples, emits events, saves, and stops all ranks on the same step.
+class RunLogCallback(Checkpoint):
+    """Drives the run log from a Trainer: counts steps and samples, saves, and stops all ranks on the same step.
 
     A ``Checkpoint`` in Lightning's sense: its epoch-end hook comes after the module's own, so rows are complete.
-    State is saved at the beginning of the next batch, when the module's hooks and the schedulers have run.
+    State is saved at the start of the next batch, when the module's hooks and the schedulers have run.
 
-    Args:
-        save: saves the Trainer's state, as the best or not; collective.
-        poll: reports a save that is done.
+    Attributes:
+        saves_best: whether the checkpoint that is being saved is the best so far.
     """
 
-    config: RunConfig
-    plan: Plan
-    state: TrainState
-    collectives: Collectives
-    sink: Sink
-    attempt: int
-    run_dir: Path
-    stop_requested: Callable[[], bool]
-    heartbeat: Callable[[int, int], None]
-    save: Callable[[pl.Trainer, bool], None]
-    poll: Callable[[], None]
-
-    def __post_init__(self) -> None:
-        config, plan, state = self.config, self.plan, self.state
-        self._policy = SavePolicy(config.checkpoint.every_steps, config.checkpoint.every_s, step=state.step)
-        self._speed = Throughput()
-        self._started, self._earlier_s = time.monotonic(), state.elapsed_s
-        self._epoch_sums = torch.tensor([state.epoch_loss, state.epoch_count], dtype=torch.float64)
-        self._interval_sums = self._epoch_sums.clone()
-        self._paused = ExitStack()
+    def __init__(self, rank: RankContext, log: RunLog) -> None:
+        self.saves_best = False
+        self._rank, self._log, self._state = rank, log, log.state
         self._losses: list[tuple[Tensor, int]] = []
         self._returns_loss = False
         self._steps: Iterator[Step] = iter(())
         self._step: Step | None = None
         self._micro = 0
+        #: Whether to save at the next batch, and as the best or not.
         self._due: bool | None = None
         self._left_at: float | None = None
         self._waited_s = 0.0
         self._earlier: dict[str, Any] = {}
         self._norm: float | None = None
-        self._monitor = plan.monitor
         self._remarked = False
-        #: Whether the newest validation, in mid-epoch, has been judged already.
+        #: Whether the latest validation was within an epoch, and so has been judged already.
         self._judged = False
         self._lr = math.nan
-        self.ended_by: str | None = None
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds of training, earlier attempts included."""
-        return self._earlier_s + time.monotonic() - self._started
-
-    @property
-    def is_over(self) -> bool:
-        """Whether an earlier attempt did all there was to do."""
-        patience = self.config.training.early_stopping_patience
-        return self.state.step >= self.plan.total_steps or 0 < patience <= self.state.evaluations_without_gain
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        plan, state = self.plan, self.state
         for optimizer in trainer.optimizers:
             match_layouts(optimizer)  # Lightning has restored them
-        where = (self.run_dir, self.attempt, state.step, plan.total_steps, plan.as_dict())
-        self.sink.emit(RunStarted(*where, position=lambda: state.step))
-        self._ranks = RankWatch(
-            self.collectives,
-            trainer.strategy.root_device,
-            pl_module.parameters(),
-            self._speed,
-            self.sink.emit,
-            attempt=self.attempt,
-            step=state.step,
-        )
-        for note in plan.notes:
-            self.sink.emit(note)
-        pulse.at(Activity.FIRST_STEP, state.step)
+        pulse.at(Activity.FIRST_STEP, self._state.step)
+        self._log.unpause()
         self._begin_epoch()
-        self._interval = self._epoch_mark = self._speed.mark()
 
     def _begin_epoch(self) -> None:
-        self._steps = epoch_steps(self.plan.batch, self.collectives.rank, self.state.position)
+        self._steps = epoch_steps(self._batch, self._rank.collectives.rank, self._state.position)
         self._step, self._micro = None, 0
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -132,11 +81,11 @@ class Recorder(Checkpoint):
         self._lr = float(groups[0]["lr"]) if groups else math.nan
         if self._step is None:
             self._step = next(self._steps)
-            if self._is_logged(self.state.step + 1):
-                self._ranks.before_logged_step()
+            if self._log.is_logged(self._state.step + 1):
+                self._log.time_own_work()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        if self._is_logged(self.state.step + 1):
+        if self._log.is_logged(self._state.step + 1):
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else None
 
@@ -155,15 +104,15 @@ class Recorder(Checkpoint):
         if stepped:
             self._finish_step(trainer, self._step)
             self._step, self._micro = None, 0
-        if self.config.validation.every_steps is not None:
+        if self._rank.config.validation.every_steps is not None:
             # Lightning knows validations every so many batches, or at the ends of epochs; this asks it for both.
             trainer.val_check_batch = 1 if stepped and self._validates() else sys.maxsize
         self._left_at = time.perf_counter()
 
     def _validates(self) -> bool:
         """Whether a validation follows this step: at the end of every so many epochs, and every so many steps."""
-        every, state = self.config.validation, self.state
-        if self.plan.batch.window(state.position) is None:
+        every, state = self._rank.config.validation, self._state
+        if self._is_epoch_over:
             return (state.epoch + 1) % every.every_epochs == 0
         return every.every_steps is not None and state.step % every.every_steps == 0
 
@@ -175,11 +124,11 @@ class Recorder(Checkpoint):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pulse.at(Activity.EVALUATING)
-        self._paused.enter_context(self._speed.paused())
+        self._log.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pulse.at(Activity.HOOKS)
-        self._paused.close()
+        self._log.unpause()
         self._left_at = time.perf_counter()
         if trainer.sanity_checking:
             return
@@ -187,40 +136,31 @@ class Recorder(Checkpoint):
         if trainer.is_last_batch:
             return  # the epoch's row judges it
         metrics = _of_validation(_numbers(trainer.callback_metrics))
-        epoch = self.state.epoch + 1
-        improved = self._judge(metrics, epoch)
-        self.sink.emit(Evaluated(self.attempt, epoch, self.state.step, metrics, improved))
+        improved = self._judge(metrics)
+        self._log.evaluated(metrics, improved)
         if improved:
             self._due = True
-        trainer.should_stop = trainer.should_stop or self.ended_by is not None
+        trainer.should_stop = trainer.should_stop or self._log.ended_by is not None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.plan.batch.window(self.state.position) is not None and self.ended_by != "completed":
-            return  # a stop in mid-epoch
-        total, count = self._epoch_sums.tolist()
-        speed, state = self._speed.since(self._epoch_mark), self.state
-        row = {"train_loss": total / count if count else math.nan} if self._returns_loss else {}
+        if not self._is_epoch_over and self._log.ended_by is not EndedBy.COMPLETED:
+            return  # a stop within an epoch
+        loss, speed = self._log.epoch_so_far()
+        row = {"train_loss": loss} if self._returns_loss else {}
         row |= _numbers(self._fresh(trainer))
         row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
-        epoch = state.epoch + 1
-        improved = not (self._judged and _is_of_validation(self._monitor)) and self._judge(row, epoch)
-        if self.ended_by == "completed":
+        improved = not (self._judged and _is_of_validation(self._rank.plan.monitor)) and self._judge(row)
+        if self._log.ended_by is EndedBy.COMPLETED:
             trainer.should_stop = True
-        if self.plan.batch.window(state.position) is None:
-            state.epoch, state.position, state.epoch_loss, state.epoch_count = epoch, 0, 0.0, 0.0
-            self._interval_sums -= self._epoch_sums  # of what the next log tells
-            self._epoch_sums.zero_()
-        self._ranks.end_epoch(state.step, epoch)
-        self._epoch_mark = self._speed.mark()
-        self.sink.emit(EpochEnded(self.attempt, epoch, state.step, row, improved))
+        self._log.epoch(row, improved, ended=self._is_epoch_over)
         self._due = improved
         self._begin_epoch()
-        if trainer.should_stop and self.ended_by is None:  # a callback of the user's
-            self.ended_by = "completed"
+        if trainer.should_stop and self._log.ended_by is None:  # a callback of the user's
+            self._log.ended_by = EndedBy.COMPLETED
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._ranks.flush()
-        if self._due is None and self.ended_by != "completed":
+        self._log.flush()
+        if self._due is None and self._log.ended_by is not EndedBy.COMPLETED:
             self._due = False
         self._save_if_due(trainer)
         pulse.at(Activity.ENDING)
@@ -233,23 +173,29 @@ class Recorder(Checkpoint):
 
     # One step.
 
+    @property
+    def _batch(self) -> BatchPlan:
+        return self._rank.plan.batch
+
+    @property
+    def _is_epoch_over(self) -> bool:
+        return self._batch.window(self._state.position) is None
+
     def _finish_step(self, trainer: pl.Trainer, step: Step) -> None:
-        state = self.state
+        state, over = self._state, self._batch.window(step.stop) is None
         state.step += 1
         state.micro_step += len(step.mine)
         state.samples_seen += step.stop - step.start
         state.position = step.stop
-        self._speed.add(step.stop - step.start, self._waited_s)
+        self._log.step(step.stop - step.start, self._waited_s)
         self._waited_s = 0.0
-        self.heartbeat(state.step, self.plan.total_steps)
-        pulse.at(Activity.HOOKS, state.step)
-        over = self.plan.batch.window(state.position) is None
-        log = self._is_logged(state.step)
+        logs = self._log.is_logged(state.step)
         on_host = trainer.strategy.root_device.type == "cpu"
-        if on_host or over or log or state.step % FLAG_INTERVAL == 0:
+        if on_host or over or logs or state.step % FLAG_INTERVAL == 0:
             self._agree(trainer, over)
-        if log:
-            self._log(trainer)
+        if logs:
+            loss = self._logged_loss(trainer)
+            self._log.log_step(self._lr, self._norm, _numbers(trainer.logged_metrics), without_items=loss)
 
     def _agree(self, trainer: pl.Trainer, epoch_over: bool) -> None:
         """Sum losses and requests over ranks, so that all of them act on the same step."""
@@ -257,55 +203,20 @@ class Recorder(Checkpoint):
         losses = torch.stack([loss.double() * size for loss, size in self._losses]).sum() if self._losses else 0.0
         count = float(sum(size for _, size in self._losses))
         self._losses = []
-        requests = self._requests()
-        sums = torch.tensor([0.0, count, *requests], dtype=torch.float64, device=device)
+        sums = torch.tensor([0.0, count, *self._log.requests(self._state.step)], dtype=torch.float64, device=device)
         sums[0] += losses
-        if self.collectives.size > 1:
+        if self._rank.collectives.size > 1:
             dist.all_reduce(sums)
-        values = sums.tolist()
-        if math.isfinite(values[0]):
-            self._epoch_sums += torch.tensor(values[:2], dtype=torch.float64)
-        self.state.epoch_loss, self.state.epoch_count = self._epoch_sums.tolist()
-        flags = Flags(*values[2:])
+        total, count, *requests = sums.tolist()
+        self._log.losses.add(total, count)
+        flags = Flags(*requests)
         if flags.save and not epoch_over:
             self._due = False
-        if self.state.step >= self.plan.total_steps:
-            self.ended_by, trainer.should_stop = "completed", True
-        elif flags.stop or flags.time_up:
-            self.ended_by, trainer.should_stop = "stopped" if flags.stop else "time is up", True
-            if not epoch_over:
-                trainer.limit_val_batches = 0  # a stop in mid-epoch does not wait for an evaluation
-
-    def _requests(self) -> Flags:
-        """What this rank asks all ranks to agree on; clocks are rank 0's alone."""
-        stop = float(self.stop_requested())
-        if not self.collectives.is_main:
-            return Flags(stop)
-        limit = self.config.training.max_time_s
-        time_up = limit is not None and time.monotonic() - self._started > limit
-        return Flags(stop, float(time_up), float(self._policy.due(self.state.step)))
-
-    def _log(self, trainer: pl.Trainer) -> None:
-        total, count = (self._epoch_sums - self._interval_sums).tolist()
-        speed, state = self._speed.since(self._interval), self.state
-        self.sink.emit(
-            StepLogged(
-                attempt=self.attempt,
-                step=state.step,
-                epoch=state.epoch + 1,
-                samples_seen=state.samples_seen,
-                loss=total / count if count else self._logged_loss(trainer),
-                lr=self._lr,
-                grad_norm=self._norm,
-                samples_per_s=speed.samples_per_s,
-                data_wait_share=speed.data_wait_share,
-                skipped_steps=0,
-                scalars=_numbers(trainer.logged_metrics),
-            )
-        )
-        self._ranks.log(state.step, state.epoch + 1)
-        self._interval, self._interval_sums = self._speed.mark(), self._epoch_sums.clone()
-        self.poll()
+        self._log.agreed(flags)
+        if self._log.ended_by is not None:
+            trainer.should_stop = True
+            if not epoch_over and self._log.ended_by is not EndedBy.COMPLETED:
+                trainer.limit_val_batches = 0  # a stop within an epoch does not wait for an evaluation
 
     def _logged_loss(self, trainer: pl.Trainer) -> float | None:
         """Of a module that returns none, as with manual optimization."""
@@ -314,46 +225,34 @@ class Recorder(Checkpoint):
         names = [f"{name}{step}" for name in ("loss", "train_loss", "train/loss") for step in ("", "_step")]
         return next((float(trainer.logged_metrics[name]) for name in names if name in trainer.logged_metrics), None)
 
-    def _is_logged(self, step: int) -> bool:
-        return step % self.config.telemetry.log_interval == 0 or step >= self.plan.total_steps
-
-    def _judge(self, row: dict[str, float], epoch: int) -> bool:
-        """Rank 0's verdict for all: what a module logs without sync_dist differs between ranks."""
-        monitor = self._monitor
-        found = self.collectives.broadcast(monitored(row, monitor))
+    def _judge(self, row: dict[str, float]) -> bool:
+        """Judge by rank 0's value: what a module logs without sync_dist differs between ranks."""
+        found = self._rank.collectives.broadcast(monitored(row, self._rank.plan.monitor))
         self._remark(found[0] if found else None, row)
-        if found is None:
-            return False
-        if judge(self.state, _of_validation(row), found[1], self.plan.mode, epoch):
-            return True
-        patience = self.config.training.early_stopping_patience
-        if patience and self.state.evaluations_without_gain >= patience:
-            self.ended_by = "completed"
-            text = f"Early stopping: {monitor} has not improved for {patience} evaluations."
-            self.sink.emit(Note("early_stopping", text))
-        return False
+        return found is not None and self._log.judge(_of_validation(row), found[1])
 
     def _remark(self, name: str | None, row: Mapping[str, float]) -> None:
-        """Says once what the best epoch is judged by where that is not the monitor itself."""
-        if self._remarked or name in (self._monitor, row_name(self._monitor)):
+        """Report once by what the best epoch is judged, where that is not the monitor itself."""
+        monitor = self._rank.plan.monitor
+        if self._remarked or name in (monitor, row_name(monitor)):
             return
         self._remarked = True
         text = f"There are several validation loaders: the best epoch is judged by {name}."
         if name is None:
             names = ", ".join(row.keys() - {"train_loss", "lr", "samples_per_s", "duration_s"}) or "nothing"
-            text = f"No epoch is the best: the module does not log {self._monitor!r}; it logs {names}."
-        self.sink.emit(Note("monitor_missing", f"{text} checkpoint.monitor sets another name."))
+            text = f"No epoch is the best: the module does not log {monitor!r}; it logs {names}."
+        self._rank.note("monitor_missing", f"{text} checkpoint.monitor sets another name.")
 
     def _save_if_due(self, trainer: pl.Trainer) -> None:
         if self._due is not None:
-            best, self._due = self._due, None
-            self._policy.saved(self.state.step)
+            self.saves_best, self._due = self._due, None
+            self._log.saved()
             with pulse.during(Activity.SAVING):
-                self.save(trainer, best)
+                save(trainer)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The scalars among ``metrics``, by the names of rows. The recorder's own mean of the loss keeps its name."""
+    """The scalars among ``metrics``, by the names of rows. The run's own mean of the loss keeps its name."""
     found = {name: float(value) for name, value in metrics.items() if torch.as_tensor(value).numel() == 1}
     return as_row(found, taken=("train_loss",))
 

@@ -122,13 +122,13 @@ class Update:
         divided: Divided | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
-        self._divided = divided
+        self.divided = divided
         self._scheduler = scheduler
         self.optimizer = optimizer
         # Frozen ones too: they may be unfrozen, and have no gradient until then.
         self._parameters = list(model.parameters()) if divided is None else divided.parameters()
         self._schedule = schedule
-        self._precision = precision
+        self.precision = precision
         self._max_norm = max_norm
         # A stage of a pipeline may have none.
         device = self._parameters[0].device if self._parameters else precision.seed().device
@@ -205,17 +205,17 @@ class Update:
             gradients = [_dense(p) for p in self._parameters if p.grad is not None]
         else:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
-        return gradients if self._divided is None else self._divided.local(gradients)
+        return gradients if self.divided is None else self.divided.local(gradients)
 
     def _divide(self, gradients: list[Tensor], count: Tensor | float, divisor: float) -> tuple[Tensor | float, float]:
         """Divide now what is otherwise divided as it is clipped; the count and divisor that are left to apply."""
-        seed = self._precision.seed_value() if self._on_host else self._precision.seed()
+        seed = self.precision.seed_value() if self._on_host else self.precision.seed()
         factor = divisor / (seed * (float(count) if self._on_host else count))
         foreach_mul_(gradients, factor)
-        return 1.0 / self._precision.seed_value(), 1.0
+        return 1.0 / self.precision.seed_value(), 1.0
 
     def _apply_on_host(self, gradients: list[Tensor], count: float, divisor: float, want_norm: bool) -> None:
-        factor = divisor / (self._precision.seed_value() * count)
+        factor = divisor / (self.precision.seed_value() * count)
         if want_norm:
             self.grad_norm = norm = self._norm(gradients).item() * factor
             found = not math.isfinite(norm)
@@ -232,8 +232,8 @@ class Update:
             self._skipped += 1
         else:
             self._step()
-        if not self._precision.is_full:
-            self._precision.update(self._found_inf.fill_(float(found)))
+        if not self.precision.is_full:
+            self.precision.update(self._found_inf.fill_(float(found)))
 
     def _apply_on_device(
         self,
@@ -245,7 +245,7 @@ class Update:
     ) -> None:
         """``counted``: whether there were items at all, where that is not known on the host."""
         # Σ count = 0 gives inf, then NaN gradients, then a skipped step, on every rank alike.
-        factor = divisor / (self._precision.seed() * count)
+        factor = divisor / (self.precision.seed() * count)
         if want_norm:
             norm = self._norm(gradients) * factor
             self.grad_norm = norm if counted is None else torch.where(counted, norm, 0.0)
@@ -260,7 +260,7 @@ class Update:
         elif not found.item():
             self._step()
         self._skipped = self._skipped + (found if counted is None else found * counted)
-        self._precision.update(found, counted)
+        self.precision.update(found, counted)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """The global L2 norm; as ``get_total_norm``, which first sorts the tensors by device and dtype."""
@@ -268,14 +268,14 @@ class Update:
             norm = torch.nn.utils.get_total_norm(gradients)
         else:
             norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0)))
-        return norm if self._divided is None else self._divided.total_norm(norm)
+        return norm if self.divided is None else self.divided.total_norm(norm)
 
     def _unscale(self, gradients: list[Tensor], factor: Tensor) -> Tensor:
         """Multiply by ``factor``, and note a gradient that is not finite: one pass, in GradScaler's own kernel."""
         if gradients:
             amp_unscale_(gradients, self._found_inf, factor)
-        if self._divided is not None:
-            self._divided.agree(self._found_inf)
+        if self.divided is not None:
+            self.divided.agree(self._found_inf)
         return self._found_inf
 
     def _set_lr(self, step: int) -> None:
@@ -306,9 +306,9 @@ class Update:
             optimizer = self.optimizer.state_dict()
         return {
             "optimizer": optimizer,
-            "names": None if self._divided is not None else names_of(self.optimizer, self._named),
+            "names": None if self.divided is not None else names_of(self.optimizer, self._named),
             "settings": self._settings,
-            "precision": self._precision.state_dict(),
+            "precision": self.precision.state_dict(),
             "skipped": self.skipped,
             "scheduler": None if self._scheduler is None else self._scheduler.scheduler.state_dict(),
         }
@@ -316,8 +316,8 @@ class Update:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         optimizer = state["optimizer"]
         with compiler_not_imported():
-            if self._divided is not None:
-                optimizer = self._divided.divided_state(optimizer, self.optimizer)
+            if self.divided is not None:
+                optimizer = self.divided.divided_state(optimizer, self.optimizer)
             else:
                 optimizer = fitted(optimizer, state.get("names"), self.optimizer, self._named)
             self.optimizer.load_state_dict(optimizer)
@@ -329,5 +329,5 @@ class Update:
             keep = ("lr", "initial_lr")
         restore_changed(self.optimizer, self._settings, state.get("settings"), keep=keep)
         self._groups = len(self.optimizer.param_groups)
-        self._precision.load_state_dict(state["precision"])
+        self.precision.load_state_dict(state["precision"])
         self._skipped = state["skipped"]

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.distributed.collectives import Collectives, shared
-from lockstep.engine.evaluate import Callbacks, evaluate, evaluation
+from lockstep.engine.evaluate import evaluate, evaluation
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.determinism import rank_device, runtime
@@ -21,7 +21,7 @@ from lockstep.engine.resume import load_shared, load_weights, restoring
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.partition import divide
 from lockstep.engine.task import Context, Datasets, Task
-from lockstep.engine.trained import build_model
+from lockstep.engine.trained import Callbacks, build_model
 from lockstep.engine.training_data import open_data
 from lockstep.errors import DataError, UnsupportedError
 from lockstep.hardware.host import usable_cores

@@ -1,0 +1,85 @@
+"""Saving the checkpoints of an attempt, and testing the best one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.checkpoint.content import check_saveable
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.engine.distributed.agreement import check_agreement
+from lockstep.engine.parts import Parts
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.resume import load_shared, load_weights, restoring
+from lockstep.engine.run_log import RunLog
+from lockstep.engine.task import Task
+from lockstep.telemetry.progress_board import Activity, pulse
+
+
+class Checkpoints:
+    """Saves what one rank trains. Ranks save together; rank 0 writes in the background, or each rank its part."""
+
+    def __init__(self, rank: RankContext, task: Task, parts: Parts, log: RunLog) -> None:
+        self._rank, self._task, self._parts, self._log = rank, task, parts, log
+        self._divides = rank.plan.sharded or rank.plan.pipelined
+        self.saved_at = -1
+
+    def check(self) -> None:
+        """Raise now what could not be saved, rather than after an epoch."""
+        if self._rank.writer is not None:
+            check_saveable(self._parts.strategy.module.state_dict(), self._trainer_state())
+
+    def save(self, *, best: bool = False) -> None:
+        """Compare buffers and weights of the ranks, and save, unless this step has been saved already. Collective."""
+        rank, strategy, state = self._rank, self._parts.strategy, self._parts.state
+        if self.saved_at == state.step and not best:
+            return
+        self.saved_at = state.step
+        strategy.check_buffers()
+        if not self._divides and rank.config.debug.trace == "off":
+            check_agreement(strategy.module, self._parts.update.optimizer, rank.collectives)
+        self._log.saved()
+        if rank.writer is None and not strategy.is_sharded:
+            return
+        with pulse.during(Activity.SAVING):
+            content = {"model": strategy.module.state_dict(), "trainer": self._trainer_state()}
+            if rank.reads_shards:
+                from lockstep.engine.distributed.dtensor_state import own_part
+
+                content = own_part(content, is_main=rank.collectives.is_main)
+            else:
+                content = strategy.whole(content, rank.collectives, keep=rank.writer is not None)
+            if rank.writer is not None:
+                self._log.write(content, best=best)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk. Collective."""
+        with pulse.during(Activity.SAVING if self._rank.writer is not None else Activity.AWAITING_SAVE):
+            if self._rank.writer is not None:
+                self._rank.writer.wait()
+                pulse.at(Activity.AWAITING_SAVE)
+            self._rank.collectives.broadcast(None)  # barrier
+
+    def load_best(self) -> int:
+        """Load the weights and the task's state of the best checkpoint, if any; returns their step. Collective."""
+        rank, state = self._rank, self._parts.state
+        store = CheckpointStore(rank.run_dir.checkpoints)
+        best = rank.collectives.broadcast(store.step_of("best") if rank.collectives.is_main else None)
+        if best is None or best == state.step:
+            return state.step
+        snapshot = load_shared(store, best, rank.collectives, in_pieces=rank.reads_shards)
+        load_weights(self._parts.strategy.module, snapshot.model, rank.run_dir.path)
+        with restoring(f"the checkpoint of step {best}"):
+            self._task.load_state_dict(snapshot.trainer["task"])
+        return int(best)
+
+    def _trainer_state(self) -> dict[str, Any]:
+        state, strategy, update = self._parts.state, self._parts.strategy, self._parts.update
+        state.draws_seeded, state.skipped_steps = strategy.draws.everything, update.skipped
+        if not self._divides:
+            named = strategy.module.named_parameters()
+            state.frozen = [name for name, parameter in named if not parameter.requires_grad]
+        return {
+            "state": self._log.current_state(),
+            "update": update.state_dict(),
+            "task": self._task.state_dict(),
+        }

@@ -1,0 +1,85 @@
+"""Model, strategy and update of one rank, as the plan asks, from a checkpoint or from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import NamedTuple
+
+from lockstep.checkpoint.store import Snapshot
+from lockstep.engine.diagnostics.ablation import Watched
+from lockstep.engine.distributed.agreement import check_start
+from lockstep.engine.distributed.sync_batchnorm import convert
+from lockstep.engine.optim.build import build_update, untrained_note
+from lockstep.engine.optim.step import Update
+from lockstep.engine.process.determinism import seed_everything
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.resume import load_initial_weights, restore, restored_state
+from lockstep.engine.state import TrainState
+from lockstep.engine.strategies.base import Strategy
+from lockstep.engine.strategies.build import build_strategy
+from lockstep.engine.strategies.partition import divide
+from lockstep.engine.task import Context, Datasets, Task
+from lockstep.engine.trained import Callbacks, build_model, refuse_meta
+
+
+class Parts(NamedTuple):
+    """What takes the steps of one rank.
+
+    Attributes:
+        draws: the random functions that the forward pass has called; a set that may still grow.
+        notes: shown at the start.
+    """
+
+    strategy: Strategy
+    update: Update
+    state: TrainState
+    callbacks: Callbacks
+    draws: Set[str]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Parts:
+    """Build them from ``snapshot``, or from the start. Collective.
+
+    Raises:
+        CheckpointError: ``snapshot`` is of other data, or does not fit.
+        TaskError, UnsupportedError: the task's model or optimizer cannot be trained so.
+    """
+    config, plan, device = rank.config, rank.plan, rank.device
+    debug, state = config.debug, restored_state(rank, snapshot)
+    task.context = Context(state)
+    seed_everything(plan.seed)  # opening the data may have drawn numbers
+    model = build_model(task)
+    refuse_meta(model)
+    if snapshot is None:
+        load_initial_weights(model, config.init_from, rank.collectives)
+    if plan.sync_batchnorm:
+        model = convert(model, None)
+    divided = None
+    if plan.sharded or plan.pipelined:
+        divided = divide(task, model, config, plan, datasets, device, rank.world, rank.collectives)
+    else:
+        model = model.to(device)
+    update = build_update(task, model, config, plan, device, divided, validates=datasets.val is not None)
+    notes = [] if divided is None else [*divided.remarks]
+    if snapshot is not None:
+        notes += restore(rank, snapshot, state, task, model, update)
+    warning = None
+    if divided is None and debug.trace == "off":  # a trace compares them itself
+        warning = check_start(model, rank.collectives, exact=plan.reproducibility == "exact")
+    watched = Watched(task, model, debug.switch_off) if debug.trace != "off" or debug.switch_off else None
+    strategy = build_strategy(watched or task, model, config, plan, update.precision, device, rank.world, divided)
+    strategy.draws.everything |= state.draws_seeded
+    callbacks = Callbacks(task)
+    update.after_backward = callbacks.caller("on_after_backward", task.context, strategy.module)
+    untrained = untrained_note(update, model, config.training.max_grad_norm)
+    return Parts(
+        strategy,
+        update,
+        state,
+        callbacks,
+        draws=set() if watched is None else watched.draws,
+        notes=(*notes, *([] if untrained is None else [untrained])),
+        warnings=() if warning is None else (warning,),
+    )

@@ -1,0 +1,94 @@
+"""What one rank of an attempt runs with: made once, before anything is built, and never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from lockstep.checkpoint.writer import BackgroundWriter
+from lockstep.config import RunConfig
+from lockstep.engine.checkpoint_writer import writing
+from lockstep.engine.distributed.collectives import Collectives, shared
+from lockstep.engine.process.determinism import rank_device, runtime
+from lockstep.events import Fanout, Note, Sink
+from lockstep.hardware.world import World
+from lockstep.plan import Plan
+from lockstep.telemetry.rundir import Heartbeat, RunDir
+from lockstep.telemetry.system import monitored
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Run, plan, device and process group of one rank, and where it reports to.
+
+    Attributes:
+        sink: receives events; without sinks of its own on ranks that do not write the run folder.
+        writer: saves checkpoints; ``None`` on ranks that write none.
+        heartbeat: takes the steps done and the total.
+        stop_signal: the signal that asked this process to stop, if any.
+    """
+
+    run_dir: RunDir
+    world: World
+    config: RunConfig
+    plan: Plan
+    device: torch.device
+    collectives: Collectives
+    attempt: int = 1
+    sink: Sink = field(default_factory=Fanout)
+    writer: BackgroundWriter | None = None
+    heartbeat: Callable[[int, int], None] = lambda step, total: None
+    stop_signal: Callable[[], int | None] = lambda: None
+
+    @property
+    def reads_shards(self) -> bool:
+        """Whether each rank writes its part of a checkpoint, and so can read it."""
+        return self.writer is not None and self.writer.store.takes_parts
+
+    def note(self, key: str, text: str, level: Literal["info", "warning"] = "info") -> None:
+        self.sink.emit(Note(key, text, level))
+
+
+@contextmanager
+def joined(
+    run_dir: RunDir,
+    world: World,
+    config: RunConfig,
+    plan: Plan,
+    attempt: int,
+    sink: Sink,
+    stop_signal: Callable[[], int | None],
+    ending: ExitStack,
+    *,
+    keeper: bool,
+) -> Iterator[RankContext]:
+    """This process as a rank among the others; the first one of a node also samples its machine. Collective.
+
+    Args:
+        ending: closed when the failure of an attempt, if any, has been recorded; ends heartbeat and writer.
+        keeper: whether this rank writes the run folder that it sees.
+    """
+    device, timeout_s = rank_device(tuple(plan.placement["devices"]), world), config.distributed.timeout_s
+    watches = config.telemetry.monitor and world.local_rank == 0
+    heartbeat = Heartbeat()
+    ending.callback(heartbeat.stop)
+    with (
+        runtime(plan, device, world, timeout_s, detect_anomaly=config.debug.detect_anomaly),
+        shared(world, timeout_s),
+        monitored(run_dir.path, plan.placement["devices"], node=world.node_rank) if watches else nullcontext(),
+    ):
+        collectives = Collectives(world, timeout_s=timeout_s)
+        with writing(run_dir, world, config, plan, collectives, keeper, sink) as writer:
+            if writer is not None:
+                ending.callback(writer.close)
+            if keeper:
+                heartbeat.start(run_dir.heartbeat_file, total=plan.total_steps)
+            # Rank 0 may have started a new attempt after the others read the number.
+            attempt = collectives.broadcast(attempt)
+            yield RankContext(
+                run_dir, world, config, plan, device, collectives, attempt, sink, writer, heartbeat.beat, stop_signal
+            )

@@ -1,0 +1,316 @@
+"""The log of an attempt: rows, the best evaluation, early stopping, when to save, and why the run ended.
+
+The native loop (:mod:`lockstep.engine.fit`) and Lightning's callback (:mod:`lockstep.engine.lightning.callback`)
+drive the same object.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.policy import SavePolicy, retained
+from lockstep.checkpoint.store import Snapshot
+from lockstep.engine.diagnostics.stragglers import RankWatch
+from lockstep.engine.process.determinism import pins
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.result import EndedBy, RunResult
+from lockstep.engine.resume import manifest_of
+from lockstep.engine.state import TrainState, judge
+from lockstep.engine.strategies.base import Flags
+from lockstep.errors import NonFiniteError
+from lockstep.events import EpochEnded, Evaluated, RunEnded, RunStarted, StepLogged
+from lockstep.telemetry.progress_board import Activity, pulse
+from lockstep.telemetry.throughput import Speed, Throughput
+
+
+class LossMeter:
+    """Sums of loss and count over an epoch, without a host sync on a GPU and without tensor work on a CPU.
+
+    A step whose loss is not finite counts neither in the sum nor in the count.
+    """
+
+    def __init__(self, device: torch.device, total: float = 0.0, count: float = 0.0) -> None:
+        self._on_host = device.type == "cpu"
+        self._total, self._count = total, count
+        self._device_sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def add(self, total: Tensor | float, count: Tensor | float) -> None:
+        if self._on_host or not isinstance(total, Tensor):
+            value = float(total)
+            if math.isfinite(value):
+                self._total += value
+                self._count += float(count)
+            return
+        finite = torch.isfinite(total)
+        pair = torch.stack((total.double(), torch.as_tensor(count, dtype=torch.float64, device=total.device)))
+        self._device_sums += torch.where(finite, pair, 0.0)
+
+    def read(self) -> tuple[float, float]:
+        """Sum and count so far; synchronises with a GPU."""
+        if not self._on_host:
+            total, count = self._device_sums.tolist()
+            return self._total + total, self._count + count
+        return self._total, self._count
+
+    def reset(self) -> None:
+        self._total = self._count = 0.0
+        self._device_sums.zero_()
+
+
+class RunLog:
+    """One per rank. What it decides rests on values that are equal on all ranks, so all of them stop and save together.
+
+    Counting is paused until :meth:`start`, and between :meth:`pause` and :meth:`unpause`.
+
+    Args:
+        state: the run's counters and its best evaluation so far; updated here.
+        timed: the parameters whose gradients show when a rank's own work of a step is done; see :class:`RankWatch`.
+
+    Attributes:
+        losses: sums of the current epoch; the driver adds to it.
+        ended_by: why the run ends after the current step; ``None`` while it continues.
+    """
+
+    def __init__(self, rank: RankContext, state: TrainState, timed: Callable[[], Iterable[nn.Parameter]]) -> None:
+        checkpoint = rank.config.checkpoint
+        self.state = state
+        self.losses = LossMeter(rank.device, state.epoch_loss, state.epoch_count)
+        self.ended_by: EndedBy | None = None
+        self._rank, self._total = rank, rank.plan.total_steps
+        self._policy = SavePolicy(checkpoint.every_steps, checkpoint.every_s, step=state.step)
+        self._pins = pins(rank.device, rank.plan)
+        self._started, self._earlier_s = time.monotonic(), state.elapsed_s
+        self._speed, self._pause = Throughput(), ExitStack()
+        self._interval = self._epoch = self._speed.mark()
+        self._interval_sums = self.losses.read()
+        self._skipped_before = state.step, state.skipped_steps
+        emit, attempt = rank.sink.emit, rank.attempt
+        self._ranks = RankWatch(
+            rank.collectives, rank.device, timed, self._speed, emit, attempt=attempt, step=state.step
+        )
+        self.pause()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training, earlier attempts included."""
+        return self._earlier_s + time.monotonic() - self._started
+
+    @property
+    def _patience(self) -> int:
+        return self._rank.config.training.early_stopping_patience
+
+    def is_logged(self, step: int) -> bool:
+        return step % self._rank.config.telemetry.log_interval == 0 or step >= self._total
+
+    def start(self, notes: Iterable[str] = (), warnings: Iterable[str] = ()) -> None:
+        """Report that the attempt starts; where nothing is left to train, ``ended_by`` is set."""
+        rank, state = self._rank, self.state
+        rank.heartbeat(state.step, self._total)
+        where = (rank.run_dir.path, rank.attempt, state.step, self._total, rank.plan.as_dict())
+        rank.sink.emit(RunStarted(*where, position=lambda: state.step))
+        for known in rank.plan.notes:
+            rank.sink.emit(known)
+        for note in notes:
+            rank.note("remark", note)
+        for warning in warnings:
+            rank.note("warning", warning, "warning")
+        # Every step, or until early stopping, in an earlier attempt.
+        if state.step >= self._total or 0 < self._patience <= state.evaluations_without_gain:
+            self.ended_by = EndedBy.COMPLETED
+            rank.note(
+                "nothing_left",
+                f"Nothing is left to train: the run ended at step {state.step}. To train on, raise training.epochs "
+                "(lockstep resume RUN --set training.epochs=N), or training.max_steps or early_stopping_patience.",
+            )
+
+    def pause(self) -> None:
+        """Leave the time from now on out of every speed: evaluation is not training."""
+        self._pause.close()
+        self._pause.enter_context(self._speed.paused())
+
+    def unpause(self) -> None:
+        self._pause.close()
+
+    # Steps.
+
+    def requests(self, step: int) -> Flags:
+        """What this rank asks all ranks to agree on with the sums of ``step``; clocks are rank 0's alone."""
+        stop = float(self._rank.stop_signal() is not None)
+        if not self._rank.collectives.is_main:
+            return Flags(stop)
+        limit = self._rank.config.training.max_time_s
+        time_up = float(limit is not None and time.monotonic() - self._started > limit)
+        return Flags(stop, time_up, float(self._policy.due(step)))
+
+    def step(self, samples: int, waited_s: float) -> None:
+        """A step is done: ``samples`` over all ranks, ``waited_s`` seconds of it spent waiting for input."""
+        self._speed.add(samples, waited_s)
+        self._rank.heartbeat(self.state.step, self._total)
+        pulse.at(Activity.HOOKS, self.state.step)
+
+    def time_own_work(self) -> None:
+        """The step that starts now will be logged."""
+        self._ranks.before_logged_step()
+
+    def log_step(
+        self,
+        lr: float,
+        grad_norm: float | None,
+        scalars: Mapping[str, float],
+        *,
+        skipped: int = 0,
+        without_items: float | None = math.nan,
+        is_empty: bool = False,
+    ) -> None:
+        """Emit the row of a log interval. Collective.
+
+        Args:
+            skipped: steps so far without a finite gradient, over all ranks.
+            without_items: the loss of an interval without items.
+            is_empty: the last step had no items either: then there is no row.
+
+        Raises:
+            NonFiniteError: too many steps were skipped.
+        """
+        state, epoch, sums = self.state, self.state.epoch + 1, self.losses.read()
+        loss, items = (now - before for now, before in zip(sums, self._interval_sums, strict=True))
+        speed = self._speed.since(self._interval)
+        counts_more = speed.seconds > 0 and items > 1.001 * speed.samples_per_s * speed.seconds
+        state.skipped_steps = skipped
+        if items or not is_empty:
+            self._rank.sink.emit(
+                StepLogged(
+                    attempt=self._rank.attempt,
+                    step=state.step,
+                    epoch=epoch,
+                    samples_seen=state.samples_seen,
+                    loss=loss / items if items else without_items,
+                    lr=lr,
+                    grad_norm=grad_norm,
+                    samples_per_s=speed.samples_per_s,
+                    data_wait_share=speed.data_wait_share,
+                    skipped_steps=skipped,
+                    scalars=scalars,
+                    items_per_s=items / speed.seconds if counts_more else None,
+                )
+            )
+        self._ranks.log(state.step, epoch)
+        self._interval, self._interval_sums = self._speed.mark(), sums
+        if self._rank.writer is not None:
+            self._rank.writer.poll()
+        self._check_skipped()
+
+    def _check_skipped(self) -> None:
+        """Refuse to continue when too many steps had no finite gradient. Equal on all ranks: all raise, or none."""
+        (step, skipped), state = self._skipped_before, self.state
+        steps = state.step - step
+        if steps < min(100, self._total):
+            return
+        self._skipped_before = state.step, state.skipped_steps
+        share = (state.skipped_steps - skipped) / steps
+        if share > self._rank.config.training.max_skipped_share:
+            raise NonFiniteError(
+                f"{share:.0%} of the last {steps} steps had no finite gradient and were skipped",
+                why="the loss or its gradient is NaN or infinite",
+                fix="lower the learning rate, use bf16-mixed or 32 instead of 16-mixed, or find the operator with "
+                "--set debug.detect_anomaly=true",
+            )
+
+    def agreed(self, flags: Flags | None) -> None:
+        """Set why the run ends after this step, if it does.
+
+        Args:
+            flags: sums over ranks of :meth:`requests`; ``None`` where they were not read.
+        """
+        if self.ended_by is not None:
+            return
+        if self.state.step >= self._total:
+            self.ended_by = EndedBy.COMPLETED
+        elif flags and flags.stop:
+            self.ended_by = EndedBy.SIGNAL
+        elif flags and flags.time_up:
+            self.ended_by = EndedBy.TIME
+
+    def flush(self) -> None:
+        """Emit what ranks have gathered and not emitted yet."""
+        self._ranks.flush()
+
+    # Epochs and evaluations.
+
+    def epoch_so_far(self) -> tuple[float, Speed]:
+        """The epoch's mean training loss and speed; emits the state of the ranks. Collective."""
+        total, count = self.losses.read()
+        speed = self._speed.since(self._epoch)
+        self._ranks.end_epoch(self.state.step, self.state.epoch + 1)
+        return total / count if count else math.nan, speed
+
+    def epoch(self, row: dict[str, float], improved: bool, *, ended: bool) -> None:
+        """Emit the row of an epoch. ``ended``: the next one follows, else the run ends within this one."""
+        state, epoch = self.state, self.state.epoch + 1
+        if ended:
+            (total, count), (before_total, before_count) = self.losses.read(), self._interval_sums
+            self._interval_sums = before_total - total, before_count - count  # the next interval includes their rest
+            self.losses.reset()
+            state.epoch, state.position = epoch, 0
+        self._epoch = self._speed.mark()
+        self._rank.sink.emit(EpochEnded(self._rank.attempt, epoch, state.step, row, improved))
+
+    def evaluated(self, metrics: Mapping[str, float], improved: bool) -> None:
+        """Emit an evaluation within an epoch."""
+        state = self.state
+        self._rank.sink.emit(Evaluated(self._rank.attempt, state.epoch + 1, state.step, metrics, improved))
+
+    def judge(self, metrics: Mapping[str, float], value: float) -> bool:
+        """Whether this evaluation is the best so far; without improvement for too long, the run ends.
+
+        Args:
+            metrics: of the evaluation; those named ``val_…`` are kept with the best.
+            value: the monitored metric's, equal on all ranks.
+        """
+        plan, patience = self._rank.plan, self._patience
+        if judge(self.state, metrics, value, plan.mode, self.state.epoch + 1):
+            return True
+        if 0 < patience <= self.state.evaluations_without_gain:
+            self.ended_by = EndedBy.COMPLETED
+            text = f"Early stopping: {plan.monitor} has not improved for {patience} evaluations."
+            self._rank.note("early_stopping", text)
+        return False
+
+    # Checkpoints, and the end.
+
+    def saved(self) -> None:
+        """The current step is being saved: the next timed save is due ``checkpoint.every_s`` from now."""
+        self._policy.saved(self.state.step)
+
+    def current_state(self) -> dict[str, Any]:
+        """The state for a checkpoint of the current step."""
+        self.state.epoch_loss, self.state.epoch_count = self.losses.read()
+        self.state.elapsed_s = self.elapsed_s
+        return self.state.state_dict()
+
+    def write(self, content: dict[str, Any], *, best: bool) -> None:
+        """Start to write a checkpoint of the current step; on ranks with a writer.
+
+        ``content``: ``model``, ``trainer`` and, of a shard, ``rows``; see :class:`Snapshot`.
+        """
+        rank, state, writer = self._rank, self.state, self._rank.writer
+        assert writer is not None
+        copy = writer.to_host(content)
+        keep = retained([*writer.store.steps(), state.step], rank.config.checkpoint.keep_last, state.best_step)
+        manifest = manifest_of(rank.config, rank.plan, state, rank.attempt, self._pins)
+        writer.submit(Snapshot(state.step, **copy, manifest=manifest), best=best, keep=keep)
+
+    def finish(self, final: dict[str, float]) -> RunResult:
+        """Emit the end of the run; ``final``: the metrics that it ends with."""
+        state, ended, rank = self.state, self.ended_by or EndedBy.COMPLETED, self._rank
+        rank.sink.emit(RunEnded(ended.status, state.step, final, state.best_epoch, state.best_metric, self.elapsed_s))
+        code = 128 + (rank.stop_signal() or 15) if ended is EndedBy.SIGNAL else 0
+        best = dict(state.best_metric)
+        return RunResult(ended.status, code, rank.run_dir.path, state.step, final, state.best_epoch, best)

@@ -1,0 +1,121 @@
+"""The evaluations of a run: the sanity check, validation, and the test of the best weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import torch
+
+from lockstep.engine.evaluate import evaluate, evaluation
+from lockstep.engine.parts import Parts
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.task import Datasets, Task
+from lockstep.engine.trained import bare
+from lockstep.errors import UnsupportedError
+from lockstep.events import PictureDrawn
+from lockstep.telemetry.files import write_json
+from lockstep.telemetry.pictures import check_picture
+
+
+class Validation:
+    """Evaluates the weights that are being trained. All methods are collective.
+
+    Raises:
+        UnsupportedError: the task shows something of the model after evaluations, and no rank has all of it.
+    """
+
+    def __init__(self, rank: RankContext, task: Task, datasets: Datasets, parts: Parts) -> None:
+        self._rank, self._task, self._datasets, self._parts = rank, task, datasets, parts
+        self._loader = rank.plan.loader
+        for method in (task.remarks, task.pictures):
+            if (rank.plan.sharded or rank.plan.pipelined) and signature(method).parameters:
+                raise UnsupportedError(
+                    f"the task's {method.__name__}() takes the model, which strategy "
+                    f"{rank.plan.placement['strategy']} divides",
+                    why="it is called on one rank, which has only a part of the model",
+                    fix="keep what it shows in evaluate(), or train with --strategy ddp",
+                )
+
+    def settle_loader(self, workers: int, text: str) -> None:
+        """Evaluate with at most ``workers`` loader processes, which is what training measured to be best."""
+        self._loader = self._loader.model_copy(update={"most_workers": workers})
+        self._rank.note("loader", text)
+
+    def sanity_check(self) -> None:
+        """Evaluate a few batches before the first step. What the task shows of untrained weights is not emitted."""
+        steps = self._rank.config.validation.sanity_steps
+        if steps and self._datasets.val is not None and self._parts.state.step == 0:
+            with evaluation(self._task, self._module, self._parts.callbacks):
+                self._evaluate(self._datasets.val, steps * self._rank.collectives.size)
+                self._show(emits=False)
+
+    def run(self) -> dict[str, float]:
+        """The numbers among the metrics of the validation data, named ``val_…``; the task's remarks are emitted."""
+        self._parts.strategy.check_buffers()
+        with evaluation(self._task, self._module, self._parts.callbacks):
+            values = self._evaluate(self._datasets.val, self._chunks)
+            self._show()
+        return {f"val_{name}": value for name, value in values.items() if isinstance(value, float | int)}
+
+    def test(self, step: int) -> dict[str, float]:
+        """The numbers among the metrics of the test set; a confusion matrix, say, is written to ``tables.json``.
+
+        ``step``: optimizer steps of the weights.
+        """
+        with evaluation(self._task, self._module, self._parts.callbacks):
+            found = self._evaluate(self._datasets.test, self._chunks, step)
+        values = {f"test_{name}": value for name, value in found.items()}
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, float | int)}
+        tables = {name: value for name, value in values.items() if name not in numbers}
+        if tables and self._rank.collectives.is_main:
+            names = getattr(self._task, "class_names", None)
+            tables |= {"class_names": list(names)} if names else {}
+            write_json(self._rank.run_dir.path / "tables.json", tables)
+        return numbers
+
+    @property
+    def _module(self) -> torch.nn.Module:
+        return self._parts.strategy.module
+
+    @property
+    def _chunks(self) -> int | None:
+        """How many batches an evaluation takes; ``None``: all."""
+        debug = self._rank.config.debug
+        return self._rank.collectives.size if debug.fast_dev_run else debug.limit_eval_batches
+
+    def _evaluate(self, dataset: Any, chunks: int | None, step: int | None = None) -> dict[str, Any]:
+        plan, strategy = self._rank.plan, self._parts.strategy
+        return evaluate(
+            strategy.evaluating(self._task),
+            strategy.module,
+            dataset,
+            self._rank.collectives,
+            batch_size=plan.eval_batch_size,
+            device=self._rank.device,
+            precision=self._parts.update.precision,
+            loader=self._loader,
+            seed=plan.seed,
+            step=self._parts.state.step if step is None else step,
+            chunks=chunks,
+            ghosts=plan.sharded,
+            together=plan.pipelined,
+        )
+
+    def _show(self, *, emits: bool = True) -> None:
+        """Emit the task's remarks and pictures of an evaluation, whose metrics only rank 0 has."""
+        if not self._rank.collectives.is_main:
+            return
+        with torch.no_grad():
+            remarks = self._asked(self._task.remarks)
+            pictures = self._asked(self._task.pictures) if emits else {}
+        for remark in remarks if emits else ():
+            self._rank.note("task_remark", remark)
+        state = self._parts.state
+        for name, pixels in pictures.items():
+            check_picture(name, pixels)
+            self._rank.sink.emit(PictureDrawn(self._rank.attempt, state.epoch + 1, state.step, name, pixels))
+
+    def _asked(self, method: Callable[..., Any]) -> Any:
+        return method(bare(self._module)) if signature(method).parameters else method()
