@@ -14,12 +14,13 @@ TESTS ?= tests
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test coverage lint drills clean browser smoke-oldest
+.PHONY: help setup train test check coverage lint drills clean browser smoke-oldest
 
 help: ## show this list
 	@echo "make train    set up, then train the HAR task on every GPU, or on two CPU ranks without one"
 	@echo "              (make train DEVICES=gpu:0 ARGS='--epochs 5')"
 	@echo "make test     set up, then lint and the whole test suite"
+	@echo "make check    lint, and the tests that start no other process"
 	@echo "make coverage the test suite, with the coverage of every process that a test starts"
 	@echo "make setup    make $(VENV) and install Lockstep with the tested versions"
 	@echo "make lint     ruff (rules and format), mypy, and the words of the documentation"
@@ -54,6 +55,9 @@ browser:
 
 test: lint browser ## lint, then every test
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" $(PYTEST_ARGS) $(TESTS)
+
+check: lint ## lint, and the tests without ranks, commands or a browser
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill and not processes" $(PYTEST_ARGS) $(TESTS)
 
 coverage: setup browser ## coverage of every process that the tests start
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)

@@ -32,10 +32,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if _starts_processes(item):
+            item.add_marker(pytest.mark.processes)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+
+
+#: What a test module imports to start processes, and the fixtures that do.
+STARTERS = {"run_ranks", "run_cli", "subprocess", "multiprocessing", "start", "Lab", "lightning"}
+STARTING_PARTS = {"bench", "benchmarks", "browser", "dist", "e2e", "examples", "fuzz", "gpu", "lightning"}
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    part = item.path.relative_to(ROOT / "tests").parts[0]
+    names = {*vars(item.module), *item.fixturenames}  # type: ignore[attr-defined]
+    return part in STARTING_PARTS or bool(names & STARTERS)
 
 
 def _has_gpu() -> bool:

@@ -362,7 +362,7 @@ def refusals(world: World) -> list[str]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     sharded = ShardedModel(Weighted(), model, FsdpConfig(), "32", CPU, world)
     replica = Replica(Weighted(), model, Precision("32", CPU, 1.0), CPU, 0, world.rank)
-    strategy = FsdpStrategy(replica, sharded, world_size=world.size, sync_batchnorm=False)
+    strategy = FsdpStrategy(replica, sharded, world_size=world.size)
     model[1].requires_grad_(False)
     with pytest.raises(UnsupportedError) as caught:
         strategy.gradients(Window(0, 0, 0, (), irregular=False), iter(()), 0, Flags())

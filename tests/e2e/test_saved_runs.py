@@ -33,14 +33,14 @@ def lockstep(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", REACHED)
-@pytest.mark.parametrize("devices", ["the same", "others"])
-def test_a_saved_run_opens_resumes_and_evaluates(name: str, devices: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("one-rank", None), ("one-rank", "cpu,cpu"), ("two-ranks", "cpu"), ("fsdp", None), ("fsdp", "cpu")],
+)
+def test_a_saved_run_opens_resumes_and_evaluates(name: str, devices: str | None, tmp_path: Path) -> None:
     shutil.copytree(SAVED / name, tmp_path / "run", symlinks=True)
     assert re.search(r"status +completed", lockstep("show", "run", cwd=tmp_path))
-    more = ["--set", "training.max_steps=60"]
-    if devices == "others":
-        more += ["--devices", "cpu,cpu" if name == "one-rank" else "cpu"]
-    assert "step 60" in lockstep("resume", "run", *more, cwd=tmp_path)
+    chosen = ("--devices", devices) if devices else ()
+    assert "step 60" in lockstep("resume", "run", "--set", "training.max_steps=60", *chosen, cwd=tmp_path)
     evaluated = re.search(r"test_mse +(\S+)", lockstep("evaluate", "run", cwd=tmp_path))
     assert evaluated and float(evaluated[1]) == pytest.approx(REACHED[name], abs=2e-4)
