@@ -29,6 +29,7 @@ FLOORS = (
     *("verify", "bench", "doctor", "lightning", "report"),
     "forecast",
     "studio",
+    "api",
     "cli",
 )
 #: Parts that people wait for at a prompt, or that plan and look only.

@@ -5,68 +5,104 @@ The public names are imported when they are first used, so that ``import lockste
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.api.fit import fit as fit
+    from lockstep.api.run import Run as Run
+    from lockstep.api.run import Run as RunResult
+    from lockstep.api.train import plan as make_plan
+    from lockstep.api.train import plan as plan
+    from lockstep.api.train import train as train
+    from lockstep.api.train import verify as verify
     from lockstep.config import RunConfig as RunConfig
+    from lockstep.data.arrays import ArrayDataset as ArrayDataset
+    from lockstep.data.order import Order as Order
     from lockstep.engine.distributed.collectives import collectives as collectives
-    from lockstep.engine.result import RunResult as RunResult
     from lockstep.engine.task import Callback as Callback
     from lockstep.engine.task import Datasets as Datasets
     from lockstep.engine.task import Loss as Loss
     from lockstep.engine.task import Scheduler as Scheduler
     from lockstep.engine.task import Task as Task
+    from lockstep.engine.task import TaskConfig as TaskConfig
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.hardware.detect import detect_devices as detect_devices
     from lockstep.hardware.detect import get_available_gpus as get_available_gpus
     from lockstep.hardware.resolve import resolve_hardware as resolve_hardware
-    from lockstep.launch.api import make_plan as make_plan
-    from lockstep.launch.api import train as train
 
 __version__ = "0.1.0"
 
+#: Where each public name is. ``RunResult`` and ``make_plan`` are the names that 0.1 had.
 _HOMES = {
+    "ArrayDataset": "lockstep.data.arrays",
     "Callback": "lockstep.engine.task",
     "Datasets": "lockstep.engine.task",
     "LockstepError": "lockstep.errors",
     "Loss": "lockstep.engine.task",
+    "Order": "lockstep.data.order",
+    "Run": "lockstep.api.run",
     "RunConfig": "lockstep.config",
-    "RunResult": "lockstep.engine.result",
+    "RunResult": "lockstep.api.run:Run",
     "Scheduler": "lockstep.engine.task",
     "Task": "lockstep.engine.task",
+    "TaskConfig": "lockstep.engine.task",
     "collectives": "lockstep.engine.distributed.collectives",
     "detect_devices": "lockstep.hardware.detect",
+    "fit": "lockstep.api.fit",
     "get_available_gpus": "lockstep.hardware.detect",
-    "make_plan": "lockstep.launch.api",
+    "make_plan": "lockstep.api.train:plan",
+    "plan": "lockstep.api.train",
     "resolve_hardware": "lockstep.hardware.resolve",
-    "train": "lockstep.launch.api",
+    "train": "lockstep.api.train",
+    "verify": "lockstep.api.train",
 }
 
 __all__ = [
+    "ArrayDataset",
     "Callback",
     "Datasets",
     "LockstepError",
     "Loss",
+    "Order",
+    "Run",
     "RunConfig",
     "RunResult",
     "Scheduler",
     "Task",
+    "TaskConfig",
     "__version__",
     "collectives",
     "detect_devices",
+    "fit",
     "get_available_gpus",
     "make_plan",
+    "plan",
     "resolve_hardware",
     "train",
+    "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(import_module(module), attribute or name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+class _Package(ModuleType):
+    """``lockstep.plan`` and ``lockstep.verify`` are functions, although packages have these names, too."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):  # the import of such a package sets its name here
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -38,14 +38,12 @@ def resume(
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> int:
     """Resume a run; the exit code of the run."""
-    from lockstep.config.load import merge, parse_set
+    from lockstep.config import load
 
-    overrides: dict[str, Any] = {}
-    for pair in set or ():
-        overrides = merge(overrides, parse_set(pair))
+    overrides = load(sets=set or ())
     found = find(run, runs_dir)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch import api as launcher
 
-    how = {"rescale_batch": rescale_batch, "accept_data": accept_data}
-    return launcher.resume(found, devices=devices, overrides=overrides, **how).exit_code
+    how: dict[str, Any] = {"devices": devices, "rescale_batch": rescale_batch, "accept_data": accept_data}
+    return launcher.resume(found, overrides=overrides, **how).exit_code

@@ -1,4 +1,4 @@
-"""The flags of ``train`` and ``plan``: which setting each one overrides, in one table.
+"""The flags of ``train`` and ``plan``; ``SHORT_NAMES`` has the setting that each one overrides.
 
 A flag overrides only when it is given; otherwise the configuration files, the task's own defaults and the
 general ones decide, in this order.
@@ -11,11 +11,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, find
+from lockstep.api.settings import weights_folder
+from lockstep.cli.output import DEFAULT_RUNS_DIR
+from lockstep.config.names import SHORT_NAMES, nested
 from lockstep.errors import UsageError
 from lockstep.strategies import strategies
 
@@ -34,13 +36,6 @@ else:
     _StrategyName = Literal[("auto", *strategies())]
 
 
-@dataclass(frozen=True)
-class Overrides:
-    """Marks a flag with the setting that it overrides."""
-
-    key: str
-
-
 def _flag(help: str, group: Group, **more: Any) -> Parameter:
     return Parameter(help=help, group=group, negative="", **more)
 
@@ -51,7 +46,6 @@ class Settings:
 
     devices: Annotated[
         str | None,
-        Overrides("hardware.selected_devices"),
         _flag(
             "Devices by name, comma-separated: cpu, gpu:0, or all for every GPU. One named twice carries two ranks "
             "(cpu,cpu). Default: gpu:0 if there is one, else cpu.",
@@ -61,22 +55,18 @@ class Settings:
     ] = None
     strategy: Annotated[
         _StrategyName | None,
-        Overrides("hardware.strategy"),
         _flag("How several devices share the work. Default: auto (single on one device, ddp on several).", _DEVICES),
     ] = None
     precision: Annotated[
         Literal["32", "16-mixed", "bf16-mixed"] | None,
-        Overrides("hardware.precision"),
         _flag("Number format of the forward pass; 16-mixed scales the loss. Default: 32.", _DEVICES),
     ] = None
     reproducibility: Annotated[
         Literal["fast", "exact"] | None,
-        Overrides("training.reproducibility"),
         _flag("exact: the same weights bit for bit on 1, 2, 4 or 8 ranks, at some cost. Default: fast.", _DEVICES),
     ] = None
     nodes: Annotated[
         str | None,
-        Overrides("launch.nodes"),
         _flag(
             "Train on several machines: start the same command on each. 2, or 1:4 for one to four. Default: this one.",
             _DEVICES,
@@ -85,7 +75,6 @@ class Settings:
     ] = None
     rdzv: Annotated[
         str | None,
-        Overrides("launch.rdzv"),
         _flag(
             "Where the nodes meet: the name of one of them, and a port (29400) that is free there. Default: nowhere.",
             _DEVICES,
@@ -94,22 +83,18 @@ class Settings:
     ] = None
     epochs: Annotated[
         int | None,
-        Overrides("training.epochs"),
         _flag("Passes over the training data. Default: 20.", _TRAINING),
     ] = None
     max_steps: Annotated[
         int | None,
-        Overrides("training.max_steps"),
         _flag("Stop after N optimizer steps. Default: no limit.", _TRAINING),
     ] = None
     batch_size: Annotated[
         int | None,
-        Overrides("training.batch_size"),
         _flag("Samples per device and micro-batch. Default: 32.", _TRAINING),
     ] = None
     global_batch_size: Annotated[
         int | None,
-        Overrides("training.global_batch_size"),
         _flag(
             "Samples per optimizer step over all devices; batch and accumulation follow from it. "
             "Default: batch size x devices x accumulation.",
@@ -118,24 +103,20 @@ class Settings:
     ] = None
     grad_accum_steps: Annotated[
         int | None,
-        Overrides("training.accumulate"),
         _flag("Micro-batches per device and optimizer step. Default: 1.", _TRAINING),
     ] = None
     lr: Annotated[
         float | None,
-        Overrides("optimizer.lr"),
         _flag(
             "Learning rate per optimizer step; used as it is unless --lr-scaling is given. Default: 0.001.", _TRAINING
         ),
     ] = None
     lr_scaling: Annotated[
         Literal["none", "linear", "sqrt"] | None,
-        Overrides("optimizer.lr_scaling"),
         _flag("Scale the learning rate with the global batch. Default: none.", _TRAINING),
     ] = None
     warmup_epochs: Annotated[
         float | None,
-        Overrides("scheduler.warmup_epochs"),
         _flag(
             "Linear warm-up of the learning rate, in epochs (fractions allowed). Default: 2, up to a tenth of the run.",
             _TRAINING,
@@ -143,12 +124,10 @@ class Settings:
     ] = None
     weight_decay: Annotated[
         float | None,
-        Overrides("optimizer.weight_decay"),
         _flag("Weight decay of the optimizer. Default: 0.0001.", _TRAINING),
     ] = None
     max_grad_norm: Annotated[
         float | None,
-        Overrides("training.max_grad_norm"),
         _flag(
             "Clip the gradient to this norm; off with --set training.max_grad_norm=null. Default: 1.",
             _TRAINING,
@@ -156,17 +135,14 @@ class Settings:
     ] = None
     early_stopping_patience: Annotated[
         int | None,
-        Overrides("training.early_stopping_patience"),
         _flag("Evaluations without improvement before the run stops; 0 is off. Default: 7.", _TRAINING),
     ] = None
     seed: Annotated[
         int | None,
-        Overrides("training.seed"),
         _flag("Seeds parameters, data order, augmentation and dropout. Default: 42.", _TRAINING),
     ] = None
     init_from: Annotated[
         str | None,
-        Overrides("init_from"),
         _flag(
             "A run (folder, id or `last`) or a checkpoint folder to take the weights from; training starts at step 0. "
             "Default: weights drawn from the seed.",
@@ -176,27 +152,22 @@ class Settings:
     ] = None
     fast_dev_run: Annotated[
         bool | None,
-        Overrides("debug.fast_dev_run"),
         _flag("One training step and one validation batch, to see that all of it runs. Default: off.", _TRAINING),
     ] = None
     data_dir: Annotated[
         Path | None,
-        Overrides("data.data_dir"),
         _flag("Folder that holds the task's data. Default: the data that comes with the task.", FILES),
     ] = None
     download: Annotated[
         bool | None,
-        Overrides("data.download"),
         _flag("Let the task download its data set into --data-dir. Default: off.", FILES),
     ] = None
     skip_bad: Annotated[
         bool | None,
-        Overrides("task.skip_bad"),
         _flag("speech: leave out utterances that cannot be used, instead of refusing to start. Default: off.", FILES),
     ] = None
     num_workers: Annotated[
         str | None,
-        Overrides("data.num_workers"),
         _flag(
             "Processes that load data, per rank; auto starts them if the first steps show that they are faster. "
             "Default: auto.",
@@ -206,22 +177,18 @@ class Settings:
     ] = None
     save_dir: Annotated[
         Path | None,
-        Overrides("save_dir"),
         _flag("The run's folder. Default: a new folder in --runs-dir.", FILES),
     ] = None
     runs_dir: Annotated[
         Path | None,
-        Overrides("runs_dir"),
         _flag("Where new run folders are made. Default: runs.", FILES),
     ] = None
     log_interval: Annotated[
         int | None,
-        Overrides("telemetry.log_interval"),
         _flag("Optimizer steps between logged values. Default: 50.", FILES),
     ] = None
     profile: Annotated[
         str | None,
-        Overrides("telemetry.profile"),
         _flag(
             "Record optimizer steps A to B with torch's profiler: a trace for Perfetto and a table in profile/ of "
             "the run. Default: off.",
@@ -231,7 +198,6 @@ class Settings:
     ] = None
     profile_ranks: Annotated[
         str | None,
-        Overrides("telemetry.profile_ranks"),
         _flag("The ranks that --profile records. Default: 0.", FILES, metavar="N,..."),
     ] = None
     config: Annotated[
@@ -256,7 +222,6 @@ class Settings:
     ] = None
     mode: Annotated[
         str | None,
-        Overrides("task.mode"),
         _flag(
             "--set task.mode=...: how the har task turns a window's channels into samples "
             "(joint, flatten, average or first).",
@@ -275,13 +240,7 @@ NO_SETTINGS = Settings()
 
 def flag_table() -> dict[str, str]:
     """Every flag that stands for one setting, and that setting's key: ``{"--epochs": "training.epochs", …}``."""
-    hints = get_type_hints(Settings, include_extras=True)
-    return {
-        _flag_of(field): mark.key
-        for field in dataclasses.fields(Settings)
-        for mark in hints[field.name].__metadata__
-        if isinstance(mark, Overrides)
-    }
+    return {f"--{name.replace('_', '-')}": key for name, key in SHORT_NAMES.items()}
 
 
 def all_flags() -> list[str]:
@@ -303,7 +262,7 @@ def to_mapping(
 
     Raises:
         UsageError: no task, or flags that contradict each other.
-        ConfigError: a file or a ``--set`` that cannot be read, an unknown key, a value that cannot be.
+        ConfigError: a file or a ``--set`` that cannot be read, an unknown key, or an invalid value.
     """
     from lockstep.config import load, resolve
 
@@ -311,16 +270,13 @@ def to_mapping(
         from lockstep.hardware.world import read_world
 
         ranks_are_given = read_world(os.environ).from_outside
-    overrides: dict[str, Any] = {}
-    for flag, key in flag_table().items():
-        value = getattr(settings, flag.removeprefix("--").replace("-", "_"))
-        if value is not None:
-            _put(overrides, key, str(value) if isinstance(value, Path) else value)
-    for key, value in _aliases(settings, ranks_are_given).items():
-        _put(overrides, key, value)
+    given = {key: value for name, key in SHORT_NAMES.items() if (value := getattr(settings, name)) is not None}
+    given |= _aliases(settings, ranks_are_given)
+    overrides = nested({key: str(value) if isinstance(value, Path) else value for key, value in given.items()})
     mapping = load(settings.config or (), settings.set or (), overrides)
     if settings.init_from is not None:
-        mapping["init_from"] = _weights_folder(settings.init_from, Path(str(mapping.get("runs_dir", DEFAULT_RUNS_DIR))))
+        runs_dir = Path(str(mapping.get("runs_dir", DEFAULT_RUNS_DIR)))
+        mapping["init_from"] = weights_folder(settings.init_from, runs_dir)
     section = mapping.get("task")
     name = task or (section.get("name") if isinstance(section, dict) else None)
     if not isinstance(name, str) or not name:
@@ -343,11 +299,6 @@ def _refuse_unknown_code(sets: Sequence[str], task: str | None, mapping: dict[st
     if isinstance(section, dict):
         by_set = class_paths(given) if isinstance(given, dict) else set()
         require_known(section, "the configuration", class_paths({"name": task}) | by_set)
-
-
-def _weights_folder(ref: str, runs_dir: Path) -> str:
-    """A folder as it is; else the run that ``ref`` means."""
-    return ref if Path(ref).exists() else str(find(ref, runs_dir).path)
 
 
 def _aliases(settings: Settings, ranks_are_given: bool) -> dict[str, Any]:
@@ -382,10 +333,3 @@ def _gpu_names(numbers: str) -> list[str]:
 
 def _contradiction(one: str, other: str, why: str) -> UsageError:
     return UsageError(f"{one} and {other} contradict each other", why=why, fix="give one of them")
-
-
-def _put(mapping: dict[str, Any], key: str, value: Any) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        mapping = mapping.setdefault(section, {})
-    mapping[last] = value

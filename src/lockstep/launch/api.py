@@ -32,7 +32,7 @@ from lockstep.launch.run_claim import (
     keep_config,
     overrides_of,
     refuse_running,
-    refuse_unknown_code,
+    task_again,
     task_of_run,
     warn,
 )
@@ -98,33 +98,30 @@ def train(
 def resume(
     run: RunDir,
     *,
+    task: Task | type[Task] | None = None,
     devices: str | None = None,
     rescale_batch: bool = False,
     accept_data: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> RunResult:
-    """Go on with a run from its newest verified checkpoint, on the same devices or on others.
+    """Resume a run from its latest valid checkpoint, on the same or different devices.
+
+    Args:
+        task: the run's task; ``None``: made from its settings.
 
     Raises:
-        RunFolderError: the run is still going, or its task lives in a script.
+        RunFolderError: the run is still running, or its task lives in a script.
         UnsupportedError: it is a run of LightningCLI.
     """
     refuse_running(run)
     refuse_lightning_cli(run, "resume")
-    if run.config().task.name.startswith("__main__:"):
-        raise RunFolderError(
-            "this run's task lives in a script or notebook",
-            why="its class can only be made by running that again",
-            fix="call lockstep.train(task, config, resume=True) there, with the same save_dir",
-        )
-    refuse_unknown_code(run)
     changes: dict[str, Any] = dict(overrides or {})
     if devices is not None:
         changes = merge(changes, {"hardware": {"selected_devices": devices}})
     config = changed_config(run, changes)
-    task, config = settle(config.task.name, config)
+    built = task_again(run, config, task)
     with claimed(run):
-        return _go_on(run, task, config, hold=not rescale_batch, accept_data=accept_data)
+        return _go_on(run, built, config, hold=not rescale_batch, accept_data=accept_data)
 
 
 def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool, accept_data: bool) -> RunResult:
@@ -258,12 +255,14 @@ def evaluate(
     devices: str | None = None,
     checkpoint: str | int = "best",
     data: Path | None = None,
+    task: Task | type[Task] | None = None,
 ) -> dict[str, Any]:
     """Metrics of a checkpoint on the ``val`` or ``test`` data, the same on any number of devices.
 
     Args:
         devices: as ``--devices``; ``None``: the first one of the run.
         data: a file of other data, for a task with ``evaluation_data``.
+        task: the run's task; ``None``: made from its settings.
 
     Raises:
         UsageError: no such split, checkpoint or device. RunError: a rank failed.
@@ -271,7 +270,7 @@ def evaluate(
     from lockstep.launch.finished.evaluation import evaluate_checkpoint
 
     refuse_lightning_cli(run, "evaluate", split=split)
-    return evaluate_checkpoint(run, split=split, devices=devices, checkpoint=checkpoint, data=data)
+    return evaluate_checkpoint(run, split=split, devices=devices, checkpoint=checkpoint, data=data, task=task)
 
 
 def stop(run: RunDir, timeout: float = 60.0) -> str:

@@ -19,9 +19,10 @@ from lockstep.config import RunConfig, dump, resolve
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import ConfigError, RunFolderError
+from lockstep.launch.prepare import settle
 from lockstep.launch.saved_forecast import read_forecast
 from lockstep.launch.slurm.job import is_own_job
-from lockstep.tasks.registry import make_task
+from lockstep.tasks.registry import FROM_PARTS, make_task
 from lockstep.tasks.trusted_tasks import require_known
 from lockstep.telemetry.files import storage_error, write_json
 from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
@@ -196,6 +197,33 @@ def keep_config(run: RunDir, config: RunConfig) -> None:
     """Let ``config.yaml`` say what the newest attempt runs with."""
     if dump(config) != dump(run.config()):
         run.keep_config(config)
+
+
+def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = None) -> Task:
+    """The task of a run: ``task`` if it is given and has the run's settings, else made from these.
+
+    Raises:
+        ConfigError: an object with other settings. TaskError: the task cannot be found or made.
+        RunFolderError: only the program that started the run can make it.
+    """
+    if task is not None:
+        return task_of_run(settle(task, None)[0], config, as_given=isinstance(task, Task))
+    name = config.task.name
+    module, _, attribute = name.partition(":")
+    if name == FROM_PARTS:
+        raise RunFolderError(
+            f"the task of run {run.read().id} was made by lockstep.fit()",
+            why="its parts are objects of the program that made them",
+            fix=f"there, call lockstep.fit() with the same parts, save_dir={str(run.path)!r} and resume=True",
+        )
+    if "<locals>" in name or (module == "__main__" and not hasattr(sys.modules[module], attribute)):
+        raise RunFolderError(
+            f"the task of run {run.read().id} lives in a script or notebook",
+            why="only the program that made it can make it again",
+            fix=f"there, pass the task: lockstep.Run({str(run.path)!r}).resume(task)",
+        )
+    refuse_unknown_code(run)
+    return settle(name, config)[0]
 
 
 def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:

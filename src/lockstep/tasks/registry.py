@@ -23,6 +23,8 @@ BUILT_IN = {
     "har": "lockstep.tasks.har:HarTask",
     "speech": "lockstep.tasks.speech.task:SpeechTask",
 }
+#: The name of a task that `lockstep.fit` made.
+FROM_PARTS = "lockstep.tasks.parts:TaskFromParts"
 
 
 def find_task(name: str) -> type[Task]:

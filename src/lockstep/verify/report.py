@@ -10,6 +10,7 @@ from typing import Any, Literal, TextIO
 
 import numpy as np
 
+from lockstep.errors import ResultsDifferError
 from lockstep.telemetry.files import make_folders, write_bytes, write_json, write_text
 from lockstep.telemetry.tables import aligned, print_table, say
 from lockstep.verify.diagnose import FACTOR, Cause
@@ -92,6 +93,12 @@ class VerifyReport:
     @property
     def exit_code(self) -> int:
         return 0 if self.same else 1
+
+    def raise_if_different(self) -> None:
+        """Raise :class:`~lockstep.errors.ResultsDifferError`, with the likeliest cause, unless the devices agree."""
+        if not self.same:
+            cause = next(iter(self.causes), None)
+            raise ResultsDifferError(self.verdict, why=cause.what if cause else "", fix=cause.fix if cause else "")
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -26,10 +26,10 @@ from lockstep.engine.training_data import open_data
 from lockstep.errors import DataError, UnsupportedError
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World
-from lockstep.launch.finished.reopen import as_restored, find_step, reopen, restore
+from lockstep.launch.finished.reopen import as_restored, find_step, restore
 from lockstep.launch.local.on_ranks import run_on_ranks
-from lockstep.launch.prepare import place, plan_of, settle
-from lockstep.launch.run_claim import refuse_unknown_code, warn
+from lockstep.launch.prepare import place, plan_of
+from lockstep.launch.run_claim import task_again, warn
 from lockstep.launch.task_transport import load_task, pack_task
 from lockstep.launch.temporary import temporary_folder
 from lockstep.plan import Plan
@@ -40,7 +40,13 @@ STOP_GRACE_S = 5.0
 
 
 def evaluate_checkpoint(
-    run: RunDir, *, split: str, devices: str | None, checkpoint: str | int, data: Path | None = None
+    run: RunDir,
+    *,
+    split: str,
+    devices: str | None,
+    checkpoint: str | int,
+    data: Path | None = None,
+    task: Task | type[Task] | None = None,
 ) -> dict[str, Any]:
     """Metrics of one checkpoint on one split, the same on any number of devices.
 
@@ -49,11 +55,12 @@ def evaluate_checkpoint(
     Args:
         devices: as ``--devices``; ``None``: the first one of the run.
         data: a file for the task's ``evaluation_data``, instead of ``split``; the run's own data are not opened.
+        task: the run's task; ``None``: made from its settings.
 
     Raises:
         LockstepError: no such split, checkpoint or device; several devices for a ``LightningModule``; a rank failed.
     """
-    refuse_unknown_code(run)
+    built = task_again(run, run.config(), task)
     step = find_step(run, checkpoint)
     plan = plan_of(run)
     config = _config_on(run.config(), devices, "auto")
@@ -72,7 +79,12 @@ def evaluate_checkpoint(
     plan = plan.model_copy(update=changed)
     compute = _here if placement.world_size == 1 else _on_ranks
     where = {"split": split} if data is None else {"data": str(data)}
-    return {"run": run.read().id, **where, "step": step, **compute(run, config, plan, split, step, data)}
+    return {
+        "run": run.read().id,
+        **where,
+        "step": step,
+        **compute(run, built, config, plan, split, step, data),
+    }
 
 
 def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConfig:
@@ -84,9 +96,11 @@ def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConf
     return resolve(config.model_dump(mode="json"), {"hardware": hardware, "distributed": {"backend": "auto"}})
 
 
-def _here(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int, data: Path | None) -> dict[str, Any]:
+def _here(
+    run: RunDir, task: Task, config: RunConfig, plan: Plan, split: str, step: int, data: Path | None
+) -> dict[str, Any]:
     snapshot = CheckpointStore(run.checkpoints).load(step)
-    task, datasets = (settle(config.task.name, config)[0], None) if data else reopen(config)
+    measured = data or open_data(task, config)
     if isinstance(task, ModuleTask) and data is None:
         from lockstep.engine.lightning.evaluate import evaluate_module
 
@@ -94,7 +108,7 @@ def _here(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int, dat
         device = rank_device(tuple(plan.placement["devices"]), World())
         values, samples = evaluate_module(task, split, device, plan.placement["precision"], config.training.seed)
         return {"samples": samples, "metrics": values}
-    return _measure(run, task, datasets or data, config, plan, snapshot, split, World(), Collectives(World()))
+    return _measure(run, task, measured, config, plan, snapshot, split, World(), Collectives(World()))
 
 
 def _measure(
@@ -143,13 +157,14 @@ def _measure(
     return {"samples": len(dataset), "metrics": {f"{split}_{name}": value for name, value in values.items()}}
 
 
-def _on_ranks(run: RunDir, config: RunConfig, plan: Plan, split: str, step: int, data: Path | None) -> dict[str, Any]:
-    """Start a rank for each device and wait for what they find.
+def _on_ranks(
+    run: RunDir, task: Task, config: RunConfig, plan: Plan, split: str, step: int, data: Path | None
+) -> dict[str, Any]:
+    """Start a rank for each device and wait for the results.
 
     Raises:
         LockstepError: as the rank said that failed. KeyboardInterrupt: a stop was asked for.
     """
-    task, _ = settle(config.task.name, config)
     if isinstance(task, ModuleTask):
         raise UnsupportedError(
             f"a LightningModule is evaluated on one device, not on {', '.join(plan.placement['devices'])}",

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.lightning.module_task import ModuleTask
+from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
+from lockstep.engine.training_data import open_data
 from lockstep.errors import RunFolderError, UnsupportedError
-from lockstep.launch.finished.reopen import as_restored, find_checkpoint, model_inputs, reopen, restore
+from lockstep.launch.finished.reopen import as_restored, find_checkpoint, model_inputs, restore
 from lockstep.launch.lightning_cli import refuse_lightning_cli
-from lockstep.launch.run_claim import refuse_unknown_code
+from lockstep.launch.run_claim import task_again
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
 
@@ -41,7 +43,14 @@ print(len(weights), "tensors,", sum(w.numel() for w in weights.values()), "value
 """
 
 
-def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: bool | None = None) -> dict[str, Any]:
+def export(
+    run: RunDir,
+    out: Path,
+    *,
+    checkpoint: str | int = "best",
+    program: bool | None = None,
+    task: Task | type[Task] | None = None,
+) -> dict[str, Any]:
     """Write ``weights.safetensors``, ``model.pt2`` (torch.export), metadata and ``load_example.py`` to ``out``.
 
     The program's first dimension is dynamic: any batch size. The run of a ``LightningModule`` has a
@@ -49,6 +58,7 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
 
     Args:
         program: whether to write one; ``None``: unless it is a ``LightningModule`` without ``example_input_array``.
+        task: the run's task; ``None``: made from its settings.
 
     Raises:
         RunFolderError: ``out`` holds something already. UnsupportedError: torch cannot export the model.
@@ -58,7 +68,7 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
             f"{out} is not empty", why="an export never overwrites", fix="give another folder with --out"
         )
     refuse_lightning_cli(run, "export")
-    refuse_unknown_code(run)
+    built = task_again(run, run.config(), task)
     snapshot = find_checkpoint(run, checkpoint)
     building = out.with_name(out.name + ".partial")
     shutil.rmtree(building, ignore_errors=True)
@@ -69,7 +79,7 @@ def export(run: RunDir, out: Path, *, checkpoint: str | int = "best", program: b
         save_file(
             {key: value.contiguous().clone() for key, value in snapshot.model.items()}, building / "weights.safetensors"
         )
-        program = program is not False and _write_program(run, snapshot, building, wanted=bool(program))
+        program = program is not False and _write_program(run, built, snapshot, building, wanted=bool(program))
         if "lightning" in snapshot.trainer:
             _write_module(snapshot, building)
         record = run.read()
@@ -103,17 +113,17 @@ def _listed(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else state
 
 
-def _write_program(run: RunDir, snapshot: Snapshot, folder: Path, *, wanted: bool) -> bool:
+def _write_program(run: RunDir, task: Task, snapshot: Snapshot, folder: Path, *, wanted: bool) -> bool:
     """Whether there is one. ``wanted``: it is an error when there can be none."""
     import torch
 
-    task, datasets = reopen(run.config())
+    config = run.config()
     whole = build_model(task)
     model = bare(whole)
     if not wanted and isinstance(task, ModuleTask) and getattr(model, "example_input_array", None) is None:
         return False
     restore(task, whole, snapshot, run.path)
-    args, kwargs = model_inputs(task, model.eval(), as_restored(task, run.config(), datasets))
+    args, kwargs = model_inputs(task, model.eval(), as_restored(task, config, open_data(task, config)))
     try:
         shapes = _dynamic_shapes(model, args, kwargs)
         exported = torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)

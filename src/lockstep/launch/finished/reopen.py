@@ -14,17 +14,10 @@ from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.resume import load_weights, restoring
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.engine.training_data import open_data, open_datasets
+from lockstep.engine.training_data import open_datasets
 from lockstep.errors import CheckpointError, DataError
-from lockstep.launch.prepare import settle
-from lockstep.launch.run_claim import refuse_unknown_code
+from lockstep.launch.run_claim import task_again
 from lockstep.telemetry.rundir import RunDir
-
-
-def reopen(config: RunConfig) -> tuple[Task, Datasets]:
-    """A run's task and its data."""
-    task, _ = settle(config.task.name, config)
-    return task, open_data(task, config)
 
 
 def restore(task: Task, model: torch.nn.Module, snapshot: Snapshot, source: Path) -> None:
@@ -39,19 +32,22 @@ def as_restored(task: Task, config: RunConfig, datasets: Datasets) -> Datasets:
     return datasets if type(task).load_state_dict is Task.load_state_dict else open_datasets(task, config)
 
 
-def load_model(run: RunDir, checkpoint: str | int = "best") -> tuple[Task, torch.nn.Module]:
+def load_model(
+    run: RunDir, checkpoint: str | int = "best", *, task: Task | type[Task] | None = None
+) -> tuple[Task, torch.nn.Module]:
     """A run's task and its model in evaluation mode, with the weights of a checkpoint; opens no data.
+
+    Args:
+        task: the run's task; ``None``: made from its settings.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is corrupt.
     """
-    refuse_unknown_code(run)
+    built = task_again(run, run.config(), task)
     snapshot = find_checkpoint(run, checkpoint)
-    config = run.config()
-    task, _ = settle(config.task.name, config)
-    model = build_model(task)
-    restore(task, model, snapshot, run.path)
-    return task, bare(model.eval())
+    model = build_model(built)
+    restore(built, model, snapshot, run.path)
+    return built, bare(model.eval())
 
 
 def find_checkpoint(run: RunDir, checkpoint: str | int) -> Snapshot:

@@ -1,0 +1,1 @@
+"""What ``import lockstep`` offers: training, planning, verifying and opening runs from Python."""
