@@ -18,8 +18,8 @@ from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError
 from lockstep.events import Event, Fanout
 from lockstep.hardware.world import World
-from lockstep.launch.prepare import place, plan_for, resume_point, settle
-from lockstep.launch.run_claim import changed_config, create_folder, keep_config
+from lockstep.launch.prepare import place, plan_for, settle
+from lockstep.launch.run_claim import changed_config, create_folder, keep_config, resume_point
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import RunFolderSink
 from tests.fakes import RecordingSink

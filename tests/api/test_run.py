@@ -50,7 +50,7 @@ def test_a_task_made_in_a_function_is_remembered_or_asked_for(tmp_path: Path) ->
     assert "test_loss" in run.evaluate(devices="cpu,cpu")  # to other processes it travels by value
     opened = lockstep.Run(run.run_dir)
     for use in (opened.load_model, opened.evaluate, lambda: opened.resume(epochs=2)):
-        with pytest.raises(RunFolderError, match="lives in a script or notebook"):
+        with pytest.raises(RunFolderError, match="is defined in a script or notebook"):
             use()
     assert opened.resume(Local, epochs=2).step == 2 * run.plan.steps_per_epoch
     assert torch.equal(*(next(r.load_model(task=Local).parameters()) for r in (run, opened)))

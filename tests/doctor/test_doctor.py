@@ -67,8 +67,8 @@ def test_ranks_of_torchrun_on_two_nodes(tmp_path: Path, temporary: Path) -> None
     for name in (*REHEARSED, "shared run folder"):
         assert f"OK    {name}" in first, first
     assert "2 ranks met over gloo" in first and "64 MiB" in first
-    assert "FIT for training on cpu, cpu" in first
-    assert "FIT" not in second
+    assert "READY for training on cpu, cpu" in first
+    assert "READY" not in second
     assert left_behind(tmp_path) == []
 
 
@@ -97,7 +97,7 @@ def test_a_read_only_run_folder_fails_with_its_fix(tmp_path: Path, capsys: pytes
     assert code == 1
     assert "FAIL  run folder" in output
     assert "fix: choose another folder with --runs-dir" in output
-    assert "NOT FIT for training on cpu, cpu: 1 failed" in output
+    assert "NOT READY for training on cpu, cpu: 1 failed" in output
 
 
 def test_ranks_that_cannot_meet_fail_with_the_reason(run_cli: RunCli, tmp_path: Path, temporary: Path) -> None:
@@ -116,7 +116,7 @@ def test_one_device_and_wrong_ones(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", "--devices", "cpu", "--quick"]) == 0
-    assert "\nFIT for training on cpu:" in capsys.readouterr().out
+    assert "\nREADY for training on cpu:" in capsys.readouterr().out
     assert main(["doctor", "--devices", "gpu:77"]) == 2
     output = capsys.readouterr()
     assert output.err.startswith("error: there is no gpu:77") and output.out == ""

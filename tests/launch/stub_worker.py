@@ -18,12 +18,11 @@ from lockstep.hardware import parent_death
 from lockstep.hardware.world import World
 from lockstep.launch.local import worker
 from lockstep.launch.local.signals import StopRequest
-from lockstep.telemetry.rundir import RunDir
 
 
-def rank_main(run_dir: RunDir, world: World) -> int:
-    action = os.environ["STUB"].split(",")[world.rank]
-    code: int = globals()[action.replace("-", "_")](run_dir.path, world)
+def rank_main(rank: worker.Rank) -> int:
+    action = os.environ["STUB"].split(",")[rank.world.rank]
+    code: int = globals()[action.replace("-", "_")](rank.folder.path, rank.world)
     return code
 
 

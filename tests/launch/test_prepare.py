@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 import lockstep
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.hardware.world import World
-from lockstep.launch.nodes.external import _lay_down
-from lockstep.launch.nodes.run_owner import Keeping
-from lockstep.launch.prepare import Prepared, make_plan, place, prepare, resume_point, settle
-from lockstep.launch.run_claim import changed_config, create_folder
+from lockstep.launch.nodes.membership import meeting
+from lockstep.launch.nodes.preparation import Request, prepare_together
+from lockstep.launch.prepare import Prepared, make_plan, prepare, settle
+from lockstep.launch.run_claim import changed_config, create_folder, resume_point
 from lockstep.telemetry.rundir import RunDir
 from tests.toys import Toy
 
@@ -108,9 +109,10 @@ def without_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begin_as_rank(settings: dict[str, Any]) -> None:
     """What rank 0 of a torchrun does when the ranks have agreed on a new run."""
-    task, config = settle(Toy, settings)
-    keeping = Keeping("run-00000000", Path("run").absolute(), (0,), 0, {})
-    _lay_down(keeping, task, config, place(config, World()), task.datasets(), None, accept_data=False)
+    task, config = settle(Toy, {**settings, "hardware": {"selected_devices": "cpu"}})
+    world = World(launcher="torchrun")
+    with meeting(world, config) as (team, _), contextlib.ExitStack() as claim:
+        prepare_together(team, world, task, config, Request(False, settings, False), claim)
 
 
 def test_threads_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

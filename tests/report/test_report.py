@@ -196,7 +196,7 @@ def test_a_run_is_held_against_its_forecast(runs: Path, cli: Cli, tmp_path: Path
     run.forecast_file.write_text('{"kind": "forecast", "rows": [{}]}')
     damaged = read_run(run)
     assert damaged.forecast is None
-    assert "forecast.json is no forecast" in damaged.problems[0]
+    assert "forecast.json is not a forecast" in damaged.problems[0]
 
 
 def test_a_benchmark_is_taken_in(runs: Path, cli: Cli, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class Run:
     @property
     def plan(self) -> Plan:
         """The newest attempt's plan. Raises :class:`RunFolderError` if the run ended before it had one."""
-        from lockstep.launch.prepare import plan_of
+        from lockstep.launch.run_claim import plan_of
 
         return plan_of(self._dir)
 

@@ -19,16 +19,12 @@ from lockstep.engine.task import Task
 from lockstep.errors import RankFailed
 from lockstep.hardware.host import usable_memory
 from lockstep.hardware.resolve import Placement
-from lockstep.hardware.world import World
-from lockstep.launch.failure import report as failure
-from lockstep.launch.failure.causes import MEMORY_CAUSES
-from lockstep.launch.local.on_ranks import run_on_ranks
-from lockstep.launch.local.signals import StopRequest
+from lockstep.launch.failure.report import read_failure
+from lockstep.launch.local import worker
+from lockstep.launch.local.on_ranks import run_on_ranks, temporary_folder
 from lockstep.launch.run_claim import create_folder
 from lockstep.launch.task_transport import pack_task
-from lockstep.launch.temporary import temporary_folder
 from lockstep.telemetry.files import read_jsonl
-from lockstep.telemetry.rundir import RunDir
 
 #: How long a rank may take to end after a stop.
 STOP_GRACE_S = 5.0
@@ -81,19 +77,20 @@ class Trials:
         ended: Literal["done", "out of memory", "failed", "stopped"] = "done"
         said = ""
         try:
-            run_on_ranks(run, ranks, _on_rank, function, arguments, threads=threads, stop_grace_s=STOP_GRACE_S)
+            run_on_ranks(
+                _on_rank, function, arguments, folder=run, ranks=ranks, threads=threads, stop_grace_s=STOP_GRACE_S
+            )
         except KeyboardInterrupt:
             ended = "stopped"
         except RankFailed as error:
-            report = failure.collect(run)
-            lacks_memory = report is not None and report.cause is not None and report.cause.name in MEMORY_CAUSES
+            report = read_failure(run)
+            lacks_memory = report is not None and report.cause is not None and report.cause.key.is_memory
             ended, said = "out of memory" if lacks_memory else "failed", error.what.splitlines()[0]
         return Outcome(read_jsonl(path / ROWS_FILE), ended, said)
 
 
-def _on_rank(run: RunDir, world: World, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    with StopRequest() as stop:
-        function(Rank(run, world, lambda: stop.requested), *arguments)
+def _on_rank(rank: worker.Rank, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    function(Rank(rank.folder, rank.world, lambda: rank.stop.requested), *arguments)
 
 
 def memory_share(placement: Placement) -> int | None:

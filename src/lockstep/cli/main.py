@@ -113,9 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        from lockstep.launch.failure.report import of_a_task
+        from lockstep.launch.failure.report import task_failure
 
-        report = of_a_task(error)
+        report = task_failure(error)
         if report is None:
             raise
         return _fail(report)

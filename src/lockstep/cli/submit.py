@@ -60,7 +60,7 @@ def submit(name: str, mapping: Mapping[str, Any], flags: SubmitFlags) -> int:
     """Submit, and follow the job to its end; the exit code of the run."""
     from lockstep.launch.slurm import job_control
 
-    script, config = job_control.prepare_script(name, mapping, _wishes(flags))
+    script, config = job_control.prepare_script(name, mapping, _resources(flags))
     if flags.print:
         sys.stdout.write(script)
         return 0
@@ -69,7 +69,7 @@ def submit(name: str, mapping: Mapping[str, Any], flags: SubmitFlags) -> int:
     return job_control.follow(run, job, sys.stdout)
 
 
-def _wishes(flags: SubmitFlags) -> dict[str, Any]:
-    """The flags as fields of :class:`lockstep.launch.slurm.script.Request`."""
+def _resources(flags: SubmitFlags) -> dict[str, Any]:
+    """The flags as fields of :class:`lockstep.launch.slurm.job.Request`."""
     names = ("partition", "time", "gpus_per_node", "account", "qos")
     return {**{name: getattr(flags, name) for name in names}, "options": tuple(flags.sbatch_option or ())}

@@ -1,4 +1,4 @@
-"""The order of an examination: this machine by itself, ranks that meet, a training step."""
+"""The order of the checks: this machine, ranks that communicate, a training step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lockstep.doctor.together import check_meeting
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import read_world
+from lockstep.launch.local.on_ranks import temporary_folder
 from lockstep.launch.local.signals import StopRequest
-from lockstep.launch.temporary import temporary_folder
 
 
 def examine(
@@ -36,7 +36,7 @@ def examine(
     quick: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> DoctorReport:
-    """Look at everything that training on several devices needs.
+    """Check everything that training on several devices needs.
 
     Under ``torchrun`` or ``srun``, on any number of nodes, every rank calls this and takes part; the report of
     rank 0 is the whole one, the others' are empty. Otherwise Lockstep starts the ranks itself.
@@ -44,11 +44,11 @@ def examine(
     Args:
         devices: as for training; by default every GPU, or two ranks on the CPU where there is none.
         runs_dir: where runs would go; it need not exist.
-        quick: start no rank and no training.
-        say: told what is being done.
+        quick: start no ranks and no training.
+        say: called with what is being done.
 
     Raises:
-        DeviceError: devices that are not here. KeyboardInterrupt: stopped.
+        DeviceError: devices that this machine lacks. KeyboardInterrupt: stopped.
     """
     world = read_world(os.environ)
     detected = detect_devices()
@@ -62,7 +62,7 @@ def examine(
 
         return examine_as_rank(placement, world, detected, runs_dir, quick=quick, say=say)
     with StopRequest() as stop, temporary_folder("lockstep-doctor-") as folder:
-        say("looking at this machine")
+        say("checking this machine")
         findings = examine_node(placement, world, detected, runs_dir)
         meeting = None
         if not quick:
@@ -73,7 +73,7 @@ def examine(
             if all(finding.status != "fail" for finding in found):
                 findings.append(_training_step(placement, folder, say))
             else:
-                findings.append(Finding("training step", "skip", "the ranks must work together first", STEP))
+                findings.append(Finding("training step", "skip", "the ranks must communicate first", STEP))
         _unless_stopped(stop)
     return DoctorReport(placement.devices, tuple(findings), meeting)
 

@@ -1,4 +1,4 @@
-"""What a check says: a finding, and what becomes of a check that breaks."""
+"""Findings of checks, and of checks that fail themselves."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Status = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: what was looked at.
-        status: ``fail``: training cannot work; ``warn``: it works, but badly or not always; ``skip``: not looked at.
+        name: what was checked.
+        status: ``fail``: training cannot work; ``warn``: it works, but badly or not always; ``skip``: not checked.
         what: what was found.
         why: why it matters for training.
-        fix: how to mend it; given with every ``warn`` and ``fail``.
+        fix: how to fix it; given with every ``warn`` and ``fail``.
         node: the host on which it was found.
     """
 
@@ -33,7 +33,7 @@ class Finding:
 
 
 def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """The findings of ``check``; one that says so when the check itself breaks."""
+    """The findings of ``check``; a warning when the check itself fails."""
     try:
         return list(check())
     except Exception as error:
@@ -42,14 +42,14 @@ def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
                 name,
                 "warn",
                 f"could not be checked: {first_line(error)}",
-                "the check itself broke, so nothing is known about it",
-                "look yourself, and report this line with the output of `lockstep version`",
+                "the check itself failed, so its result is not known",
+                "check it manually, and report this line with the output of `lockstep version`",
             )
         ]
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line: ``RuntimeError: …``, or a :class:`LockstepError`'s own words."""
+    """An error in one line: ``RuntimeError: …``, or a :class:`LockstepError`'s text."""
     if isinstance(error, LockstepError):
         return f"{error.what.splitlines()[0]} ({error.why})" if error.why else error.what.splitlines()[0]
     return f"{type(error).__name__}: {error}".splitlines()[0]

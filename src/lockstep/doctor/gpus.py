@@ -88,11 +88,11 @@ def check_versions(versions: Versions, detected: Sequence[Device]) -> Iterator[F
 
 def check_memory(chosen: Sequence[Device]) -> Iterator[Finding]:
     """One finding for each chosen GPU."""
-    why = "a GPU that others use is slower, and runs out of memory when they grow"
+    why = "a GPU that other processes use is slower, and runs out of memory when they need more"
     for gpu in chosen:
         name = f"memory of {gpu.id}"
         free = "free memory unknown" if gpu.free_gb is None else f"{gpu.free_gb:g} of {gpu.memory_gb:g} GB free"
-        users = f"in use by {describe_users(gpu)}" if gpu.users else "nobody else uses it"
+        users = f"in use by {describe_users(gpu)}" if gpu.users else "no other process uses it"
         fix = "wait for these processes, end those that are yours, or choose another device"
         if gpu.free_gb is not None and gpu.free_gb < LEAST_FREE_GB:
             yield Finding(name, "fail", f"{free}; {users}", "a context, NCCL and a small model need more", fix)
@@ -115,11 +115,11 @@ def check_health(healths: Mapping[str, GpuHealth]) -> Iterator[Finding]:
 
 
 def _check_memory_errors(name: str, health: GpuHealth) -> Finding:
-    why = "memory errors that nobody corrects change weights silently, or kill the process"
+    why = "uncorrected memory errors change weights silently, or kill the process"
     if health.repair == "failed":
         return Finding(name, "fail", "broken memory rows could not be replaced", why, "have the GPU exchanged")
     if health.repair == "pending":
-        fix = "reset the GPU or restart the machine when nobody uses it"
+        fix = "reset the GPU or restart the machine when it is not in use"
         return Finding(name, "warn", "broken memory rows will be replaced at the next reset", why, fix)
     if health.ecc_errors:
         fix = "restart the machine; if it happens again, have the GPU tested (dcgmi diag -r 3)"
@@ -127,7 +127,7 @@ def _check_memory_errors(name: str, health: GpuHealth) -> Finding:
             name, "fail", f"{health.ecc_errors} uncorrectable memory errors since the driver began", why, fix
         )
     if health.ecc is None:
-        return Finding(name, "skip", "this GPU tells nothing about error correction", why)
+        return Finding(name, "skip", "this GPU does not report error correction", why)
     state = "on, no uncorrectable errors" if health.ecc else "off"
     return Finding(name, "ok", f"error correction is {state}", why)
 
@@ -161,7 +161,7 @@ def check_links(links: Mapping[tuple[str, str], GpuLink]) -> Iterator[Finding]:
     else:
         ways = Counter("NVLink" if link.nvlink else link.path or "unknown path" for link in links.values())
         text = ", ".join(f"{count} over {way}" for way, count in ways.items())
-        unknown = " (the driver tells nothing about peer access)" if any(v.peer is None for v in links.values()) else ""
+        unknown = " (the driver does not report peer access)" if any(v.peer is None for v in links.values()) else ""
         yield Finding("peer access", "ok", f"{len(links)} pairs of GPUs: {text}{unknown}", why)
 
 

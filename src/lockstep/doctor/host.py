@@ -14,11 +14,11 @@ from lockstep.plan.workers import automatic_workers
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
-#: Loader workers hand over whole batches there; Docker's default is 64 MB.
+#: Loader workers pass whole batches through it; Docker's default is 64 MB.
 ENOUGH_SHARED = 1_000_000_000
 #: NCCL's own segments take about 10 MB a rank.
 LEAST_SHARED = 32_000_000
-#: Open files of a rank by itself, and for each loader worker: torch passes each tensor in flight as a descriptor.
+#: Open files of a rank, and for each loader worker: torch passes each tensor in flight as a descriptor.
 FILES_PER_RANK, FILES_PER_WORKER = 256, 128
 
 
@@ -41,7 +41,7 @@ def gather_shared_memory(path: Path = SHARED_MEMORY) -> SharedMemory:
 
 
 def check_shared_memory(shared: SharedMemory) -> Iterator[Finding]:
-    why = "loader workers and NCCL hand over data there; when it is full, they are killed by a bus error"
+    why = "loader workers and NCCL pass data through it; when it is full, they are killed by a bus error"
     fix = "give the container more (docker run --shm-size=8g, or --ipc=host); until then train with --num-workers 0"
     free, total = gigabytes(shared.free), gigabytes(shared.total)
     if shared.error:

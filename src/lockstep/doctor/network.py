@@ -17,7 +17,7 @@ SLOW_LOOKUP_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """This host as others would look for it.
+    """This host as others would find it.
 
     Attributes:
         host: its name.
@@ -85,13 +85,11 @@ def check_host_name(network: Network) -> Iterator[Finding]:
     elif not local:
         wrong = f"{network.host} resolves to {addresses}, which is not an address of this machine"
     if wrong:
-        fix = (
-            f"add a line with this machine's address and {network.host} to /etc/hosts, on every node (or mend the DNS)"
-        )
+        fix = f"add a line with this machine's address and {network.host} to /etc/hosts, on every node (or fix the DNS)"
         yield Finding("host name", "warn", wrong, why, fix)
     elif network.lookup_s > SLOW_LOOKUP_S:
         what = f"{network.host} resolves to {addresses}, but that took {network.lookup_s:.1f} s"
-        yield Finding("host name", "warn", what, why, f"add {network.host} to /etc/hosts, or mend the DNS")
+        yield Finding("host name", "warn", what, why, f"add {network.host} to /etc/hosts, or fix the DNS")
     else:
         yield Finding("host name", "ok", f"{network.host} resolves to {addresses}", why)
 
@@ -139,7 +137,7 @@ def check_port(error: str) -> Iterator[Finding]:
 
 
 def read_clock(samples: int = 1000) -> list[float]:
-    """So many readings of the monotonic clock, the last one after a pause, seconds."""
+    """``samples`` readings of the monotonic clock and one after a pause, seconds."""
     readings = [time.monotonic() for _ in range(samples)]
     time.sleep(0.002)
     return [*readings, time.monotonic()]
@@ -149,10 +147,10 @@ def check_clock(readings: list[float]) -> Iterator[Finding]:
     why = "heartbeats, time limits and throughput are measured with the monotonic clock"
     falls = sum(later < earlier for earlier, later in pairwise(readings))
     if falls or readings[-1] <= readings[0]:
-        what = f"the monotonic clock went back {falls} times" if falls else "the monotonic clock stands still"
+        what = f"the monotonic clock went back {falls} times" if falls else "the monotonic clock does not move"
         yield Finding("clock", "fail", what, why, "choose another clock source (virtual machines: kvm-clock or tsc)")
     else:
-        yield Finding("clock", "ok", "the monotonic clock goes on and never back", why)
+        yield Finding("clock", "ok", "the monotonic clock only moves forward", why)
 
 
 def _matches(variable: str, value: str, network: Network) -> bool:

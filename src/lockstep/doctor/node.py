@@ -1,4 +1,4 @@
-"""Everything that one machine can tell by itself."""
+"""All checks of one machine."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _machine(placement: Placement, world: World, runs_dir: Path) -> Iterator[Fin
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """What several nodes say alike is said once, for all of them."""
+    """Findings that are the same on several nodes become one, for all of them."""
     nodes: dict[Finding, list[str]] = {}
     for finding in findings:
         nodes.setdefault(replace(finding, node=""), []).append(finding.node)

@@ -1,4 +1,4 @@
-"""The examination when somebody else started the ranks: ``torchrun`` or ``srun``, on one node or several."""
+"""The checks under ``torchrun`` or ``srun``, on one node or several."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REACH = (
     "see that every rank is there and runs the same command, and that nodes reach each other: "
     "look for a firewall, and choose the interface (GLOO_SOCKET_IFNAME)"
 )
-AGAIN = "see it by itself: start `lockstep train har --fast-dev-run` in the same way"
+AGAIN = "to see the error: start `lockstep train har --fast-dev-run` in the same way"
 
 
 def examine_as_rank(
@@ -47,8 +47,8 @@ def examine_as_rank(
     os.environ.update(rendezvous(os.environ))
     parent_death.die_with_parent(os.getppid())
     if world.is_main:
-        say(f"looking at {world.nodes} node(s), {world.size} rank(s)")
-    # Each node's first rank looks at it, before any rank has opened its GPU.
+        say(f"checking {world.nodes} node(s), {world.size} rank(s)")
+    # Each node's first rank checks it, before any rank has opened its GPU.
     findings = examine_node(placement, world, detected, runs_dir) if world.local_rank == 0 else []
     try:
         with joined(world, placement) as store:
@@ -61,7 +61,7 @@ def examine_as_rank(
             folder = Path(collectives.broadcast(_new_name()))
     except Exception as error:
         if not world.is_main:
-            raise RunError(f"rank {world.rank} left the examination: {error}", fix="see rank 0's report") from error
+            raise RunError(f"rank {world.rank} stopped checking: {error}", fix="see rank 0's report") from error
         return DoctorReport(placement.devices, (*findings, failed("ranks", TOGETHER, error, REACH)))
     if not quick:
         findings += check_meeting(meeting) if meeting else [alone(placement)]
@@ -71,7 +71,7 @@ def examine_as_rank(
 
 
 def _new_name() -> str:
-    """A folder that nobody has yet; each node makes it when its ranks train."""
+    """The path of a new folder; each node makes it when its ranks train."""
     return str(Path(tempfile.gettempdir()) / f"lockstep-doctor-{uuid.uuid4().hex}")
 
 
@@ -127,5 +127,5 @@ def _errors_of_others(store: Store, world: World) -> list[Finding]:
     if not world.is_main:
         return []
     texts = {rank: store.get(f"left/{rank}").decode() for rank in range(1, world.size)}
-    fix = "mend this first: what the other ranks say may follow from it"
+    fix = "fix this first: the other ranks' errors may follow from it"
     return [Finding("training step", "fail", f"rank {rank}: {text}", STEP, fix) for rank, text in texts.items() if text]

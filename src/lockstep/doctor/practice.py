@@ -32,13 +32,13 @@ def alone(placement: Placement) -> Finding:
 
 
 def let_ranks_meet(placement: Placement, folder: Path) -> Meeting:
-    """Start a rank on each device of ``placement``; what they found out together.
+    """Start a rank on each device of ``placement``; what they measured.
 
     Raises:
         LockstepError: a rank failed. KeyboardInterrupt: stopped.
     """
     run = create_folder(resolve({"save_dir": str(folder / "ranks")}))
-    meeting: Meeting = run_on_ranks(run, placement.world_size, meet, placement)
+    meeting: Meeting = run_on_ranks(meet, placement, folder=run, ranks=placement.world_size)[0]
     return meeting
 
 
@@ -65,7 +65,7 @@ def train_one_step(placement: Placement, folder: Path) -> RunResult:
 
 
 def step_finding(result: RunResult, placement: Placement) -> Finding:
-    """Pure: what a training step that ended says."""
+    """The finding of a training step that ended."""
     where = f"{placement.world_size} rank(s) on {', '.join(placement.devices)}"
     if result.exit_code == 0 and result.status == "completed" and result.step == 1:
         loss = result.metrics.get("val_loss")
@@ -82,11 +82,11 @@ def failed(name: str, why: str, error: BaseException, fix: str) -> Finding:
         fix = error.fix or fix
     else:
         cause = find_cause(f"{type(error).__name__}: {error}")
-        text, fix = (f"{text} ({cause.why})", cause.fix) if cause else (text, fix)
+        text, fix = (f"{text} ({cause.title})", cause.advice) if cause else (text, fix)
     return Finding(name, "fail", text, why, fix)
 
 
 def by_hand(placement: Placement) -> str:
-    """How to see by itself what failed here."""
+    """How to run only what failed here."""
     devices = ",".join(placement.devices)
-    return f"see it by itself: lockstep train {TASK} --devices {devices} --fast-dev-run"
+    return f"run only this: lockstep train {TASK} --devices {devices} --fast-dev-run"

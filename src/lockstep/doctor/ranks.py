@@ -1,4 +1,4 @@
-"""What the ranks of the examination do together: meet, compare clocks, sum numbers.
+"""What the ranks of the checks do together: meet, compare clocks, sum numbers.
 
 The same for ranks that Lockstep's launcher started (:func:`meet`) and for those of ``torchrun``
 or ``srun`` (:mod:`lockstep.doctor.outside`).
@@ -24,8 +24,8 @@ from lockstep.engine.process.determinism import rank_device
 from lockstep.engine.process.prefetch import finish
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
+from lockstep.launch.local.worker import Rank
 from lockstep.telemetry.records import versions
-from lockstep.telemetry.rundir import RunDir
 
 #: How long a rank waits for the others.
 TIMEOUT_S = 60.0
@@ -71,12 +71,12 @@ class Meeting(_Frozen):
 
 @contextmanager
 def joined(world: World, placement: Placement) -> Iterator[Store]:
-    """A gloo group of all ranks, which goes again; the store stays usable as long as it is held.
+    """A gloo group of all ranks, destroyed at the end; the store stays usable as long as it is referenced.
 
-    The launcher's store may serve a second group afterwards (the training's), so this one has names of its own there.
+    The launcher's store may serve a second group afterwards (the training's), so this one has separate names there.
 
     Raises:
-        RuntimeError: the others did not come within :data:`TIMEOUT_S`, or cannot be reached.
+        RuntimeError: the others did not join within :data:`TIMEOUT_S`, or cannot be reached.
     """
     timeout = timedelta(seconds=TIMEOUT_S)
     base, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
@@ -92,10 +92,10 @@ def joined(world: World, placement: Placement) -> Iterator[Store]:
             dist.destroy_process_group()
 
 
-def meet(folder: RunDir, world: World, placement: Placement) -> Meeting:
+def meet(rank: Rank, placement: Placement) -> Meeting:
     """One rank of the examination, started by Lockstep's launcher."""
-    with joined(world, placement):
-        return measure(Collectives(world, timeout_s=TIMEOUT_S), world, placement)
+    with joined(rank.world, placement):
+        return measure(Collectives(rank.world, timeout_s=TIMEOUT_S), rank.world, placement)
 
 
 def measure(collectives: Collectives, world: World, placement: Placement) -> Meeting:

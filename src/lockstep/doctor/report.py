@@ -1,4 +1,4 @@
-"""The report of an examination, for people and as JSON."""
+"""The report of all checks, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.telemetry.tables import aligned, print_table, say
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What an examination found. ``meeting``: what the ranks measured together, if they met."""
+    """The findings of all checks. ``meeting``: what the ranks measured together, if they met."""
 
     devices: tuple[str, ...]
     findings: tuple[Finding, ...]
@@ -30,7 +30,7 @@ class DoctorReport:
         counts = Counter(finding.status for finding in self.findings)
         words: dict[Status, str] = {"fail": "failed", "warn": "to look at", "ok": "ok", "skip": "skipped"}
         text = ", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status])
-        return f"{'NOT FIT' if self.exit_code else 'FIT'} for training on {', '.join(self.devices)}: {text}"
+        return f"{'NOT READY' if self.exit_code else 'READY'} for training on {', '.join(self.devices)}: {text}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``lockstep doctor --json`` prints them."""

@@ -1,4 +1,4 @@
-"""What is concluded from what the ranks found out together."""
+"""Findings from what the ranks measured together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.ranks import AllReduce, Meeting, RankFacts
 
-#: Beyond it, logs of several nodes cannot be laid side by side, and tickets and certificates may be refused.
+#: Beyond it, logs of several nodes cannot be compared, and tickets and certificates may be refused.
 MOST_SKEW_S = 1.0
 #: Bus bandwidth below which something is wrong: a GPU pair without peer access, or a network of 1 Gbit/s.
 LEAST_BUS_GB_S = {"nccl": 2.0, "gloo": 0.1}
@@ -70,7 +70,7 @@ def _check_sums(meeting: Meeting) -> Finding:
             "try NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1: if the sums are right then, switch off PCIe access control "
             "services (ACS) and the IOMMU; else exchange the GPU or memory"
             if meeting.backend == "nccl"
-            else "test the machine's memory (memtest86+), and install torch anew"
+            else "test the machine's memory (memtest86+), and reinstall torch"
         )
         return Finding("all-reduce", "fail", f"wrong sums on {'; '.join(wrong)}", why, fix)
     sizes = ", ".join(size_text(row.bytes) for row in meeting.all_reduce)

@@ -1,4 +1,4 @@
-"""Runs of ``lockstep lightning fit``: Lightning's commands read their checkpoints, and Lockstep's verbs say which."""
+"""Runs of ``lockstep lightning fit``: only Lightning's commands can read their checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.telemetry.rundir import RunDir
 
 
 def refuse_lightning_cli(run: RunDir, verb: Literal["resume", "evaluate", "export"], *, split: str = "test") -> None:
-    """Let a run of LightningCLI be resumed, evaluated or exported by what can read it.
+    """Refuse to resume, evaluate or export a run of LightningCLI, and name the command that can.
 
     Args:
         split: of ``evaluate``: "test" or "val".

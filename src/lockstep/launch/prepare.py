@@ -1,38 +1,31 @@
-"""From a name and settings to a task, a placement and a plan: what happens before any rank starts."""
+"""From a name and settings to a task, a placement and a plan, before any rank starts."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
-from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.inspection import inspect_task, on_meta, trial_of
 from lockstep.engine.lightning.module_task import ModuleTask
-from lockstep.engine.resume import restoring
 from lockstep.engine.strategies.stages import stages_of
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import data_settings, open_data, open_datasets
-from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
-from lockstep.hardware.detect import detect_devices
-from lockstep.hardware.device import Device
+from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.hardware import Device, Placement, World, detect_devices, read_world, resolve_placement
 from lockstep.hardware.fits_memory import divide_if_needed
 from lockstep.hardware.host import usable_cores
-from lockstep.hardware.resolve import Placement, resolve_placement
-from lockstep.hardware.world import World, read_world
-from lockstep.plan import OrderPlan, Plan, ResumePoint, TaskFacts
+from lockstep.plan import Plan, ResumePoint, TaskFacts
 from lockstep.plan import make_plan as compute_plan
 from lockstep.plan.checkpoint import moments_of
 from lockstep.tasks.registry import configured, find_task, make_task
 from lockstep.tasks.trusted_tasks import class_paths, remember
-from lockstep.telemetry.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -108,11 +101,14 @@ def prepare(
     """Everything up to the plan; opens the data, starts nothing.
 
     Raises:
-        UsageError: what was asked for cannot be.
+        UsageError: the task, its settings or the devices cannot be used.
     """
-    built, whole = settle(task, config)
-    placement = place(whole, world or read_world(os.environ))
-    return plan_for(built, whole, placement, open_data(built, whole), resume)
+    return plan_settled(*settle(task, config), world or read_world(os.environ), resume)
+
+
+def plan_settled(task: Task, config: RunConfig, world: World, resume: ResumePoint | None) -> Prepared:
+    """Placement, data and plan of what :func:`settle` returned."""
+    return plan_for(task, config, place(config, world), open_data(task, config), resume)
 
 
 def place(config: RunConfig, world: World) -> Placement:
@@ -130,7 +126,7 @@ def plan_for(
     *,
     devices: Sequence[Device] | None = None,
 ) -> Prepared:
-    """The plan for data that is open already.
+    """The plan for data that are open already.
 
     Args:
         devices: what the machine has; ``None`` looks.
@@ -150,9 +146,9 @@ def plan_for(
 
 
 def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
-    """Intra-op threads that the user has set: for all programs, or in this process, which then trains by itself.
+    """Intra-op threads that the user has set: for all programs, or in this process, if it trains.
 
-    torchrun sets ``OMP_NUM_THREADS`` to 1 where the user has not, so it says nothing there.
+    torchrun sets ``OMP_NUM_THREADS`` to 1 where the user has not, so it is ignored there.
     """
     named = os.environ.get("OMP_NUM_THREADS", "")
     if named.isdecimal() and int(named) and not read_world(os.environ).from_outside:
@@ -178,55 +174,3 @@ def _state_bytes(config: RunConfig) -> int:
 def make_plan(task: Task | type[Task] | str | None = None, config: RunConfig | Mapping[str, Any] | None = None) -> Plan:
     """The plan that :func:`lockstep.train` would use, with its reasons; starts nothing."""
     return prepare(task, config).plan
-
-
-def resume_point(
-    run_dir: RunDir, *, hold: bool, report: Callable[[str], None], accept_data: bool = False
-) -> ResumePoint | None:
-    """Where a run resumes: at its newest verified checkpoint, or without one at its beginning.
-
-    ``None`` when it has no plan yet, so that nothing of it is settled.
-
-    Args:
-        accept_data: resume on other training data of the same length, too.
-
-    Raises:
-        CheckpointError, RunFolderError: the checkpoint or the plan cannot be used.
-    """
-    store = CheckpointStore(run_dir.checkpoints)
-    step = store.newest_verified(report)
-    if step is None:
-        return _beginning(run_dir, hold=hold) if os.path.lexists(run_dir.plan_file) else None
-    manifest = store.manifest(step)
-    with restoring(store.path_of(step)):
-        return ResumePoint(
-            step=step,
-            epoch=manifest["epoch"],
-            position=manifest["position"],
-            samples_seen=manifest["samples_seen"],
-            global_batch=manifest["global_batch"],
-            order=OrderPlan.model_validate(manifest.get("order", {})),
-            hold=hold,
-            fingerprint=manifest.get("fingerprint"),
-            accept_data=accept_data,
-        )
-
-
-def _beginning(run_dir: RunDir, *, hold: bool) -> ResumePoint:
-    plan, position = plan_of(run_dir), run_dir.config().debug.start_position
-    batch = plan.batch.global_batch
-    return ResumePoint(
-        step=0, epoch=0, position=position, samples_seen=0, global_batch=batch, order=plan.order, hold=hold
-    )
-
-
-def plan_of(run_dir: RunDir) -> Plan:
-    """The newest plan of a run. Raises :class:`RunFolderError`."""
-    try:
-        return Plan.model_validate(run_dir.plan())
-    except ValidationError as error:
-        raise RunFolderError(
-            f"{run_dir.plan_file} is damaged",
-            why=str(error)[:300],
-            fix=f"copy the newest plan.json of {run_dir.attempts} over it",
-        ) from None

@@ -1,4 +1,4 @@
-"""Which run folder: a new one, or that of an unfinished run, and what may change when it goes on."""
+"""The folder of a run: a new one, or that of an unfinished run; where it resumes, and what may change then."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
+from lockstep.engine.resume import restoring
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.launch.prepare import settle
 from lockstep.launch.saved_forecast import read_forecast
 from lockstep.launch.slurm.job import is_own_job
+from lockstep.plan import OrderPlan, Plan, ResumePoint
 from lockstep.tasks.registry import FROM_PARTS, make_task
 from lockstep.tasks.trusted_tasks import require_known
 from lockstep.telemetry.files import storage_error, write_json
 from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
 from lockstep.telemetry.scalars import flattened
 
-#: How long a process of the attempt before may take to end after the run has said that it is over.
+#: How long a process of the previous attempt may take to end after it has written the run's end.
 CLAIM_WAIT_S = 15.0
 #: A job that was queued again may find the claim of a lost node: NFS keeps it for a lease of about 90 s.
 _LEASE_S = 120.0
@@ -55,12 +60,12 @@ def overrides_of(config: RunConfig | Mapping[str, Any] | None) -> dict[str, Any]
 
 
 def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
-    """The run to go on with, if ``--resume`` was given and the folder holds one."""
+    """The run to resume, if ``--resume`` was given and the folder has one."""
     if not resume:
         return None
     if config.save_dir is None:
         raise ConfigError(
-            "--resume needs to know which run",
+            "--resume needs a run folder",
             why="no --save-dir was given",
             fix="add --save-dir DIR, or use `lockstep resume RUN`",
         )
@@ -72,7 +77,7 @@ def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
 
 
 def refuse_running(run: RunDir) -> None:
-    """Raises :class:`RunFolderError` when somebody is at the run, or a hand-over to its launcher may be on."""
+    """Raises :class:`RunFolderError` when a process trains the run, or may be about to."""
     if is_own_job(run, os.environ):
         return
     record, deadline = run.read(), time.monotonic() + PENDING_GRACE_S
@@ -82,20 +87,20 @@ def refuse_running(run: RunDir) -> None:
     if run.judge(record) in {"running", "pending"}:
         raise RunFolderError(
             f"run {record.id} is still {run.judge(record)}",
-            why=f"process {record.pid} on {record.host} is at it",
+            why=f"process {record.pid} on {record.host} is still training it",
             fix=f"wait for it, or `lockstep stop {record.id}` first",
         )
 
 
 @contextlib.contextmanager
 def claimed(run: RunDir, wait_s: float = CLAIM_WAIT_S) -> Iterator[None]:
-    """No two processes go on with one run: the first to enter the block has it until the block, or the process, ends.
+    """Claim a run: the first process to enter the block has it until the block, or the process, ends.
 
     The claim is a lock of the process (fcntl(2)) on a file in the run folder. Data workers do not inherit it, so
     those of a killed process do not hold it on. A file system without locks has no claims.
 
     Raises:
-        RunFolderError: somebody else has begun an attempt, or still has it after ``wait_s`` seconds.
+        RunFolderError: another process has begun an attempt, or still has the claim after ``wait_s`` seconds.
         StorageError: the folder cannot be written.
     """
     file = run.path / ".claim"
@@ -107,7 +112,7 @@ def claimed(run: RunDir, wait_s: float = CLAIM_WAIT_S) -> Iterator[None]:
             raise RunFolderError(
                 f"run {run.read().id} is being resumed by another process",
                 why="two processes would write one folder",
-                fix="wait for it; `lockstep show` says how it goes",
+                fix="wait for it; `lockstep show` prints its progress",
             )
         time.sleep(0.1)
     try:
@@ -119,7 +124,7 @@ def claimed(run: RunDir, wait_s: float = CLAIM_WAIT_S) -> Iterator[None]:
 
 
 def _claim(file: Path, key: Path) -> int | None:
-    """The descriptor that holds the claim; ``None`` when somebody else has it. Raises :class:`StorageError`."""
+    """The descriptor that holds the claim; ``None`` when another process has it. Raises :class:`StorageError`."""
     with _claiming:
         # A process has a lock once: its threads need this set, and must not open and close the file of a claim.
         if key in _claimed_here:
@@ -138,12 +143,12 @@ def _claim(file: Path, key: Path) -> int | None:
         return descriptor
 
 
-def changed_config(run: RunDir, changes: Mapping[str, Any]) -> RunConfig:
-    """The run's configuration with ``changes``; its task and seed stay what they were.
+def changed_config(run: RunDir, changes: Mapping[str, Any], devices: str | None = None) -> RunConfig:
+    """The run's configuration with ``changes`` and, if given, on other ``devices``; task and seed stay as they were.
 
     Raises:
-        ConfigError: a change that would make it another run.
-        RunFolderError: ``config.yaml`` was edited since the newest attempt, and ``changes`` do not say so.
+        ConfigError: a change that would make it a different run.
+        RunFolderError: ``config.yaml`` was edited since the newest attempt, and ``changes`` do not include that.
     """
     record, edited = run.read(), run.config()
     recorded = (run.attempts / str(record.attempt) / run.config_file.name).exists()  # not by earlier versions
@@ -151,7 +156,9 @@ def changed_config(run: RunDir, changes: Mapping[str, Any]) -> RunConfig:
     kept = {key: value for key, value in changes.items() if key != "save_dir"}
     if isinstance(kept.get("task"), Mapping):
         kept["task"] = {key: value for key, value in kept["task"].items() if key != "name"}
-    new = resolve(old.model_dump(mode="json"), kept)
+    new = resolve(
+        old.model_dump(mode="json"), kept, {} if devices is None else {"hardware": {"selected_devices": devices}}
+    )
     fixed = {
         "task": (old.task, new.task),
         "training.seed": (old.training.seed, new.training.seed),
@@ -177,7 +184,7 @@ def _refuse_edits(file: Path, old: Mapping[str, Any], edited: Mapping[str, Any],
         raise RunFolderError(
             f"{file} was edited since the newest attempt: "
             + ", ".join(f"{key} {old.get(key)} → {edited.get(key)}" for key in keys),
-            why="what follows would not be the run that was started",
+            why="the next attempt would train with other settings than the run",
             fix="restore the old value"
             + ", or ask for the new one: lockstep resume RUN" * bool(settable)
             + "".join(" --set " + shlex.quote(f"{key}={json.dumps(edited.get(key))}") for key in settable),
@@ -194,7 +201,7 @@ def warn(message: str) -> None:
 
 
 def keep_config(run: RunDir, config: RunConfig) -> None:
-    """Let ``config.yaml`` say what the newest attempt runs with."""
+    """Write the configuration of the newest attempt to ``config.yaml``."""
     if dump(config) != dump(run.config()):
         run.keep_config(config)
 
@@ -218,7 +225,7 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
         )
     if "<locals>" in name or (module == "__main__" and not hasattr(sys.modules[module], attribute)):
         raise RunFolderError(
-            f"the task of run {run.read().id} lives in a script or notebook",
+            f"the task of run {run.read().id} is defined in a script or notebook",
             why="only the program that made it can make it again",
             fix=f"there, pass the task: lockstep.Run({str(run.path)!r}).resume(task)",
         )
@@ -227,7 +234,7 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
 
 
 def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:
-    """The task with the run's own settings: made anew from its class, or the caller's object if it has them.
+    """The task with the run's own settings: made again from its class, or the caller's object if it has them.
 
     Raises:
         ConfigError: an object with other settings than the run's.
@@ -242,3 +249,55 @@ def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:
         )
     task.data = data_settings(config)
     return task
+
+
+def resume_point(
+    run_dir: RunDir, *, hold: bool, report: Callable[[str], None], accept_data: bool = False
+) -> ResumePoint | None:
+    """Where a run resumes: at its latest valid checkpoint, or without one at its beginning.
+
+    ``None`` when it has no plan yet.
+
+    Args:
+        accept_data: resume on other training data of the same length, too.
+
+    Raises:
+        CheckpointError, RunFolderError: the checkpoint or the plan cannot be used.
+    """
+    store = CheckpointStore(run_dir.checkpoints)
+    step = store.newest_verified(report)
+    if step is None:
+        return _beginning(run_dir, hold=hold) if os.path.lexists(run_dir.plan_file) else None
+    manifest = store.manifest(step)
+    with restoring(store.path_of(step)):
+        return ResumePoint(
+            step=step,
+            epoch=manifest["epoch"],
+            position=manifest["position"],
+            samples_seen=manifest["samples_seen"],
+            global_batch=manifest["global_batch"],
+            order=OrderPlan.model_validate(manifest.get("order", {})),
+            hold=hold,
+            fingerprint=manifest.get("fingerprint"),
+            accept_data=accept_data,
+        )
+
+
+def _beginning(run_dir: RunDir, *, hold: bool) -> ResumePoint:
+    plan, position = plan_of(run_dir), run_dir.config().debug.start_position
+    batch = plan.batch.global_batch
+    return ResumePoint(
+        step=0, epoch=0, position=position, samples_seen=0, global_batch=batch, order=plan.order, hold=hold
+    )
+
+
+def plan_of(run_dir: RunDir) -> Plan:
+    """The newest plan of a run. Raises :class:`RunFolderError`."""
+    try:
+        return Plan.model_validate(run_dir.plan())
+    except ValidationError as error:
+        raise RunFolderError(
+            f"{run_dir.plan_file} is damaged",
+            why=str(error)[:300],
+            fix=f"copy the newest plan.json of {run_dir.attempts} over it",
+        ) from None

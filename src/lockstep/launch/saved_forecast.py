@@ -1,4 +1,4 @@
-"""A forecast that a run is held against: kept in its folder, so that `lockstep show` can compare."""
+"""The forecast that a run is compared with: kept in its folder, for `lockstep show`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def read_forecast(path: Path) -> dict[str, Any]:
     """The report of ``lockstep forecast``: its file, or the folder with ``report.json``.
 
     Raises:
-        ConfigError: there is none, or it is something else.
+        ConfigError: there is none, or the file is not a forecast.
     """
     file = path / "report.json" if path.is_dir() else path
     fix = "name the folder that `lockstep forecast` printed, or its report.json"
@@ -22,7 +22,7 @@ def read_forecast(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"telemetry.forecast: {file} cannot be read", why=str(error), fix=fix) from error
     if not _is_forecast(found):
-        raise ConfigError(f"telemetry.forecast: {file} is no forecast", fix=fix)
+        raise ConfigError(f"telemetry.forecast: {file} is not a forecast", fix=fix)
     return dict(found)
 
 

@@ -1,4 +1,4 @@
-"""How a task reaches the ranks: as import path and settings, or by value when it lives in a script."""
+"""Serialize a task for the ranks: by import path and settings, or by value for classes defined in a script."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lockstep.telemetry.rundir import RunDir
 
 
 def pack_task(run: RunDir, task: Task, config: RunConfig) -> None:
-    """Leave the task where the ranks of this launch look for it.
+    """Write the task to where the ranks of this launch read it.
 
     Raises:
-        TaskError: it must travel by value and cannot be pickled.
+        TaskError: it must be sent by value and cannot be pickled.
     """
     run.task_file.unlink(missing_ok=True)
     if _importable(task, config):
@@ -31,12 +31,12 @@ def pack_task(run: RunDir, task: Task, config: RunConfig) -> None:
         raise TaskError(
             f"the task {type(task).__qualname__} cannot be sent to other processes",
             why=f"{type(error).__name__}: {error}",
-            fix="define it in a module of its own, or keep open files and locks out of its attributes",
+            fix="define it in a separate module, or keep open files and locks out of its attributes",
         ) from error
 
 
 def _importable(task: Task, config: RunConfig) -> bool:
-    """Whether name and settings make the same task again."""
+    """Whether name and settings give the same task again."""
     kind = type(task)
     named = not config.task.name.startswith(f"{kind.__module__}:")
     if named:
@@ -47,7 +47,7 @@ def _importable(task: Task, config: RunConfig) -> bool:
 
 
 def load_task(run: RunDir, config: RunConfig) -> Task:
-    """The task that :func:`pack_task` left. Only ranks that Lockstep itself started may call this."""
+    """The task that :func:`pack_task` wrote. Only ranks that Lockstep started may call this."""
     task: Any
     if run.task_file.exists() and os.environ.get("LOCKSTEP_LAUNCHER"):
         import cloudpickle

@@ -6,12 +6,10 @@ import sys
 from typing import Any
 
 from lockstep.config import resolve
-from lockstep.hardware.world import World
-from lockstep.launch.local.on_ranks import call_on_ranks, failure_of
-from lockstep.launch.temporary import temporary_folder
+from lockstep.errors import LockstepError
+from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks, temporary_folder
+from lockstep.launch.local.worker import Rank
 from lockstep.telemetry.rundir import RunDir, utc_now
-
-_STOPPED = (130, 143)
 
 
 def run_in_ranks(run: RunDir | None, ranks: int, cli_class: type[Any], arguments: dict[str, Any]) -> int:
@@ -31,16 +29,18 @@ def run_in_ranks(run: RunDir | None, ranks: int, cli_class: type[Any], arguments
 
 
 def _run(folder: RunDir, ranks: int, cli_class: type[Any], arguments: dict[str, Any], *, keeps: bool) -> int:
-    code = call_on_ranks(folder, ranks, _be_rank, cli_class, arguments, keeps)
-    if code in _STOPPED and folder.read().status in ("pending", "running"):
+    try:
+        code: int = max(run_on_ranks(_be_rank, cli_class, arguments, keeps, folder=folder, ranks=ranks, redirect=False))
+    except RanksStopped as stopped:
+        code = 0 if folder.read().status == "completed" else stopped.exit_code
+    except LockstepError as error:
+        folder.update(status="failed", completed_at=utc_now(), error=str(error))
+        raise
+    if code and folder.read().status in ("pending", "running"):
         folder.update(status="stopped", completed_at=utc_now())  # before training began, or without waiting
-    if code == 0 or code in _STOPPED:
-        return code
-    error = failure_of(folder, f"the launcher ended with exit code {code}")
-    folder.update(status="failed", completed_at=utc_now(), error=str(error))
-    raise error
+    return code
 
 
-def _be_rank(run: RunDir, world: World, cli_class: type[Any], arguments: dict[str, Any], keeps: bool) -> int:
-    code: int = cli_class(**arguments, run_dir=run if keeps else None).exit_code
+def _be_rank(rank: Rank, cli_class: type[Any], arguments: dict[str, Any], keeps: bool) -> int:
+    code: int = cli_class(**arguments, run_dir=rank.folder if keeps else None).exit_code
     return code

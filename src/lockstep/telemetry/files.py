@@ -19,6 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from lockstep.errors import RunFolderError, StorageError
 
 MAX_JSON_BYTES = 64 << 20
@@ -117,6 +119,12 @@ def fsync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+class FileContent(BaseModel):
+    """The content of a JSON file that another process, or an earlier version, wrote: unknown keys are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 def plain(value: Any) -> Any:

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from lockstep.errors import RunFolderError, StorageError
-from lockstep.telemetry.files import read_json, write_json
+from lockstep.telemetry.files import FileContent, read_json, write_json
 
 INTERVAL_S = 1.0
 
@@ -31,15 +31,13 @@ _FRESH_S = 10.0
 _MAX_BYTES = 65_536
 
 
-class Beat(BaseModel):
+class Beat(FileContent):
     """The content of ``heartbeat.json``. Times are in seconds since the epoch.
 
     ``ended``: this was the last beat, although the process (a notebook's, for example) may still exist.
     ``handing_over``: another process is about to take over the run.
     ``began``: when this process began to train, at step ``began_at``; older versions did not record it.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     step: int = 0
     total: int | None = None

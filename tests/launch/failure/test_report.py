@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import CheckpointError, CollectiveError, DataError, LockstepError, RankFailed
-from lockstep.launch.failure import causes, records, spare
+from lockstep.launch.failure import causes, records
 from lockstep.launch.failure import report as failure
 from lockstep.launch.failure.causes import find_cause, is_lost_peer
 from lockstep.launch.health.hang import HangReport, Standstill
@@ -40,15 +40,15 @@ def write_launcher(run_dir: RunDir, *exits: dict[str, Any], error: str = "") -> 
 
 
 def report_of(run_dir: RunDir) -> failure.FailureReport:
-    report = failure.collect(run_dir)
+    report = failure.read_failure(run_dir)
     assert report is not None
     return report
 
 
 def test_no_failure(run_dir: RunDir) -> None:
-    assert failure.collect(run_dir) is None
+    assert failure.read_failure(run_dir) is None
     write_launcher(run_dir, ended(0, 0), ended(1, 143), ended(2, 130))
-    assert failure.collect(run_dir) is None
+    assert failure.read_failure(run_dir) is None
 
 
 def test_the_first_in_time_is_the_cause(run_dir: RunDir) -> None:
@@ -56,7 +56,7 @@ def test_the_first_in_time_is_the_cause(run_dir: RunDir) -> None:
         records.record(run_dir.logs, rank, caught(ValueError(f"number {rank}")))
     write_launcher(run_dir, *(ended(rank, 1) for rank in range(4)))
     report = report_of(run_dir)
-    assert report.what == "rank 3 of 4 ended with exit code 1 without an error of its own"
+    assert report.what == "rank 3 of 4 ended with exit code 1 without reporting an error"
     write_launcher(run_dir, *(ended(rank, 1) for rank in range(3)))
     report = report_of(run_dir)
     assert report.what == "rank 2 of 3 failed: ValueError: number 2"
@@ -83,7 +83,8 @@ def test_a_lost_peer_is_never_first_if_there_is_another_cause(run_dir: RunDir) -
     report = report_of(run_dir)
     assert report.first is not None
     assert report.first.rank == 0
-    assert "no rank left a reason" in report.why
+    assert report.cause is not None
+    assert report.cause.key == "lost-peer"
     records.record(run_dir.logs, 1, caught(KeyError("x")))
     report = report_of(run_dir)
     assert report.first is not None
@@ -109,7 +110,9 @@ def test_the_error_of_a_report_is_its_block(run_dir: RunDir) -> None:
     error = report_of(run_dir).as_error()
     assert type(error) is RankFailed
     assert str(error) == report_of(run_dir).format()
-    assert error.why == "a disk or a quota is full"
+    cause = report_of(run_dir).cause
+    assert cause is not None
+    assert (cause.key, error.why, error.fix) == ("disk-full", cause.title, cause.advice)
 
 
 def test_a_failed_launcher(run_dir: RunDir) -> None:
@@ -123,7 +126,7 @@ def test_clearing_forgets_an_earlier_start(run_dir: RunDir) -> None:
     records.record(run_dir.logs, 5, caught(ValueError("old")))
     write_launcher(run_dir, ended(5, 1))
     records.clear(run_dir.logs)
-    assert failure.collect(run_dir) is None
+    assert failure.read_failure(run_dir) is None
 
 
 JSON = st.recursive(
@@ -139,7 +142,7 @@ def test_broken_files_are_no_failure_of_ours(content: bytes, tmp_path_factory: p
     run.logs.mkdir()
     (run.logs / records.LAUNCHER_FILE).write_bytes(content)
     (run.logs / "rank-0.error.json").write_bytes(content)
-    report = failure.collect(run)
+    report = failure.read_failure(run)
     assert report is None or report.format()
 
 
@@ -170,7 +173,7 @@ def test_a_crash_in_native_code_keeps_its_words_and_the_innermost_calls(tmp_path
     found = records.last_lines(log_file(tmp_path, 0))
     assert found[:5] == (*lines[:4], "Thread 0x2 (most recent call first):") and calls[0] in found
     cause = find_cause("\n".join(found), "SIGABRT")
-    assert cause is not None and "training.tail=drop" in cause.fix
+    assert cause is not None and cause.key == "uneven-sizes"
 
 
 def test_last_lines_of_no_log(tmp_path: Path) -> None:
@@ -178,7 +181,7 @@ def test_last_lines_of_no_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name"),
+    ("text", "key"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "gpu-memory"),
         (
@@ -206,19 +209,18 @@ def test_last_lines_of_no_log(tmp_path: Path) -> None:
         ("torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled cuda error", "nccl"),
     ],
 )
-def test_known_causes(text: str, name: str) -> None:
+def test_known_causes(text: str, key: str) -> None:
     cause = find_cause(text)
     assert cause is not None
-    assert cause.name == name
-    assert cause.fix
+    assert cause.key == key
+    assert cause.advice
 
 
-def test_every_known_cause_says_why_and_names_a_fix() -> None:
+def test_every_known_cause_has_a_title_and_a_fix() -> None:
     known = [cause for _, cause in causes._BY_TEXT] + [*causes._BY_SIGNAL.values()]
-    for cause in (*known, causes.OOM_KILLED, causes._LOST, causes._NCCL, causes._CUDA):
-        assert cause.why
-        assert cause.fix
-    assert {"gpu-memory", "memory", "loader-worker", "disk-full", "port"} <= {cause.name for cause in known}
+    known += [causes.OOM_KILLED, causes._LOST, causes._NCCL, causes._CUDA]
+    assert all(cause.title and cause.advice for cause in known)
+    assert {*(cause.key for cause in known), "hang"} == set(causes.CauseKey)
 
 
 def test_a_hang_is_told_unless_a_rank_failed_by_itself(run_dir: RunDir) -> None:
@@ -228,7 +230,7 @@ def test_a_hang_is_told_unless_a_rank_failed_by_itself(run_dir: RunDir) -> None:
     content = {"ranks": 2, "exits": exits, "hang": hang.model_dump()}
     write_json(run_dir.logs / records.LAUNCHER_FILE, content)
     block = report_of(run_dir).format()
-    assert block.startswith("rank 1 has given no sign of life for 61 s, in step 4\n")
+    assert block.startswith("rank 1 has sent no heartbeat for 61 s, in step 4\n")
     assert block.count("fix: ") == 1
     records.record(run_dir.logs, 0, caught(ValueError("its own")))
     assert report_of(run_dir).what == "rank 0 of 2 failed: ValueError: its own"
@@ -238,7 +240,7 @@ def test_a_kill_while_the_kernel_killed_for_memory_is_told_as_that(run_dir: RunD
     content = {"ranks": 1, "exits": [ended(0, -9)], "machine": {"total": 10**9, "kills": 1}}
     write_json(run_dir.logs / records.LAUNCHER_FILE, {**content, "memory": {"0": {"resident": 5 * 10**8}}})
     report = report_of(run_dir)
-    assert report.why == "the kernel's out-of-memory killer ended it"
+    assert report.cause == causes.OOM_KILLED
     assert "rank 0: host: 0.50 GB resident" in report.format()
 
 
@@ -249,8 +251,8 @@ def test_a_failure_is_told_where_the_run_folder_is_gone(
     shutil.rmtree(run_dir.path)
     records.record(run_dir.logs, 1, caught(ValueError("the folder is gone")))
     assert report_of(run_dir).what == "rank 1 of 1 failed: ValueError: the folder is gone"
-    spare.clear(run_dir.logs)
-    assert failure.collect(run_dir) is None
+    records.clear(run_dir.logs)
+    assert failure.read_failure(run_dir) is None
     assert list(tmp_path.iterdir()) == []
 
 

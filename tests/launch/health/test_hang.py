@@ -31,7 +31,7 @@ def write():
         while True:
             file.write(b"beat")
             time.sleep(0.001)
-with open(sys.argv[1], "a") as log, stacks.told_on_request(log):
+with open(sys.argv[1], "a") as log, stacks.written_on_request(log):
     def busy():
         writing = threading.Thread(target=write, daemon=True)
         writing.start()
@@ -46,7 +46,7 @@ import os, subprocess, sys, time
 from lockstep.launch.health import stacks
 def reads():
     time.sleep(600)
-with open(sys.argv[1], "a") as log, stacks.told_on_request(log):
+with open(sys.argv[1], "a") as log, stacks.written_on_request(log):
     other = subprocess.Popen(["sleep", "600"])
     if os.fork() == 0:
         reads()
@@ -141,7 +141,7 @@ def test_what_is_untimed_may_take_long_unless_its_process_is_stopped(ranks: Rank
     os.waitid(os.P_PID, ranks.processes[0].pid, os.WSTOPPED)
     report = ranks.after(1)
     assert report is not None
-    assert report.headline.startswith("rank 0 has given no sign of life for ")
+    assert report.headline.startswith("rank 0 has sent no heartbeat for ")
     assert report.ranks[0].stack == ()
     assert report.ranks[1].stack
     assert "(stopped)" in report.table()
@@ -248,8 +248,8 @@ def test_who_is_behind() -> None:
 def test_any_report_has_a_headline_a_reason_a_fix_and_every_rank(ranks: list[Standstill]) -> None:
     report = HangReport(timeout_s=60, ranks=tuple(ranks))
     assert report.headline
-    assert report.cause.why
-    assert report.cause.fix
+    assert report.cause.title
+    assert report.cause.advice
     assert all(f"rank {rank.rank}" in report.table() for rank in ranks)
     assert HangReport.model_validate(report.model_dump()) == report
 

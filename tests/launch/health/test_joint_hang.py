@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from lockstep.launch.health.hang import HangReport, Standstill
-from lockstep.launch.health.joint_hang import JointWatch, Word
+from lockstep.launch.health.joint_hang import JointWatch, NodeStatus
 from lockstep.launch.local.rank_output import log_file
 from lockstep.launch.nodes.command import Nodes
 from lockstep.launch.nodes.liveness import NodeHandler, Peers
@@ -28,20 +28,20 @@ PATIENCE_S = 60.0
 class Wire:
     """One node's end of an exchange in which a word arrives with the node's next pulse."""
 
-    def __init__(self, node: int, words: list[Word]) -> None:
+    def __init__(self, node: int, words: list[NodeStatus]) -> None:
         self._node, self._words = node, words
-        self._next = Word()
+        self._next = NodeStatus()
 
-    def tell(self, word: Word) -> None:
+    def send(self, word: NodeStatus) -> None:
         self._next = word
 
     def pulse(self) -> None:
         self._words[self._node] = self._next
 
-    def is_told(self, word: Word) -> bool:
+    def is_sent(self, word: NodeStatus) -> bool:
         return self._words[self._node] == word
 
-    def others(self) -> Sequence[Word]:
+    def others(self) -> Sequence[NodeStatus]:
         return [word for node, word in enumerate(self._words) if node != self._node]
 
 
@@ -51,7 +51,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.nodes = [Ranks(folder, [rank]) for rank in range(2)]
         self.seconds = 0
-        self.words = [Word(), Word()]
+        self.words = [NodeStatus(), NodeStatus()]
         self.wires = [Wire(number, self.words) for number in range(2)]
         self.watches = [
             JointWatch(node.watch, wire, timeout_s=TIMEOUT_S) for node, wire in zip(self.nodes, self.wires, strict=True)
@@ -112,7 +112,7 @@ def test_who_tells_a_hang_has_let_the_others_know_before(cluster: Cluster) -> No
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Peers]]:
     """Three nodes, none of which takes part in a start yet."""
-    monkeypatch.setattr("lockstep.launch.nodes.liveness.PULSE_S", 0.05)
+    monkeypatch.setattr("lockstep.launch.nodes.liveness.HEARTBEAT_S", 0.05)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     nodes = Nodes(least=2, most=2, host="localhost", port=store.port, join_timeout_s=5.0)
     backend = C10dRendezvousBackend(store, "test")
@@ -126,20 +126,20 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Peers]]:
         peer.join()
 
 
-def test_words_travel_with_the_signs_of_life(peers: list[Peers]) -> None:
+def test_states_travel_with_heartbeats(peers: list[Peers]) -> None:
     here, there, _ = peers
-    word = Word(stands=True, ranks=(Standstill(rank=1, doing="step 4", node="elsewhere"),))
+    word = NodeStatus(hangs=True, ranks=(Standstill(rank=1, doing="step 4", node="elsewhere"),))
     here.begin("first", 0, 2)
     there.begin("first", 1, 2)
-    assert here.others() == [Word()]
-    there.tell(word)
-    wait_until(lambda: there.is_told(word))
-    wait_until(lambda: here.others()[0].stands)
+    assert here.others() == [NodeStatus()]
+    there.send(word)
+    wait_until(lambda: there.is_sent(word))
+    wait_until(lambda: here.others()[0].hangs)
     assert here.others()[0].ranks == word.ranks
-    assert there.others()[0].stands is False
+    assert there.others()[0].hangs is False
     assert [peer.lost() + peer.cut_off() for peer in (here, there)] == ["", ""]
     here.begin("second", 0, 2)
-    assert here.others() == [Word()], "what was said of the start before counts no more"
+    assert here.others() == [NodeStatus()], "what was said of the start before counts no more"
 
 
 def test_a_node_that_falls_silent_is_missed_unless_it_is_done(
@@ -148,7 +148,7 @@ def test_a_node_that_falls_silent_is_missed_unless_it_is_done(
     here, done, lost = peers
     here.begin("first", 0, 2)
     done.begin("first", 1, 2)
-    done.tell(Word(done=True))
+    done.send(NodeStatus(done=True))
     done.end()
     wait_until(lambda: here.others()[0].done)
     monkeypatch.setattr("lockstep.launch.nodes.liveness.SILENCE_S", 0.5)
@@ -162,7 +162,7 @@ def test_a_node_that_falls_silent_is_missed_unless_it_is_done(
     here.begin("second", 0, 2)
     lost.begin("second", 1, 2)
     lost.end()
-    wait_until(lambda: "is lost: it has been silent for" in here.lost())
+    wait_until(lambda: "is lost: no heartbeat for" in here.lost())
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

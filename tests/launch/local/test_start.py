@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lockstep.config import RunConfig
-from lockstep.launch.failure.report import collect
+from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local.start import launch
 from lockstep.telemetry.rundir import RunDir
 from tests.launch.conftest import STUB, Caller, wait_for
@@ -33,7 +33,7 @@ def test_a_script_from_stdin_without_a_main_guard(caller: Caller) -> None:
     assert out == "rank 0 of 2 speaks\ncode 0\n"  # rank 1 speaks to its log
     assert "rank 1 of 2 speaks" in (caller.run_dir.logs / "rank-1.log").read_text()
     assert [end["code"] for end in caller.launcher()["exits"]] == [0, 0]
-    assert collect(caller.run_dir) is None
+    assert read_failure(caller.run_dir) is None
     caller.assert_nobody_left()
 
 
@@ -64,7 +64,7 @@ def test_two_launches_at_once_from_threads(tmp_path: Path) -> None:
 
 def test_one_rank_raises(run_dir: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
     assert start(run_dir, "lose-peer", "fail-late-in-group") == 1
-    report = collect(run_dir)
+    report = read_failure(run_dir)
     assert report is not None
     assert report.first is not None
     assert report.first.rank == 1
@@ -79,7 +79,7 @@ def test_one_rank_raises(run_dir: RunDir, capfd: pytest.CaptureFixture[str]) -> 
 
 def test_wrong_usage_in_all_ranks_is_told_once(run_dir: RunDir) -> None:
     assert start(run_dir, "refuse", "refuse") == 2
-    report = collect(run_dir)
+    report = read_failure(run_dir)
     assert report is not None
     assert report.format() == "label 7 is out of range\nwhy: there are 7 classes\nfix: count from 0"
     assert report.as_error().exit_code == 2
@@ -87,7 +87,7 @@ def test_wrong_usage_in_all_ranks_is_told_once(run_dir: RunDir) -> None:
 
 def test_a_killed_rank_is_the_cause_of_what_others_say(run_dir: RunDir) -> None:
     assert start(run_dir, "lose-peer", "die-in-group") == 1
-    report = collect(run_dir)
+    report = read_failure(run_dir)
     assert report is not None
     assert report.first is not None
     assert (report.first.rank, report.first.signal) == (1, "SIGKILL")
@@ -98,7 +98,7 @@ def test_a_killed_rank_is_the_cause_of_what_others_say(run_dir: RunDir) -> None:
 
 def test_sys_exit_in_a_rank_is_a_failure(run_dir: RunDir) -> None:
     assert start(run_dir, "leave") == 1
-    report = collect(run_dir)
+    report = read_failure(run_dir)
     assert report is not None
     assert "sys.exit(7)" in report.what
 
@@ -106,7 +106,7 @@ def test_sys_exit_in_a_rank_is_a_failure(run_dir: RunDir) -> None:
 def test_all_ranks_are_started_again(run_dir: RunDir) -> None:
     assert start(run_dir, "fail-once", "fail-once", max_restarts=1) == 0
     assert (run_dir.path / "restarted-0").exists()
-    assert collect(run_dir) is None
+    assert read_failure(run_dir) is None
     assert json.loads((run_dir.logs / "launcher.json").read_text())["starts"] == 2
 
 
@@ -116,7 +116,7 @@ def test_one_signal_is_one_stop_for_every_rank(caller: Caller) -> None:
     process.terminate()
     assert caller.finish() == (143, "code 143\n", "")
     assert [(caller.run_dir.path / f"told-{rank}").read_text() for rank in range(2)] == ["15", "15"]
-    assert collect(caller.run_dir) is None
+    assert read_failure(caller.run_dir) is None
     caller.assert_nobody_left()
 
 
@@ -150,7 +150,7 @@ def test_a_stop_that_one_rank_was_asked_for(caller: Caller) -> None:
     for pid in caller.launcher()["pids"].values():
         os.kill(pid, signal.SIGTERM)
     assert caller.finish()[0] == 143
-    assert collect(caller.run_dir) is None
+    assert read_failure(caller.run_dir) is None
 
 
 def test_a_second_ctrl_c_ends_at_once(caller: Caller) -> None:
@@ -170,7 +170,7 @@ def test_ranks_that_do_not_follow_a_stop_are_killed(caller: Caller) -> None:
     caller.wait_until_ready()
     process.terminate()
     assert caller.finish()[0] == 1
-    report = collect(caller.run_dir)
+    report = read_failure(caller.run_dir)
     assert report is not None
     assert "had not ended 0.2 s after the stop" in report.format()
     caller.assert_nobody_left()
@@ -181,7 +181,7 @@ def test_the_launcher_is_killed(caller: Caller) -> None:
     caller.wait_until_ready()
     os.kill(caller.launcher()["pid"], signal.SIGKILL)
     assert caller.finish()[0] == 1
-    report = collect(caller.run_dir)
+    report = read_failure(caller.run_dir)
     assert report is not None
     assert report.format() == "the launcher was killed by signal 9 (SIGKILL)"
     caller.assert_nobody_left()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,8 @@ from lockstep.config import RunConfig
 from lockstep.config.load import parse_set
 from lockstep.errors import ConfigError
 from lockstep.launch.nodes.command import Nodes
-from lockstep.launch.nodes.external import with_own_settings
 from lockstep.launch.nodes.membership import compared_settings
+from lockstep.launch.nodes.preparation import with_own_settings
 from tests.conftest import RunCli
 from tests.e2e.test_train import TOY, finish, start
 
@@ -56,7 +58,7 @@ def test_any_range_of_nodes(least: int, most: int) -> None:
     else:
         nodes = asked(text, "node1")
         assert (nodes.least, nodes.most) == (least, most)
-        assert Nodes.parse(nodes.format()) == nodes
+        assert Nodes(**json.loads(json.dumps(asdict(nodes)))) == nodes
 
 
 @pytest.mark.parametrize("pair", ["launch.nodes=2", "launch.nodes='2'", "launch.nodes=2:2"])
@@ -99,7 +101,7 @@ ALONE = ("train", TOY, "--devices", "cpu", "--nodes", "2", "--set", "launch.join
     [
         ("no-such-host.invalid", 2, "there is no host no-such-host.invalid"),
         pytest.param("localhost:TAKEN", 2, "this node cannot listen there", marks=pytest.mark.drill),
-        pytest.param("localhost:FREE", 1, "fewer than 2 nodes have come", marks=pytest.mark.drill),
+        pytest.param("localhost:FREE", 1, "fewer than 2 nodes joined", marks=pytest.mark.drill),
     ],
 )
 def test_nobody_comes(run_cli: RunCli, tmp_path: Path, rdzv: str, code: int, says: str) -> None:

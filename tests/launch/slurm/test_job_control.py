@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lockstep.cli.main import main
 from lockstep.config.load import merge, parse_set
 from lockstep.errors import UsageError
-from lockstep.launch.slurm.script import Request, batch_script, training_command
+from lockstep.launch.slurm.job import Request, batch_script, training_command
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import cli_environment
 from tests.gloo import ROOT
@@ -106,9 +106,9 @@ def test_print_shows_a_script_that_holds_the_settings_and_makes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("--on", "slurm"), "there is no sbatch here"),
+        (("--on", "slurm"), "the command sbatch was not found"),
         (("--partition", "main"), "--partition is for a cluster"),
-        (("--on", "slurm", "--nodes", "1:2"), "--nodes 1:2 is no number of nodes"),
+        (("--on", "slurm", "--nodes", "1:2"), "invalid --nodes 1:2 for SLURM"),
         (("--on", "slurm", "--gpus-per-node", "many"), "--gpus-per-node 'many'"),
     ],
 )
@@ -247,7 +247,7 @@ def test_ctrl_c_ends_the_following_and_stop_ends_the_job(slurm: dict[str, str], 
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, output
-    assert f"job {job_id(run)} goes on" in output
+    assert f"job {job_id(run)} continues" in output
     assert ask(slurm, "squeue", "--noheader", "--jobs", job_id(run), "--format=%T") == "RUNNING"
     assert lockstep("stop", "run", "--timeout", str(WAIT_S))[:2] == (0, f"{RunDir(run).read().id}: stopped\n")
     assert RunDir.open(run).read().status == "stopped"

@@ -1,161 +1,217 @@
-"""Known causes of a failed rank, told from its error's text or the signal that killed it, with their fixes.
+"""Known causes of a failed rank, recognized by its error's text or the signal that killed it, and how to fix them.
 
-The texts are those of torch 2.9–2.13 (c10, gloo, NCCL and the data loader) and of the C library.
+The texts are those of torch 2.9–2.13 (c10, gloo, NCCL and the data loader) and of the C library. A new cause is a key
+in :class:`CauseKey`, a pattern in ``_BY_TEXT`` and a section of that name in docs/troubleshooting.md.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class CauseKey(StrEnum):
+    """Names of causes, in ``--json`` and as headings of docs/troubleshooting.md."""
+
+    GPU_MEMORY = "gpu-memory"
+    MEMORY = "memory"
+    KILLED = "killed"
+    SHARED_MEMORY = "shared-memory"
+    LOADER_WORKER = "loader-worker"
+    DISK_FULL = "disk-full"
+    OPEN_FILES = "open-files"
+    DEVICE_ASSERT = "device-assert"
+    MODULE_INIT = "module-init"
+    DETACHED_LOSS = "detached-loss"
+    SECOND_BACKWARD = "second-backward"
+    OWN_DEVICE = "own-device"
+    UNEVEN_SIZES = "uneven-sizes"
+    PORT = "port"
+    UNUSED_PARAMETERS = "unused-parameters"
+    LOST_PEER = "lost-peer"
+    NCCL = "nccl"
+    CUDA = "cuda"
+    CRASH = "crash"
+    ENDED = "ended"
+    HANG = "hang"
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether the cause is too little memory, or may be."""
+        return self in (CauseKey.GPU_MEMORY, CauseKey.MEMORY, CauseKey.KILLED)
 
 
 @dataclass(frozen=True)
 class Cause:
-    name: str
-    why: str
+    """Why ranks fail.
+
+    Attributes:
+        title: the cause in a clause.
+        fix: how to fix it.
+        check: how to check that it is this one, or find out more; may be empty.
+        smaller: of a cause that is lack of memory: how a step needs less; empty: in general terms.
+    """
+
+    key: CauseKey
+    title: str
     fix: str
+    check: str = ""
+    smaller: str = ""
+
+    @property
+    def advice(self) -> str:
+        """How to check and how to fix it, in a line."""
+        smaller = self.smaller or "use a smaller --batch-size, and --grad-accum-steps to keep the global batch"
+        fix = ", or ".join(filter(None, [self.fix, smaller])) if self.key.is_memory else self.fix
+        return "; ".join(filter(None, [self.check, fix]))
 
 
-#: Part of a fix; where the run's plan is known, its own numbers take this place.
-SMALLER = "use a smaller --batch-size, and --grad-accum-steps to keep the global batch"
-#: Names of causes that mean too little memory, or may mean it.
-MEMORY_CAUSES = frozenset({"gpu-memory", "memory", "killed"})
+_SHM = "give the container more (docker run --shm-size=8g, or --ipc=host), or use --num-workers 0"
+_FEWER_WORKERS = "use fewer loader workers (--num-workers)"
 
 _BY_TEXT: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
-    (re.compile(pattern, re.IGNORECASE), cause)
-    for pattern, cause in (
+    (re.compile(pattern, re.IGNORECASE), Cause(key, title, fix, check))
+    for key, pattern, title, fix, check in (
         (
+            CauseKey.GPU_MEMORY,
             r"CUDA out of memory|HIP out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
             r"|CUDA error: out of memory",
-            Cause(
-                "gpu-memory", "the GPU is out of memory", f"`lockstep devices` shows who else uses the GPU; {SMALLER}"
-            ),
+            "the GPU is out of memory",
+            "",
+            "`lockstep devices` shows which other processes use the GPU",
         ),
         (
+            CauseKey.SHARED_MEMORY,
             r"insufficient shared memory|Bus error.*(shm|shared memory)|unable to (open|mmap) shared memory"
             r"|unable to allocate shared memory",
-            Cause(
-                "shared-memory",
-                "loader workers hand over batches through shared memory (/dev/shm), and it is full",
-                "give the container more (docker run --shm-size=8g, or --ipc=host), or use --num-workers 0",
-            ),
+            "loader workers pass batches through shared memory (/dev/shm), and it is full",
+            _SHM,
+            "",
         ),
         (
+            CauseKey.LOADER_WORKER,
             r"DataLoader worker.* (is killed by signal|exited unexpectedly)",
-            Cause(
-                "loader-worker",
-                "a data loader's worker process was killed, most often because the machine was out of memory",
-                "use fewer workers (--num-workers 1, or 0 to see an error in the data set itself)",
-            ),
+            "a data loader's worker process was killed, most often because the machine was out of memory",
+            "use fewer workers (--num-workers 1, or 0 to see an error in the data set itself)",
+            "",
         ),
         (
+            CauseKey.DISK_FULL,
             r"No space left on device|ENOSPC|Errno 28|Disk quota exceeded",
-            Cause("disk-full", "a disk or a quota is full", "free some space, then `lockstep resume` the run"),
+            "a disk or a quota is full",
+            "free some space, then `lockstep resume` the run",
+            "",
         ),
         (
-            r"DefaultCPUAllocator: (can't allocate|not enough) memory|^MemoryError|Cannot allocate memory|Errno 12",
-            Cause("memory", "the machine is out of memory", f"use fewer loader workers (--num-workers), or {SMALLER}"),
+            CauseKey.MEMORY,
+            r"DefaultCPUAllocator: (can't allocate|not enough) memory|^MemoryError|Cannot allocate memory"
+            r"|Errno 12",
+            "the machine is out of memory",
+            _FEWER_WORKERS,
+            "",
         ),
         (
+            CauseKey.OPEN_FILES,
             r"Too many open files|Errno 24|received 0 items of ancdata",
-            Cause("open-files", "the process has reached its limit of open files", "raise it: ulimit -n 65536"),
+            "the process has reached its limit of open files",
+            "raise it: ulimit -n 65536",
+            "",
         ),
         (
+            CauseKey.DEVICE_ASSERT,
             r"device-side assert triggered",
-            Cause(
-                "device-assert",
-                "a GPU kernel met an index out of range, most often a label that is not below the number of classes",
-                "run with CUDA_LAUNCH_BLOCKING=1, or on --devices cpu, to see the line",
-            ),
+            "an index was out of range in a GPU kernel, most often a label that is not below the number of classes",
+            "correct that label or index",
+            "run with CUDA_LAUNCH_BLOCKING=1, or on --devices cpu, to see the line",
         ),
         (
+            CauseKey.MODULE_INIT,
             r"cannot assign (module|parameters?) before Module.__init__\(\) call",
-            Cause("module-init", "a module's __init__ sets layers too early", "call super().__init__() first in it"),
+            "a module's __init__ sets layers too early",
+            "call super().__init__() first in it",
+            "",
         ),
         (
+            CauseKey.DETACHED_LOSS,
             r"does not require grad and does not have a grad_fn",
-            Cause(
-                "detached-loss",
-                "the loss is cut off from the model: by .item(), .detach(), NumPy or torch.no_grad()",
-                "return the loss as the tensor that the model's output led to",
-            ),
+            "the loss is detached from the model: by .item(), .detach(), NumPy or torch.no_grad()",
+            "return the loss as the tensor that was computed from the model's output",
+            "",
         ),
         (
+            CauseKey.SECOND_BACKWARD,
             r"Trying to backward through the graph a second time",
-            Cause(
-                "second-backward",
-                "the backward pass ran already: Task.loss called backward(), or kept a tensor of the step before",
-                "remove backward() from the task, which Lockstep calls, and detach() what is kept between steps",
-            ),
+            "the backward pass ran already: Task.loss called backward(), or kept a tensor of the step before",
+            "remove backward() from the task, which Lockstep calls, and detach() what is kept between steps",
+            "",
         ),
         (
+            CauseKey.OWN_DEVICE,
             r"Torch not compiled with CUDA enabled|Found no NVIDIA driver"
             r"|Expected all tensors to be on the same device",
-            Cause(
-                "own-device",
-                "the task or its model chooses a device by itself, with .cuda() or .to()",
-                "remove that: Lockstep moves model and batches; make new tensors with device=x.device",
-            ),
+            "the task or its model chooses a device with .cuda() or .to()",
+            "remove that: Lockstep moves model and batches; make new tensors with device=x.device",
+            "",
         ),
         (
+            CauseKey.UNEVEN_SIZES,
             r"Received data size doesn't match expected size|op\.preamble\.length <= op\.nbytes",
-            Cause(
-                "uneven-sizes",
-                "ranks met in a collective call with tensors of different sizes: in the last step of an epoch they may "
-                "have different numbers of samples",
-                "where the loss or the model gathers over the batch, set training.tail=drop, or gather equal shapes",
-            ),
+            "ranks called a collective with tensors of different sizes: in the last step of an epoch they may "
+            "have different numbers of samples",
+            "where the loss or the model gathers over the batch, set training.tail=drop, or gather equal shapes",
+            "",
         ),
         (
+            CauseKey.PORT,
             r"EADDRINUSE|address already in use",
-            Cause(
-                "port", "another process has the port", "end that process, or choose another port for the rendezvous"
-            ),
+            "another process has the port",
+            "end that process, or choose another port for the rendezvous",
+            "",
         ),
         (
+            CauseKey.UNUSED_PARAMETERS,
             r"Expected to have finished reduction|parameters that were not used in producing the loss",
-            Cause(
-                "unused-parameters",
-                "some parameters took no part in the loss",
-                "use all of them, or set distributed.find_unused_parameters=true",
-            ),
+            "some parameters were not used in the loss",
+            "use all of them, or set distributed.find_unused_parameters=true",
+            "",
         ),
     )
 )
 
 _LOST = Cause(
-    "lost-peer",
+    CauseKey.LOST_PEER,
     "the connection to another rank was lost, and no rank left a reason",
     "look at the other ranks' logs, and at the other nodes",
 )
 _NCCL = Cause(
-    "nccl", "NCCL, the communication library, failed", "run with NCCL_DEBUG=INFO: the rank's log then says more"
+    CauseKey.NCCL,
+    "NCCL, the communication library, failed",
+    "run with NCCL_DEBUG=INFO: the rank's log then shows more",
 )
-_CUDA = Cause("cuda", "a GPU kernel failed", "run with CUDA_LAUNCH_BLOCKING=1 to see which one")
+_CUDA = Cause(CauseKey.CUDA, "a GPU kernel failed", "run with CUDA_LAUNCH_BLOCKING=1 to see which one")
 
 _BY_SIGNAL = {
     "SIGKILL": Cause(
-        "killed",
+        CauseKey.KILLED,
         "another process, or the kernel's out-of-memory killer, ended it",
-        f"`dmesg | grep -i 'killed process'` tells; if memory was the reason, use fewer loader workers, or {SMALLER}",
+        "if memory was the reason, use fewer loader workers",
+        "`dmesg | grep -i 'killed process'` shows which",
     ),
     "SIGBUS": Cause(
-        "shared-memory",
-        "it touched memory that is not there: most often shared memory (/dev/shm) is full",
-        "give the container more (docker run --shm-size=8g, or --ipc=host), or use --num-workers 0",
+        CauseKey.SHARED_MEMORY,
+        "it accessed memory that is not mapped: most often shared memory (/dev/shm) is full",
+        _SHM,
     ),
-    "SIGSEGV": Cause("crash", "native code crashed", "the rank's log shows where in Python it was at that time"),
-    "SIGABRT": Cause("crash", "native code gave up", "the rank's log shows why, and where in Python it was"),
-    "SIGTERM": Cause("ended", "another process ended it while it was starting or ending", "start it again"),
+    "SIGSEGV": Cause(CauseKey.CRASH, "native code crashed", "the rank's log shows where in Python it was at that time"),
+    "SIGABRT": Cause(CauseKey.CRASH, "native code aborted", "the rank's log shows why, and where in Python it was"),
+    "SIGTERM": Cause(CauseKey.ENDED, "another process ended it while it was starting or ending", "start it again"),
 }
 
 #: For a process killed while the kernel counted such kills.
-OOM_KILLED = Cause(
-    "memory", "the kernel's out-of-memory killer ended it", f"use fewer loader workers (--num-workers), or {SMALLER}"
-)
+OOM_KILLED = Cause(CauseKey.MEMORY, "the kernel's out-of-memory killer ended it", _FEWER_WORKERS)
 
-#: What a rank meets when another one is gone; the same words may mean a download's connection elsewhere,
-#: hence the types.
+#: Errors of a rank that lost another one; the same words may mean a download's connection elsewhere, hence the types.
 _PEER_TYPES = re.compile(r"^$|^RuntimeError$|^torch\.distributed\.|^torch\._C\._distributed|Dist\w*Error$")
 _PEER_TEXT = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection was likely closed|recvValue failed|Broken pipe"
@@ -168,7 +224,7 @@ _PEER_TEXT = re.compile(
 
 
 def is_lost_peer(type_name: str, message: str) -> bool:
-    """Whether an error of this type (qualified name; empty: only a log is known) says that another rank is gone."""
+    """Whether an error of this type (qualified name; empty: only a log is known) means that another rank was lost."""
     return bool(_PEER_TYPES.search(type_name) and _PEER_TEXT.search(message))
 
 

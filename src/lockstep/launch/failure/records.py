@@ -1,30 +1,35 @@
-"""What a start of all ranks leaves in the run's ``logs/``, for :mod:`lockstep.launch.failure.report` to read.
+"""What a start of all ranks records in the run's ``logs/``; :mod:`lockstep.launch.failure.report` reads it.
 
 A rank that fails writes its own error (``rank-<r>.error.json``); the launcher writes how each process ended
-(``launcher.json``), since one that is killed writes nothing; what a rank printed last is in its log.
+(``launcher.json``), since one that is killed writes nothing; what a rank printed last is in its log. Where the run
+folder cannot be written (full, read-only, removed), both go to a spare place, which the next launch empties.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
+import shutil
 import socket
 import sysconfig
+import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
-from lockstep.errors import LockstepError, RunFolderError
-from lockstep.launch.failure import spare
+from lockstep.errors import LockstepError, RunFolderError, StorageError
 from lockstep.launch.health.hang import HangReport
 from lockstep.launch.health.memory import MachineMemory, RankMemory, own_memory
 from lockstep.launch.local.rank_output import MARK, log_file
+from lockstep.telemetry.files import FileContent
 from lockstep.telemetry.progress_board import Activity, pulse
-from lockstep.telemetry.rundir import RunDir, read_json
+from lockstep.telemetry.rundir import RunDir, read_json, write_json
 
 LAUNCHER_FILE = "launcher.json"
 #: How many of a rank's last lines a report shows.
@@ -33,13 +38,11 @@ LAST_LINES = 10
 _MAX_BYTES = 4 << 20
 _TAIL_BYTES = 64 << 10
 
-_File = TypeVar("_File", bound=BaseModel)
+_File = TypeVar("_File", bound=FileContent)
 
 
-class RankError(BaseModel):
-    """``rank-<r>.error.json``. ``time``: seconds since the epoch; ``error``: a Lockstep error's own words."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+class RankError(FileContent):
+    """``rank-<r>.error.json``. ``time``: seconds since the epoch; ``error``: a Lockstep error's text."""
 
     rank: int
     host: str = ""
@@ -54,40 +57,39 @@ class RankError(BaseModel):
     evaluating: bool = False
 
 
-class RankEnd(BaseModel):
-    """How the launcher saw a rank end; see :class:`lockstep.launch.local.supervisor.RankExit`."""
+class RankEnd(FileContent):
+    """How the launcher saw a rank end. ``code`` is negative for a signal; times are seconds since the epoch.
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    It ended between ``alive_at`` and ``seen_at``. ``ended_by_launcher``: it was ended because of a failure
+    elsewhere, or killed after a stop.
+    """
 
     rank: int
     pid: int | None = None
     code: int
     alive_at: float = 0.0
+    seen_at: float = 0.0
     ended_by_launcher: bool = False
 
 
-class Restart(BaseModel):
-    """Why all ranks were started again: ``step`` was the last one that a rank had finished; ``of``: how many may be."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+class Restart(FileContent):
+    """Why all ranks were restarted. ``step``: the last one that a rank had finished; ``of``: the limit of restarts."""
 
     step: int = 0
     reason: str = ""
     of: int = 0
 
 
-class LauncherLog(BaseModel):
-    """What of ``launcher.json`` matters here. ``doing``: the last activity of each rank."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+class LauncherLog(FileContent):
+    """The part of ``launcher.json`` that a report needs. ``doing``: the last activity of each rank."""
 
     ranks: int | None = None
-    exits: list[RankEnd] = []
+    exits: tuple[RankEnd, ...] = ()
     error: str = ""
-    restarts: list[Restart] = []
+    restarts: tuple[Restart, ...] = ()
     hang: HangReport | None = None
-    doing: dict[int, Activity] = {}
-    memory: dict[int, RankMemory] = {}
+    doing: dict[int, Activity] = Field(default_factory=dict)
+    memory: dict[int, RankMemory] = Field(default_factory=dict)
     machine: MachineMemory = MachineMemory()
 
 
@@ -97,11 +99,11 @@ def error_file(logs: Path, rank: int) -> Path:
 
 def record(logs: Path, rank: int, error: BaseException) -> None:
     """Write ``rank-<r>.error.json``, elsewhere if need be. Raises :class:`~lockstep.errors.StorageError`."""
-    spare.write(error_file(logs, rank), told_of(rank, error).model_dump())
+    write(error_file(logs, rank), describe(rank, error).model_dump())
 
 
-def told_of(rank: int, error: BaseException) -> RankError:
-    """What this process can say of its own failure."""
+def describe(rank: int, error: BaseException) -> RankError:
+    """This process's failure as a record."""
     return RankError(
         rank=rank,
         host=socket.gethostname(),
@@ -182,26 +184,26 @@ def _message(error: BaseException) -> str:
 
 
 def clear(logs: Path) -> None:
-    """Remove what an earlier start left. Raises :class:`OSError`."""
-    spare.clear(logs)
+    """Remove the records of an earlier start. Raises :class:`OSError`."""
+    clear_spare(logs)
     for path in [logs / LAUNCHER_FILE, *logs.glob("rank-*.error.json")]:
         path.unlink(missing_ok=True)
 
 
-def restarts(run_dir: RunDir) -> list[Restart]:
+def restarts(run_dir: RunDir) -> tuple[Restart, ...]:
     """The restarts of the newest launch, in their order."""
     return read_launcher(run_dir).restarts
 
 
 def read_launcher(run_dir: RunDir) -> LauncherLog:
-    """What the launcher has written of the newest start; empty where nothing can be read."""
-    found = (_read(path, LauncherLog) for path in spare.find(run_dir.logs, LAUNCHER_FILE))
+    """What the launcher wrote about the latest start; empty where nothing can be read."""
+    found = (_read(path, LauncherLog) for path in _find(run_dir.logs, LAUNCHER_FILE))
     return next(filter(None, found), LauncherLog())
 
 
 def read_errors(logs: Path) -> dict[int, RankError]:
-    """What ranks have written of their own failures, by rank."""
-    found = (_read(path, RankError) for path in spare.find(logs, "rank-*.error.json"))
+    """The failures that ranks recorded, by rank."""
+    found = (_read(path, RankError) for path in _find(logs, "rank-*.error.json"))
     return {error.rank: error for error in found if error is not None}
 
 
@@ -231,8 +233,61 @@ def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
 
 
 def _read(path: Path, model: type[_File]) -> _File | None:
-    """The file's content, or ``None``: a file that cannot be read tells nothing about a failure."""
+    """The file's content, or ``None``: a file that cannot be read is left out of the report."""
     try:
         return model.model_validate(read_json(path, max_bytes=_MAX_BYTES))
     except (RunFolderError, ValidationError):
         return None
+
+
+def write(path: Path, content: Any) -> None:
+    """Write ``content`` as JSON to ``path``, a file in ``logs/``, or else to the spare place.
+
+    Raises:
+        StorageError: of ``path``, when there is no room in either.
+    """
+    spare = _place(path.parent) / path.name
+    try:
+        write_json(path, content)
+    except StorageError:
+        try:
+            spare.parent.mkdir(mode=0o700, exist_ok=True)
+            if not _is_own(spare.parent):
+                raise
+            write_json(spare, content, durable=False)
+        except (OSError, StorageError):
+            pass
+        else:
+            return
+        raise
+    with contextlib.suppress(OSError):
+        spare.unlink(missing_ok=True)
+
+
+def _find(logs: Path, pattern: str) -> Iterator[Path]:
+    """Files of ``logs`` by pattern; one that had to be written to the spare place takes its namesake's."""
+    place = _place(logs)
+    spare = {path.name: path for path in place.glob(pattern)} if _is_own(place) else {}
+    yield from (path for path in logs.glob(pattern) if path.name not in spare)
+    yield from spare.values()
+
+
+def clear_spare(logs: Path) -> None:
+    """Remove what was written to the spare place."""
+    if _is_own(_place(logs)):
+        shutil.rmtree(_place(logs), ignore_errors=True)
+
+
+def _place(logs: Path) -> Path:
+    """The spare place of a run's ``logs/``: a folder of the user's in the system's temporary folder."""
+    name = hashlib.sha256(os.fsencode(os.path.realpath(logs))).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{name}"
+
+
+def _is_own(place: Path) -> bool:
+    """Whether it exists and belongs to this user: the temporary folder is open to all users."""
+    try:
+        status = place.lstat()
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and place.is_dir() and not place.is_symlink()

@@ -1,4 +1,4 @@
-"""One failure, one block: which rank failed first, why, and what mends it.
+"""The report of a failed attempt: which rank failed first, why, and how to fix it.
 
 What is known of a start comes from :mod:`lockstep.launch.failure.records`; what usual causes look like, from
 :mod:`lockstep.launch.failure.causes`.
@@ -28,49 +28,39 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.events import Restarted
-from lockstep.launch.failure.causes import MEMORY_CAUSES, OOM_KILLED, SMALLER, Cause, find_cause, is_lost_peer
+from lockstep.launch.failure.causes import OOM_KILLED, Cause, find_cause, is_lost_peer
 from lockstep.launch.failure.records import (
     LauncherLog,
     RankEnd,
     RankError,
     Restart,
+    describe,
     involves_user_code,
     last_lines,
     log_traceback,
     read_errors,
     read_launcher,
-    told_of,
 )
 from lockstep.launch.health.hang import HangReport
 from lockstep.launch.health.memory import RankMemory, advice, evaluation_advice, from_rows, machine_now, table
 from lockstep.launch.local.rank_output import log_file
+from lockstep.launch.local.signals import STOPPED
 from lockstep.plan.batch import BatchPlan
 from lockstep.telemetry.progress_board import Activity
 from lockstep.telemetry.rundir import RunDir
 
 _WRONG_USAGE = 2
-_NO_FAILURE = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_NO_FAILURE = (0, *STOPPED)
 
 
-@dataclass(frozen=True)
-class RankFailure:
-    """How one rank failed. ``exit_code`` is negative for a signal; ``error`` is a Lockstep error's own words.
+class RankFailure(RankError):
+    """How one rank failed. ``exit_code`` is negative for a signal.
 
-    ``time``: seconds since the epoch, the earliest at which it can have failed.
+    ``time``: the earliest at which it can have failed.
     """
 
-    rank: int
-    time: float
-    exit_code: int
-    type: str = ""
-    message: str = ""
-    traceback: str = ""
-    error: Mapping[str, str] | None = None
-    host: str = ""
-    pid: int | None = None
     last_lines: tuple[str, ...] = ()
     ended_by_launcher: bool = False
-    evaluating: bool = False
 
     @property
     def signal(self) -> str | None:
@@ -90,20 +80,20 @@ class RankFailure:
 
     @property
     def explains_itself(self) -> bool:
-        """Whether its error's own words say all, and where in Lockstep it was raised says nothing."""
+        """Whether its error's text is enough, without the place in Lockstep where it was raised."""
         known = (StorageError.code, NonFiniteError.code, RanksDifferError.code)
         return self.error is not None and self.error["code"] in known
 
     @property
     def blames_another(self) -> bool:
-        """Whether this rank missed another one, whose own failure says more if it left one."""
+        """Whether this rank missed another one, whose failure explains more if it recorded one."""
         return self.error is not None and self.error["code"] == CollectiveError.code
 
     def headline(self) -> str:
         if self.signal and not self.type:
             return f"was killed by signal {-self.exit_code} ({self.signal})"
         if not self.type:
-            return f"ended with exit code {self.exit_code} without an error of its own"
+            return f"ended with exit code {self.exit_code} without reporting an error"
         if self.explains_itself and self.error:
             return f"failed: {self.error['message']}"
         first = self.message.strip().splitlines()[:1]
@@ -114,7 +104,7 @@ class RankFailure:
 class FailureReport:
     """Why a start of all ranks failed.
 
-    ``first`` is the rank that failed by itself, ``None`` when only the launcher did; ``others`` failed
+    ``first`` is the rank that failed first, ``None`` when only the launcher did; ``others`` failed
     after it or because of it.
     """
 
@@ -138,17 +128,17 @@ class FailureReport:
 
     @property
     def why(self) -> str:
-        """Why, if the error says it or the cause is known."""
+        """Why, if the error has a reason or the cause is known."""
         if self.first and self.first.error:
             return self.first.error["why"]
-        return self.cause.why if self.cause else ""
+        return self.cause.title if self.cause else ""
 
     @property
     def fix(self) -> str:
-        """What mends it, if that is known."""
+        """How to fix it, if that is known."""
         if self.first and self.first.error:
             return self.first.error["fix"]
-        return self.cause.fix if self.cause else ""
+        return self.cause.advice if self.cause else ""
 
     def details(self) -> str:
         """The traceback and last lines of the first rank to fail, and how many others there are."""
@@ -173,9 +163,9 @@ class FailureReport:
         return "\n".join(blocks)
 
     def as_error(self) -> LockstepError:
-        """The report as an exception, whose text is the whole block.
+        """The report as an exception, whose text is the whole report.
 
-        A usage error that a rank raised comes back as what it was, exit code included.
+        A usage error of a rank is raised as what it was, with its exit code.
         """
         if self.first and self.first.is_usage_error and self.first.error:
             kind = _usage_error_class(self.first.error["code"])
@@ -183,7 +173,7 @@ class FailureReport:
         return RankFailed("\n".join(filter(None, [self.what, self.details()])), why=self.why, fix=self.fix)
 
     def format(self) -> str:
-        """The one block that people read: plain text, no newline at its end."""
+        """The report as plain text, without a newline at its end."""
         return str(self.as_error())
 
 
@@ -196,8 +186,8 @@ def _usage_error_class(code: str) -> type[LockstepError]:
     return UsageError
 
 
-def collect(run_dir: RunDir) -> FailureReport | None:
-    """What the newest start in ``run_dir`` left about a failure; ``None`` when there was none."""
+def read_failure(run_dir: RunDir) -> FailureReport | None:
+    """The report of the latest start in ``run_dir``; ``None`` when it did not fail."""
     launcher = read_launcher(run_dir)
     ends = {end.rank: end for end in launcher.exits}
     errors = read_errors(run_dir.logs)
@@ -213,52 +203,52 @@ def collect(run_dir: RunDir) -> FailureReport | None:
         return None
     failures.sort(key=lambda failure: (failure.is_collateral, failure.blames_another, failure.time, failure.rank))
     first = failures[0] if failures and not (launcher.error and failures[0].is_collateral) else None
-    cause, held = _cause(first, launcher), ""
-    if first is not None and cause is not None and cause.name in MEMORY_CAUSES:
-        held = _memory_table(run_dir, launcher, errors)
-        cause = replace(cause, fix=cause.fix.replace(SMALLER, _advice(run_dir, first.evaluating)))
+    cause, memory = _cause(first, launcher), ""
+    if first is not None and cause is not None and cause.key.is_memory:
+        memory = _memory_table(run_dir, launcher, errors)
+        cause = replace(cause, smaller=_smaller(run_dir, first.evaluating))
     return FailureReport(
         ranks=launcher.ranks or len(failures),
         first=first,
         others=tuple(failure for failure in failures if failure is not first),
         cause=cause,
         launcher_error=launcher.error,
-        memory=held,
+        memory=memory,
     )
 
 
-def of_this_process(run_dir: RunDir, error: Exception) -> FailureReport | None:
-    """The report of a run whose only rank this process is; ``None`` where ``error`` explains itself."""
+def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
+    """The report of a run whose only rank is this process; ``None`` where ``error`` explains itself."""
     if isinstance(error, LockstepError):
         return None
     log_traceback(run_dir.logs, 0, error)
-    told = told_of(0, error)
-    cause, held = find_cause(f"{told.type}: {told.message}"), ""
-    first = _rank_failure(run_dir.logs, 0, told, None)
-    if cause is not None and cause.name in MEMORY_CAUSES:
-        held = _memory_table(run_dir, LauncherLog(machine=machine_now()), {0: told})
-        cause = replace(cause, fix=cause.fix.replace(SMALLER, _advice(run_dir, first.evaluating)))
-    return FailureReport(ranks=1, first=replace(first, last_lines=()), others=(), cause=cause, memory=held)
+    own = describe(0, error)
+    cause, memory = find_cause(f"{own.type}: {own.message}"), ""
+    if cause is not None and cause.key.is_memory:
+        memory = _memory_table(run_dir, LauncherLog(machine=machine_now()), {0: own})
+        cause = replace(cause, smaller=_smaller(run_dir, own.evaluating))
+    first = RankFailure(**dict(own))
+    return FailureReport(ranks=1, first=first, others=(), cause=cause, memory=memory)
 
 
-def of_a_task(error: Exception) -> LockstepError | None:
-    """The report of an error that code of the user's raised before there was a run; ``None`` if none was involved."""
+def task_failure(error: Exception) -> LockstepError | None:
+    """The report of an error in the user's code before there was a run; ``None`` if none of it was involved."""
     if not involves_user_code(error):
         return None
-    told = told_of(0, error)
-    cause = find_cause(f"{told.type}: {told.message}")
-    what = f"{told.type}: {told.message}\n{textwrap.indent(told.traceback.rstrip(), '  ')}"
-    return RunError(what, why=cause.why if cause else "", fix=cause.fix if cause else "")
+    own = describe(0, error)
+    cause = find_cause(f"{own.type}: {own.message}")
+    what = f"{own.type}: {own.message}\n{textwrap.indent(own.traceback.rstrip(), '  ')}"
+    return RunError(what, why=cause.title if cause else "", fix=cause.advice if cause else "")
 
 
 def restarted(done: Sequence[Restart], attempt: int, step: int) -> Restarted:
-    """The newest of the restarts ``done``, for people; ``attempt`` goes on from the checkpoint of ``step``."""
+    """The event of the latest of the restarts ``done``; ``attempt`` resumes from the checkpoint of ``step``."""
     last = done[-1]
     return Restarted(len(done), last.of, attempt, step, max(0, last.step - step), last.reason)
 
 
 def _memory_table(run_dir: RunDir, launcher: LauncherLog, errors: Mapping[int, RankError]) -> str:
-    """What is known of each rank's memory: by itself, by the launcher, by the run's rows, in this order."""
+    """What is known of each rank's memory: from the rank, the launcher or the run's rows, in this order."""
     try:
         on_gpu = run_dir.plan()["placement"]["accelerator"] == "gpu"
         known = from_rows(run_dir.ranks(), on_gpu)
@@ -272,7 +262,8 @@ def _memory_table(run_dir: RunDir, launcher: LauncherLog, errors: Mapping[int, R
     return table(known, launcher.machine)
 
 
-def _advice(run_dir: RunDir, evaluating: bool) -> str:
+def _smaller(run_dir: RunDir, evaluating: bool) -> str:
+    """The command with which the run's steps or evaluations need less memory; empty where its plan is not known."""
     try:
         plan, run = run_dir.plan(), run_dir.read().id
         batch = BatchPlan.model_validate(plan["batch"])
@@ -280,7 +271,7 @@ def _advice(run_dir: RunDir, evaluating: bool) -> str:
             return evaluation_advice(int(plan["eval_batch_size"]), run)
         return advice(batch, run)
     except (LockstepError, ValidationError, LookupError, TypeError, ValueError):
-        return SMALLER
+        return ""
 
 
 def _collateral(others: Sequence[RankFailure]) -> str:
@@ -305,8 +296,7 @@ def _rank_failure(
 ) -> RankFailure:
     lines = last_lines(log_file(logs, rank))
     if error is not None:
-        known = error.model_dump(exclude={"rank", "memory"})
-        return RankFailure(rank=rank, last_lines=lines, **known)
+        return RankFailure(**{**dict(error), "rank": rank}, last_lines=lines)
     assert end is not None, "there is one or the other"
     return RankFailure(
         rank=rank,

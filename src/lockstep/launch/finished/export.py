@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.lightning.module_task import ModuleTask
-from lockstep.engine.task import Task
+from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import open_data
-from lockstep.errors import RunFolderError, UnsupportedError
-from lockstep.launch.finished.reopen import as_restored, find_checkpoint, model_inputs, restore
+from lockstep.errors import DataError, RunFolderError, UnsupportedError
+from lockstep.launch.finished.reopen import as_restored, find_checkpoint, restore
 from lockstep.launch.lightning_cli import refuse_lightning_cli
 from lockstep.launch.run_claim import task_again
 from lockstep.telemetry.files import write_json
@@ -61,7 +61,7 @@ def export(
         task: the run's task; ``None``: made from its settings.
 
     Raises:
-        RunFolderError: ``out`` holds something already. UnsupportedError: torch cannot export the model.
+        RunFolderError: ``out`` is not empty. UnsupportedError: torch cannot export the model.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunFolderError(
@@ -93,7 +93,7 @@ def export(
             "task_state": _listed(snapshot.trainer.get("task", {})),
         }
         write_json(building / "metadata.json", metadata)
-        # Else nobody but its owner could read it.
+        # safetensors makes the file readable for its owner only.
         (building / "weights.safetensors").chmod((building / "metadata.json").stat().st_mode)
         _write_example(building, program)
         if out.exists():
@@ -114,7 +114,7 @@ def _listed(state: Any) -> Any:
 
 
 def _write_program(run: RunDir, task: Task, snapshot: Snapshot, folder: Path, *, wanted: bool) -> bool:
-    """Whether there is one. ``wanted``: it is an error when there can be none."""
+    """Whether one was written. ``wanted``: a model without one is an error."""
     import torch
 
     config = run.config()
@@ -123,15 +123,15 @@ def _write_program(run: RunDir, task: Task, snapshot: Snapshot, folder: Path, *,
     if not wanted and isinstance(task, ModuleTask) and getattr(model, "example_input_array", None) is None:
         return False
     restore(task, whole, snapshot, run.path)
-    args, kwargs = model_inputs(task, model.eval(), as_restored(task, config, open_data(task, config)))
+    args, kwargs = _model_inputs(task, model.eval(), as_restored(task, config, open_data(task, config)))
     try:
         shapes = _dynamic_shapes(model, args, kwargs)
         exported = torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)
-    except Exception as error:  # torch.export has many error types of its own
+    except Exception as error:  # torch.export has many error types
         raise UnsupportedError(
             "torch cannot export this model as a program",
             why=f"{type(error).__name__}: {str(error)[:300]}",
-            fix="export the weights alone (--no-program)",
+            fix="export only the weights (--no-program)",
         ) from error
     torch.export.save(exported, folder / "model.pt2")
     torch.save({"args": args, "kwargs": kwargs}, folder / "example_inputs.pt")
@@ -149,6 +149,65 @@ def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     return {name: tree_map(first, value) for name, value in bound.arguments.items()}
+
+
+def _example_batch(task: Task, datasets: Datasets, size: int = 2) -> Any:
+    """A small batch of training data, as the task's loss takes it."""
+    import numpy as np
+
+    from lockstep.data.requests import fetch
+
+    return fetch(datasets.train, task.collate, 0, 0, np.arange(min(size, len(datasets.train)), dtype=np.int64))
+
+
+def _model_inputs(task: Task, model: nn.Module, datasets: Datasets) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the task passes to ``model.forward`` for a small batch, found by watching it.
+
+    Raises:
+        DataError: the task's evaluation does not call the model itself; a ``LightningModule`` has no
+            ``example_input_array``.
+    """
+    if isinstance(task, ModuleTask):
+        return _example_of(model)
+    batch = _example_batch(task, datasets)
+    import torch
+
+    from lockstep._compat.torch import tree_map
+
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((args, kwargs))
+
+    handle = model.register_forward_pre_hook(watch, with_kwargs=True)
+    try:
+        with torch.inference_mode():
+            task.evaluate(model.eval(), batch)
+            if not seen:  # it may have no evaluate()
+                task.loss(model, batch)
+    finally:
+        handle.remove()
+    if not seen:
+        raise DataError(
+            "neither evaluate() nor loss() of the task calls the model itself, so there is no program to export",
+            fix="export the weights alone (--no-program)",
+        )
+    # Tensors made in inference mode cannot be traced.
+    args, kwargs = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, seen[0])
+    return args, kwargs
+
+
+def _example_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    example = getattr(module, "example_input_array", None)
+    if example is None:
+        raise DataError(
+            "the inputs of the module's forward() are not known",
+            why="it has no example_input_array",
+            fix="set self.example_input_array in its __init__, or export the weights alone (--no-program)",
+        )
+    if isinstance(example, dict):
+        return (), example
+    return (tuple(example) if isinstance(example, (list, tuple)) else (example,)), {}
 
 
 def _write_module(snapshot: Snapshot, folder: Path) -> None:

@@ -1,23 +1,50 @@
-"""Opening a finished run again: its checkpoints, its task, its model and what the model takes."""
+"""Opening a finished run again: its checkpoints, its task and its model."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lockstep._compat.torch import tree_map
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
-from lockstep.engine.lightning.module_task import ModuleTask
-from lockstep.engine.resume import load_weights, restoring
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.resume import load_shared, load_weights, restoring
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.engine.training_data import open_datasets
-from lockstep.errors import CheckpointError, DataError
+from lockstep.engine.training_data import open_data, open_datasets
+from lockstep.errors import CheckpointError
 from lockstep.launch.run_claim import task_again
+from lockstep.plan import Plan
 from lockstep.telemetry.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to evaluate, and on which devices.
+
+    Attributes:
+        config: the run's, with the devices of the evaluation.
+        plan: the run's, with their placement.
+        split: ``val`` or ``test``.
+        step: of the checkpoint.
+        data: a file for the task's ``evaluation_data``, instead of ``split``.
+    """
+
+    run: RunDir
+    config: RunConfig
+    plan: Plan
+    split: str
+    step: int
+    data: Path | None = None
+
+
+def reopen_shared(wanted: Evaluation, task: Task, collectives: Collectives) -> tuple[Snapshot, Datasets | None]:
+    """The checkpoint and the data of an evaluation on ranks; ``None`` if it has a file of other data. Collective."""
+    store = CheckpointStore(wanted.run.checkpoints)
+    snapshot = load_shared(store, wanted.step, collectives, in_pieces=wanted.plan.sharded)
+    return snapshot, None if wanted.data else open_data(task, wanted.config, collectives)
 
 
 def restore(task: Task, model: torch.nn.Module, snapshot: Snapshot, source: Path) -> None:
@@ -74,58 +101,3 @@ def find_step(run: RunDir, checkpoint: str | int) -> int:
             fix="name one, or best, or last",
         )
     return step
-
-
-def _example_batch(task: Task, datasets: Datasets, size: int = 2) -> Any:
-    """A small batch of training data, as the task's loss takes it."""
-    import numpy as np
-
-    from lockstep.data.requests import fetch
-
-    return fetch(datasets.train, task.collate, 0, 0, np.arange(min(size, len(datasets.train)), dtype=np.int64))
-
-
-def model_inputs(task: Task, model: torch.nn.Module, datasets: Datasets) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the task passes to ``model.forward`` for a small batch, found by watching it.
-
-    Raises:
-        DataError: the task's evaluation does not call the model itself; a ``LightningModule`` has no
-            ``example_input_array``.
-    """
-    if isinstance(task, ModuleTask):
-        return _example_of(model)
-    batch = _example_batch(task, datasets)
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def watch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append((args, kwargs))
-
-    handle = model.register_forward_pre_hook(watch, with_kwargs=True)
-    try:
-        with torch.inference_mode():
-            task.evaluate(model.eval(), batch)
-            if not seen:  # it may have no evaluate()
-                task.loss(model, batch)
-    finally:
-        handle.remove()
-    if not seen:
-        raise DataError(
-            "neither evaluate() nor loss() of the task calls the model itself, so there is no program to export",
-            fix="export the weights alone (--no-program)",
-        )
-    # Tensors made in inference mode cannot be traced.
-    args, kwargs = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, seen[0])
-    return args, kwargs
-
-
-def _example_of(module: torch.nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    example = getattr(module, "example_input_array", None)
-    if example is None:
-        raise DataError(
-            "the module does not say what its forward() takes",
-            why="it has no example_input_array",
-            fix="set self.example_input_array in its __init__, or export the weights alone (--no-program)",
-        )
-    if isinstance(example, dict):
-        return (), example
-    return (tuple(example) if isinstance(example, (list, tuple)) else (example,)), {}

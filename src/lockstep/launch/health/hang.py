@@ -1,26 +1,26 @@
-"""Ranks that make no progress: who is behind, and where in its code.
+"""Ranks that make no progress: which one is behind, and where in its code.
 
 Ranks wait for each other in collective calls, so one that stops stops all of them. A hang is therefore that *no*
-rank has moved for some time, and the question is which of them the others wait for.
+rank makes progress for some time (:func:`is_hang`), and the question is which rank the others wait for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict
 
-from lockstep.launch.failure.causes import Cause
+from lockstep.launch.failure.causes import Cause, CauseKey
 from lockstep.launch.health import stacks
+from lockstep.telemetry.files import FileContent
 from lockstep.telemetry.progress_board import Activity, Sign
 
-#: How often the ranks are looked at.
+#: How often the ranks are checked.
 INTERVAL_S = 0.5
-#: A longer pause between two looks was this process's own: it had been stopped, and maybe the ranks too.
+#: After a longer pause between two checks this process had been stopped itself, and maybe the ranks too.
 OWN_PAUSE_S = 5.0
 _STATES = {
     psutil.STATUS_STOPPED: "stopped",
@@ -29,19 +29,13 @@ _STATES = {
 }
 
 
-_FIX_LOADER = "try --num-workers 0 to see where the data set stops"
-_FIX_WORKERS = "mend what its worker does there, or try --num-workers 0"
-
-
-class Standstill(BaseModel):
-    """Where one rank was when no rank moved any more. ``stack``: ``file:line in function``, innermost first.
+class Standstill(FileContent):
+    """Where one rank was when no rank made progress. ``stack``: ``file:line in function``, innermost first.
 
     ``state``: ``running``, ``stopped`` (by a signal or a debugger), ``blocked`` (in the kernel) or ``unresponsive``.
     ``in_framework``: its innermost call is torch's or Lockstep's, as that of a rank which waits for others.
-    ``node``: its host, where there are several. ``workers``: where its loader's workers are, if it waits for them.
+    ``node``: its host, if there are several. ``workers``: where its loader's workers are, if it waits for them.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     rank: int
     step: int = 0
@@ -86,7 +80,7 @@ class Standstill(BaseModel):
 
     @property
     def where(self) -> str:
-        """The line that it stands at: that of its loader's first worker, if it waits for one."""
+        """The line that it is blocked on: that of its loader's first worker, if it waits for one."""
         return self.workers[0] if self.workers else self.place
 
     @property
@@ -94,10 +88,8 @@ class Standstill(BaseModel):
         return f"{self.rank} on {self.node}" if self.node else f"{self.rank}"
 
 
-class HangReport(BaseModel):
-    """A hang of all ranks of a run. ``behind`` are those that the others wait for; none when it cannot be told."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+class HangReport(FileContent):
+    """A hang of all ranks of a run. ``behind``: those that the others wait for; empty if that is not known."""
 
     timeout_s: float
     ranks: tuple[Standstill, ...]
@@ -117,7 +109,7 @@ class HangReport(BaseModel):
 
     @property
     def headline(self) -> str:
-        """Who is behind, at what and where, on one line."""
+        """Which rank is behind, in which activity and where, on one line."""
         behind = self.behind
         silent = f"{min(rank.silent_s for rank in self.ranks):.0f} s"
         if not behind:
@@ -126,40 +118,40 @@ class HangReport(BaseModel):
         names = f"rank {first.name}" if len(behind) == 1 else f"ranks {', '.join(rank.name for rank in behind)}"
         verb = "has" if len(behind) == 1 else "have"
         if first.state == "stopped":
-            return f"{names} {verb} given no sign of life for {silent}, in {first.doing}"
+            return f"{names} {verb} sent no heartbeat for {silent}, in {first.doing}"
         return f"{names} {verb} made no progress for {silent}, in {first.doing}{first.where and f': {first.where}'}"
 
     @property
     def cause(self) -> Cause:
-        """Why, as far as the ranks' places tell it, and what mends it."""
-        slow = f"if it is only slow, raise launch.hang_timeout_s (now {self.timeout_s:g})"
-        behind = self.behind
-        if behind and behind[0].state == "stopped":
-            return Cause(
-                "hang",
+        """Why, as far as the ranks' stacks show it, and how to fix it."""
+        title, fix, check = self._explained()
+        slow = f"; if it is only slow, raise launch.hang_timeout_s (now {self.timeout_s:g})"
+        return Cause(CauseKey.HANG, title, fix if "launch.hang_timeout_s" in fix else fix + slow, check)
+
+    def _explained(self) -> tuple[str, str, str]:
+        """Title, fix, and how to check."""
+        first = self.behind[0] if self.behind else None
+        if first and first.state == "stopped":
+            return (
                 "its process is stopped (by SIGSTOP, a debugger or a batch system), and the others wait for it",
-                "find out who stopped it, then `lockstep resume` the run; "
+                "find out what stopped it, then `lockstep resume` the run; "
                 "to debug a rank, set launch.hang_timeout_s to a large number",
+                "",
             )
-        if behind and behind[0].waits_for_data:
-            return Cause(
-                "hang",
-                "its loader brings no batch; the other ranks wait for it",
-                f"{_FIX_WORKERS if behind[0].workers else _FIX_LOADER}; {slow}",
-            )
-        if behind and not behind[0].stack:
-            return Cause(
-                "hang",
-                "its process does not answer: native code keeps the interpreter, or the kernel blocks it",
-                f"`py-spy dump --native --pid` shows where it is; {slow}",
-            )
-        if behind and not behind[0].in_framework:
-            return Cause("hang", "it is blocked there; the other ranks are waiting for it", f"fix that line; {slow}")
-        return Cause(
-            "hang",
+        if first and first.waits_for_data:
+            worker = "fix what its worker does there, or try --num-workers 0"
+            fix = worker if first.workers else "try --num-workers 0 to see where the data set stops"
+            return "its loader returns no batch; the other ranks wait for it", fix, ""
+        if first and not first.stack:
+            title = "its process does not answer: native code keeps the interpreter, or the kernel blocks it"
+            return title, "fix or avoid that call", "`py-spy dump --native --pid` shows where it is"
+        if first and not first.in_framework:
+            return "it is blocked there; the other ranks are waiting for it", "fix that line", ""
+        return (
             "the ranks are in different collective calls, or one of them makes a call that the others do not make",
-            "make every collective call on every rank, under no condition that differs between ranks "
-            f"(`if rank == 0`); {slow}",
+            "make every collective call on every rank, not under a condition that differs between ranks "
+            "(`if rank == 0`)",
+            "",
         )
 
     def table(self) -> str:
@@ -185,14 +177,53 @@ def waits_for_data(sign: Sign, stack: stacks.Stack) -> bool:
     return sign.activity is Activity.WAITING_FOR_DATA or any(frame.is_loader for frame in stack)
 
 
+def is_hang(ranks: Iterable[tuple[float, bool]], timeout_s: float) -> bool:
+    """The one condition for a hang: all ranks, given as (seconds without progress, may take any time), are stuck."""
+    return all(silent_s >= timeout_s and not untimed for silent_s, untimed in ranks)
+
+
+class Silence:
+    """How long one process has made no progress.
+
+    Args:
+        now: seconds on the clock of the checks.
+    """
+
+    def __init__(self, pid: int, now: float) -> None:
+        self._pid = pid
+        self._seen: object = None
+        self._since = now
+
+    def update(self, sign: Sign, now: float) -> float:
+        """Take the process's newest sign; seconds without progress."""
+        before = self._seen
+        self.ignore(sign)
+        if self._seen != before:
+            self._since = now
+        return now - self._since
+
+    def ignore(self, sign: Sign) -> None:
+        """What differs in ``sign`` is not progress."""
+        saving = sign.activity is Activity.SAVING
+        self._seen = sign.beats, saving_progress(self._pid, sign.writer) if saving else None
+
+    def pause(self, seconds: float) -> None:
+        """Do not count ``seconds`` in which the checking process had been stopped."""
+        self._since += seconds
+
+    def silent_s(self, now: float) -> float:
+        return now - self._since
+
+
 class HangWatch:
-    """Looks at the ranks of one start until all of them have been silent for too long.
+    """Checks the ranks of one start until all of them have been without progress for too long.
 
     Args:
         pids: of the processes, by rank, in the order of local ranks.
         signs: the newest sign of each local rank.
         logs: where the ranks' logs are.
-        timeout_s: how long no rank may move; one at something untimed (:attr:`Activity.is_untimed`) moves.
+        timeout_s: how long all ranks may be without progress; untimed activities (:attr:`Activity.is_untimed`) count
+            as progress.
         clock: seconds from any fixed point; must not run while the machine sleeps.
     """
 
@@ -211,37 +242,35 @@ class HangWatch:
         self._timeout_s = timeout_s
         self._clock = clock
         now = clock()
-        self._looked_at = now
-        self._seen: dict[int, tuple[object, float]] = dict.fromkeys(self._pids, (None, now))
-        self._stands = False
+        self._checked_at = now
+        self._silences = {rank: Silence(pid, now) for rank, pid in self._pids.items()}
+        self._hangs = False
 
     def look(self, alive: Collection[int]) -> HangReport | None:
-        """A report, with stacks, when no rank of ``alive`` has moved for ``timeout_s``."""
-        return HangReport(timeout_s=self._timeout_s, ranks=self.stands_at(alive)) if self.stands(alive) else None
+        """A report, with stacks, when no rank of ``alive`` has made progress for ``timeout_s``."""
+        return HangReport(timeout_s=self._timeout_s, ranks=self.locate(alive)) if self.hangs(alive) else None
 
-    def stands(self, alive: Collection[int]) -> bool:
-        """Whether no rank of ``alive`` has moved for ``timeout_s``, as of the newest look; looks if it is time to."""
+    def hangs(self, alive: Collection[int]) -> bool:
+        """Whether no rank of ``alive`` has made progress for ``timeout_s``; checks that at most every INTERVAL_S."""
         now = self._clock()
-        pause = now - self._looked_at
+        pause = now - self._checked_at
         if pause >= INTERVAL_S:
-            self._looked_at = now
-            self._stands = self._observe(alive, now, pause)
-        return self._stands
+            self._checked_at = now
+            if pause > OWN_PAUSE_S:
+                for silence in self._silences.values():
+                    silence.pause(pause)
+            self._hangs = self._check(self._read(alive), now)
+        return self._hangs
 
-    def _observe(self, alive: Collection[int], now: float, pause: float) -> bool:
-        if pause > OWN_PAUSE_S:
-            self._seen = {rank: (progress, at + pause) for rank, (progress, at) in self._seen.items()}
-        signs = self._read(alive)
-        for rank, sign in signs.items():
-            progress = self._progress(rank, sign)
-            if progress != self._seen[rank][0]:
-                self._seen[rank] = (progress, now)
-        if any(now - self._seen[rank][1] < self._timeout_s for rank in signs):
-            return False
-        return not any(sign.activity.is_untimed and not self._is_stopped(rank) for rank, sign in signs.items())
+    def _check(self, signs: Mapping[int, Sign], now: float) -> bool:
+        silent_s = {rank: self._silences[rank].update(sign, now) for rank, sign in signs.items()}
+        if not is_hang(((silent, False) for silent in silent_s.values()), self._timeout_s):
+            return False  # without asking the system for the state of each process
+        untimed = {rank: sign.activity.is_untimed and not self._is_stopped(rank) for rank, sign in signs.items()}
+        return is_hang(((silent_s[rank], untimed[rank]) for rank in signs), self._timeout_s)
 
-    def stands_at(self, alive: Collection[int]) -> tuple[Standstill, ...]:
-        """Where each rank of ``alive`` is; asks them for their stacks, and waits a little for the answers."""
+    def locate(self, alive: Collection[int]) -> tuple[Standstill, ...]:
+        """Where each rank of ``alive`` is; requests their stacks, and waits a little for the answers."""
         signs, now = self._read(alive), self._clock()
         states = {rank: process_state(self._pids[rank]) for rank in signs}
         answering = {rank: self._pids[rank] for rank in signs if states[rank] != "stopped"}
@@ -251,13 +280,13 @@ class HangWatch:
             for rank, stack in found.items()
             if waits_for_data(signs[rank], stack)
         }
-        # What they have written to answer is no progress.
-        self._seen |= {rank: (self._progress(rank, sign), self._seen[rank][1]) for rank, sign in signs.items()}
+        for rank, sign in signs.items():
+            self._silences[rank].ignore(sign)  # what they have written as an answer
         return tuple(
             Standstill.of(
                 rank,
                 sign,
-                silent_s=now - self._seen[rank][1],
+                silent_s=self._silences[rank].silent_s(now),
                 state=states[rank],
                 stack=found.get(rank, ()),
                 workers=workers.get(rank, ()),
@@ -268,16 +297,12 @@ class HangWatch:
     def _read(self, alive: Collection[int]) -> dict[int, Sign]:
         return {rank: sign for rank, sign in zip(self._pids, self._signs(), strict=True) if rank in alive}
 
-    def _progress(self, rank: int, sign: Sign) -> object:
-        saving = sign.activity is Activity.SAVING
-        return sign.beats, saving_progress(self._pids[rank], sign.writer) if saving else None
-
     def _is_stopped(self, rank: int) -> bool:
         return process_state(self._pids[rank]) == "stopped"
 
 
 def process_state(pid: int) -> str:
-    """``running``, ``stopped`` or ``blocked``, whatever the process itself can say."""
+    """``running``, ``stopped`` or ``blocked``, as the system sees the process."""
     try:
         return _STATES.get(psutil.Process(pid).status(), "running")
     except psutil.Error:
@@ -285,11 +310,11 @@ def process_state(pid: int) -> str:
 
 
 def saving_progress(pid: int, writer: int) -> tuple[int, float]:
-    """What differs from look to look while a save goes on, where nobody counts its steps. Linux.
+    """What changes from check to check during a save, whose steps are not counted. Linux.
 
     Bytes that the process's main thread and its thread ``writer`` (0: none) have read and written, caches included;
     and the time, while one of the two waits for the disk: all bytes may be in the cache by then. Other threads
-    (heartbeat, monitor, watchdog) read and write whatever becomes of the save.
+    (heartbeat, monitor, watchdog) read and write also when the save is stuck.
     """
     threads = [Path(f"/proc/{pid}/task/{thread}") for thread in {pid, writer or pid}]
     waits = any(_waits_for_disk(thread) for thread in threads)

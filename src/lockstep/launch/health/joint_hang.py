@@ -1,8 +1,8 @@
-"""Hangs of several nodes: each launcher sees its own ranks, and only together do they see a hang.
+"""Hangs on several nodes: each launcher sees only its own ranks, so the launchers decide together.
 
-A node whose ranks stand still may only wait for another one that is busy: it saves, evaluates, compiles. So the
-launchers tell each other, with their signs of life, whether their ranks stand. When those of all nodes do, each asks
-its own for their stacks and tells what it has found, so that every node names the same rank.
+A node whose ranks make no progress may only be waiting for a node that saves, evaluates or compiles. So each launcher
+sends with its heartbeat whether its ranks hang. When those of all nodes do, each requests the stacks of its ranks and
+sends them, so that every node names the same rank.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ import socket
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict
-
 from lockstep.launch.health.hang import HangReport, HangWatch, Standstill
+from lockstep.telemetry.files import FileContent
 
 
-class Word(BaseModel):
-    """What a node says of its ranks.
+class NodeStatus(FileContent):
+    """The state of a node's ranks, sent with its heartbeat.
 
-    ``stands``: none of them moves. ``ranks``: where they are, once those of all nodes stand. ``knows``: it has heard
-    from all the others where theirs are. ``done``: they have ended well, so training is over on all nodes.
+    Attributes:
+        hangs: none of them makes progress.
+        ranks: where they are, once those of all nodes hang.
+        knows: the node has received that from all the others.
+        done: they have ended well, so training is over on all nodes.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-    stands: bool = False
+    hangs: bool = False
     ranks: tuple[Standstill, ...] = ()
     knows: bool = False
     done: bool = False
 
 
 class Exchange(Protocol):
-    """How nodes hear of each other; see :class:`lockstep.launch.nodes.liveness.Peers`."""
+    """How nodes exchange their states; see :class:`lockstep.launch.nodes.liveness.Peers`."""
 
-    def tell(self, word: Word) -> None:
-        """Let the others hear ``word`` from now on."""
+    def send(self, status: NodeStatus) -> None:
+        """Send ``status`` with every heartbeat from now on."""
 
-    def is_told(self, word: Word) -> bool:
-        """Whether the others can hear ``word`` already, also when this node says no more."""
+    def is_sent(self, status: NodeStatus) -> bool:
+        """Whether the others can read ``status``, even if this node sends nothing more."""
 
-    def others(self) -> Sequence[Word]:
-        """The newest word of each other node of this start; an empty one of those not heard yet."""
+    def others(self) -> Sequence[NodeStatus]:
+        """The newest status of each other node of this start; the default one of those not received yet."""
 
 
 class JointWatch:
-    """Looks at the ranks of one of several nodes until those of all of them have been silent for too long.
+    """Checks the ranks of one of several nodes until those of all nodes have been without progress for too long.
 
     Args:
-        own: looks at this node's ranks.
+        own: checks this node's ranks.
         exchange: with the other nodes.
-        timeout_s: how long no rank may move.
+        timeout_s: how long all ranks may be without progress.
     """
 
     def __init__(self, own: HangWatch, exchange: Exchange, *, timeout_s: float) -> None:
@@ -58,22 +58,22 @@ class JointWatch:
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._ranks: tuple[Standstill, ...] = ()
-        #: What this node knows of the hang. The others know it, too, only when :meth:`look` returns it.
+        #: The hang as this node knows it. The others know it, too, only when :meth:`look` returns it.
         self.verdict: HangReport | None = None
 
     def look(self, alive: Collection[int]) -> HangReport | None:
         """A report on the ranks of all nodes, when all nodes have it or can make it."""
-        stands = self._own.stands(alive)
-        others = self._exchange.others() if stands else ()
-        if not stands or not all(word.stands for word in others):
+        hangs = self._own.hangs(alive)
+        others = self._exchange.others() if hangs else ()
+        if not hangs or not all(other.hangs for other in others):
             self._ranks, self.verdict = (), None
         elif not self._ranks:
             node = socket.gethostname() if others else ""
-            self._ranks = tuple(rank.model_copy(update={"node": node}) for rank in self._own.stands_at(alive))
-        if self._ranks and all(word.ranks for word in others):
-            ranks = [*self._ranks, *(rank for word in others for rank in word.ranks)]
+            self._ranks = tuple(rank.model_copy(update={"node": node}) for rank in self._own.locate(alive))
+        if self._ranks and all(other.ranks for other in others):
+            ranks = [*self._ranks, *(rank for other in others for rank in other.ranks)]
             self.verdict = HangReport(timeout_s=self._timeout_s, ranks=tuple(sorted(ranks, key=lambda r: r.rank)))
-        word = Word(stands=stands, ranks=self._ranks, knows=self.verdict is not None)
-        self._exchange.tell(word)
-        # Who returns it ends its ranks and meets anew, and the others could not tell that from a node that joins.
-        return self.verdict if self._exchange.is_told(word) and all(other.knows for other in others) else None
+        status = NodeStatus(hangs=hangs, ranks=self._ranks, knows=self.verdict is not None)
+        self._exchange.send(status)
+        # A node that returns it ends its ranks and meets the others again; to them that looks like a node that joins.
+        return self.verdict if self._exchange.is_sent(status) and all(other.knows for other in others) else None

@@ -1,7 +1,7 @@
-"""Memory of the ranks: what each of them held when one ran out of it, and a batch that needs less.
+"""Memory of the ranks: what each of them used when one ran out of it, and a batch that needs less.
 
-Three sources, since a killed rank tells nothing: what a failing rank records about itself, what the launcher sees of
-its processes, and the run's own rows (``ranks.jsonl``).
+Three sources, since a killed rank records nothing: what a failing rank records about itself, what the launcher measures
+of its processes, and the run's rows (``ranks.jsonl``).
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import psutil
-from pydantic import BaseModel, ConfigDict
 
 from lockstep.hardware.host import oom_kills, usable_memory
 from lockstep.plan.batch import BatchPlan
+from lockstep.telemetry.files import FileContent
 
-#: How often the launcher looks at its processes.
+#: How often the launcher measures its processes.
 INTERVAL_S = 1.0
 _GB = 1e9
 
 
-class RankMemory(BaseModel):
+class RankMemory(FileContent):
     """Bytes; 0: not known.
 
     ``resident``, ``peak_resident``, ``children`` (its loader workers) are the host's, ``limit`` is RLIMIT_AS;
     ``allocated``, ``reserved``, ``peak`` and ``total`` are the GPU's, by torch's allocator.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     resident: int = 0
     peak_resident: int = 0
@@ -57,10 +55,8 @@ class RankMemory(BaseModel):
         return "; ".join(parts) or "not known"
 
 
-class MachineMemory(BaseModel):
-    """Bytes that this machine, or its control group, has in all and has free; processes killed for want of it."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+class MachineMemory(FileContent):
+    """Bytes that this machine, or its control group, has in all and has free; processes killed for lack of it."""
 
     total: int = 0
     free: int = 0
@@ -68,7 +64,7 @@ class MachineMemory(BaseModel):
 
 
 def own_memory() -> RankMemory:
-    """This process's memory. Loads nothing: a process that has not used a GPU says nothing of one."""
+    """This process's memory. Loads nothing: a process that has not used a GPU has no GPU memory."""
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss (getrusage(2))
@@ -90,7 +86,7 @@ def own_memory() -> RankMemory:
 
 
 class MemoryWatch:
-    """What the launcher sees of its ranks' memory: the newest and the highest.
+    """The ranks' memory as the launcher measures it: the newest and the highest.
 
     Args:
         pids: of the processes, by rank.
@@ -105,7 +101,7 @@ class MemoryWatch:
         self.ranks: dict[int, RankMemory] = {}
 
     def look(self, alive: Collection[int]) -> None:
-        """Look, if it is time to."""
+        """Measure, if it is due."""
         if self._clock() < self._due:
             return
         self._due = self._clock() + INTERVAL_S
@@ -136,7 +132,7 @@ def table(ranks: Mapping[int, RankMemory], machine: MachineMemory) -> str:
     lines = ["memory of each rank:"]
     lines += [f"  rank {rank}: {memory.line()}" for rank, memory in sorted(ranks.items())]
     if machine.total:
-        lines.append(f"  this machine: {_gb(machine.total)}, of which {_gb(machine.free)} were free at the last look")
+        lines.append(f"  this machine: {_gb(machine.total)}, {_gb(machine.free)} of it free when last measured")
     return "\n".join(lines)
 
 
@@ -166,7 +162,7 @@ def smaller_batch(batch: BatchPlan) -> tuple[int, int] | None:
 
 
 def advice(batch: BatchPlan, run: str) -> str:
-    """The command that goes on with ``run`` at the same global batch and needs less memory."""
+    """The command that resumes ``run`` with the same global batch and needs less memory."""
     smaller = smaller_batch(batch)
     if smaller is None:
         reason = "a micro-batch is one lane" if batch.lanes else "a micro-batch is one sample"
@@ -180,7 +176,7 @@ def advice(batch: BatchPlan, run: str) -> str:
 
 
 def evaluation_advice(batch_size: int, run: str) -> str:
-    """The command that goes on with ``run`` and evaluates with less memory than ``batch_size`` samples take."""
+    """The command that resumes ``run`` and evaluates with less memory than ``batch_size`` samples take."""
     if batch_size <= 1:
         return "an evaluation takes one sample at a time, so only a smaller model or metrics that keep less need less"
     return (

@@ -1,4 +1,4 @@
-"""Where in Python a rank is, while it cannot say so itself.
+"""Where in Python a rank is, when it cannot report that itself.
 
 A rank lets ``faulthandler`` write the stacks of all its threads into its log when a signal comes, which works in
 native code too, and while another thread has the interpreter.
@@ -22,7 +22,7 @@ import psutil
 
 from lockstep.launch.local.rank_output import MARK, log_file
 
-#: Asks a rank for its stacks. SIGUSR1 is what batch systems announce a preemption with.
+#: Requests a rank's stacks. Batch systems use SIGUSR1 to announce a preemption.
 SIGNAL = signal.SIGUSR2
 #: How long ranks may take to write them, and on a busy machine to get the signal before.
 WAIT_S = 2.0
@@ -58,7 +58,7 @@ class Frame(NamedTuple):
 
     @property
     def is_library(self) -> bool:
-        """Whether it is no code of the user's."""
+        """Whether it is not the user's code."""
         return (
             self.is_framework
             or "site-packages" in self.file
@@ -71,7 +71,7 @@ Stack = tuple[Frame, ...]
 
 
 @contextmanager
-def told_on_request(log: TextIO) -> Iterator[None]:
+def written_on_request(log: TextIO) -> Iterator[None]:
     """In a rank: write the stacks of all threads to ``log`` when :data:`SIGNAL` comes."""
     faulthandler.register(SIGNAL, file=log, all_threads=True)
     try:
@@ -85,7 +85,7 @@ def ask(pids: Mapping[int, int], logs: Path, title: str) -> dict[int, Stack]:
 
     Args:
         pids: by rank.
-        title: what the line above the stacks says in the ranks' logs.
+        title: the line above the stacks in the ranks' logs.
     """
     starts: dict[int, int] = {}
     for rank, pid in pids.items():
@@ -114,7 +114,7 @@ def ask_workers(pid: int, rank: int, logs: Path) -> tuple[str, ...]:
     found: list[str] = []
     begun = time.monotonic()
     for worker in _workers(pid):
-        if time.monotonic() > begun + WAIT_S:  # who asks watches the ranks, too
+        if time.monotonic() > begun + WAIT_S:  # the caller has to check the ranks, too
             break
         with contextlib.suppress(psutil.Error):
             title = f"waits for its loader's worker {worker.pid}; that one's threads are at"
@@ -142,7 +142,7 @@ def _has_signal(pid: int, field: str) -> bool:
 
 
 def parse(text: str) -> Stack:
-    """The frames of the thread that the signal came to, from what ``faulthandler`` wrote; () as long as it is torn."""
+    """The frames of the thread that the signal came to, as ``faulthandler`` wrote them; () while incomplete."""
     _, found, own = text.rpartition("Current thread ")
     if not found or not own.endswith("\n"):
         return ()

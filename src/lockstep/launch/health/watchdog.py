@@ -1,11 +1,11 @@
-"""Hangs where no launcher of Lockstep's watches: under ``torchrun`` and ``srun`` every rank watches itself.
+"""Hangs without Lockstep's launcher: under ``torchrun`` and ``srun`` every rank checks itself.
 
-A thread of each rank tells the others over the store what its rank is at. A rank that has been silent for half the
-time looks at what the others have told; when none of them moves, each writes down what it knows, one tells the
-terminal, and the processes end, since nobody else would end them.
+A thread of each rank sends heartbeats with the rank's activity to the others, over the store. A rank that has made no
+progress for half the time-out reads those of the others. When no rank makes progress, each writes what it knows to its
+log, one prints the report, and the processes end, since no other process would end them.
 
-The thread needs the interpreter: a rank whose native code keeps it, or that is stopped, gives no sign at all, and
-the others say so.
+The thread needs the interpreter: a rank whose native code keeps it, or that is stopped, sends no heartbeat, and the
+others report that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch.distributed.distributed_c10d import Store
 
 from lockstep.errors import LockstepError, RankFailed
@@ -32,30 +32,30 @@ from lockstep.launch.health import stacks
 from lockstep.launch.health.hang import (
     OWN_PAUSE_S,
     HangReport,
+    Silence,
     Standstill,
+    is_hang,
     process_state,
-    saving_progress,
     waits_for_data,
 )
 from lockstep.launch.local.rank_output import MARK, log_file
 from lockstep.launch.local.worker import leave
-from lockstep.telemetry.progress_board import Activity, pulse
+from lockstep.telemetry.files import FileContent
+from lockstep.telemetry.progress_board import pulse
 from lockstep.telemetry.rundir import RunDir
 
-#: How often in ``hang_timeout_s`` a rank tells the others what it is at, but for the least interval.
-_TOLD_IN_TIMEOUT = 30
+#: Heartbeats in ``hang_timeout_s``, with at least the interval between them.
+_BEATS_IN_TIMEOUT = 30
 _LEAST_INTERVAL_S = 0.1
-#: How long the ranks that do not tell the terminal wait for the one that does.
-_TELL_S = 5.0
+#: How long the other ranks wait for the one that prints the report.
+_PRINT_S = 5.0
 
 
-class _Word(BaseModel):
-    """What a rank tells the others. ``number`` grows with each; ``untimed``: what it is at may take any time.
+class _Heartbeat(FileContent):
+    """What a rank sends to the others. ``number`` grows with each; ``untimed``: its activity may take any time.
 
-    ``host``, ``pid``: its process, whose state others on that host can see.
+    ``host``, ``pid``: its process, whose state can be read on that host.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     number: int
     untimed: bool
@@ -65,13 +65,13 @@ class _Word(BaseModel):
 
 
 class Watchdog(threading.Thread):
-    """Watches this process's pulse. Use :func:`watched`.
+    """Checks this process's progress. Use :func:`watched`.
 
     Args:
-        store: where the ranks have met; used over a connection of its own. ``None``: there is one rank.
-        timeout_s: how long no rank may move; one at something untimed moves.
-        hung: called once, with what is known of every rank, and whether this rank is the one to tell it.
-        ask_workers: where the workers of this rank's loader are, if it may have some.
+        store: of the ranks; used over a separate connection. ``None``: there is one rank.
+        timeout_s: how long all ranks may be without progress; untimed activities count as progress.
+        hung: called once, with what is known of every rank, and whether this rank is the one to print it.
+        ask_workers: returns where the workers of this rank's loader are, if it may have some.
     """
 
     def __init__(
@@ -87,83 +87,79 @@ class Watchdog(threading.Thread):
         self._world = world
         self._store: Any = None if store is None else cast(Any, store).clone()
         self._timeout_s = timeout_s
-        self._interval_s = max(_LEAST_INTERVAL_S, timeout_s / _TOLD_IN_TIMEOUT)
+        self._interval_s = max(_LEAST_INTERVAL_S, timeout_s / _BEATS_IN_TIMEOUT)
         self._hung = hung
         self._ask_workers = ask_workers
         self._workers: tuple[str, ...] | None = None
         self._ended = threading.Event()
         self._host = socket.gethostname()
-        self._told = 0
-        self._seen: object = None
-        self._moved_at = self._looked_at = time.monotonic()
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._sent = 0
+        self._checked_at = time.monotonic()
+        self._silence = Silence(os.getpid(), self._checked_at)
+        self._received: dict[int, tuple[int, float]] = {}
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop checking."""
         self._ended.set()
-        self.join(_TELL_S)
+        self.join(_PRINT_S)
 
     def run(self) -> None:
         while not self._ended.wait(self._interval_s):
-            with contextlib.suppress(RuntimeError):  # the store's process is gone: the ranks will notice, too
-                report = self._look(time.monotonic())
+            with contextlib.suppress(RuntimeError):  # the store's process is gone: the ranks will fail of that
+                report = self._check(time.monotonic())
                 if report is not None and not self._ended.is_set():
                     silent = ("stopped", "unresponsive")
                     answering = [rank.rank for rank in report.ranks if rank.state not in silent]
                     self._hung(report, min(answering) == self._world.rank)
                     return
 
-    def _look(self, now: float) -> HangReport | None:
-        if now - self._looked_at > self._interval_s + OWN_PAUSE_S:  # this process had been stopped, or its machine
-            self._moved_at += now - self._looked_at
-        self._looked_at = now
-        word = self._own_word(now)
+    def _check(self, now: float) -> HangReport | None:
+        if now - self._checked_at > self._interval_s + OWN_PAUSE_S:  # this process had been stopped, or its machine
+            self._silence.pause(now - self._checked_at)
+        self._checked_at = now
+        own = self._own_heartbeat(now)
         if self._store is not None:
-            self._store.set(_key(self._world.rank), word.model_dump_json())
-        if word.at.silent_s < self._timeout_s / 2:
-            self._heard = {}
+            self._store.set(_key(self._world.rank), own.model_dump_json())
+        if own.at.silent_s < self._timeout_s / 2:
+            self._received = {}
             return None
-        ranks = {**self._others(now), self._world.rank: word}
+        ranks = {**self._others(now), self._world.rank: own}
         if len(ranks) < self._world.size:
             return None  # some have not begun
-        if any(word.untimed or word.at.silent_s < self._timeout_s for word in ranks.values()):
+        if not is_hang(((beat.at.silent_s, beat.untimed) for beat in ranks.values()), self._timeout_s):
             return None
         return HangReport(timeout_s=self._timeout_s, ranks=tuple(ranks[rank].at for rank in sorted(ranks)))
 
-    def _own_word(self, now: float) -> _Word:
+    def _own_heartbeat(self, now: float) -> _Heartbeat:
         sign = pulse.sign
-        saving = sign.activity is Activity.SAVING
-        progress = (sign, saving_progress(os.getpid(), sign.writer) if saving else None)
-        if progress != self._seen:
-            self._seen, self._moved_at = progress, now
-        silent_s = now - self._moved_at
+        silent_s = self._silence.update(sign, now)
         stack = main_stack() if silent_s >= self._timeout_s / 2 else ()
         if not stack:
             self._workers = None
         elif self._workers is None:
             self._workers = self._ask_workers() if waits_for_data(sign, stack) else ()
-        self._told += 1
+        self._sent += 1
         at = Standstill.of(self._world.rank, sign, silent_s=silent_s, stack=stack, workers=self._workers or ())
         process: dict[str, Any] = {"host": self._host, "pid": os.getpid()}
-        return _Word(number=self._told, untimed=sign.activity.is_untimed, at=at, **process)
+        return _Heartbeat(number=self._sent, untimed=sign.activity.is_untimed, at=at, **process)
 
-    def _others(self, now: float) -> dict[int, _Word]:
-        """The newest word of each other rank that has begun; one that is not renewed grows old here."""
+    def _others(self, now: float) -> dict[int, _Heartbeat]:
+        """The last heartbeat of each other rank that has begun, with the time since it was received."""
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
         if self._store is None or not others or not self._store.check([_key(rank) for rank in others]):
             return {}
         found = {}
         for rank, text in zip(others, self._store.multi_get([_key(rank) for rank in others]), strict=True):
             with contextlib.suppress(ValidationError):
-                word = _Word.model_validate_json(text)
-                if self._heard.get(rank, (0, now))[0] != word.number:
-                    self._heard[rank] = (word.number, now)
-                age = now - self._heard[rank][1]
-                state = process_state(word.pid) if word.host == self._host else "running"
+                beat = _Heartbeat.model_validate_json(text)
+                if self._received.get(rank, (0, now))[0] != beat.number:
+                    self._received[rank] = (beat.number, now)
+                age = now - self._received[rank][1]
+                state = process_state(beat.pid) if beat.host == self._host else "running"
                 if state == "running" and age > max(OWN_PAUSE_S, 3 * self._interval_s):
-                    state = "unresponsive" if word.host == self._host else "stopped"
-                at = word.at.model_copy(update={"silent_s": word.at.silent_s + age, "state": state})
-                found[rank] = word.model_copy(update={"at": at})
+                    state = "unresponsive" if beat.host == self._host else "stopped"
+                at = beat.at.model_copy(update={"silent_s": beat.at.silent_s + age, "state": state})
+                found[rank] = beat.model_copy(update={"at": at})
         return found
 
 
@@ -188,19 +184,21 @@ def watched(run: RunDir, world: World, store: Store | None, *, timeout_s: float,
     Args:
         run: its folder gets the stacks, in ``logs/``, and (``keeps``: this rank writes it) the run's failure.
     """
-    terminal = os.dup(2)  # the rank's own output may go to its log by then
+    terminal = os.dup(2)  # the rank's output may go to its log by then
 
-    def hung(report: HangReport, tells: bool) -> NoReturn:
-        error = RankFailed("\n".join([report.headline, report.table()]), why=report.cause.why, fix=report.cause.fix)
+    def hung(report: HangReport, prints: bool) -> NoReturn:
+        error = RankFailed(
+            "\n".join([report.headline, report.table()]), why=report.cause.title, fix=report.cause.advice
+        )
         _write_log(log_file(run.logs, world.rank), world.rank, error)
         if keeps:
             with contextlib.suppress(LockstepError):  # the folder may be what failed
                 run.update(status="failed", error=str(error))
-        if tells:
+        if prints:
             with contextlib.suppress(OSError):
                 os.write(terminal, f"error: {error}\n".encode())
         else:
-            time.sleep(_TELL_S)
+            time.sleep(_PRINT_S)
         leave(1)
 
     watchdog = Watchdog(
@@ -223,12 +221,12 @@ def watched(run: RunDir, world: World, store: Store | None, *, timeout_s: float,
 
 @contextmanager
 def _answering(path: Path) -> Iterator[None]:
-    """Inside, this process and the loader workers that it starts tell their stacks when they are asked to."""
+    """Inside, this process and its loader workers write their stacks to ``path`` on request."""
     with contextlib.ExitStack() as inside:
-        with contextlib.suppress(OSError):  # the folder may not be this node's to write, and the run goes on
+        with contextlib.suppress(OSError):  # this node may be unable to write the folder, and the run continues
             log = inside.enter_context(path.open("a", encoding="utf-8"))
-            if signal.getsignal(stacks.SIGNAL) == signal.SIG_DFL:  # else it is the script's that trains here
-                inside.enter_context(stacks.told_on_request(log))
+            if signal.getsignal(stacks.SIGNAL) == signal.SIG_DFL:  # else the script that trains here uses it
+                inside.enter_context(stacks.written_on_request(log))
         yield
 
 

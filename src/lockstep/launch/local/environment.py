@@ -1,4 +1,4 @@
-"""What the launcher and the ranks find in their environment."""
+"""The environment variables of the launcher and the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.hardware.network import GLOO_INTERFACE
 from lockstep.hardware.world import SEVERAL_NODES
 
-#: Says that Lockstep's own launcher started a rank (see :mod:`lockstep.hardware.world`).
+#: Set in ranks that Lockstep's launcher started (see :mod:`lockstep.hardware.world`).
 LAUNCHER = "LOCKSTEP_LAUNCHER"
 #: The launcher's process number, for its ranks.
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"
@@ -25,7 +25,7 @@ SYS_PATH = "LOCKSTEP_SYS_PATH"
 #: Intra-op threads of each rank.
 THREADS = "LOCKSTEP_THREADS"
 
-#: What an outer launcher left for the caller says nothing about the caller's own ranks.
+#: What an outer launcher set for the caller does not apply to the caller's ranks.
 _OTHER_LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
@@ -50,7 +50,7 @@ def for_launcher(
     }
     path = [os.path.abspath(entry or os.curdir) for entry in caller_path if isinstance(entry, str)]
     environ |= {LAUNCHER: SEVERAL_NODES if several else "1", LAUNCH_ID: launch_id, SYS_PATH: os.pathsep.join(path)}
-    # Python's own folders must stay where they are in the order, so PYTHONPATH gets what stood before them.
+    # Python's own folders must keep their place in the order, so PYTHONPATH gets what was before them.
     first = [*_before_standard_library(path), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(first))
     # Each rank with a thread for every core would be slower than one thread each.
@@ -60,7 +60,7 @@ def for_launcher(
     # The order of a set of strings is the same on all ranks then, and in every attempt: a vocabulary, for example.
     environ.setdefault("PYTHONHASHSEED", "0")
     if "TORCH_DISTRIBUTED_DEBUG" not in base:
-        # Every rank's native code complains about the loss of the one that failed; only that one is news.
+        # Every rank's native code logs the loss of the one that failed; only that one matters.
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not several and "lo" in (name for _, name in socket.if_nameindex()):
         # All ranks are here: gloo need not find out under which address others would see this machine.
@@ -86,5 +86,5 @@ def restore_sys_path(environ: Mapping[str, str]) -> None:
 
 
 def announce_launcher(environ: MutableMapping[str, str]) -> None:
-    """Tell future children that this process is their launcher."""
+    """Let future children know that this process is their launcher."""
     environ[LAUNCHER_PID] = str(os.getpid())

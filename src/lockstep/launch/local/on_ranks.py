@@ -1,4 +1,4 @@
-"""A function on fresh ranks of this machine, for what is not a run: an evaluation, a trial, the doctor's examination.
+"""A function on new ranks of this machine, for what is not a run: an evaluation, a trial, the doctor's checks.
 
 ``python -m lockstep.launch.local.on_ranks FOLDER`` is one of the ranks.
 """
@@ -6,86 +6,132 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import pickle
+import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RankFailed
-from lockstep.hardware.world import World
-from lockstep.launch.failure import report as failure
-from lockstep.launch.local import start
-from lockstep.launch.local.signals import StopRequest
-from lockstep.launch.local.worker import main
+from lockstep.launch.failure.report import read_failure
+from lockstep.launch.local.environment import THREADS
+from lockstep.launch.local.signals import StopRequest, exit_code
+from lockstep.launch.local.start import launch
+from lockstep.launch.local.worker import Rank, main
 from lockstep.telemetry.rundir import RunDir
 
-_CALL_FILE, _RESULT_FILE = "call.pkl", "result.pkl"
+_CALL_FILE = "call.pkl"
+#: A folder younger than this may not be locked yet.
+_YOUNG_S = 60.0
+
+
+class RanksStopped(KeyboardInterrupt):
+    """A stop was requested while ranks ran; ``exit_code``: 130 or 143."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
+        self.exit_code = exit_code
 
 
 def run_on_ranks(
-    folder: RunDir,
-    ranks: int,
     function: Callable[..., Any],
     *arguments: Any,
+    folder: RunDir,
+    ranks: int,
     threads: int | None = None,
-    **options: Any,
-) -> Any:
-    """Call ``function(folder, world, *arguments)`` on ``ranks`` new processes; what rank 0's call returned.
-
-    What ranks print goes to standard error: standard output may be wanted as JSON.
+    stop_grace_s: float = 30.0,
+    hang_timeout_s: float = 60.0,
+    redirect: bool = True,
+) -> list[Any]:
+    """Call ``function(rank, *arguments)`` on ``ranks`` new processes; the results in rank order.
 
     Args:
-        threads: intra-op threads of each rank; 0: as :func:`lockstep.launch.local.start.launch` decides.
-        options: of that function.
+        function: takes a :class:`lockstep.launch.local.worker.Rank` first; its result can be pickled.
+        folder: where the ranks keep their logs.
+        threads: intra-op threads of each rank; ``None``: as :func:`lockstep.launch.local.start.launch` decides.
+        stop_grace_s, hang_timeout_s: as for that function.
+        redirect: print what ranks print to standard error: standard output may be wanted as JSON.
 
     Raises:
-        LockstepError: a rank failed; which one and why. KeyboardInterrupt: a stop was requested.
+        LockstepError: a rank failed; which one and why. RanksStopped: a stop was requested.
     """
-    options |= {"environ": {"LOCKSTEP_THREADS": str(threads)}} if threads else {}
-    with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr):
-        code = 0 if stop.requested else call_on_ranks(folder, ranks, _keep_result, function, arguments, **options)
-    # Ranks that were still starting are killed after the grace, and the code says that they failed.
-    if stop.requested is not None or code >= 128:
-        raise KeyboardInterrupt
-    if code:
-        raise failure_of(folder, f"the ranks ended with exit code {code}")
-    return pickle.loads((folder.path / _RESULT_FILE).read_bytes())
-
-
-def call_on_ranks(folder: RunDir, ranks: int, function: Callable[..., int], *arguments: Any, **options: Any) -> int:
-    """Like :func:`run_on_ranks`, for a ``function`` that returns its rank's exit code; returns that of all."""
     import cloudpickle  # by reference where a function can be imported, by value where it lives in a script
 
     call = folder.path / _CALL_FILE
     call.write_bytes(cloudpickle.dumps((function, arguments)))
     try:
-        return start.launch(folder, ranks, worker_module=__name__, **options)
+        with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr if redirect else sys.stdout):
+            code = 0
+            if not stop.requested:
+                code = launch(
+                    folder,
+                    ranks,
+                    environ={THREADS: str(threads)} if threads else None,
+                    stop_grace_s=stop_grace_s,
+                    hang_timeout_s=hang_timeout_s,
+                    worker_module=__name__,
+                )
     finally:
         call.unlink(missing_ok=True)
+    # Ranks that were still starting are killed after the grace, with the exit code of a failure.
+    if stop.requested is not None or code >= 128:
+        raise RanksStopped(exit_code(stop.requested) if stop.requested is not None else code)
+    if code:
+        report = read_failure(folder)
+        raise report.as_error() if report else RankFailed(f"the ranks ended with exit code {code}")
+    return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(ranks)]
 
 
-def failure_of(folder: RunDir, otherwise: str) -> Exception:
-    """The error that says which rank failed and why; ``otherwise`` where no rank has said it."""
-    report = failure.collect(folder)
-    return report.as_error() if report else RankFailed(otherwise)
+def _result_file(folder: RunDir, rank: int) -> Path:
+    return folder.path / f"result-{rank}.pkl"
 
 
-def _keep_result(folder: RunDir, world: World, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
-    result = function(folder, world, *arguments)
-    if world.is_main:
-        (folder.path / _RESULT_FILE).write_bytes(pickle.dumps(result))
-    return 0
-
-
-def rank_main(folder: RunDir, world: World) -> int:
-    """One of the ranks."""
+def _call(rank: Rank) -> int:
+    """Run the function of :func:`run_on_ranks` as one of its ranks."""
     from lockstep.engine.process.process_group import serve_store  # torch
 
     serve_store()
-    function, arguments = pickle.loads((folder.path / _CALL_FILE).read_bytes())
-    code: int = function(folder, world, *arguments)
-    return code
+    function, arguments = pickle.loads((rank.folder.path / _CALL_FILE).read_bytes())
+    _result_file(rank.folder, rank.world.rank).write_bytes(pickle.dumps(function(rank, *arguments)))
+    return 0
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A new folder, removed at the end, with those of the same ``prefix`` that killed processes of this user left.
+
+    Its process holds a lock on it, which the system releases however the process ends.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            _remove_abandoned(path)
+    path = Path(tempfile.mkdtemp(prefix=prefix))
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Raises :class:`OSError` if a process uses it, or it is not this user's."""
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(lock)
+        if status.st_uid == os.getuid() and time.time() - status.st_mtime > _YOUNG_S:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+    finally:
+        os.close(lock)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], rank_main))
+    sys.exit(main(sys.argv[1:], _call))

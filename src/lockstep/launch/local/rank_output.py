@@ -1,4 +1,4 @@
-"""Where the output of ranks goes: rank 0 speaks, the others write to their logs."""
+"""Where the output of ranks goes: rank 0 prints, the others write to their logs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _copied_to(log: TextIO) -> Iterator[None]:
     copy.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     added: list[logging.Handler] = [copy]
     if not root.handlers:
-        # What logging does by itself as long as there is no handler at all.
+        # What logging does as long as there is no handler.
         terminal = logging.StreamHandler()
         terminal.setLevel(logging.WARNING)
         added.append(terminal)
@@ -109,7 +109,7 @@ def _flush() -> None:
 
 
 class Relay:
-    """Lets a child process speak through this process's ``sys.stdout`` and ``sys.stderr``.
+    """Passes the output of a child process to this process's ``sys.stdout`` and ``sys.stderr``.
 
     Where they are the process's own files the child inherits them, so a progress bar finds its
     terminal. Where they are something else (a notebook, a test's capture, a redirection) the child
@@ -151,7 +151,7 @@ def _for_child(stream: Any, original: Any) -> int:
 
 
 def _pass_on(selector: selectors.BaseSelector, timeout_s: float) -> bool:
-    """Move what is there. Returns whether there was anything."""
+    """Pass on the output that is available. Returns whether there was any."""
     ready = selector.select(timeout_s)
     for key, _ in ready:
         target, decoder = key.data
@@ -161,7 +161,7 @@ def _pass_on(selector: selectors.BaseSelector, timeout_s: float) -> bool:
             continue
         if not chunk:
             selector.unregister(key.fileobj)
-        # A run does not end because nobody can hear it any more.
+        # A run does not end because its output can no longer be written.
         with contextlib.suppress(OSError, ValueError):
             target.write(decoder.decode(chunk, final=not chunk))
             target.flush()

@@ -1,7 +1,7 @@
 """Stop requests: SIGINT and SIGTERM ask a run to end with a checkpoint.
 
-The run's loop looks at :attr:`StopRequest.requested` between steps; nothing is interrupted. Who
-called gets its own handlers back afterwards.
+The run's loop reads :attr:`StopRequest.requested` between steps; nothing is interrupted. The caller's handlers are
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ def exit_code(signum: int) -> int:
     return 128 + signum
 
 
+#: Exit codes of ranks that were stopped.
+STOPPED = tuple(exit_code(number) for number in STOP_SIGNALS)
+
+
 class StopRequest:
     """Remembers the first SIGINT or SIGTERM; a second SIGINT raises :class:`KeyboardInterrupt`.
 
     A context manager. In a thread other than the main one, where Python allows no handlers, only
     :meth:`request` can ask for a stop. One may be installed inside another: what the outer one had
-    received counts for the inner one, and the other way round once the inner one is gone.
+    received counts for the inner one, and the other way round once the inner one is restored.
     """
 
     def __init__(self) -> None:
         self._on_request: Callable[[int], object] | None = None
-        self._told = False
+        self._notified = False
         self._requested: int | None = None
         self._interrupts = 0
         self._previous: dict[signal.Signals, Any] = {}
@@ -45,26 +49,26 @@ class StopRequest:
         """Ask for a stop as if ``signum`` had arrived; only the first request counts."""
         if self._requested is None:
             self._requested = int(signum)
-            self._tell()
+            self._notify()
 
     def notify(self, on_request: Callable[[int], object]) -> None:
         """Call ``on_request(signum)`` once: when a stop is requested (from the handler), or now if it has been."""
         self._on_request = on_request
         if self._requested is not None:
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
-        if self._on_request is not None and self._requested is not None and not self._told:
-            self._told = True
+    def _notify(self) -> None:
+        if self._on_request is not None and self._requested is not None and not self._notified:
+            self._notified = True
             self._on_request(self._requested)
 
     def install(self) -> Self:
-        """Take over SIGINT and SIGTERM. Again: take them back from a library that replaced the handlers."""
+        """Handle SIGINT and SIGTERM. May be called again, after a library has replaced the handlers."""
         if threading.current_thread() is not threading.main_thread():
             return self
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) is None:
-                continue  # a handler from outside Python: it could not be given back
+                continue  # a handler from outside Python: it could not be restored
             previous = signal.signal(signum, self._receive)
             if signum not in self._previous:
                 self._previous[signum] = previous
@@ -76,7 +80,7 @@ class StopRequest:
         return self
 
     def restore(self) -> None:
-        """Give SIGINT and SIGTERM back to the handlers that had them before :meth:`install`."""
+        """Restore the handlers of SIGINT and SIGTERM from before :meth:`install`."""
         while self._previous:
             signum, previous = self._previous.popitem()
             signal.signal(signum, previous)
@@ -106,7 +110,7 @@ def _owner(handler: Any) -> StopRequest | None:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Start processes that hold SIGINT and SIGTERM back, as this thread does meanwhile.
+    """Block SIGINT and SIGTERM in this thread and in processes that it starts.
 
     A signal that arrives before such a process has handlers waits until it calls :func:`accept`,
     instead of ending it half-started. (A signal to this process may still reach another thread.)
@@ -119,5 +123,5 @@ def held_back() -> Iterator[None]:
 
 
 def accept() -> None:
-    """Let the signals through that whoever started this process held back."""
+    """Unblock the signals that the parent process blocked with :func:`held_back`."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -1,30 +1,117 @@
-"""Several ranks on this machine: :func:`launch` starts them through a launcher process and waits.
+"""Starting what was prepared: in this process for one device, else on ranks, through a launcher process.
 
 The chain is caller → launcher (:mod:`lockstep.launch.local.launcher`) → ranks
-(:mod:`lockstep.launch.local.worker`). Nothing of it runs in the caller, which may be a script without a
+(:mod:`lockstep.launch.local.train_rank`). No rank runs in the caller, which may be a script without a
 main guard, a notebook, a thread or a server's child.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from lockstep.errors import RunFolderError, StorageError
-from lockstep.hardware import parent_death
+from lockstep.engine.attempt import run_attempt
+from lockstep.engine.result import RunResult
+from lockstep.errors import LockstepError, RunFolderError, StorageError
+from lockstep.hardware import World, parent_death
 from lockstep.launch.failure import records
-from lockstep.launch.local.environment import LAUNCH_ID, for_launcher
+from lockstep.launch.failure.report import own_failure, read_failure
+from lockstep.launch.local.environment import LAUNCH_ID, THREADS, for_launcher
 from lockstep.launch.local.rank_output import Relay
 from lockstep.launch.local.signals import StopRequest, exit_code, held_back
+from lockstep.launch.prepare import Prepared
+from lockstep.launch.task_transport import pack_task
+from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir, read_json, write_json
+from lockstep.telemetry.sinks import standard_sinks
 
-#: How long the launcher may take to end when it has been told to kill everything.
+#: How long the launcher may take to end after it has been asked to kill all ranks.
 _KILL_S = 10.0
+
+
+def start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
+    """Train what was prepared, as a new attempt of ``run``; returns when it has ended.
+
+    Args:
+        resumed_from: the step of the checkpoint that the attempt resumes; 0 without one.
+
+    Raises:
+        LockstepError: the attempt failed; which rank and why.
+    """
+    attempt = run.begin_attempt(prepared.plan.as_dict(), prepared.placement.as_dict(), resumed_from)
+    if prepared.placement.world_size == 1:
+        return _train_here(prepared, run, attempt)
+    return _train_on_ranks(prepared, run)
+
+
+def _train_here(prepared: Prepared, run: RunDir, attempt: int) -> RunResult:
+    """Train in this process, on one device (or, with ``dp``, on several)."""
+    with StopRequest() as stop:
+        try:
+            return run_attempt(
+                run,
+                World(),
+                prepared.task,
+                prepared.config,
+                prepared.plan,
+                attempt=attempt,
+                sink=standard_sinks(run, prepared.config, sys.stdout),
+                stop_signal=lambda: stop.requested,
+                datasets=prepared.datasets,
+            )
+        except Exception as error:
+            failure = own_failure(run, error)
+            if failure is None:
+                raise
+            _record(run, failure.format())
+            raise failure.as_error() from error
+
+
+def _train_on_ranks(prepared: Prepared, run: RunDir) -> RunResult:
+    settings = prepared.config.launch
+    pack_task(run, prepared.task, prepared.config)
+    code = launch(
+        run,
+        prepared.placement.world_size,
+        environ={THREADS: str(prepared.plan.threads)},
+        stop_grace_s=settings.stop_grace_s,
+        max_restarts=settings.max_restarts,
+        hang_timeout_s=settings.hang_timeout_s,
+    )
+    if code and or_else(lambda: run.read().status, "lost") not in {"stopped", "completed"}:
+        failure = read_failure(run)
+        records.clear_spare(run.logs)
+        _record(run, failure.format() if failure else f"the launcher ended with exit code {code}")
+        if failure is not None:
+            raise failure.as_error()
+    return _result_of(run, code)
+
+
+def _record(run: RunDir, error: str) -> None:
+    with contextlib.suppress(LockstepError):  # the folder may be what failed
+        run.update(status="failed", error=error)
+
+
+def _result_of(run: RunDir, exit_code: int) -> RunResult:
+    """The result of an attempt that other processes made, from the run folder."""
+    record = run.read()
+    beat = run.progress()
+    return RunResult(
+        status=record.status,
+        exit_code=exit_code,
+        run_dir=run.path,
+        step=beat.step if beat else 0,
+        metrics=dict(record.final_metrics),
+        best_epoch=record.best_epoch,
+        best_metric=dict(record.best_metric),
+    )
 
 
 def launch(
@@ -36,8 +123,8 @@ def launch(
     max_restarts: int = 0,
     hang_timeout_s: float = 60.0,
     detached: bool = False,
-    worker_module: str = "lockstep.launch.local.worker",
-    nodes: str | None = None,
+    worker_module: str = "lockstep.launch.local.train_rank",
+    nodes: Mapping[str, Any] | None = None,
 ) -> int:
     """Run ``ranks`` ranks of the run on this machine and wait until all have ended.
 
@@ -45,19 +132,19 @@ def launch(
     second SIGINT kills them. The handlers of the caller are back on return. In another thread the
     caller's handlers stay as they are.
 
-    After a failure, :func:`lockstep.launch.failure.report.collect` tells what happened.
+    After a failure, :func:`lockstep.launch.failure.report.read_failure` reports it.
 
     Args:
         run_dir: a run that exists.
         ranks: how many, at least 1.
-        environ: variables for the ranks, besides this process's own; LOCKSTEP_THREADS, the intra-op
+        environ: variables for the ranks, in addition to this process's; LOCKSTEP_THREADS, the intra-op
             threads of each rank (default: OMP_NUM_THREADS, or 1), among them.
         stop_grace_s: how long ranks may take to end after a stop was requested, seconds.
         max_restarts: how often all ranks are started again after one has failed.
         hang_timeout_s: how long no rank may make progress before all are killed, seconds.
-        detached: let the run go on when this process ends; otherwise it is stopped then, in good order.
+        detached: let the run continue when this process ends; otherwise it is stopped then, with a checkpoint.
         worker_module: what every rank runs, as ``python -m MODULE RUN_FOLDER``.
-        nodes: the formatted :class:`lockstep.launch.nodes.command.Nodes` of a multi-node run.
+        nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for a run on several nodes.
 
     Returns:
         0: done; 1: failed; 2: wrong usage; 130 or 143: stopped by SIGINT or SIGTERM after a
@@ -72,13 +159,18 @@ def launch(
             fix="change its permissions, or choose another --save-dir",
         ) from error
     launch_id = uuid.uuid4().hex
+    settings = {
+        "ranks": ranks,
+        "worker_module": worker_module,
+        "stop_grace_s": stop_grace_s,
+        "max_restarts": max_restarts,
+        "hang_timeout_s": hang_timeout_s,
+        "parent_pid": None if detached else os.getpid(),
+        "nodes": nodes,
+    }
     command = [
         *(sys.executable, "-P", "-m", "lockstep.launch.local.launcher", str(run_dir.path.resolve())),
-        *("--ranks", str(ranks), "--worker-module", worker_module),
-        *("--stop-grace-s", str(stop_grace_s), "--max-restarts", str(max_restarts)),
-        *("--hang-timeout-s", str(hang_timeout_s)),
-        *(() if detached else ("--parent-pid", str(os.getpid()))),
-        *(("--nodes", nodes) if nodes else ()),
+        json.dumps(settings),
     ]
     launcher_environ = for_launcher({**os.environ, **(environ or {})}, launch_id, sys.path, several=nodes is not None)
     with StopRequest() as stop:
@@ -87,7 +179,7 @@ def launch(
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], stop: StopRequest) -> int:
-    """The launcher's return code; nothing of it is left, whatever ends this function."""
+    """The launcher's return code; no process of it is left, however this function ends."""
     process, relay = None, Relay()
     try:
         with held_back():
@@ -112,7 +204,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], stop: StopRequest) 
 
 
 def _kill(process: subprocess.Popen[bytes]) -> int:
-    """The user will not wait any longer. Returns the exit code."""
+    """Kill all ranks after a second SIGINT. Returns the exit code."""
     process.send_signal(signal.SIGQUIT)
     with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         process.wait(_KILL_S)
@@ -120,7 +212,7 @@ def _kill(process: subprocess.Popen[bytes]) -> int:
 
 
 def _ended_by_signal(run_dir: RunDir, number: int) -> int:
-    """The launcher could not write down its own end."""
+    """Record the launcher's end, which it could not record itself."""
     if number in (signal.SIGINT, signal.SIGTERM):
         return exit_code(number)
     path = run_dir.logs / records.LAUNCHER_FILE
@@ -129,6 +221,6 @@ def _ended_by_signal(run_dir: RunDir, number: int) -> int:
     except RunFolderError:
         content = {}
     name = signal.Signals(number).name
-    with contextlib.suppress(StorageError):  # then the exit code has to say enough
+    with contextlib.suppress(StorageError):  # the exit code remains
         write_json(path, {**content, "error": f"the launcher was killed by signal {number} ({name})", "exit_code": 1})
     return 1

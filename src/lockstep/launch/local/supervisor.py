@@ -1,4 +1,4 @@
-"""Watches the ranks of one node: who ended how and when, and what to do about it.
+"""Supervises the ranks of one node: how and when each ended, and what to do about it.
 
 ::
 
@@ -6,8 +6,8 @@
        ├──────a rank failed───▶ failing ───grace over──▶ killed
        └──────no progress────────────────────────────────▶ killed
 
-In *stopping* the ranks have been told once and end by themselves, after a checkpoint. In *failing*
-they are stuck in a collective that will never complete, so they get little time. Ranks that hang get none.
+In *stopping* the ranks have received one signal and end after a checkpoint. In *failing* they are blocked in a
+collective that will never complete, so they get little time. Ranks that hang get none.
 """
 
 from __future__ import annotations
@@ -18,52 +18,32 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from lockstep.errors import RankFailed
+from lockstep.launch.failure.records import RankEnd
 from lockstep.launch.health.hang import HangReport
-from lockstep.launch.local.signals import exit_code
+from lockstep.launch.local.signals import STOPPED, exit_code
 
 Phase = Literal["running", "stopping", "failing"]
 
-#: How long ranks may take to end by themselves once another one has failed.
+#: How long ranks may take to end once another one has failed.
 FAILURE_GRACE_S = 5.0
-#: How long a killed process may stay: in an uninterruptible call of a driver it cannot be helped.
+#: How long a killed process may remain, in an uninterruptible call of a driver.
 ABANDON_S = 30.0
 
-_STOPPED = frozenset(exit_code(number) for number in (signal.SIGINT, signal.SIGTERM))
-_ORDERLY = frozenset({0, *_STOPPED, -signal.SIGINT, -signal.SIGTERM})
+_ORDERLY = (0, *STOPPED, -signal.SIGINT, -signal.SIGTERM)
 _WRONG_USAGE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class RankExit:
-    """How a rank ended. ``code`` is negative for a signal; times are seconds since the epoch.
-
-    It ended between ``alive_at`` and ``seen_at``. ``ended_by_launcher``: it had been told to end
-    because of a failure elsewhere, or was killed after a stop.
-    """
-
-    rank: int
-    pid: int
-    code: int
-    alive_at: float
-    seen_at: float
-    ended_by_launcher: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Supervisor:
     """One start of all ranks of this node, from their start to their last end.
 
     Args:
-        processes: by rank; each leads a process group of its own.
+        processes: by rank; each leads a process group.
         stop_requested: the signal that asked for a stop, if any.
         stop_grace_s: how long ranks may take to end after a stop was requested, seconds.
-        look: looks at the ranks that are alive; a report when they hang.
+        look: checks the ranks that are alive; returns a report when they hang.
     """
 
     def __init__(
@@ -85,7 +65,7 @@ class Supervisor:
         self._killed = False
         self._asked = False
         self.phase: Phase = "running"
-        self.exits: dict[int, RankExit] = {}
+        self.exits: dict[int, RankEnd] = {}
         #: True when ranks had to be killed because they did not follow a stop in time.
         self.forced = False
         #: Why the ranks were killed, when they hung.
@@ -100,9 +80,9 @@ class Supervisor:
         return [rank for rank in self._processes if rank not in self.exits]
 
     @property
-    def failed(self) -> list[RankExit]:
-        """The ranks that failed by themselves."""
-        orderly = _ORDERLY if self._asked else {0, *_STOPPED}
+    def failed(self) -> list[RankEnd]:
+        """The ranks that failed, without those that the launcher ended."""
+        orderly = _ORDERLY if self._asked else (0, *STOPPED)
         return [end for end in self.exits.values() if not end.ended_by_launcher and end.code not in orderly]
 
     @property
@@ -141,11 +121,11 @@ class Supervisor:
             self._fail(now)
         elif self._asked:
             self._stop(now)
-        elif any(end.code in _STOPPED for end in self.exits.values()):
+        elif any(end.code in STOPPED for end in self.exits.values()):
             # The ranks have agreed on a stop that one of them was asked for directly.
             self._begin("stopping", now + self._stop_grace_s)
         elif (hang := self._look(self.alive)) is not None:
-            # They wait for each other, or are stopped: nobody would hear anything milder.
+            # They wait for each other, or are stopped: none would handle a milder signal.
             self.hang = hang
             self._begin("failing", now)
             self.kill()
@@ -157,7 +137,7 @@ class Supervisor:
         return False
 
     def kill(self) -> None:
-        """Kill all ranks that still run, with everything that they started."""
+        """Kill all ranks that still run, with their child processes."""
         self._killed = True
         for rank in self.alive:
             _signal_group(self._processes[rank].pid, signal.SIGKILL)
@@ -183,7 +163,7 @@ class Supervisor:
 
     def _observe(self) -> None:
         now = time.time()
-        told = self.phase == "failing" or self._killed
+        ending = self.phase == "failing" or self._killed
         for rank in self.alive:
             process = self._processes[rank]
             code = _peek(process)
@@ -192,8 +172,15 @@ class Supervisor:
             if code != 0:
                 _signal_group(process.pid, signal.SIGKILL)  # what it left behind: loader workers, for example
             # An exit code other than a signal's is the rank's own verdict, however late it comes.
-            ended = told and -code in (signal.SIGTERM, signal.SIGKILL)
-            self.exits[rank] = RankExit(rank, process.pid, code, self._seen_at, now, ended)
+            ended = ending and -code in (signal.SIGTERM, signal.SIGKILL)
+            self.exits[rank] = RankEnd(
+                rank=rank,
+                pid=process.pid,
+                code=code,
+                alive_at=self._seen_at,
+                seen_at=now,
+                ended_by_launcher=ended,
+            )
         self._seen_at = now
 
 
@@ -202,7 +189,7 @@ def _undying(ranks: list[int]) -> RankFailed:
     return RankFailed(
         f"rank {names} was killed and is still there after {ABANDON_S:.0f} s",
         why="it is stuck in a system call that cannot be interrupted: a GPU driver, a network file system",
-        fix="look at `dmesg`; a machine in this state usually has to be started anew",
+        fix="look at `dmesg`; a machine in this state usually needs a restart",
     )
 
 

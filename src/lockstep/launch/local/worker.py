@@ -1,7 +1,6 @@
-"""One rank: ``python -m lockstep.launch.local.worker RUN``, started by the launcher with a rank's environment.
+"""What every rank that the launcher starts has in common, whatever it runs (:mod:`.train_rank`, :mod:`.on_ranks`).
 
-What is here is the same for every rank, whatever it runs: it ends with the launcher, writes to its
-own log, answers stop requests, and leaves a file that says what went wrong.
+It ends with the launcher, writes to its own log, answers stop requests, and records its failure in a file.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,16 +27,25 @@ from lockstep.launch.local.rank_output import log_file, rank_output
 from lockstep.telemetry.progress_board import pulse
 from lockstep.telemetry.rundir import RunDir
 
-#: What a rank does: the run, who it is; the result is its exit code.
-RankMain = Callable[[RunDir, World], int]
+
+@dataclass(frozen=True)
+class Rank:
+    """This process as one of the ranks that the launcher started in ``folder``, a run's or a temporary one."""
+
+    folder: RunDir
+    world: World
+    stop: signals.StopRequest
 
 
-def main(argv: list[str], rank_main: RankMain | None = None) -> int:
-    """Be one rank of the run whose folder is ``argv[0]``.
+#: What a rank does; the result is its exit code.
+RankMain = Callable[[Rank], int]
 
-    The process ends here and now. After a failure, what would still run at its end may wait for ranks that
-    wait for this one; after a success, native threads of torch that are still there must not be able
-    to turn it into a crash.
+
+def main(argv: list[str], rank_main: RankMain) -> int:
+    """Run ``rank_main`` as one rank of the run whose folder is ``argv[0]``.
+
+    The process ends at once. After a failure, exit handlers may wait for ranks that wait for this one; after a
+    success, native threads of torch that still run must not turn it into a crash.
     """
     bind_to_launcher(os.environ)
     stop = signals.StopRequest().install()
@@ -48,34 +57,35 @@ def main(argv: list[str], rank_main: RankMain | None = None) -> int:
     except LockstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    code = run_rank(run_dir, world, rank_main or _train)
+    code = run_rank(Rank(run_dir, world, stop), rank_main)
     stop.restore()
-    if code in (0, *map(signals.exit_code, signals.STOP_SIGNALS)):
+    if code in (0, *signals.STOPPED):
         run_exit_functions()
     leave(code)
 
 
 def bind_to_launcher(environ: Mapping[str, str]) -> None:
-    """Let this process end when its launcher does."""
+    """End this process when its launcher ends."""
     launcher = environ.get(environment.LAUNCHER_PID)
     if launcher is not None:
         parent_death.watch_pipe(parent_death.take_lifeline())
         parent_death.die_with_parent(int(launcher))
 
 
-def run_rank(run_dir: RunDir, world: World, rank_main: RankMain) -> int:
-    """Call ``rank_main(run_dir, world)`` with this rank's output in its place; failures become an exit code.
+def run_rank(rank: Rank, rank_main: RankMain) -> int:
+    """Call ``rank_main(rank)`` with this rank's output in its place; failures become an exit code.
 
-    A failure is recorded for :func:`lockstep.launch.failure.report.collect`; the terminal stays silent
-    about it, since the one who started the ranks tells of all of them in one block.
+    A failure is recorded for :func:`lockstep.launch.failure.report.read_failure` and not printed, since the process
+    that started the ranks prints one report on all of them.
     """
+    run_dir, world = rank.folder, rank.world
     try:
         records.error_file(run_dir.logs, world.rank).unlink(missing_ok=True)
         with rank_output(run_dir.logs, world.rank), _native_crashes_to(log_file(run_dir.logs, world.rank)):
             for stream in (sys.stdout, sys.stderr):
                 if hasattr(stream, "reconfigure"):
                     stream.reconfigure(line_buffering=True)
-            return rank_main(run_dir, world)
+            return rank_main(rank)
     except KeyboardInterrupt:
         return signals.exit_code(signals.STOP_SIGNALS[0])
     except SystemExit as end:
@@ -87,9 +97,9 @@ def run_rank(run_dir: RunDir, world: World, rank_main: RankMain) -> int:
 
 
 def record_failure(run_dir: RunDir, world: World, error: BaseException) -> int:
-    """Write down why this rank failed; returns the exit code that says it.
+    """Record why this rank failed; returns its exit code.
 
-    Where it cannot be written anywhere, the terminal is told instead.
+    A failure that cannot be written anywhere is printed.
     """
     try:
         records.record(run_dir.logs, world.rank, error)
@@ -105,27 +115,17 @@ def _native_crashes_to(path: Path) -> Iterator[None]:
     with path.open("a", encoding="utf-8") as log:
         faulthandler.enable(file=log)
         try:
-            with stacks.told_on_request(log):
+            with stacks.written_on_request(log):
                 yield
         finally:
             faulthandler.disable()
 
 
-def _train(run_dir: RunDir, world: World) -> int:
-    from lockstep.launch.api import run_rank as train
-
-    return train(run_dir, world)
-
-
 def leave(code: int) -> NoReturn:
-    """End this process here and now, with the loader workers that it has."""
+    """End this process at once, with its loader workers."""
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,23 +1,26 @@
-"""The launcher's part in a run on several nodes: meeting, watching each other, meeting again.
+"""The launcher's part in a run on several nodes: rendezvous, heartbeats, and a new rendezvous after a failure.
 
-Torch's elastic agent does the first and the last (its c10d rendezvous, whose store lives in the launcher of the node
-that --rdzv names). What it lacks is here: a node that falls silent is noticed although no connection breaks, a node
-that is cut off gives up its ranks, and whoever fails tells the others why.
+Torch's elastic agent does the rendezvous (c10d, with its store in the launcher of the node that --rdzv names). This
+module adds what it lacks: a node without heartbeats is detected although no connection breaks, a node that is cut off
+ends its ranks, and a node that fails sends the others the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -27,39 +30,37 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
+from lockstep._compat.torch import agent_processes
 from lockstep.errors import ConfigError, RankFailed
 from lockstep.hardware.network import address_towards, choose_interface, is_this_machine
-from lockstep.launch.failure import report as failure
-from lockstep.launch.health.joint_hang import Word
+from lockstep.launch.failure.report import read_failure
+from lockstep.launch.health.joint_hang import NodeStatus
 from lockstep.launch.local import environment, signals
-from lockstep.launch.local.node import MONITOR_INTERVAL_S
+from lockstep.launch.local.launch import MONITOR_INTERVAL_S, Launch
+from lockstep.launch.local.supervisor import Supervisor
 from lockstep.launch.nodes.command import Nodes, bring_last_lines, refuse
-from lockstep.launch.nodes.elastic_agent import RankAgent, prepare_torch
-from lockstep.launch.nodes.liveness import PULSE_S, SILENCE_S, NodeHandler, Peers, await_server, open_store
+from lockstep.launch.nodes.liveness import HEARTBEAT_S, SILENCE_S, NodeHandler, Peers, await_server, open_store
 from lockstep.telemetry.rundir import new_run_id
 
-if TYPE_CHECKING:
-    from lockstep.launch.local.launcher import Launch
-
-#: With fewer nodes than the most, how long a start waits for one more.
+#: With fewer nodes than the maximum, how long a start waits for one more.
 LAST_CALL_S = 5.0
-#: A node whose keep-alive is older than this many seconds takes no part in the next meeting.
+#: A node whose keep-alive is older than this many seconds is left out of the next rendezvous.
 KEEP_ALIVE_S = 5
-#: How long a node whose ranks were stopped from another one looks for somebody who waits to be let in.
+#: How long a node whose ranks were stopped from another one checks whether a node waits to join.
 MAKE_ROOM_S = 3.0
 _EXIT_BARRIER_S = 30.0
-_TELL_S = 5.0
+_REASON_S = 5.0
 _JOB, _FAILURE = "lockstep/job", "lockstep/failure"
 
 
 class LostContact(Exception):
-    """This node cannot reach the one where the nodes meet."""
+    """This node cannot reach the rendezvous."""
 
 
 def run(launch: Launch, nodes: Nodes, command: tuple[str, ...]) -> int:
     """Run this node's ranks, and again after a failure; returns the exit code.
 
-    Where the nodes cannot meet, :func:`lockstep.launch.nodes.command.refuse` is told why.
+    If the rendezvous fails, :func:`lockstep.launch.nodes.command.refuse` records why.
     """
     try:
         return _run(launch, nodes, command)
@@ -72,9 +73,9 @@ def _run(launch: Launch, nodes: Nodes, command: tuple[str, ...]) -> int:
     """The exit code.
 
     Raises:
-        ConfigError, RankFailed: the nodes cannot meet.
+        ConfigError, RankFailed: the rendezvous failed.
     """
-    prepare_torch()
+    _prepare_torch()
     # The store of the ranks must not be that of the agents, or survivors of a lost node wait at its old address.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     choose_interface(os.environ, nodes.host)
@@ -100,17 +101,17 @@ def _run(launch: Launch, nodes: Nodes, command: tuple[str, ...]) -> int:
             return _blame(launch, store)
         except RendezvousTimeoutError as error:
             raise RankFailed(
-                f"fewer than {nodes.least} nodes have come to {nodes.address} within {nodes.join_timeout_s:g} s",
+                f"fewer than {nodes.least} nodes joined {nodes.address} within {nodes.join_timeout_s:g} s",
                 why=_failure_elsewhere(store, 0.0) or "the others have not started, or cannot reach it",
                 fix="start the same command on the other nodes; raise launch.join_timeout_s if they start late",
             ) from error
 
 
 def _connect(launch: Launch, nodes: Nodes) -> TCPStore:
-    """The store where the nodes meet: served here, or found at ``nodes.address``.
+    """The store of the rendezvous: served here, or found at ``nodes.address``.
 
     Raises:
-        ConfigError: no such host, a port that is taken. RankFailed: nobody answers within ``join_timeout_s``.
+        ConfigError: no such host, a port that is taken. RankFailed: no answer within ``join_timeout_s``.
     """
     try:
         serves = is_this_machine(nodes.host)
@@ -137,7 +138,7 @@ def _connect(launch: Launch, nodes: Nodes) -> TCPStore:
                 ) from error
             if time.monotonic() > deadline:
                 raise RankFailed(
-                    f"nobody answers at {nodes.address} within {nodes.join_timeout_s:g} s",
+                    f"no answer from {nodes.address} within {nodes.join_timeout_s:g} s",
                     why="the node that --rdzv names runs no `lockstep train --nodes`, or cannot be reached",
                     fix="start the same command there; check the name, the port and firewalls between the nodes",
                 ) from error
@@ -146,15 +147,31 @@ def _connect(launch: Launch, nodes: Nodes) -> TCPStore:
         time.sleep(MONITOR_INTERVAL_S)
 
 
-class NodeAgent(RankAgent):
-    """An agent of one of several nodes. Use :func:`run`."""
+def _prepare_torch() -> None:
+    """Keep torch's agent away from signals; let its loggers write where the root logger does, not to the terminal."""
+    # The agent always installs a handler; this signal is not used.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and (name == "torch" or name.startswith("torch.")):
+            logger.handlers.clear()
+            logger.propagate = True
+
+
+class NodeAgent(LocalElasticAgent):
+    """Torch's agent of one of several nodes, with Lockstep's supervisor: the agent starts and restarts ranks.
+
+    The agent's monitor gives the other ranks 30 s once one has failed, and ends whole process groups, loader workers
+    included, when a stop is requested. So it is called only when all ranks have ended already. Use :func:`run`.
+    """
 
     def __init__(self, spec: WorkerSpec, launch: Launch, peers: Peers) -> None:
-        super().__init__(spec, launch.stop, launch.start)
+        # Ranks write their logs themselves; no folder in /tmp.
+        super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=os.devnull), start_method="spawn")
         self._exit_barrier_timeout = _EXIT_BARRIER_S
         self._launch = launch
         self._peers = peers
-        #: Why the ranks were given up, if they were.
+        self.supervisor: Supervisor | None = None
+        #: Why the ranks were ended, if they were.
         self.lost = ""
         self.meets = False
         self._ended_at: float | None = None
@@ -175,14 +192,20 @@ class NodeAgent(RankAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.lost, self._ended_at = "", None
-        pids = super()._start_workers(worker_group)
+        with signals.held_back():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            self._launch.stop.install()  # should the agent have taken SIGINT or SIGTERM after all
+        processes = agent_processes(self)
         group: Any = worker_group
+        self.supervisor = self._launch.start(
+            {worker.global_rank: processes[worker.local_rank].proc for worker in group.workers}
+        )
         self._peers.begin(f"{group.master_addr}:{group.master_port}", group.group_rank, group.group_world_size)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self.supervisor is not None, "workers are monitored after their start"
-        # The agent sees who waits as of the words that the supervisor is about to hear, not as of later ones.
+        # The agent sees the waiting nodes as of the heartbeats that the supervisor is about to read, not of later ones.
         self._peers.show_who_waits()
         cut_off = self._peers.cut_off()
         lost = self.lost or cut_off or self._peers.lost()
@@ -194,28 +217,34 @@ class NodeAgent(RankAgent):
             if cut_off:
                 raise LostContact(cut_off)
             return RunResult(state=WorkerState.FAILED)
-        if self.supervisor.check():
-            if self._makes_room():
-                return RunResult(state=WorkerState.HEALTHY)  # the agent sees who waits, and starts all again
-            if self.supervisor.exit_code in (0, *_STOPPED):
-                self._peers.tell(Word(done=True))
-        return super()._monitor_workers(worker_group)
+        if not self.supervisor.check() or self._makes_room():
+            return RunResult(state=WorkerState.HEALTHY)  # if a node waits, the agent sees it and restarts all
+        if self.supervisor.exit_code in (0, *signals.STOPPED):
+            self._peers.send(NodeStatus(done=True))
+        if not self.supervisor.may_restart:
+            self._remaining_restarts = 0
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:  # its arguments differ between versions of torch
+        if self.supervisor is not None:
+            self.supervisor.kill()  # none is left, unless this module failed
+        super()._shutdown(*args, **kwargs)
 
     def _makes_room(self) -> bool:
-        """Whether the ranks may have stopped, unasked here, because another node has seen first that somebody waits."""
+        """Whether the ranks may have stopped because another node was the first to see that a node waits to join."""
         assert self.supervisor is not None, "workers are monitored after their start"
-        stopped = {signals.exit_code(number) for number in signals.STOP_SIGNALS}
-        if not {end.code for end in self.supervisor.exits.values()} <= stopped:
+        if not {end.code for end in self.supervisor.exits.values()} <= {*signals.STOPPED}:
             return False
         self._ended_at = self._ended_at or time.monotonic()
         waiting = self._launch.stop_requested() is None and time.monotonic() - self._ended_at < MAKE_ROOM_S
         return waiting or bool(self.get_worker_group().spec.rdzv_handler.num_nodes_waiting())
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        """Another node has come: the ranks end with a checkpoint first. After a failure none is alive, or they hang."""
+        """Another node joined: the ranks end with a checkpoint first. After a failure none is alive, or they hang."""
         supervisor, hangs = self.supervisor, self._launch.hang is not None
         if supervisor is not None and not (supervisor.failed or hangs or self.lost):
-            self._launch.error = "another node has come"
+            self._launch.error = "another node joined"
         if supervisor is not None and supervisor.alive and not hangs:
             for rank in supervisor.alive:
                 with contextlib.suppress(ProcessLookupError):
@@ -259,7 +288,7 @@ def _make_agent(
 
 @contextlib.contextmanager
 def _stoppable(launch: Launch, agent: NodeAgent) -> Any:
-    """A stop request ends the wait for other nodes; ranks are told by their supervisor."""
+    """A stop request ends the wait for other nodes; the supervisor passes it to the ranks."""
 
     def interrupt(_: int) -> None:
         if agent.meets:
@@ -274,7 +303,7 @@ def _stoppable(launch: Launch, agent: NodeAgent) -> Any:
 
 
 def _conclude(launch: Launch, nodes: Nodes, store: TCPStore, agent: NodeAgent) -> int:
-    """All is over here: tell the others, and let them go, too."""
+    """This node's ranks have ended: close the rendezvous for all nodes."""
     supervisor = launch.supervisor
     assert supervisor is not None, "an agent that returns has started its ranks"
     code = 1 if agent.lost else supervisor.exit_code
@@ -284,30 +313,27 @@ def _conclude(launch: Launch, nodes: Nodes, store: TCPStore, agent: NodeAgent) -
     launch.write()
     with contextlib.suppress(RuntimeError, RendezvousError):
         agent.get_worker_group().spec.rdzv_handler.shutdown()
-    return code if code in (0, *_STOPPED) else _blame(launch, store, code)
-
-
-_STOPPED = tuple(signals.exit_code(number) for number in signals.STOP_SIGNALS)
+    return code if code in (0, *signals.STOPPED) else _blame(launch, store, code)
 
 
 def _blame(launch: Launch, store: TCPStore, code: int = 1) -> int:
-    """Tell the other nodes why this one failed; or, where that was because of another one, hear it from there."""
+    """Send the other nodes the reason why this one failed; or receive it, if another one failed first."""
     bring_last_lines(launch.run_dir)
-    report = failure.collect(launch.run_dir)
+    report = read_failure(launch.run_dir)
     own = report is not None and (report.hang or (report.first is not None and not report.first.is_collateral))
     if own and report is not None:
         text = f"node {socket.gethostname()}: {report.what}"
         details = "\n".join(filter(None, [report.details(), text]))
         with contextlib.suppress(RuntimeError):
             store.compare_set(_FAILURE, "", details)
-            time.sleep(PULSE_S)  # the store may be this process's: let others read
-    elif elsewhere := _failure_elsewhere(store, _TELL_S):
+            time.sleep(HEARTBEAT_S)  # the store may be this process's: let others read
+    elif elsewhere := _failure_elsewhere(store, _REASON_S):
         launch.error = elsewhere
     return code
 
 
 def _failure_elsewhere(store: TCPStore, wait_s: float) -> str:
-    """What another node has said about its failure, if it does within ``wait_s``."""
+    """The reason that another node has sent, if it does within ``wait_s``."""
     deadline = time.monotonic() + wait_s
     with contextlib.suppress(RuntimeError):
         while not store.check([_FAILURE]):

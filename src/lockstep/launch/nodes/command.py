@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,17 @@ from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.world import World
 from lockstep.launch.failure import records
-from lockstep.launch.failure import report as failure
-from lockstep.launch.local import start
+from lockstep.launch.failure.report import read_failure
+from lockstep.launch.local.on_ranks import temporary_folder
+from lockstep.launch.local.start import launch
+from lockstep.launch.local.worker import Rank
 from lockstep.launch.nodes.external import train_as_rank
+from lockstep.launch.nodes.preparation import Request, Start
 from lockstep.launch.prepare import place
-from lockstep.launch.run_claim import overrides_of
 from lockstep.launch.task_transport import load_task, pack_task
-from lockstep.launch.temporary import temporary_folder
 from lockstep.telemetry.rundir import RunDir, new_run_id, read_json, write_json
 
-#: Where nodes meet when --rdzv names no port; torch's default.
+#: The port of the rendezvous when --rdzv names none; torch's default.
 DEFAULT_PORT = 29400
 _REQUEST, _BEGUN, _RESULT, _REFUSAL = "request.json", "begun.json", "result.json", "refusal.json"
 _REFUSALS = (ConfigError, RankFailed)
@@ -47,30 +47,21 @@ class Nodes:
 
     @classmethod
     def of(cls, config: RunConfig) -> Nodes:
-        """What ``launch.nodes`` and ``launch.rdzv`` say. Raises :class:`ConfigError`."""
+        """The values of ``launch.nodes`` and ``launch.rdzv``. Raises :class:`ConfigError`."""
         settings = config.launch
         least, _, most = (settings.nodes or "1").partition(":")
         if int(least) > int(most or least):
             raise ConfigError(
-                f"--nodes {settings.nodes} cannot be", why="the first number is the least", fix="write 1:4, for example"
+                f"invalid --nodes {settings.nodes}: the minimum is larger than the maximum",
+                fix="write 1:4, for example",
             )
         if settings.rdzv is None:
             raise ConfigError(
-                "--nodes needs to know where the nodes meet",
+                "--nodes needs the address of the rendezvous",
                 fix="add --rdzv HOST:PORT on every node: the name of one of them, and a port that is free there",
             )
         host, port = _split(settings.rdzv)
         return cls(int(least), int(most or least), host, port, settings.join_timeout_s)
-
-    @classmethod
-    def parse(cls, text: str) -> Nodes:
-        """The inverse of :meth:`format`."""
-        least, most, port, join_timeout_s, host = text.split(" ", 4)
-        return cls(int(least), int(most), host, int(port), float(join_timeout_s))
-
-    def format(self) -> str:
-        """For the launcher's command line."""
-        return f"{self.least} {self.most} {self.port} {self.join_timeout_s} {self.host}"
 
     @property
     def address(self) -> str:
@@ -88,23 +79,15 @@ def _split(text: str) -> tuple[str, int]:
         host, port = text, str(DEFAULT_PORT)
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--rdzv {text!r} is no address", fix="write HOST:PORT, for example node1:29400")
+        raise ConfigError(f"invalid --rdzv {text!r}: not an address", fix="write HOST:PORT, for example node1:29400")
     return host, int(port)
 
 
-def train_on_nodes(
-    task: Task,
-    config: RunConfig,
-    *,
-    resume: bool,
-    given: RunConfig | Mapping[str, Any] | None,
-    as_given: bool,
-    accept_data: bool = False,
-) -> RunResult:
+def train_on_nodes(task: Task, config: RunConfig, request: Request) -> RunResult:
     """Train on this node's devices, together with the other nodes on which this is called.
 
     Raises:
-        UsageError: before anything starts, or when the nodes do not want the same. RunError: when the run fails.
+        UsageError: before anything starts, or when the nodes' settings differ. RunError: when the run fails.
         SystemExit: with code 130 or 143, when it was stopped before it could begin, or not waited for.
     """
     nodes = Nodes.of(config)
@@ -113,31 +96,29 @@ def train_on_nodes(
         print(f"meeting {nodes}, with {ranks} rank(s) here; waiting up to {nodes.join_timeout_s:g} s", file=sys.stderr)
     with temporary_folder("lockstep-node-") as path:
         folder = RunDir.create(path / "node", config, run_id=new_run_id(), command=sys.argv)
-        request = {"resume": resume, "accept_data": accept_data, "as_given": as_given}
-        write_json(folder.path / _REQUEST, {**request, "given": overrides_of(given)})
+        write_json(folder.path / _REQUEST, asdict(request))
         pack_task(folder, task, config)
-        code = start.launch(
+        code = launch(
             folder,
             ranks,
-            nodes=nodes.format(),
+            nodes=asdict(nodes),
             stop_grace_s=config.launch.stop_grace_s,
             max_restarts=config.launch.max_restarts,
             hang_timeout_s=config.launch.hang_timeout_s,
         )
         result = _result(folder)
         if result is not None and (code == 0 or code > 128):
-            return replace(result, exit_code=code)  # the ranks know only that they were told to stop, not by what
+            return replace(result, exit_code=code)  # the ranks know only that they were to stop, not by which signal
         raise _failure(folder, code)
 
 
 def _failure(folder: RunDir, code: int) -> LockstepError | SystemExit:
     """What went wrong, written down in the run's folder, if there is one that this node keeps."""
-    path = folder.path / _REFUSAL
-    if path.exists():
-        content = read_json(path)
+    content = _read(folder, _REFUSAL)
+    if content is not None:
         kind: type[LockstepError] = next(kind for kind in _REFUSALS if kind.code == content["code"])
         return kind(content["message"], why=content["why"], fix=content["fix"])
-    report = failure.collect(folder)
+    report = read_failure(folder)
     error = report.as_error() if report else RunError(f"the launcher of this node ended with exit code {code}")
     run, keeps = _begun(folder)
     with contextlib.suppress(LockstepError):  # the folder may be what failed
@@ -146,28 +127,25 @@ def _failure(folder: RunDir, code: int) -> LockstepError | SystemExit:
     return SystemExit(code) if report is None and code > 128 else error
 
 
-def train_as_node_rank(folder: RunDir, world: World) -> int:
-    """Body of a rank that the launcher of a node started; ``folder`` is the node's temporary one."""
+def train_as_node_rank(rank: Rank) -> int:
+    """Train as a rank that the launcher of a node started; its folder is the node's temporary one."""
+    folder, world = rank.folder, rank.world
     config = folder.config()
-    request = read_json(folder.path / _REQUEST)
-    task = load_task(folder, config)
 
-    def begun(run: RunDir, keeps: bool) -> None:
-        if keeps:
-            run.update(command=folder.read().command)  # what people typed, not what started this process
+    def begun(start: Start) -> None:
+        if start.keeps:
+            start.run.update(command=folder.read().command)  # what the user typed, not what started this process
         if world.local_rank == 0:
-            write_json(folder.path / _BEGUN, {"run": run.path, "keeps": keeps})
+            write_json(folder.path / _BEGUN, {"run": start.run.path, "keeps": start.keeps})
 
     result = train_as_rank(
-        task,
+        load_task(folder, config),
         config,
         world,
-        resume=request["resume"],
-        given=request["given"],
-        as_given=request["as_given"],
-        accept_data=request["accept_data"],
+        Request(**read_json(folder.path / _REQUEST)),
         begun=begun,
         restarts=records.restarts(folder),
+        stop=rank.stop,
     )
     if world.local_rank == 0:
         write_json(folder.path / _RESULT, {**asdict(result), "run_dir": str(result.run_dir)})
@@ -175,21 +153,18 @@ def train_as_node_rank(folder: RunDir, world: World) -> int:
 
 
 def refuse(folder: RunDir, error: ConfigError | RankFailed) -> None:
-    """In the launcher: there is nothing to run, as :func:`train_on_nodes` shall say. Raises :class:`StorageError`."""
+    """In the launcher: record why there is nothing to run, for :func:`train_on_nodes`. Raises :class:`StorageError`."""
     write_json(folder.path / _REFUSAL, error.as_dict())
 
 
 def _begun(folder: RunDir) -> tuple[RunDir | None, bool]:
     """The run of the newest start of this node's ranks, and whether this node keeps its folder."""
-    path = folder.path / _BEGUN
-    if not path.exists():
-        return None, False
-    content = read_json(path)
-    return RunDir(Path(content["run"])), bool(content["keeps"])
+    content = _read(folder, _BEGUN)
+    return (None, False) if content is None else (RunDir(Path(content["run"])), bool(content["keeps"]))
 
 
 def bring_last_lines(folder: RunDir) -> None:
-    """Put the last lines of this node's ranks, which they write to the run's folder, where a failure is looked for."""
+    """Copy the last lines of this node's ranks from the run's folder to where the failure report reads them."""
     run, _ = _begun(folder)
     if run is None:
         return
@@ -200,8 +175,10 @@ def bring_last_lines(folder: RunDir) -> None:
 
 
 def _result(folder: RunDir) -> RunResult | None:
-    path = folder.path / _RESULT
-    if not path.exists():
-        return None
-    content = read_json(path)
-    return RunResult(**{**content, "run_dir": Path(content["run_dir"])})
+    content = _read(folder, _RESULT)
+    return None if content is None else RunResult(**{**content, "run_dir": Path(content["run_dir"])})
+
+
+def _read(folder: RunDir, name: str) -> Any:
+    path = folder.path / name
+    return read_json(path) if path.exists() else None

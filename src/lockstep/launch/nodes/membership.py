@@ -1,6 +1,6 @@
-"""The ranks of several processes meet: who is here, on which node, and whether all want the same.
+"""The ranks of several processes meet: which ranks, on which nodes, and whether their settings are the same.
 
-Over the store of the process group, before there is a group: so that a difference is told by name, instead
+Over the store of the process group, before there is a group: so that a difference is reported by name, instead
 of as a time-out of ranks that wait for different things.
 """
 
@@ -20,13 +20,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_store
 
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.process.determinism import rank_device
 from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous
@@ -43,13 +43,13 @@ _trainings = count()
 
 @dataclass(frozen=True)
 class Member:
-    """One rank, as it introduces itself. ``says`` is what must be the same on all: settings and versions."""
+    """One rank. ``compared``: what must be the same on all ranks, settings and versions."""
 
     rank: int
     local_rank: int
     node_rank: int
     host: str
-    says: dict[str, str]
+    compared: dict[str, str]
 
 
 class Team:
@@ -62,8 +62,8 @@ class Team:
         #: The first rank of each node.
         self.leads = [member.rank for member in self.members if member.local_rank == 0]
         self.is_lead = self.me.local_rank == 0
-        # Lockstep's own launcher tells each error once, from whichever rank; elsewhere every rank has the terminal.
-        self._tells = self.is_lead or world.launcher == "--nodes"
+        # Lockstep's own launcher prints each error once, from any rank; elsewhere every rank prints.
+        self._prints = self.is_lead or world.launcher == "--nodes"
 
     @property
     def node(self) -> str:
@@ -85,7 +85,7 @@ class Team:
         """``body()`` on the ranks where ``here``; when it fails on one of them, every rank ends. Collective.
 
         Raises:
-            LockstepError: the first one, with its node's name; on the first rank of each node, which tells it.
+            LockstepError: the first one, with its node's name; on the first rank of each node, which prints it.
             SystemExit: on the others, with its exit code.
         """
         result, error = None, None
@@ -106,7 +106,7 @@ class Team:
         for rank, error in enumerate(errors):
             if error is None:
                 continue
-            if not self._tells:
+            if not self._prints:
                 raise SystemExit(error.exit_code)
             what = error.what if len(self.leads) == 1 else f"node {self.node_of(rank)}: {error.what}"
             raise type(error)(what, why=error.why, fix=error.fix)
@@ -117,8 +117,8 @@ def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | Non
     """Join a gloo group of all ranks; its store is for a group of another backend later on.
 
     Raises:
-        RankFailed: some rank did not come in time.
-        ConfigError: the ranks want different things.
+        RankFailed: a rank did not join in time.
+        ConfigError: the ranks' settings differ.
     """
     timeout_s = config.distributed.timeout_s
     me = _introduce(world, config)
@@ -130,7 +130,7 @@ def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | Non
         choose_interface(os.environ, os.environ["MASTER_ADDR"])
     store = _open_store(world, timeout_s)
     members = _exchange(store, me, world.size)
-    _refuse_differences(members, tells=me.local_rank == 0 or world.launcher == "--nodes")
+    _refuse_differences(members, prints=me.local_rank == 0 or world.launcher == "--nodes")
     join(store, "gloo", world, timeout_s)
     failed = True
     try:
@@ -142,8 +142,8 @@ def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | Non
             dist.destroy_process_group()
 
 
-def join(store: Store, backend: str, world: World, timeout_s: float, *, device: torch.device | None = None) -> None:
-    """Make the default process group, in place of one that is there."""
+def join(store: Store, backend: str, world: World, timeout_s: float, devices: Sequence[str] = ()) -> None:
+    """Make the default process group, in place of one that is there; ``devices`` of the ranks, for NCCL."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(
@@ -152,7 +152,7 @@ def join(store: Store, backend: str, world: World, timeout_s: float, *, device: 
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device,
+        device_id=rank_device(devices, world) if devices else None,
     )
 
 
@@ -165,8 +165,8 @@ def _open_store(world: World, timeout_s: float) -> Store:
         raise RankFailed(
             f"rank {world.rank} cannot meet the others at {address}",
             why=str(error).splitlines()[0],
-            fix="check that MASTER_ADDR is the node of rank 0 and that no firewall stands between; "
-            "`lockstep doctor` under the same launcher looks closer",
+            fix="check that MASTER_ADDR is the node of rank 0 and that no firewall blocks the connection; "
+            "run `lockstep doctor` under the same launcher",
         ) from error
     # A script may train several times: the store keeps the addresses of the groups before.
     return PrefixStore(f"training-{next(_trainings)}", store)
@@ -174,16 +174,16 @@ def _open_store(world: World, timeout_s: float) -> Store:
 
 def _introduce(world: World, config: RunConfig) -> Member:
     here = versions()
-    says = {name: here[name] for name in _COMPARED_VERSIONS}
-    says |= {f"setting {key}": value for key, value in compared_settings(config).items()}
-    return Member(world.rank, world.local_rank, world.node_rank, socket.gethostname(), says)
+    compared = {name: here[name] for name in _COMPARED_VERSIONS}
+    compared |= {f"setting {key}": value for key, value in compared_settings(config).items()}
+    return Member(world.rank, world.local_rank, world.node_rank, socket.gethostname(), compared)
 
 
 def compared_settings(config: RunConfig) -> dict[str, str]:
     """Settings by dotted key, as JSON, that must be the same on all nodes."""
     flat = dict(_flatten(config.model_dump(mode="json")))
     place, _, attribute = config.task.name.rpartition(":")
-    if place.endswith(".py"):  # where a file lies may differ, what it says may not
+    if place.endswith(".py"):  # the file's path may differ, its content must not
         flat["task.name"] = f"{Path(place).name}:{attribute}"
         with contextlib.suppress(OSError):
             flat["task.name"] += f" (sha256 {hashlib.sha256(Path(place).read_bytes()).hexdigest()[:12]})"
@@ -206,26 +206,27 @@ def _exchange(store: Store, me: Member, size: int) -> list[Member]:
             members.append(Member(**json.loads(store.get(f"lockstep/member/{rank}"))))
         except RuntimeError as error:
             raise RankFailed(
-                f"rank {rank} of {size} did not come",
+                f"rank {rank} of {size} did not join",
                 why=f"rank {me.rank} on {me.host} timed out waiting for it",
-                fix="look at the output of its node: it failed before it could say so, or never started",
+                fix="look at the output of its node: it failed before it could report that, or never started",
             ) from error
     return members
 
 
-def _refuse_differences(members: Sequence[Member], *, tells: bool) -> None:
+def _refuse_differences(members: Sequence[Member], *, prints: bool) -> None:
     """Every rank sees the same members, so all of them raise or none does."""
     first = members[0]
     for member in members:
+        keys = sorted({*first.compared, *member.compared})
+        values = {key: [other.compared.get(key, "not there") for other in (first, member)] for key in keys}
         differing = [
-            f"{key} is {first.says.get(key, 'not there')} on {first.host}, {member.says.get(key, 'not there')} on "
-            f"{member.host}"
-            for key in sorted({*first.says, *member.says})
-            if first.says.get(key) != member.says.get(key)
+            f"{key} is {one} on {first.host}, {other} on {member.host}"
+            for key, (one, other) in values.items()
+            if one != other
         ]
         if not differing:
             continue
-        if not tells:
+        if not prints:
             raise SystemExit(ConfigError.exit_code)
         raise ConfigError(
             f"rank {member.rank} on node {member.host} would train something else than rank 0 on node {first.host}",

@@ -1,4 +1,4 @@
-"""What nodes without a common file system send each other: checkpoints, a run's history, logs."""
+"""Copying checkpoints, a run's history and logs between nodes without a common file system."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def _steps_to_send(run: RunDir, newest: int) -> dict[int, list[Pointer]]:
         except UnreadableError:
             raise
         except CheckpointError:
-            pass  # broken: the run goes on without it
+            pass  # damaged: the run continues without it
     if newest >= 0:
         steps.setdefault(newest, []).append("last")
     return steps
 
 
 class _Pipe:
-    """Sends files from one rank to some others; the rest take no part.
+    """Sends files from one rank to some others.
 
     A rank that cannot read or write ends, and the others with it.
     """
@@ -181,7 +181,7 @@ def _make(folder: Path) -> None:
 
 
 def gather_logs(team: Team, keeping: Keeping) -> None:
-    """Bring what ranks wrote into folders of their own to rank 0's: ``nodes/<node>/…``. Collective.
+    """Copy what other keepers' ranks wrote to rank 0's folder: ``nodes/<node>/…``. Collective.
 
     Raises:
         StorageError: rank 0 cannot write.

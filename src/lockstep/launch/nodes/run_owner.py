@@ -1,8 +1,8 @@
-"""Which run the ranks of several nodes train, and who keeps its folder.
+"""Which run the ranks of several nodes train, and which ranks write its folder.
 
 Nodes that share a file system share one run folder, which rank 0 writes. On every other node (or group of
-nodes that share one) the first rank is a *keeper*, too: it writes a run folder of its own with the same
-checkpoints and curves, so that the run can go on from any of them.
+nodes that share one) the first rank is a *keeper*, too: it writes a separate run folder with the same
+checkpoints and curves, so that the run can be resumed from any of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JOB_FILE = "job.json"
 
 @dataclass(frozen=True)
 class Found:
-    """A run that a node has in its folder. ``step``: of its newest whole checkpoint, -1 without one."""
+    """A run that a node has in its folder. ``step``: of its latest valid checkpoint, -1 without one."""
 
     run_id: str
     attempt: int
@@ -54,16 +54,16 @@ class Keeping:
 
     @property
     def source(self) -> int | None:
-        """The keeper from whose folder the run goes on: the one with the newest whole checkpoint."""
+        """The keeper from whose folder the run resumes: the one with the latest valid checkpoint."""
         return max(self.found, key=lambda rank: (self.found[rank].step, -rank), default=None)
 
 
 def agree(team: Team, config: RunConfig, *, resume: bool, job: str | None) -> Keeping:
-    """Find the run to go on with, or name a new one. Collective.
+    """Find the run to resume, or name a new one. Collective.
 
     Args:
-        resume: go on with the unfinished run in ``save_dir``, where one node has it.
-        job: names this start of several nodes, restarts included; a run of it is gone on with in any case.
+        resume: resume the unfinished run in ``save_dir``, if a node has one.
+        job: names this start of several nodes, restarts included; a run of it is resumed in any case.
 
     Raises:
         UsageError: the folders hold different runs, one that is still running, or cannot be written.
@@ -79,10 +79,10 @@ def agree(team: Team, config: RunConfig, *, resume: bool, job: str | None) -> Ke
 
 
 def look(config: RunConfig, *, resume: bool, job: str | None) -> Found | None:
-    """The run that this node could go on with."""
+    """The run that this node could resume."""
     path = config.save_dir or (config.runs_dir / job if job else None)
     if path is not None and job is not None and job_of(path) == job:
-        run: RunDir | None = RunDir.open(path)  # the start before this one; whatever runs it is gone
+        run: RunDir | None = RunDir.open(path)  # the start before this one, whose processes have ended
     else:
         run = existing_run(config, resume)
     if run is None:
@@ -111,8 +111,8 @@ def _one_run(team: Team, known: dict[int, Found]) -> str | None:
     ids = {found.run_id: team.node_of(rank) for rank, found in reversed(known.items())}
     if len(ids) > 1:
         error = ConfigError(
-            f"the nodes hold different runs: {', '.join(f'{run} on {node}' for run, node in ids.items())}",
-            why="ranks can only go on with one",
+            f"the nodes have different runs: {', '.join(f'{run} on {node}' for run, node in ids.items())}",
+            why="the ranks can resume only one",
             fix="name another --save-dir, or move the folder away on the nodes that shall get the run from the others",
         )
         team.end_if([error])

@@ -24,14 +24,13 @@ from lockstep.errors import RunFolderError, UsageError
 from lockstep.launch.local.signals import exit_code
 from lockstep.launch.prepare import settle
 from lockstep.launch.run_claim import create_folder
-from lockstep.launch.slurm.job import Job
-from lockstep.launch.slurm.script import Request, batch_script, training_command
+from lockstep.launch.slurm.job import Job, Request, batch_script, training_command
 from lockstep.telemetry.files import absolute, write_json, write_text
 from lockstep.telemetry.rundir import RunDir, new_run_id
 from lockstep.telemetry.sinks import check_sinks
 
 SCRIPT = "job.sbatch"
-#: How often SLURM is asked for a job's state, seconds; its daemon serves everybody.
+#: How often SLURM is asked for a job's state, seconds; its daemon serves all users.
 _ASK_S = 2.0
 _READ_S = 0.2
 #: States of a job that will not run again (``man squeue``, job state codes).
@@ -40,26 +39,26 @@ _OVER = re.compile(r"COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|
 _PREEMPTED_LOOKS = 15
 
 
-def prepare_script(task: str, settings: Mapping[str, Any], wishes: Mapping[str, Any]) -> tuple[str, RunConfig]:
+def prepare_script(task: str, settings: Mapping[str, Any], resources: Mapping[str, Any]) -> tuple[str, RunConfig]:
     """The batch script for a new run, and the run's configuration.
 
     Args:
         task: its name.
-        settings: those that differ from the defaults; ``launch.nodes`` says on how many nodes.
-        wishes: fields of :class:`Request` that are not told by the settings.
+        settings: those that differ from the defaults; ``launch.nodes``: on how many nodes.
+        resources: fields of :class:`Request` that are not in the settings.
 
     Raises:
-        UsageError: settings or wishes that cannot be.
+        UsageError: settings or resources that SLURM cannot run.
     """
     _, config = settle(task, settings)
     nodes = config.launch.nodes or "1"
     if not nodes.isdigit():
         raise UsageError(
-            f"--nodes {nodes} is no number of nodes for SLURM",
-            why="SLURM gives a job the nodes that it asks for, no fewer",
+            f"invalid --nodes {nodes} for SLURM",
+            why="SLURM gives a job exactly the nodes that it requests",
             fix="write one number, such as --nodes 2",
         )
-    request = Request(nodes=int(nodes), ranks_per_node=_ranks(config, wishes.get("gpus_per_node")), **wishes)
+    request = Request(nodes=int(nodes), ranks_per_node=_ranks(config, resources.get("gpus_per_node")), **resources)
     path = absolute(config.save_dir or config.runs_dir / new_run_id())
     # The ranks are SLURM's, and learn from it how many nodes there are.
     settings = {**settings, "launch": {k: v for k, v in settings.get("launch", {}).items() if k != "nodes"}}
@@ -103,7 +102,7 @@ def submit(script: str, config: RunConfig) -> tuple[RunDir, Job]:
 
 
 def state(job: Job) -> str | None:
-    """The job's state and, while it waits, the reason, as SLURM words them; ``None`` when SLURM has forgotten it.
+    """The job's state and, while it waits, the reason, in SLURM's terms; ``None`` when SLURM no longer knows it.
 
     Raises:
         UsageError: SLURM does not answer.
@@ -124,7 +123,7 @@ def follow(run: RunDir, job: Job, stream: TextIO) -> int:
     Ctrl-C ends the following, not the job.
     """
     log = _Log(run.logs / "slurm.log", stream)
-    said, asked, preempted = "", 0.0, 0
+    shown, asked, preempted = "", 0.0, 0
     try:
         while True:
             log.copy()
@@ -139,13 +138,13 @@ def follow(run: RunDir, job: Job, stream: TextIO) -> int:
                 if now is None or _OVER.match(now) or preempted > _PREEMPTED_LOOKS:
                     log.copy()
                     return _exit_code(run, job, now)
-                if now != said and not now.startswith("COMPLETING"):
+                if now != shown and not now.startswith("COMPLETING"):
                     stream.write(f"slurm job {job.id}: {now}\n")
                     stream.flush()
-                    said = now
+                    shown = now
             time.sleep(_READ_S)
     except KeyboardInterrupt:
-        stream.write(f"\njob {job.id} goes on; `lockstep stop {run.path}` ends it, with a checkpoint\n")
+        stream.write(f"\njob {job.id} continues; `lockstep stop {run.path}` ends it, with a checkpoint\n")
         return exit_code(signal.SIGINT)
 
 
@@ -184,7 +183,7 @@ def stop(run: RunDir, job: Job, timeout: float) -> str:
     now = state(job)
     if now is None or _OVER.match(now):
         raise RunFolderError(
-            f"slurm job {job.id} is over ({now or 'unknown to SLURM'})", fix=f"`lockstep show {run.path}` tells more"
+            f"slurm job {job.id} is over ({now or 'unknown to SLURM'})", fix=f"see `lockstep show {run.path}`"
         )
     if now.startswith(("PENDING", "REQUEUED", "SUSPENDED")):
         _ask("scancel", str(job.id))
@@ -212,16 +211,18 @@ def _ask(program: str, *arguments: str, stdin: str | None = None) -> str:
         )
     except FileNotFoundError:
         raise UsageError(
-            f"there is no {program} here",
+            f"the command {program} was not found",
             why="SLURM's commands are on its login nodes",
             fix="run this on a login node, or write the script with --print and submit it there",
         ) from None
     except subprocess.TimeoutExpired:
-        raise UsageError(f"{program} did not answer within 60 s", fix="`scontrol ping` tells if SLURM is up") from None
+        raise UsageError(f"{program} did not answer within 60 s", fix="`scontrol ping` shows its state") from None
     if result.returncode:
-        said = " ".join(line.removeprefix(f"{program}: ").removeprefix("error: ") for line in result.stderr.split("\n"))
+        refusal = " ".join(
+            line.removeprefix(f"{program}: ").removeprefix("error: ") for line in result.stderr.split("\n")
+        )
         raise UsageError(
-            f"SLURM refused: {said.strip()[:500]}",
+            f"SLURM refused: {refusal.strip()[:500]}",
             fix="`sinfo` lists partitions and their limits; `sbatch --test-only` tries a script",
         )
     return result.stdout

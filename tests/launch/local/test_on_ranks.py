@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.temporary import temporary_folder
+from lockstep.launch.local.on_ranks import temporary_folder
 from tests.gloo import clean_environment
 
 MAKER = """
 import sys
-from lockstep.launch.temporary import temporary_folder
+from lockstep.launch.local.on_ranks import temporary_folder
 with temporary_folder("lockstep-test-") as path:
     print(path, flush=True)
     sys.stdin.read()

@@ -1,0 +1,84 @@
+"""The metrics of a checkpoint, computed by one rank with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.store import Snapshot
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.evaluate import evaluate, evaluation
+from lockstep.engine.lightning.module_task import ModuleTask
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.process.determinism import rank_device
+from lockstep.engine.resume import load_weights, restoring
+from lockstep.engine.state import TrainState
+from lockstep.engine.strategies.partition import divide
+from lockstep.engine.task import Context, Datasets, Task
+from lockstep.engine.trained import Callbacks, build_model
+from lockstep.errors import DataError, UnsupportedError
+from lockstep.hardware import World
+from lockstep.launch.finished.reopen import Evaluation, as_restored, restore
+
+
+def refuse_several(task: Task, devices: Sequence[str]) -> None:
+    """Raise :class:`UnsupportedError` for a ``LightningModule`` on several devices."""
+    if isinstance(task, ModuleTask):
+        raise UnsupportedError(
+            f"a LightningModule is evaluated on one device, not on {', '.join(devices)}",
+            why="it logs means over its batches, which several ranks would divide differently",
+            fix=f"name one: --devices {devices[0]}",
+        )
+
+
+def measure(
+    wanted: Evaluation,
+    task: Task,
+    datasets: Datasets | None,
+    snapshot: Snapshot,
+    world: World,
+    collectives: Collectives,
+) -> dict[str, Any]:
+    """``samples`` and ``metrics`` of a checkpoint, the same on all ranks. Collective.
+
+    Args:
+        datasets: the run's; ``None``: the file ``wanted.data``.
+    """
+    config, plan, split = wanted.config, wanted.plan, wanted.split
+    device = rank_device(tuple(plan.placement["devices"]), world)
+    if isinstance(task, ModuleTask) and datasets is not None:
+        from lockstep.engine.lightning.evaluate import evaluate_module
+
+        load_weights(task.module, snapshot.model, wanted.run.path)
+        metrics, samples = evaluate_module(task, split, device, plan.placement["precision"], config.training.seed)
+        return {"samples": samples, "metrics": metrics}
+    opened = datasets or Datasets(None, test=task.evaluation_data(Path(str(wanted.data))))
+    if getattr(opened, split, None) is None:
+        raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
+    precision = Precision(plan.placement["precision"], device, 1.0)
+    with restoring(f"the checkpoint of step {snapshot.step}"):
+        task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
+    model, evaluated = build_model(task), task
+    if plan.sharded:
+        divided = divide(task, model, config, plan, opened, device, world, collectives)
+        evaluated = divided.strategy(task, precision, plan, world).evaluating(task)
+    else:
+        model = model.to(device)
+    restore(task, model, snapshot, wanted.run.path)
+    dataset = getattr(as_restored(task, config, opened) if datasets is not None else opened, split)
+    with evaluation(task, model, Callbacks(task)):
+        values = evaluate(
+            evaluated,
+            model,
+            dataset,
+            collectives,
+            batch_size=plan.eval_batch_size,
+            device=device,
+            precision=precision,
+            loader=plan.loader,
+            seed=plan.seed,
+            step=snapshot.step,
+            ghosts=plan.sharded,
+        )
+    return {"samples": len(dataset), "metrics": {f"{split}_{name}": value for name, value in values.items()}}

@@ -1,0 +1,176 @@
+"""What the ranks of several processes decide together before they train: the run, its folders, devices and plan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.config import RunConfig
+from lockstep.config.load import merge
+from lockstep.engine.task import Datasets, Task
+from lockstep.engine.training_data import open_datasets, prepare_data
+from lockstep.errors import ConfigError
+from lockstep.hardware import Placement, World
+from lockstep.launch.local.environment import JOB
+from lockstep.launch.nodes.membership import OWN_SETTINGS, Team
+from lockstep.launch.nodes.replication import share_run
+from lockstep.launch.nodes.run_owner import Keeping, agree, lowest_sharing, mark_job
+from lockstep.launch.prepare import place, plan_for
+from lockstep.launch.run_claim import (
+    changed_config,
+    claimed,
+    create_folder,
+    keep_config,
+    resume_point,
+    task_of_run,
+    warn,
+)
+from lockstep.plan import Plan
+from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.sinks import check_sinks
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for on this node.
+
+    Attributes:
+        resume: resume the unfinished run in ``save_dir``, if there is one.
+        given: the settings that differ from the defaults.
+        as_given: the task is the caller's object, not made from a name or class.
+        accept_data: resume on other training data of the same length, too.
+    """
+
+    resume: bool
+    given: Mapping[str, Any]
+    as_given: bool
+    accept_data: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank trains: the same on all of them, except the folder, the devices and where the data are.
+
+    Attributes:
+        step: of the checkpoint that the attempt resumes; 0 without one.
+        keeps: whether this rank writes the run folder that it sees.
+    """
+
+    keeping: Keeping
+    run: RunDir
+    task: Task
+    config: RunConfig
+    placement: Placement
+    plan: Plan
+    attempt: int
+    step: int
+    datasets: Datasets
+    keeps: bool
+
+
+def prepare_together(
+    team: Team, world: World, task: Task, config: RunConfig, request: Request, claim: contextlib.ExitStack
+) -> Start:
+    """Agree on the run and its plan, which rank 0 makes. Collective.
+
+    Args:
+        claim: holds the claim on a run that is resumed.
+
+    Raises:
+        LockstepError, SystemExit: as :meth:`lockstep.launch.nodes.membership.Team.together`.
+    """
+    job = os.environ.get(JOB)
+    keeping = agree(team, config, resume=request.resume, job=job)
+    share_run(team, keeping, config, config.distributed.timeout_s)
+    config = _config_of_run(team, keeping, config, request.given)
+    run, keeps = RunDir(keeping.path), world.rank in keeping.keepers
+    if keeping.found:
+        task = task_of_run(task, config, as_given=request.as_given)
+        team.together(lambda: claim.enter_context(claimed(run)), here=keeps)
+    placement = _place(team, config, world)
+    _prepare_data(team, task, config)
+    datasets = team.together(lambda: open_datasets(task, config))
+    assert datasets is not None
+
+    def begin() -> tuple[Plan, int, int]:
+        check_sinks(config, keeping.path)
+        resumes = bool(keeping.found)
+        point = resume_point(run, hold=True, accept_data=request.accept_data, report=warn) if resumes else None
+        plan = plan_for(task, config, placement, datasets, point).plan
+        step = point.step if point else 0
+        return plan, _begin_attempt(keeping, config, plan, placement.as_dict(), step, job), step
+
+    planned = team.collectives.broadcast(team.together(begin, here=world.is_main))
+    assert planned is not None
+    plan, attempt, step = planned
+    plan = plan.model_copy(update={"placement": {**plan.placement, "devices": list(placement.devices)}})
+    others = keeps and not world.is_main
+    team.together(lambda: _begin_attempt(keeping, config, plan, plan.placement, step, job), here=others)
+    return Start(keeping, run, task, config, placement, plan, attempt, step, datasets, keeps)
+
+
+def _begin_attempt(
+    keeping: Keeping, config: RunConfig, plan: Plan, placement: Mapping[str, Any], step: int, job: str | None
+) -> int:
+    """On a keeper: begin the attempt in the run folder, or in a new one; its number."""
+    run = RunDir(keeping.path)
+    if keeping.found:
+        keep_config(run, config)
+    else:
+        run = create_folder(config, keeping.run_id)
+    mark_job(run, job)
+    return run.begin_attempt(plan.as_dict(), placement, step)
+
+
+def _config_of_run(team: Team, keeping: Keeping, config: RunConfig, given: Mapping[str, Any]) -> RunConfig:
+    """The run's configuration, with this node's own settings in it. Collective."""
+    if not keeping.found:
+        return config
+    run = RunDir(keeping.path)
+    whole = team.together(lambda: changed_config(run, given), here=team.me.rank == 0)
+    whole = team.collectives.broadcast(whole)
+    assert whole is not None
+    return whole if team.me.node_rank == team.members[0].node_rank else with_own_settings(whole, config)
+
+
+def with_own_settings(shared: RunConfig, own: RunConfig) -> RunConfig:
+    """``shared``, with the settings that each node decides from ``own``, if it has a value for them."""
+    result, mine = shared.model_dump(mode="json"), own.model_dump(mode="json")
+    for key in OWN_SETTINGS:
+        section, _, name = key.rpartition(".")
+        value = (mine[section] if section else mine)[name]
+        if value is not None:
+            result = merge(result, {section: {name: value}} if section else {name: value})
+    return RunConfig.model_validate(result)
+
+
+def _place(team: Team, config: RunConfig, world: World) -> Placement:
+    """This node's placement, with the devices of all nodes in it. Collective."""
+    placement = team.together(lambda: place(config, world))
+    assert placement is not None
+    if len(team.leads) == 1:
+        return placement
+    everywhere = team.collectives.all_gather(placement)
+    for what in ("accelerator", "strategy", "backend", "precision"):
+        values = {getattr(other, what): team.node_of(rank) for rank, other in reversed(list(enumerate(everywhere)))}
+        if len(values) > 1:
+            error = ConfigError(
+                f"the nodes differ in {what}: {', '.join(f'{value} on {node}' for value, node in values.items())}",
+                why="one step computes on all of them, in the same way",
+                fix="name the devices on each node with --devices, of one kind",
+            )
+            team.end_if([error])
+    return replace(placement, by_node={team.node_of(lead): everywhere[lead].devices for lead in team.leads})
+
+
+def _prepare_data(team: Team, task: Task, config: RunConfig) -> None:
+    """``prepare()`` once on each node; where nodes share the data's folder, one of them goes first. Collective."""
+    folder = config.data.data_dir
+    goes_first = folder is None or lowest_sharing(team, folder / "data") == team.me.rank
+    for turn in (True, False):
+        with team.collectives.main_first(per_node=True):
+            if team.is_lead and goes_first is turn:
+                prepare_data(task, config)
