@@ -24,7 +24,7 @@ from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import RunFolderSink
 from tests.fakes import RecordingSink
 
-QUIET = {"tensorboard": "off", "progress": "off", "monitor": False, "log_interval": 1}
+QUIET = {"tensorboard": "off", "progress": "off", "system_metrics": False, "log_interval": 1}
 
 
 def attempt(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import RunConfig, dump, load, resolve
-from lockstep.config.load import all_keys, merge, parse_set, parse_yaml, read_file
+from lockstep.config.load import RENAMED, _report_renamed, all_keys, merge, parse_set, parse_yaml, read_file
 from lockstep.errors import ConfigError
 
 
@@ -243,3 +243,13 @@ def test_hostile_yaml_is_one_error(text: str, why: str, tmp_path: Path) -> None:
 def test_anchors_are_fine_where_they_stay_small(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("optimizer: &o {lr: 0.1}\nscheduler: {<<: *o, gamma: 0.5}\n")
     assert read_file(tmp_path / "c.yaml") == {"optimizer": {"lr": 0.1}, "scheduler": {"lr": 0.1, "gamma": 0.5}}
+
+
+def test_a_renamed_setting_is_accepted_under_its_old_name(capsys: pytest.CaptureFixture[str]) -> None:
+    _report_renamed.cache_clear()
+    assert not resolve(load(sets=["telemetry.monitor=false"])).telemetry.system_metrics
+    assert capsys.readouterr().err == "warning: the setting telemetry.monitor is now telemetry.system_metrics\n"
+    both = {"telemetry": {"monitor": False, "system_metrics": True}}
+    assert resolve(both).telemetry.system_metrics, "the current name is the one that counts"
+    keys = all_keys(RunConfig)
+    assert all(old not in keys and new in keys for old, new in RENAMED.items())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config import RunConfig, Section, json_schema, resolve
+from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, Section, json_schema, resolve
 from lockstep.errors import ConfigError
 
 
@@ -139,5 +139,13 @@ def test_the_schema_knows_every_key() -> None:
 
 def test_an_older_configurations_engine_is_accepted_or_said_to_be_gone() -> None:
     assert resolve({"training": {"engine": "native", "epochs": 3}}) == resolve({"training": {"epochs": 3}})
-    with pytest.raises(ConfigError, match=r"training.engine is gone: leave it out.*`lockstep lightning fit`"):
+    with pytest.raises(ConfigError, match=r"training.engine is gone: remove it.*`lockstep lightning fit`"):
         resolve({"training": {"engine": "lightning"}})
+
+
+def test_settings_of_one_optimizer_or_schedule_name_it_in_the_schema() -> None:
+    for section, expected in ((OptimizerConfig, {"momentum": ["sgd"]}), (SchedulerConfig, {"power": ["poly"]})):
+        properties = section.model_json_schema()["properties"]
+        named = {name: field["applies_to"] for name, field in properties.items() if "applies_to" in field}
+        assert expected.items() <= named.items()
+        assert all(set(names) <= set(properties["name"]["enum"]) for names in named.values())

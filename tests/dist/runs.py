@@ -17,7 +17,7 @@ from tests.e2e.test_train import assert_close, losses
 #: A learning rate that does not depend on how many steps are still to come: these runs are stopped by their steps.
 _QUIET = {
     "scheduler": {"name": "constant", "warmup_steps": 0},
-    "telemetry": {"progress": "silent", "tensorboard": "off", "record_samples": True, "monitor": False},
+    "telemetry": {"progress": "silent", "tensorboard": "off", "record_samples": True, "system_metrics": False},
     "launch": {"hang_timeout_s": 300},
 }
 

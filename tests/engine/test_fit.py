@@ -37,7 +37,12 @@ def trained(folder: Path, log_interval: int = 50, task: type[Task] | Task = Toy,
             "save_dir": str(folder),
             "hardware": {"selected_devices": "cpu"},
             "training": {"threads": 1, "early_stopping_patience": 0},
-            "telemetry": {"log_interval": log_interval, "tensorboard": "off", "progress": "off", "monitor": False},
+            "telemetry": {
+                "log_interval": log_interval,
+                "tensorboard": "off",
+                "progress": "off",
+                "system_metrics": False,
+            },
             **sections,
         },
     )
@@ -405,7 +410,7 @@ class Showing(Toy):
 def test_a_task_without_metrics_evaluates_its_loss_and_shows_its_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    telemetry = {"log_interval": 50, "tensorboard": "off", "progress": "plain", "monitor": False}
+    telemetry = {"log_interval": 50, "tensorboard": "off", "progress": "plain", "system_metrics": False}
     run = trained(tmp_path / "run", task=Showing, telemetry=telemetry)
     assert {"val_loss"} == {name for name in run.epochs()[0] if name.startswith("val_")}
     assert "torch.Size([1, 3])" in capsys.readouterr().out

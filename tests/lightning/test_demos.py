@@ -41,7 +41,7 @@ def settings(folder: Path, *devices: str, **training: Any) -> dict[str, Any]:
     return {
         "hardware": {"selected_devices": devices or ("cpu",)},
         "training": {"threads": 1, "epochs": 2, **training},
-        "telemetry": {"log_interval": 8, "progress": "silent", "tensorboard": "off", "monitor": False},
+        "telemetry": {"log_interval": 8, "progress": "silent", "tensorboard": "off", "system_metrics": False},
         "save_dir": str(folder),
     }
 

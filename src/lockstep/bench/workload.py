@@ -28,7 +28,7 @@ _QUIET: dict[str, Any] = {
         "tensorboard": "off",
         "profile": None,
         "upload_to": None,
-        "monitor": False,
+        "system_metrics": False,
         "forecast": None,
     },
     "debug": {"fast_dev_run": False, "overfit_batches": None},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import stat
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -24,6 +26,9 @@ _NUMBERS = ("tag:yaml.org,2002:int", _FLOAT)
 #: Of the core schema (YAML 1.2, section 10.3.2); YAML 1.1, which PyYAML reads and writes, takes ``1e-5`` for text.
 _CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
 
+
+#: Settings that had another name in an earlier version, which is still accepted: ``section.name``, and the key today.
+RENAMED = {"telemetry.monitor": "telemetry.system_metrics"}
 
 #: What other trainers call a setting.
 PEER_NAMES = {
@@ -54,9 +59,27 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
     for layer in layers:
         merged = merge(merged, layer)
     try:
-        return RunConfig.model_validate(merged)
+        return RunConfig.model_validate(with_current_names(merged))
     except ValidationError as error:
         raise explain(error, RunConfig) from None
+
+
+def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings`` with the old names of :data:`RENAMED` replaced; a line on standard error names the new one."""
+    result = dict(settings)
+    for old, new in RENAMED.items():
+        section, _, name = old.partition(".")
+        values = result.get(section)
+        if isinstance(values, Mapping) and name in values:
+            result[section] = {key: value for key, value in values.items() if key != name}
+            result = merge(parse_path(new, values[name]), result)
+            _report_renamed(old, new)
+    return result
+
+
+@functools.cache
+def _report_renamed(old: str, new: str) -> None:
+    sys.stderr.write(f"warning: the setting {old} is now {new}\n")
 
 
 def load(
@@ -213,10 +236,14 @@ def parse_set(pair: str) -> dict[str, Any]:
         value = parse_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--set {key}: the value is not valid YAML", why=str(error)[:300], fix="quote it") from None
-    for part in reversed(parts):
+    return parse_path(key.strip(), value)
+
+
+def parse_path(key: str, value: Any) -> dict[str, Any]:
+    """``training.epochs``, 3 → ``{"training": {"epochs": 3}}``."""
+    for part in reversed(key.split(".")):
         value = {part: value}
-    assert isinstance(value, dict)
-    return value
+    return cast(dict[str, Any], value)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

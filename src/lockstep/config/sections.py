@@ -56,6 +56,11 @@ def _text_of_number(value: object) -> object:
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 
+def _applies_to(*names: str) -> dict[str, Any]:
+    """Of an optimizer's or a schedule's setting: the ``name`` values that use it; the studio shows it for those."""
+    return {"applies_to": list(names)}
+
+
 class Section(BaseModel):
     """A group of settings: immutable, complete, and closed to unknown keys."""
 
@@ -65,7 +70,7 @@ class Section(BaseModel):
     @classmethod
     def _representable(cls, value: object) -> object:
         if isinstance(value, int | float) and abs(value) > 2**63:
-            raise ValueError("is larger than any number that is meant here (2^63)")
+            raise ValueError("is larger than 2^63")
         return value
 
 
@@ -84,7 +89,7 @@ class TaskSection(Section):
 class HardwareConfig(Section):
     selected_devices: tuple[str, ...] | None = Field(
         default=None,
-        description='"cpu", "gpu:0", …; a device named twice carries two ranks. Unset: gpu:0 if there is one, else cpu',
+        description='"cpu", "gpu:0", …; a device named twice runs two ranks. Unset: gpu:0 if there is one, else cpu',
     )
     precision: Precision = Field(default="32", description="32, 16-mixed (with loss scaling) or bf16-mixed")
     strategy: Strategy = Field(default="auto", json_schema_extra=_strategy_schema)
@@ -106,12 +111,14 @@ class TrainingConfig(Section):
     max_time_s: float | None = Field(default=None, gt=0, description="stop, with a checkpoint, after N seconds")
     batch_size: int = Field(default=32, ge=1, description="samples per device and micro-batch")
     global_batch_size: int | None = Field(
-        default=None, ge=1, description="fixes the global batch; batch and accumulation per rank follow from it"
+        default=None,
+        ge=1,
+        description="fixes the global batch; batch size and accumulation per rank follow from it",
     )
     accumulate: int = Field(default=1, ge=1, description="micro-batches per rank and optimizer step")
     tail: Literal["spread", "merge", "drop"] = Field(
         default="spread",
-        description="the last, short batch: spread over the ranks, merged into the batch before it, or dropped",
+        description="the last, smaller batch: split across the ranks, merged into the batch before it, or dropped",
     )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="clip the global gradient norm; null: off")
     early_stopping_patience: int = Field(
@@ -143,7 +150,7 @@ class TrainingConfig(Section):
             return values
         if values["engine"] != "native":
             raise ValueError(
-                "the setting training.engine is gone: leave it out. A task trains in Lockstep's own loop, "
+                "the setting training.engine is gone: remove it. A task trains in Lockstep's own loop, "
                 "a LightningModule in Lightning's Trainer (`lockstep train FILE.py:MODULE` or `lockstep lightning fit`)"
             )
         return {name: value for name, value in values.items() if name != "engine"}
@@ -158,22 +165,24 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _mode_of_nothing(self) -> TrainingConfig:
         if self.compile_mode != "default" and not self.compile:
-            raise ValueError("compile_mode is set, but compile is off: set compile, or leave compile_mode out")
+            raise ValueError("compile_mode is set, but compile is off: set compile, or remove compile_mode")
         return self
 
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "adam", "sgd"] = Field(
-        default="adamw", description="the optimizer; a task may bring its own"
+        default="adamw", description="the optimizer; a task may define another"
     )
-    lr: float = Field(default=1e-3, gt=0, description="learning rate; what runs, unless lr_scaling says otherwise")
+    lr: float = Field(default=1e-3, gt=0, description="learning rate; used unchanged unless lr_scaling is set")
     weight_decay: float = Field(
         default=1e-4, ge=0, description="decoupled from the gradient in adamw, added to it in adam and sgd"
     )
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="adam and adamw")
-    eps: float = Field(default=1e-8, gt=0, description="adam and adamw")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd")
-    nesterov: bool = Field(default=False, description="sgd")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="adam and adamw", json_schema_extra=_applies_to("adam", "adamw")
+    )
+    eps: float = Field(default=1e-8, gt=0, description="adam and adamw", json_schema_extra=_applies_to("adam", "adamw"))
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd", json_schema_extra=_applies_to("sgd"))
+    nesterov: bool = Field(default=False, description="sgd", json_schema_extra=_applies_to("sgd"))
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         default="none", description="scale lr with the global batch, relative to base_batch_size"
     )
@@ -199,15 +208,38 @@ class SchedulerConfig(Section):
         description="linear warm-up, in epochs (fractions allowed); unset: 2, at most a tenth of the run",
     )
     warmup_steps: int | None = Field(
-        default=None, ge=0, description="linear warm-up, in optimizer steps; wins over warmup_epochs"
+        default=None, ge=0, description="linear warm-up, in optimizer steps; overrides warmup_epochs"
     )
-    min_lr: float = Field(default=1e-6, ge=0, description="where cosine and poly end; no schedule goes below it")
-    step_epochs: float = Field(default=10.0, gt=0, description="step: multiply by gamma every N epochs")
-    milestones: tuple[float, ...] = Field(default=(), description="multistep: the epochs at which to multiply by gamma")
-    gamma: float = Field(default=0.1, gt=0, le=1, description="step and multistep: the factor")
-    power: float = Field(default=1.0, gt=0, description="poly: the exponent")
-    decay: float = Field(default=0.96, gt=0, le=1, description="exponential: the factor per decay_steps")
-    decay_steps: int = Field(default=10_000, ge=1, description="exponential: optimizer steps per factor")
+    min_lr: float = Field(default=1e-6, ge=0, description="final value of cosine and poly; a lower bound for all")
+    step_epochs: float = Field(
+        default=10.0, gt=0, description="step: multiply by gamma every N epochs", json_schema_extra=_applies_to("step")
+    )
+    milestones: tuple[float, ...] = Field(
+        default=(),
+        description="multistep: the epochs at which to multiply by gamma",
+        json_schema_extra=_applies_to("multistep"),
+    )
+    gamma: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="step and multistep: the factor",
+        json_schema_extra=_applies_to("step", "multistep"),
+    )
+    power: float = Field(default=1.0, gt=0, description="poly: the exponent", json_schema_extra=_applies_to("poly"))
+    decay: float = Field(
+        default=0.96,
+        gt=0,
+        le=1,
+        description="exponential: the factor per decay_steps",
+        json_schema_extra=_applies_to("exponential"),
+    )
+    decay_steps: int = Field(
+        default=10_000,
+        ge=1,
+        description="exponential: optimizer steps per factor",
+        json_schema_extra=_applies_to("exponential"),
+    )
 
     @field_validator("name", mode="before")
     @classmethod
@@ -216,7 +248,7 @@ class SchedulerConfig(Section):
 
 
 def _workers(value: object) -> object:
-    """One message for a value that is neither of both."""
+    """One message for a value that is neither."""
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if number is None or number == "auto" or (type(number) is int and number >= 0):
         return number
@@ -225,7 +257,7 @@ def _workers(value: object) -> object:
 
 class DataConfig(Section):
     data_dir: Path | None = Field(
-        default=None, description="where the task's data lies; unset: the task's embedded data"
+        default=None, description="folder of the task's data; unset: the task's embedded data"
     )
     download: bool = Field(default=False, description="let the task download its named data set into data_dir")
     num_workers: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"] | None, BeforeValidator(_workers)] = Field(
@@ -241,7 +273,7 @@ class DataConfig(Section):
     pin_memory: bool | None = Field(default=None, description="page-locked host memory; unset: on for GPUs")
     bucketing: Switch = Field(
         default="auto",
-        description="order samples by length, so that padding is short; auto: on when the task gives lengths",
+        description="order samples by length, which reduces padding; auto: on when the task gives lengths",
     )
     bucket_window: int | None = Field(
         default=None,
@@ -260,7 +292,7 @@ class DistributedConfig(Section):
         default="auto", description="auto: nccl with a GPU per rank, else gloo"
     )
     find_unused_parameters: bool = Field(
-        default=False, description="let parameters take no part in a step (costs a graph walk)"
+        default=False, description="allow parameters that get no gradient in a step (adds a traversal of the graph)"
     )
     sync_batchnorm: Switch = Field(
         default="auto", description="batch statistics over all ranks; auto: on with several ranks"
@@ -270,7 +302,7 @@ class DistributedConfig(Section):
         gt=0,
         description="size of a gradient bucket; unset: torch's default, and one for all of a small model on CPUs",
     )
-    timeout_s: float = Field(default=600.0, gt=0, description="how long a collective may wait for a rank")
+    timeout_s: float = Field(default=600.0, gt=0, description="timeout of a collective operation, in seconds")
 
 
 class FsdpConfig(Section):
@@ -289,7 +321,7 @@ class FsdpConfig(Section):
 class PipelineConfig(Section):
     schedule: Literal["gpipe", "1f1b"] = Field(
         default="1f1b",
-        description="1f1b: forwards and backwards in turn, which holds fewer activations; gpipe: all forwards first",
+        description="1f1b: alternates forward and backward passes, for fewer activations; gpipe: forward passes first",
     )
     in_process: bool = Field(
         default=False, description="one process, its layers on the selected devices, one after the other"
@@ -305,20 +337,22 @@ class ValidationConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: int | None = Field(
-        default=None, ge=1, description="save every N optimizer steps, besides each epoch's end"
+        default=None, ge=1, description="save every N optimizer steps, in addition to each epoch's end"
     )
     every_s: float | None = Field(default=None, gt=0, description="save when N seconds have passed since the last save")
     keep_last: int = Field(
-        default=2, ge=1, description="how many of the newest checkpoints stay; the best always stays"
+        default=2, ge=1, description="how many of the latest checkpoints to keep; the best is always kept"
     )
-    monitor: str | None = Field(default=None, description="what 'best' means, e.g. val_loss; unset: the task's choice")
+    monitor: str | None = Field(
+        default=None, description="metric that selects the best checkpoint, e.g. val_loss; unset: the task's choice"
+    )
     mode: Literal["min", "max"] | None = Field(
         default=None, description="unset: min for losses and error rates, else max"
     )
     sharded: Switch = Field(
         default="auto",
-        description="strategy fsdp: each rank writes its part of the state; auto: from 0.5 GB of weights and "
-        "optimizer state on",
+        description="strategy fsdp: each rank writes its part of the state; auto: if weights and "
+        "optimizer state are 0.5 GB or more",
     )
 
 
@@ -334,8 +368,8 @@ class TelemetryConfig(Section):
         default=None,
         description="copy the run folder to this path or URL (anything that fsspec knows), in the background",
     )
-    upload_every_epochs: int = Field(default=1, ge=1, description="upload_to: how often, besides the end")
-    monitor: bool = Field(
+    upload_every_epochs: int = Field(default=1, ge=1, description="upload every N epochs, besides the end of the run")
+    system_metrics: bool = Field(
         default=True, description="sample GPUs and host once a second, on each node, to system-<node>.jsonl"
     )
     csv: bool = Field(default=False, description="also write every logged number to logs/metrics.csv")
@@ -392,27 +426,27 @@ class TelemetryConfig(Section):
 
 class LaunchConfig(Section):
     max_restarts: int = Field(
-        default=0, ge=0, description="restarts from the newest verified checkpoint after a rank failed"
+        default=0, ge=0, description="restarts from the latest valid checkpoint after a rank failed"
     )
     stop_grace_s: float = Field(
-        default=30.0, gt=0, description="how long ranks may take to end after a stop before they are killed"
+        default=30.0, gt=0, description="seconds that ranks may take to end after a stop before they are killed"
     )
     hang_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="how long no rank may make progress (batches, steps, evaluation, saving) before the run counts as "
-        "hanging and ends or restarts; the first step, compiling and metrics over all samples may take longer",
+        description="seconds without progress of any rank (batches, steps, evaluation, saving) after which the run "
+        "counts as hanging and ends or restarts; first step, compiling and metrics over all samples may take longer",
     )
     nodes: Annotated[str | None, BeforeValidator(_text_of_number)] = Field(
         default=None,
         pattern=r"^[1-9]\d*(:[1-9]\d*)?$",
-        description="how many machines train together: 2, or 1:4 for at least one and at most four; unset: this one",
+        description="number of nodes: 2, or 1:4 for at least one and at most four; unset: this one",
     )
     rdzv: str | None = Field(
-        default=None, description="where nodes meet: host, or host:port, of the one that all others can reach"
+        default=None, description="rendezvous address: host, or host:port, of the node that all others can reach"
     )
     join_timeout_s: float = Field(
-        default=120.0, gt=0, description="how long a node waits for the others to come, or come back"
+        default=120.0, gt=0, description="seconds that a node waits for the others to join, or to rejoin"
     )
 
 
@@ -423,12 +457,10 @@ class LightningConfig(Section):
 
 
 class DebugConfig(Section):
-    fast_dev_run: bool = Field(
-        default=False, description="one training step and one validation batch, to see that all of it runs"
-    )
+    fast_dev_run: bool = Field(default=False, description="run one training step and one validation batch, as a check")
     overfit_batches: int | None = Field(default=None, ge=1, description="train on N global batches only, repeatedly")
     detect_anomaly: bool = Field(
-        default=False, description="torch's anomaly detection: slow, names the operator that made a NaN"
+        default=False, description="torch's anomaly detection: slow, names the operator that produced a NaN"
     )
     limit_eval_batches: int | None = Field(default=None, ge=1, description="evaluate on N batches of each split only")
     start_position: int = Field(default=0, ge=0, description="begin the first epoch after N of its samples")
@@ -439,16 +471,14 @@ class DebugConfig(Section):
     trace: Annotated[Literal["off", "on", "reversed", "shuffled"], BeforeValidator(_switch)] = Field(
         default="off",
         description="record loss, gradient norm, weights, buffers and sample hashes for `lockstep verify`; "
-        "reversed and shuffled rearrange each micro-batch, which changes nothing but rounding",
+        "reversed and shuffled rearrange each micro-batch, which changes only rounding",
     )
 
 
 class RunConfig(Section):
     """Everything that makes a run, resolved and frozen; ``config.yaml`` of a run is this object."""
 
-    name: str | None = Field(
-        default=None, max_length=200, description="a label for people; the run's id is chosen by Lockstep"
-    )
+    name: str | None = Field(default=None, max_length=200, description="a label; Lockstep chooses the run's id")
     save_dir: Path | None = Field(default=None, description="the run folder itself; unset: runs_dir/<run id>")
     runs_dir: Path = Field(default=Path("runs"), description="where run folders are made")
     init_from: Path | None = Field(
@@ -476,6 +506,6 @@ class RunConfig(Section):
         if t.global_batch_size is not None and t.accumulate != 1:
             raise ValueError(
                 "training.global_batch_size and training.accumulate are both set: the global batch fixes the "
-                "accumulation; drop one of them"
+                "accumulation; remove one of them"
             )
         return self

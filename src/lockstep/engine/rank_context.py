@@ -73,7 +73,7 @@ def joined(
         keeper: whether this rank writes the run folder that it sees.
     """
     device, timeout_s = rank_device(tuple(plan.placement["devices"]), world), config.distributed.timeout_s
-    watches = config.telemetry.monitor and world.local_rank == 0
+    watches = config.telemetry.system_metrics and world.local_rank == 0
     heartbeat = Heartbeat()
     ending.callback(heartbeat.stop)
     with (

@@ -169,7 +169,7 @@ class Lab:
                 "wandb": False,
                 "mlflow": False,
                 "upload_to": None,
-                "monitor": False,
+                "system_metrics": False,
                 "profile": None,
                 "forecast": None,
                 "record_samples": False,

@@ -9,7 +9,7 @@ import { number } from "./format.js";
 import { Hardware } from "./hardware.js";
 import { merge } from "./live.js";
 import { go } from "./route.js";
-import { appliesTo, resolve } from "./settings.js";
+import { resolve } from "./settings.js";
 import { Button, Copy, Dialog, Menu, Problem, tell, tellError } from "./ui.js";
 
 /** Settings of a task that shape its network rather than its data. */
@@ -32,9 +32,8 @@ function fieldsOf(section, only = () => true) {
 /** Of an optimizer's or a schedule's settings, those that the chosen one has. */
 function relevant(section) {
   const fields = fieldsOf(section);
-  const choices = fields.find(([path]) => path[1] === "name")[1].enum;
   const chosen = valueOf([section, "name"]);
-  return fields.filter(([, { description }]) => appliesTo(description, choices)?.includes(chosen) ?? true);
+  return fields.filter(([, { applies_to }]) => applies_to?.includes(chosen) ?? true);
 }
 
 function taskFields(wanted) {

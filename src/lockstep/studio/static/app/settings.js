@@ -26,15 +26,6 @@ export function resolve(property, root) {
   return { ...chosen, ...one, type: chosen.type, optional: kinds.length < one.anyOf.length };
 }
 
-/**
- * The choices that a setting is for, by its description: "sgd", "adam and adamw", "poly: the exponent".
- * Null: for all of them.
- */
-export function appliesTo(description = "", choices = []) {
-  const names = description.split(":")[0].split(/,| and /).map((word) => word.trim());
-  return names.every((name) => choices.includes(name)) ? names : null;
-}
-
 /** What a person typed, as a value of the schema. Throws a sentence that says what is wrong. */
 export function parse(text, schema) {
   const trimmed = text.trim();
