@@ -79,7 +79,7 @@ def test_configurations_are_saved_loaded_and_pasted(server: Address, open_page: 
     expect(epochs).to_have_value("7")
     page.get_by_role("button", name="Load", exact=True).click()
     dialog.get_by_role("button", name="Delete the saved configuration seven").click()
-    expect(dialog.get_by_text("Nothing is saved yet.")).to_be_visible()
+    expect(dialog.get_by_text("No saved configurations.")).to_be_visible()
     dialog.get_by_label("YAML").fill("training:\n  epochs: [1")
     dialog.get_by_role("button", name="Load YAML").click()
     expect(dialog.get_by_role("alert")).to_contain_text("line 2: expected ',' or ']'")
@@ -102,7 +102,10 @@ def test_a_configuration_of_another_machine_and_numbers_that_a_browser_rounds(
     page = open_page(server.url)
     run, seed = page.get_by_role("button", name="Run", exact=True), 2**60 + 1
     box = {name: page.get_by_role("checkbox", name=name) for name in ("CPU", "GPU 0", "GPU 1", "GPU 2")}
-    absent, command = page.get_by_text("Chosen, but not usable here: gpu:7"), page.get_by_label("Command", exact=True)
+    absent, command = (
+        page.get_by_text("Selected, but not available here: gpu:7"),
+        page.get_by_label("Command", exact=True),
+    )
     paste(page, f"name: pasted\ntraining: {{seed: {seed}}}\nhardware: {{selected_devices: 'gpu:7, gpu:0'}}")
     expect(page.get_by_label("Name", exact=True)).to_have_value("pasted")
     expect(absent).to_be_visible()
@@ -115,7 +118,7 @@ def test_a_configuration_of_another_machine_and_numbers_that_a_browser_rounds(
     expect(command).to_contain_text("name=pasted")
 
     paste(page, "hardware: {selected_devices: [gpu:7, cpu]}")
-    page.get_by_role("button", name="Leave out").click()
+    page.get_by_role("button", name="Remove").click()
     expect(absent).to_be_hidden()
     expect(box["CPU"]).to_be_checked()
     expect(run).to_be_enabled()

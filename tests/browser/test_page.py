@@ -47,7 +47,7 @@ def test_every_fate_and_the_list_of_runs(server: Address, open_page: OpenPage) -
     expect(state.get_by_role("img", name=re.compile("^Loss against step: loss not finite at step 41"))).to_be_visible()
     expect(state.get_by_role("img", name=re.compile("^Gradient norm against step: .* 1 at step 40"))).to_be_visible()
     runs.get_by_role("link", name=re.compile("^third")).click()
-    expect(state.get_by_text("gone without a word")).to_be_visible()
+    expect(state.get_by_text("ended without a final status")).to_be_visible()
     expect(rows.nth(0).get_by_text("lost")).to_be_visible()
 
     page.get_by_label("Search runs").fill("baseline")
@@ -94,7 +94,7 @@ def test_runs_that_are_deleted_damaged_or_too_many(server: Address, open_page: O
     page.evaluate("ids => { location.hash = `#/compare/${ids}` }", f"{deleted.path.name},{others[0].path.name}")
     expect(page.get_by_role("region", name="Differences in configuration")).to_contain_text("name")
     shutil.rmtree(deleted.path)
-    expect(page.get_by_text(f"Not in this folder any more: {deleted.path.name}")).to_be_visible()
+    expect(page.get_by_text(f"No longer in this folder: {deleted.path.name}")).to_be_visible()
     expect(page.get_by_role("alert")).to_be_hidden()
     damaged.run_file.write_text("{")
     page.get_by_role("link", name="Training").click()
@@ -222,7 +222,7 @@ def test_the_doctor_examines_this_machine(open_page: OpenPage, tmp_path: Path) -
     with studio(tmp_path) as address:
         page = open_page(address.url)
         page.get_by_role("link", name="Doctor").click()
-        page.get_by_role("button", name="Examine this machine").click()
+        page.get_by_role("button", name="Check this machine").click()
         expect(page.get_by_role("status").filter(has_text="for training on")).to_be_visible()
         findings = page.get_by_role("list", name="Findings").get_by_role("listitem")
         expect(findings.first).to_be_visible()

@@ -66,7 +66,7 @@ def test_a_run_once(run_cli: RunCli, tmp_path: Path) -> None:
     assert "status running" in lines
     assert "progress step 120/2000 (6%), epoch 2, 1:34 left" in lines, "100 steps took 5 s, 1880 remain"
     assert "loss 0.2500" in lines
-    assert "rank 1 50.0 ms 40.0 ms 1.0 ms 11.5 GB 12.5 GB slow: the others wait for it" in lines
+    assert "rank 1 50.0 ms 40.0 ms 1.0 ms 11.5 GB 12.5 GB slow: the other ranks wait for it" in lines
     assert "gpu:0 NVIDIA Test 97% 71.2/80.0 GB 640/700 W 61 °C 1980 MHz power cap" in lines
     assert "n1 42% 11.9/64.0 GB" in lines
 

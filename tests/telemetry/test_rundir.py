@@ -78,7 +78,7 @@ def test_a_configuration_that_could_not_be_read_again_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: dict[str, object], why: str
 ) -> None:
     monkeypatch.setattr(import_module("lockstep.config.load"), "MAX_VALUES", 1000)
-    with pytest.raises(ConfigError, match="could not read its configuration again") as caught:
+    with pytest.raises(ConfigError, match="could not be read back") as caught:
         make_run(tmp_path / "a", task=task)
     assert why in caught.value.why and caught.value.fix and everything_in(tmp_path) == []
     run = make_run(tmp_path / "a", name="as it was")

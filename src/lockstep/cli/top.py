@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 EPILOGUE = """\
-Without RUN: this machine's devices alone. q or Ctrl-C ends it; so does the end of the run. In a pipe it prints once.
+Without RUN: only this machine's devices. Quit with q or Ctrl-C; it ends with the run. In a pipe it prints once.
 Shares of GPUs and CPU are of the last second, memory is in GB (1e9 bytes). `own` is how long a rank works on a step
 before it waits for the others."""
 
@@ -36,9 +36,9 @@ def top(
     ] = None,
     /,
     *,
-    once: Annotated[bool, Parameter(negative="", help="Print the present state and end.")] = False,
+    once: Annotated[bool, Parameter(negative="", help="Print the current state and exit.")] = False,
     as_json: AsJson = False,
-    interval: Annotated[float, Parameter(help="Seconds between looks. Default: 1.")] = 1.0,
+    interval: Annotated[float, Parameter(help="Seconds between updates. Default: 1.")] = 1.0,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> int:
     """Watch the devices and a run's progress, live."""
@@ -58,7 +58,7 @@ def top(
 
 @contextlib.contextmanager
 def _looking(ref: str | None, runs_dir: Path) -> Iterator[Callable[[], State]]:
-    """A function that tells the state now: of a run, or of this machine's devices."""
+    """A function that returns the current state: of a run, or of this machine's devices."""
     if ref is not None:
         from lockstep.telemetry.live import live_state
 
@@ -68,7 +68,7 @@ def _looking(ref: str | None, runs_dir: Path) -> Iterator[Callable[[], State]]:
     from lockstep.hardware.monitor import SystemSource
 
     with SystemSource() as source:
-        time.sleep(0.2)  # CPU use is a mean since the look before
+        time.sleep(0.2)  # CPU use is a mean since the previous sample
         yield lambda: {"run": None, "nodes": [source.sample()]}
 
 
@@ -89,7 +89,7 @@ def _watch(look: Callable[[], State], interval: float) -> None:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds, or until a key is pressed, and returns the key."""
+    """A function that waits for a number of seconds or for a key, and returns the key."""
     if not sys.stdin.isatty():
         yield _no_key
         return
@@ -141,7 +141,7 @@ Table = tuple[tuple[str, ...], Sequence[tuple[str, ...]]]
 
 
 def _tables(state: State) -> list[Table]:
-    """What to show, as (columns, rows): the run, its ranks, the GPUs, the hosts; without those that are empty."""
+    """Tables as (columns, rows): the run, its ranks, GPUs, hosts; empty ones are left out."""
     run, nodes = state["run"], state["nodes"]
     found = [
         _run_table(run) if run else None,
@@ -185,7 +185,7 @@ def _ranks_table(run: State) -> Table:
             _milliseconds(rank.get("wait_s")),
             _memory(rank.get("memory_gb"), None),
             _memory(rank.get("peak_gb"), None),
-            "slow: the others wait for it" if rank["rank"] == run["slow_rank"] else "",
+            "slow: the other ranks wait for it" if rank["rank"] == run["slow_rank"] else "",
         )
         for rank in run["ranks"]
     ]
@@ -207,7 +207,7 @@ def _gpus_table(nodes: Sequence[State]) -> Table:
         for node in nodes
         for gpu in node["devices"]
     ]
-    return ("device", "name", "use", "memory", "power", "chip", "clock", "held back by"), rows
+    return ("device", "name", "use", "memory", "power", "chip", "clock", "throttled by"), rows
 
 
 def _hosts_table(nodes: Sequence[State]) -> Table:

@@ -1,1 +1,1 @@
-"""What runs did, as pages and pictures, and how two of them differ. Reads run folders and nothing else."""
+"""Pages and pictures of runs, and their comparison. Reads run folders only."""

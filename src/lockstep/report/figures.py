@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Okabe and Ito's palette, which people with colour-blindness can tell apart (jfly.uni-koeln.de/color).
+#: Okabe and Ito's palette, distinguishable with colour blindness (jfly.uni-koeln.de/color).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
-#: So many ranks of a run have a line each.
+#: Up to this number, each rank has its own line.
 MAX_RANKS = 16
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with the name of its file and what it shows."""
+    """A figure with its name and title."""
 
     name: str
     title: str
@@ -37,7 +37,7 @@ class Picture:
 
     @property
     def file_name(self) -> str:
-        """``name`` as files may be called: a metric may be ``val_acc/class 1``. A checksum tells changed ones apart."""
+        """``name`` as a valid file name: a metric may be ``val_acc/class 1``. A checksum keeps changed names unique."""
         plain = re.sub(r"[^\w.-]", "_", self.name, flags=re.ASCII)[:120]
         changed = f"-{zlib.crc32(self.name.encode(errors='replace')):08x}" if plain != self.name else ""
         return f"{plain}{changed}.png"
@@ -51,7 +51,7 @@ class Picture:
         return path
 
     def svg(self) -> str:
-        """The picture as SVG text, to stand in a page; the same for the same data."""
+        """The picture as SVG text for a page; the same for the same data."""
         import matplotlib
 
         out = io.StringIO()

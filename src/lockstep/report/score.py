@@ -1,4 +1,4 @@
-"""A run's own samples a second against what was forecast for it."""
+"""Compare a run's samples per second with its forecast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.telemetry.rundir import RunDir
 
 
 def score_of(run: RunDir) -> dict[str, Any] | None:
-    """How ``run`` compares with the forecast that its folder holds; ``None`` without one, or before the first epoch.
+    """How ``run`` compares with the forecast in its folder; ``None`` without one, or before the first epoch.
 
     Raises:
         RunFolderError, ConfigError: a file that cannot be read.
@@ -65,7 +65,7 @@ def score(
 
 
 def _accelerator(devices: Sequence[str] | None) -> str | None:
-    """What the forecast's step was taken on: a device that was here, or a GPU by its name."""
+    """The accelerator that the forecast is for: a local device, or a GPU by its name."""
     return None if not devices else "cpu" if devices[0] == "cpu" else "gpu"
 
 

@@ -1,4 +1,4 @@
-"""What a report needs of a run, read from its folder once."""
+"""The data that a report shows of a run, read from its folder once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may talk to the studio: the Host, the Origin and the token of every request, HTTP and WebSocket alike."""
+"""Access control: the Host, the Origin and the token of every request, HTTP and WebSocket."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
+from lockstep.studio.pages import message_page
 from lockstep.studio.problems import ApiError, body_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_BODY_BYTES = 1 << 20
-#: A page that the studio did not send can neither read nor frame it, and no text of ours is ever run as a script.
+#: Other pages can neither read nor frame the studio, and no text is run as a script.
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
     "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
-#: A run's report carries its style and pictures in itself; it may do nothing, also not as this site (sandbox).
+#: A run's report contains its style and pictures; it may do nothing else, also not as this site (sandbox).
 REPORT_CSP = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; sandbox"
@@ -34,15 +35,9 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-_WELCOME = (
-    '<!doctype html><meta charset="utf-8"><title>Lockstep studio</title>'
-    '<meta http-equiv="refresh" content="0; url=/"><p><a href="/">Open the studio</a></p>'
-)
 _LOCKED = (
-    '<!doctype html><html lang="en"><meta charset="utf-8"><title>Lockstep studio</title><link rel="icon" href="data:,">'
-    "<main><h1>Lockstep studio</h1>"
-    "<p>This page needs the address that <code>lockstep studio</code> printed when it started: the one with "
-    "<code>?token=…</code>. Open it once; this browser remembers it.</p></main></html>"
+    "Open the address that `lockstep studio` printed when it started, the one with ?token=…, once in this browser. "
+    "The browser remembers it."
 )
 
 
@@ -51,7 +46,7 @@ class Guard:
 
     Args:
         token: what the start URL, the cookie or an ``Authorization: Bearer`` header must hold.
-        cookie: the cookie's name; browsers do not tell ports apart, so it names the studio's.
+        cookie: the cookie's name; cookies are shared between ports, so the name contains the port.
     """
 
     def __init__(self, app: ASGIApp, *, token: str, cookie: str) -> None:
@@ -105,19 +100,19 @@ class Guard:
             raise ApiError(
                 "UNAUTHORISED",
                 401,
-                "this needs the studio's token",
+                "the studio's token is missing or wrong",
                 fix="open the address that `lockstep studio` printed when it started",
             )
 
     async def _welcome(self, send: Send) -> None:
-        # A page that goes on by itself, not a redirect: after a click on a link elsewhere, a browser would not send
-        # a SameSite=Strict cookie with the redirected request.
+        # A page that refreshes, not a redirect: after a click on a link elsewhere, a browser would not send a
+        # SameSite=Strict cookie with the redirected request.
         cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Strict; Path=/; Max-Age=31536000"
-        await _answer(send, 200, _WELCOME.encode(), "text/html; charset=utf-8", {"set-cookie": cookie})
+        await _answer(send, 200, message_page([], url="/").encode(), "text/html; charset=utf-8", {"set-cookie": cookie})
 
 
 def _check_place(headers: Mapping[str, str]) -> None:
-    """Refuse a name that was bound to this address (DNS rebinding), and pages of other sites."""
+    """Refuse names bound to this address (DNS rebinding), and pages of other sites."""
     host = headers.get("host", "")
     try:
         name = urlsplit(f"//{host}").hostname
@@ -141,7 +136,7 @@ def _check_body(method: str, headers: Mapping[str, str]) -> None:
         return
     length = headers.get("content-length")
     if length is None and "transfer-encoding" in headers:
-        raise ApiError("INVALID_REQUEST", 411, "the request must say its length", fix="send Content-Length")
+        raise ApiError("INVALID_REQUEST", 411, "the request has no length", fix="send Content-Length")
     if length is not None and (not length.isdigit() or int(length) > MAX_BODY_BYTES):
         raise ApiError("BODY_TOO_LARGE", 413, f"a request is at most {MAX_BODY_BYTES} bytes", fix="send less")
 
@@ -149,7 +144,7 @@ def _check_body(method: str, headers: Mapping[str, str]) -> None:
 async def _refuse(scope: Scope, send: Send, error: ApiError) -> None:
     wants_page = scope["type"] == "http" and scope["path"] == "/" and error.status == 401
     if wants_page:
-        body, kind = _LOCKED.encode(), "text/html; charset=utf-8"
+        body, kind = message_page([_LOCKED]).encode(), "text/html; charset=utf-8"
     else:
         body, kind = json.dumps(body_of(error)).encode(), "application/json"
     if scope["type"] == "websocket":

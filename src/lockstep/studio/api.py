@@ -39,14 +39,14 @@ Points = Annotated[int, Query(ge=2, le=FULL_ROWS)]
 
 
 class Envelope(BaseModel):
-    """Every good answer."""
+    """A successful answer."""
 
     status: Literal["ok"] = "ok"
     data: Any
 
 
 class Problem(BaseModel):
-    """Every refusal."""
+    """An error."""
 
     status: Literal["error"] = "error"
     code: str
@@ -100,11 +100,11 @@ def _machine_routes(router: APIRouter, studio: Studio) -> None:
 
 
 def _planning_routes(router: APIRouter, studio: Studio) -> None:
-    @router.post("/plan", summary="What would happen, with every label of the hardware section")
+    @router.post("/plan", summary="The plan, with every label of the hardware section")
     def plan(body: PlanBody) -> Response:
         return ok(studio.plan(body))
 
-    @router.post("/preview", summary="The command and the YAML that say the same")
+    @router.post("/preview", summary="The same settings as a command and as YAML")
     def preview(body: PlanBody) -> Response:
         return ok(studio.preview(studio.wanted(body)))
 
@@ -149,28 +149,28 @@ def _run_routes(router: APIRouter, studio: Studio) -> None:
     def label(name: RunName, body: LabelBody) -> Response:
         return ok(studio.label(name, body))
 
-    @router.delete("/runs/{name}", summary="Delete a run that is over")
+    @router.delete("/runs/{name}", summary="Delete a run that has ended")
     def delete(name: RunName) -> Response:
         return ok(studio.delete(name))
 
-    @router.post("/runs/{name}/stop", status_code=202, summary="End a run with a checkpoint")
+    @router.post("/runs/{name}/stop", status_code=202, summary="Stop a run after saving a checkpoint")
     async def stop(name: RunName) -> Response:
         return ok(await studio.stops.stop(name), 202)
 
-    @router.post("/runs/{name}/resume", status_code=202, summary="Go on with a run, on the same devices or others")
+    @router.post("/runs/{name}/resume", status_code=202, summary="Resume a run, on the same or different devices")
     def resume(name: RunName, body: ResumeBody) -> Response:
         return ok(studio.resume(name, body), 202)
 
-    @router.post("/runs/{name}/resume/preview", summary="The command that would go on with a run")
+    @router.post("/runs/{name}/resume/preview", summary="The command that would resume a run")
     def resume_preview(name: RunName, body: ResumeBody) -> Response:
         words = studio.resume_words(name, body)
         return ok({"command": command_text(words), "argv": ["lockstep", *words]})
 
-    @router.post("/runs/{name}/duplicate", summary="The settings to start such a run again")
+    @router.post("/runs/{name}/duplicate", summary="The settings of a run, to start another one")
     def duplicate(name: RunName) -> Response:
         return ok(studio.duplicate(name))
 
-    @router.get("/compare", summary="Several runs side by side")
+    @router.get("/compare", summary="Compare runs: results, settings and plans")
     def compare(run: Annotated[list[str], Query(min_length=1, max_length=20)]) -> Response:
         return ok(
             details.compare([studio.index.run(name) for name in run], [studio.index.summary(name) for name in run])
@@ -267,15 +267,15 @@ def _job_routes(router: APIRouter, studio: Studio) -> None:
         words = ["bench", "scaling", *train_arguments(wanted, studio.options.flags)[1:]]
         return ok(studio.begin_job("scaling", [*words, "--runs-dir", str(studio.home.runs_dir), "--json"]), 202)
 
-    @router.get("/jobs", summary="Commands that were started here, newest first")
+    @router.get("/jobs", summary="Jobs started here, newest first")
     def jobs() -> Response:
         return ok({"jobs": studio.jobs.all()})
 
-    @router.get("/jobs/{name}", summary="One of them")
+    @router.get("/jobs/{name}", summary="One job")
     def job(name: str) -> Response:
         return ok(studio.jobs.read(name))
 
-    @router.post("/jobs/{name}/stop", summary="End it")
+    @router.post("/jobs/{name}/stop", summary="Stop a job")
     def stop_job(name: str) -> Response:
         return ok(studio.jobs.stop(name))
 
@@ -288,5 +288,5 @@ def _devices_flag(studio: Studio, devices: list[str] | None) -> list[str]:
 
 
 def unknown_address(request: Request) -> LockstepError:
-    """For everything that no route answers."""
-    return ApiError("NOT_FOUND", 404, f"there is no {request.url.path[:200]}", fix="/docs lists what there is")
+    """The error for addresses without a route."""
+    return ApiError("NOT_FOUND", 404, f"there is no {request.url.path[:200]}", fix="/docs lists the addresses")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import html
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from lockstep.errors import LockstepError
 from lockstep.studio.access import Guard
 from lockstep.studio.api import make_router, unknown_address
 from lockstep.studio.live import Hub
+from lockstep.studio.pages import api_page, error_page
 from lockstep.studio.problems import ApiError, body_of, status_of
 from lockstep.studio.studio import Studio
 from lockstep.telemetry.records import versions
@@ -32,7 +32,7 @@ def make_app(studio: Studio, *, token: str, cookie: str) -> Any:
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        # The first list of many runs should not wait for the first reader.
+        # A list of many runs takes a while: read it before the first request.
         reading = asyncio.create_task(asyncio.to_thread(studio.index.summaries))
         async with hub.running():
             yield
@@ -60,11 +60,11 @@ def _pages(app: FastAPI) -> None:
 
     @app.get("/docs", include_in_schema=False)
     def docs() -> Response:
-        return HTMLResponse(describe_api(app.openapi()))
+        return HTMLResponse(api_page(app.openapi()))
 
     @app.get("/favicon.ico", include_in_schema=False)
     def icon() -> Response:
-        # Asked for by pages that name no icon: reports, /docs, the first page of all.
+        # Requested by pages without an icon: reports, /docs, the welcome page.
         return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
 
     app.mount("/static", StaticFiles(directory=STATIC, check_dir=False))
@@ -75,9 +75,9 @@ def _problems(app: FastAPI) -> None:
         return JSONResponse(body_of(error), status_of(error))
 
     async def refused(request: Request, error: Any) -> Response:
-        # A report opens in a tab of its own, where a person reads the refusal.
+        # A report opens in a separate tab: the error is a page there.
         if request.headers.get("sec-fetch-dest") == "document":
-            return HTMLResponse(_problem_page(error), status_of(error))
+            return HTMLResponse(error_page(error), status_of(error))
         return answer(error)
 
     async def malformed(request: Request, error: Any) -> Response:
@@ -85,9 +85,7 @@ def _problems(app: FastAPI) -> None:
         if any(problem["type"] == "json_invalid" for problem in problems):
             return answer(ApiError("INVALID_JSON", 400, "the body is not JSON", fix="send a JSON object"))
         why = "; ".join(f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in problems[:5])
-        return answer(
-            ApiError("INVALID_REQUEST", 422, "the request is not of the right form", why=why, fix="see /docs")
-        )
+        return answer(ApiError("INVALID_REQUEST", 422, "the request is malformed", why=why, fix="see /docs"))
 
     async def by_status(request: Request, error: Any) -> Response:
         if error.status_code == 404:
@@ -96,7 +94,7 @@ def _problems(app: FastAPI) -> None:
         return answer(ApiError(code, error.status_code, str(error.detail), fix="see /docs"))
 
     async def failed(request: Request, error: Any) -> Response:
-        return answer(LockstepError("the studio made a mistake", why=type(error).__name__, fix="see its terminal"))
+        return answer(LockstepError("internal error of the studio", why=type(error).__name__, fix="see its terminal"))
 
     handlers: dict[Any, Callable[..., Any]] = {
         LockstepError: refused,
@@ -106,33 +104,3 @@ def _problems(app: FastAPI) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
-
-
-def _problem_page(error: LockstepError) -> str:
-    lines = [error.what, error.why, f"Fix: {error.fix}" if error.fix else ""]
-    body = "".join(f"<p>{html.escape(line)}</p>" for line in lines if line)
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Lockstep studio</title>'
-        f"<main><h1>Lockstep studio</h1>{body}</main></html>"
-    )
-
-
-def describe_api(document: dict[str, Any]) -> str:
-    """The OpenAPI document as a page: no script, nothing from elsewhere."""
-    rows = []
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-            name = body.get("$ref", "").rpartition("/")[2]
-            fields = document["components"]["schemas"].get(name, {}).get("properties", {})
-            query = [p["name"] for p in operation.get("parameters", ()) if p["in"] == "query"]
-            cells = (f"{method.upper()} {path}", operation.get("summary", ""), ", ".join(fields), ", ".join(query))
-            rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Lockstep studio: API</title><main>'
-        "<h1>Lockstep studio: API</h1><p>Answers are <code>{status: ok, data}</code> or <code>{status: error, code, "
-        'message, why, fix}</code>. The whole description is <a href="/openapi.json">openapi.json</a>; live '
-        "values come over the WebSocket <code>/api/live</code> (docs/studio.md).</p><table><thead><tr><th>address</th>"
-        "<th>what it does</th><th>body</th><th>query</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></main></html>"
-    )

@@ -1,4 +1,4 @@
-"""Rows of a run's files as columns: growing, taken back after a resume, thinned out, and packed for the page."""
+"""Rows of a run's files as columns: appended, truncated after a resume, downsampled, and packed for the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: Above so many rows the page gets the minimum and maximum of buckets.
+#: Above this number of rows the page gets the minimum and maximum of buckets.
 FULL_ROWS = 100_000
 #: Rows of a thinned-out history, unless the page asks otherwise.
 POINTS = 20_000
@@ -30,7 +30,7 @@ class Columns:
     def __init__(self, x: str) -> None:
         self.x = x
         self.rows = 0
-        #: Changes when rows are taken back: what was sent before is void.
+        #: Changes when rows are removed: what was sent before is invalid.
         self.generation = 0
         #: Whether the rows have more columns than are kept.
         self.cut = False
@@ -62,13 +62,13 @@ class Columns:
         self.rows = total
 
     def truncate(self, rows: int) -> None:
-        """Take back what follows the first ``rows`` rows."""
+        """Remove what follows the first ``rows`` rows."""
         if rows < self.rows:
             self.rows = rows
             self.generation += 1
 
     def clear(self) -> None:
-        """Forget everything: the file is another one now."""
+        """Remove all rows: the file was replaced."""
         self._data, self.rows, self.cut = {}, 0, False
         self.generation += 1
 
@@ -94,7 +94,7 @@ class Columns:
 def thin_out(columns: Mapping[str, Column], x: str, points: int) -> dict[str, Column]:
     """Two rows a bucket: each column's minimum and maximum in the order in which they came.
 
-    x is that of the bucket's first and middle row. Every peak stays visible; rows that fill no bucket stay as they are.
+    x is that of the bucket's first and middle row. Every peak stays visible; rows of an incomplete bucket are kept.
     """
     rows = len(columns[x])
     size = max(2, -(-2 * rows // max(2, points)))
@@ -140,7 +140,7 @@ def as_lists(columns: Mapping[str, Column]) -> dict[str, list[float | None]]:
 def columns_of(rows: Sequence[Mapping[str, Any]], x: str) -> dict[str, Column]:
     """Numbers of the rows, nested ones under dotted names; rows without a usable ``x`` are left out.
 
-    Things that name themselves (``devices: [{"id": "gpu:0", …}]``) are found under their names, others by position.
+    List items with an ``id`` (``devices: [{"id": "gpu:0", …}]``) are named by it, others by position.
     """
     placed = [row for row in rows if _number(row.get(x)) == _number(row.get(x))]
     found: dict[str, Column] = {x: np.empty(0)}

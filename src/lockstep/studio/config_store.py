@@ -1,4 +1,4 @@
-"""Configurations that people keep beside the runs, and configuration files that they paste."""
+"""Saved configurations, and configuration files pasted into the page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SavedConfigs:
         self._tasks = tasks
 
     def list(self) -> dict[str, Any]:
-        """Names, tasks and times; files that hold no configuration are passed over."""
+        """Names, tasks and times; files without a configuration are skipped."""
         found = []
         for file in sorted(self._home.configs.glob("*.json")):
             with contextlib.suppress(RunFolderError, KeyError, TypeError):
@@ -63,12 +63,12 @@ class SavedConfigs:
         try:
             content = parse_yaml(text)
         except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise ConfigError("this is not valid YAML", why=_place_of(error), fix="mend that line") from None
+            raise ConfigError("this is not valid YAML", why=_place_of(error), fix="correct that line") from None
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-            raise ConfigError("this holds no settings", why="its top level must be a mapping", fix="write `section:`")
+            raise ConfigError("this has no settings", why="its top level must be a mapping", fix="write `section:`")
         if "defaults" in content:
             raise ConfigError(
-                "`defaults` names files, which the page cannot read", fix="paste what these files say, or use --config"
+                "`defaults` names files, which the page cannot read", fix="paste the content of these files"
             )
         task = content.get("task") or {}
         if not isinstance(task, dict):
@@ -81,7 +81,7 @@ class SavedConfigs:
 
 
 def _place_of(error: Exception) -> str:
-    """What the parser says, and on which line."""
+    """The parser's message, with the line."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     return f"line {mark.line + 1}: {problem}"[:500] if mark is not None else problem[:500]

@@ -16,12 +16,12 @@ from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.summary import LIVE
 
-#: Settings that are not the page's, and that a copy gets in another way.
+#: Settings that the page may not set, and that a copy gets in another way.
 _OF_ITS_OWN = {"save_dir", "runs_dir", "task.name", "task.datamodule"}
 
 
 def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> dict[str, Any]:
-    """Everything that the page shows of a run beside its summary."""
+    """Everything that the page shows of a run, its summary included."""
     config = or_else(run.config, None)
     record = run.read() if os.path.lexists(run.run_file) else None
     words = list(record.command[1:]) if record is not None else []
@@ -38,7 +38,7 @@ def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> di
         "versions": record.versions if record is not None else {},
         "resumable": record is not None
         and summary["status"] not in LIVE | {"completed"}
-        and not run.cli_config_file.exists(),  # LightningCLI's runs go on by its own command
+        and not run.cli_config_file.exists(),  # LightningCLI's runs are resumed by its own command
         "streams": sorted(
             file.stem
             for pattern in ("steps", "evaluations", "ranks", "system-*")
@@ -54,10 +54,10 @@ def log_names(run: RunDir) -> list[str]:
 
 
 def form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What the form must hold to start such a run again, and the settings of it that are not the page's.
+    """The form's content to start such a run again, and the settings that the page may not set.
 
-    The form stands on the task's defaults: what equals a general default may differ from them. A name is not part of
-    it, since the copy gets one of its own.
+    The form starts from the task's defaults: a value that equals a general default may differ from them. The name is
+    left out, since the copy gets another one.
     """
     given: dict[str, Any] = {}
     left_out = []

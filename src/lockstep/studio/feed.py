@@ -1,4 +1,4 @@
-"""What one run tells, live: its streams, epochs and summary. One feed a run, shared by all tabs that watch it."""
+"""The live data of one run: its streams, epochs and summary. One feed per run, shared by all tabs that watch it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lockstep.studio.index import RunIndex
 from lockstep.studio.tailing import Tail
 from lockstep.telemetry.rundir import RunDir
 
-#: How often state and epochs are looked at; streams are at every look.
+#: How often state and epochs are checked; streams are read at every poll.
 _STATE_S = 0.5
-#: Read in one look while a long file is being caught up with.
+#: Chunks read in one poll of a long file.
 _CHUNKS = 4
 STREAMS = ("steps", "evaluations", "ranks", "system")
 
@@ -29,7 +29,7 @@ class Feed:
         self.summary: dict[str, Any] = {}
         self.epochs: list[dict[str, Any]] = []
         self.gone = False
-        #: Counts of changes: who has seen which.
+        #: Counts of changes, to know what each tab has seen.
         self.summary_version = 0
         self.epochs_version = 0
         self.tails: dict[str, Tail] = {}
@@ -49,7 +49,7 @@ class Feed:
         return any(tail.behind for tail in self.tails.values())
 
     def poll(self) -> bool:
-        """Look at the files; whether anything changed."""
+        """Read the files; return whether anything changed."""
         with self.lock:
             self._frames.clear()
             now = time.monotonic()
@@ -58,7 +58,7 @@ class Feed:
                 self._looked = now
                 changed |= self._look()
                 if any(tail.behind and not tail.columns.rows for tail in self.tails.values()):
-                    return True  # the coarse picture first
+                    return True  # the preview first
             for name, tail in list(self.tails.items()):
                 for _ in range(_CHUNKS):
                     changed |= tail.poll()
@@ -75,7 +75,7 @@ class Feed:
         """A frame of all rows, and the cursor (generation, rows) that follows it."""
         preview = self.previews.get(stream)
         columns = preview or self.tails[stream].columns
-        # While a preview stands for the file, the cursor fits no generation: the complete history follows by itself.
+        # The cursor of a preview matches no generation, so the complete history follows.
         cursor = (-1, 0) if preview else (columns.generation, columns.rows)
         key = ("history", stream, cursor, points)
         if key not in self._frames:
@@ -120,7 +120,7 @@ class Feed:
         }
 
     def _look(self) -> bool:
-        """Streams that have come, state and epochs; whether state or epochs changed."""
+        """Check for new streams, state and epochs; return whether state or epochs changed."""
         for name, path, x in self._find():
             if name not in self.tails:
                 self.tails[name] = Tail(path, x)
@@ -154,7 +154,7 @@ class Feed:
             yield file.stem, file, "time"
 
     def _notice_attempts(self) -> bool:
-        """A new attempt takes rows back: read the streams anew, as it leaves them."""
+        """A new attempt supersedes rows: read the streams again."""
         stamp = modified(self._run.attempts)
         if stamp == self._attempts_stamp:
             return False

@@ -1,4 +1,4 @@
-"""``<runs folder>/.studio``: what the studio itself keeps. Run folders are read; nothing of it is written there."""
+"""``<runs folder>/.studio``: the studio's own files. Run folders are only read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lockstep.errors import StorageError
+from lockstep.studio.pages import message_page
 from lockstep.studio.problems import ApiError, run_not_found
 from lockstep.telemetry.files import absolute, storage_error
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,100}")
 _CONFIG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}")
 _JOB = re.compile(r"job-[0-9a-f]{8}")
-_DOOR = (
-    '<!doctype html><html lang="en"><meta charset="utf-8"><title>Lockstep studio</title>'
-    '<meta http-equiv="refresh" content="0; url={url}"><p><a href="{url}">Open the studio</a></p></html>\n'
-)
 
 
 class Home:
@@ -51,13 +48,13 @@ class Home:
         return self.path / "jobs"
 
     def run(self, name: str) -> Path:
-        """The folder of a run, which may not exist. Raises :class:`ApiError` for what cannot be one's name."""
+        """The folder of a run, which may not exist. Raises :class:`ApiError` for an invalid name."""
         if not is_run_name(name):
             raise run_not_found(name)
         return self.runs_dir / name
 
     def start(self, name: str) -> Path:
-        """What the studio keeps of a run: how it was started, its labels."""
+        """The folder of the studio's notes on a run: how it was started, its labels."""
         self.run(name)
         return self.starts / name
 
@@ -67,7 +64,7 @@ class Home:
             raise ApiError(
                 "CONFIG_NOT_FOUND",
                 404,
-                f"{name[:100]!r} cannot be the name of a configuration",
+                f"{name[:100]!r} is not a valid name of a configuration",
                 fix="use letters, digits, spaces, dots, dashes and underscores; at most 64",
             )
         return self.configs / f"{name}.json"
@@ -79,7 +76,7 @@ class Home:
         return self.jobs / name
 
     def token(self) -> str:
-        """The studio's secret: the one of the last start, so that open pages go on after a restart, or a new one.
+        """The studio's secret: that of the last start, so that open pages still work after a restart, or a new one.
 
         Raises:
             StorageError: it cannot be written.
@@ -97,13 +94,13 @@ class Home:
         return text
 
     def write_door(self, url: str) -> Path:
-        """A page, readable by this user alone, that leads to ``url``: the words of a command can be read by all.
+        """A page, readable only by this user, that leads to ``url``: other users can read the arguments of a command.
 
         Raises:
             StorageError: it cannot be written.
         """
         file = self.path / "open.html"
-        _write_private(file, _DOOR.format(url=url))
+        _write_private(file, message_page([], url))
         return file
 
 
@@ -151,7 +148,7 @@ def remove_folder(folder: Path, inside: Path) -> None:
         raise StorageError(
             f"{folder} is not deleted",
             why="it is a link, or not a folder right inside the runs folder",
-            fix="delete it by hand, after a look at where it points",
+            fix="check where it points, and delete it yourself",
         )
     try:
         shutil.rmtree(folder)

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Entry:
-    """What is known of one run, and from which state of its files."""
+    """The summary of one run, and the state of the files that it was read from."""
 
     run: RunDir
     id: str = ""
@@ -46,7 +46,7 @@ class Entry:
     beat: Beat | None = None
     summary: dict[str, Any] = field(default_factory=dict)
     version: int = 0
-    #: Something may change without a file that changes: a process ends, labels wait to be written.
+    #: Something may change without a change of the files: a process ends, labels are not written yet.
     restless: bool = True
     _encoded: tuple[int, bytes] = (0, b"")
 
@@ -84,7 +84,7 @@ class RunIndex:
     def versions(self) -> dict[str, tuple[int, dict[str, Any]]]:
         """By run: a number that changes with its summary, and the summary. Newest first.
 
-        Called every second; runs that are over are looked at only every few seconds.
+        Called every second; runs that have ended are checked only every few seconds.
         """
         now = time.monotonic()
         thorough = now - self._looked >= _THOROUGH_S
@@ -174,7 +174,7 @@ class RunIndex:
         start = None
         notes = _stat(f"{self._starts_dir}/{name}")
         signature = (*signature, notes)
-        # A run that is over and unchanged needs nothing more than this look at its files.
+        # A run that has ended and is unchanged needs no more than this check of its files.
         if entry is not None and entry.signature == signature and not entry.restless:
             return entry
         if notes is not None:
@@ -186,7 +186,7 @@ class RunIndex:
             entry = self._entries[name] = Entry(RunDir(self._home.run(name)))
         try:
             self._renew(entry, start, signature)
-        except Exception as error:  # one run that nobody has foreseen does not hide the others
+        except Exception as error:  # an unexpected error in one run must not hide the others
             if not entry.problem:
                 _log.exception("run %s cannot be shown", name)
             entry.problem = f"{path} cannot be shown: {type(error).__name__}: {error}"
@@ -210,7 +210,7 @@ class RunIndex:
         self._folders[entry.id] = folder
 
     def _renew(self, entry: Entry, start: Start | None, signature: Signature) -> None:
-        """Bring ``entry`` to the state of the files that ``signature`` stands for."""
+        """Update ``entry`` to the state of the files with this ``signature``."""
         if entry.signature != signature:
             _read(entry, there=signature[0] is not None)
             self._identify(entry)
@@ -225,7 +225,7 @@ class RunIndex:
             entry.summary, entry.version = summary, self._version
 
     def _complete(self, entry: Entry, start: Start | None) -> dict[str, Any]:
-        """The summary: what the files say, and what can only be judged now."""
+        """The summary from the files, and what depends on processes and labels."""
         run, name = entry.run, entry.run.path.name
         labels = self._starts.labels(name) if start is not None or entry.signature[-1] is not None else None
         alive = start is not None and is_alive(start.process)
@@ -241,7 +241,7 @@ class RunIndex:
             status = run.judge(record)
         resume_error = None
         if start is not None and not alive and attempt <= start.attempt_before:
-            said = self._starts.last_words(name, start) or "the command ended without a word"
+            said = self._starts.last_words(name, start) or "the command ended without output"
             if start.attempt_before:
                 resume_error = said
             elif status in {"failed", "lost"}:
@@ -305,7 +305,7 @@ def _not_yet(name: str, start: Start | None, path: str) -> dict[str, Any]:
 
 def _stat(path: str) -> tuple[int, int, int] | None:
     try:
-        status = os.stat(path)  # noqa: PTH116 - a thousand runs are looked at in one go
+        status = os.stat(path)  # noqa: PTH116 - fast for a thousand runs
     except (OSError, ValueError):
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,4 +1,4 @@
-"""Commands that end by themselves: evaluate, export, doctor, benchmarks. Like runs, they outlive the studio."""
+"""Short commands: evaluate, export, doctor, benchmarks. Like runs, they outlive the studio."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class _Job(BaseModel):
 
 
 class Jobs:
-    """The jobs of one runs folder, each in a folder of its own."""
+    """The jobs of one runs folder, each in its own folder."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self._done: dict[str, dict[str, Any]] = {}
-        self._told: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def begin(self, kind: str, arguments: Sequence[str], *, run: str | None = None) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Jobs:
             )
             write_json(folder / "job.json", job.model_dump())
         except BaseException:
-            # A job without a record would be in no list, and nobody could stop it or clear it away.
+            # A job without a record would be in no list, and could not be stopped or deleted.
             if process is not None:
                 send(process, signal.SIGKILL, group=True)
             with contextlib.suppress(StorageError):
@@ -98,10 +98,10 @@ class Jobs:
         return sorted(found, key=lambda job: str(job["started_at"]), reverse=True)
 
     def changed(self) -> list[dict[str, Any]]:
-        """Jobs whose status is not what the last call said."""
+        """Jobs whose status has changed since the last call."""
         found = self.all()
-        news = [job for job in found if self._told.get(job["id"]) != job["status"]]
-        self._told = {job["id"]: job["status"] for job in found}
+        news = [job for job in found if self._reported.get(job["id"]) != job["status"]]
+        self._reported = {job["id"]: job["status"] for job in found}
         return news
 
     def stop(self, name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""How the studio started a run, and the labels that people gave it: ``.studio/starts/<run>/``.
+"""How the studio started a run, and the labels that users gave it: ``.studio/starts/<folder>/``.
 
-A run has no folder until its command has made one, and a resume does not show until its first beat. In between,
-and when the command fails before it gets there, what is kept here says what is going on.
+A run has no folder until its command has made one, and a resume is not visible until its first heartbeat. Until
+then, and when the command fails before, these records are the only source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.telemetry.files import read_json, storage_error, write_json
 from lockstep.telemetry.rundir import RunDir
 
 _MAX_BYTES = 256 << 10
-#: A run says that it is over before its command ends: ranks are taken down, loggers finish. A busy machine takes long.
+#: The command ends after the run is marked as ended: ranks exit, loggers finish. That is slow on a busy machine.
 _ENDING_S = 60.0
 
 
@@ -53,7 +53,7 @@ class Start(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What people call a run; ``None`` where the run's own record says it."""
+    """The labels of a run; ``None`` where the run's own record has them."""
 
     name: str | None = None
     tags: tuple[str, ...] | None = None
@@ -72,7 +72,7 @@ class Target:
 
 
 class _Launcher(BaseModel):
-    """What of ``logs/launcher.json`` says which process it is."""
+    """The process in ``logs/launcher.json``."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -93,7 +93,7 @@ class Starts:
         """Start the command of run ``name``, whose output goes to its ``output.log``.
 
         Raises:
-            ApiError: its last start is still going.
+            ApiError: its last start is still running.
             StorageError: it cannot be started.
         """
         folder = self._home.start(name)
@@ -123,7 +123,7 @@ class Starts:
             )
             write_json(folder / "start.json", start.model_dump())
         except BaseException:
-            # Without a note nobody could stop it from here, and a second start would train beside it.
+            # Without a record it could not be stopped, and a second start would train at the same time.
             if process is not None:
                 send(process, signal.SIGKILL, group=True)
             if before is None and attempt_before == 0:
@@ -140,7 +140,7 @@ class Starts:
             return None
 
     def wait_for_end(self, name: str) -> None:
-        """Give the command of a run that is over the moment that it needs to end. Raises :class:`ApiError`."""
+        """Wait until the command of a run that has ended exits. Raises :class:`ApiError`."""
         start = self.read(name)
         deadline = time.monotonic() + _ENDING_S
         while start is not None and is_alive(start.process):
@@ -155,13 +155,13 @@ class Starts:
         return []
 
     def output(self, name: str) -> Path:
-        """What the command printed: in the run's ``logs`` as soon as there are any, here before."""
+        """The file of the command's output: moved to the run's ``logs`` as soon as that folder exists."""
         here = self._home.start(name) / "output.log"
         logs = RunDir(self._home.run(name)).logs
         if logs.is_dir() and not logs.is_symlink():
             there = logs / "output.log"
             if here.exists() and not there.exists():
-                # The command goes on writing to the file that it has open, whatever its name.
+                # The command continues to write to the open file, whatever its name.
                 with contextlib.suppress(OSError):
                     here.rename(there)
             if there.exists() or not here.exists():
@@ -196,7 +196,7 @@ class Starts:
         write_json(folder / "labels.json", asdict(labels))
 
     def settle(self, run: RunDir) -> None:
-        """Write kept labels into the record of a run that is over: while it runs, the file has another writer."""
+        """Write labels into the record of a run that has ended: while it runs, the file has another writer."""
         labels = self.labels(run.path.name)
         changes: dict[str, Any] = {}
         if labels.name is not None:
@@ -209,10 +209,10 @@ class Starts:
                 (self._home.start(run.path.name) / "labels.json").unlink(missing_ok=True)
 
     def target(self, run: RunDir) -> Target | None:
-        """The living process of this machine that answers for the run, known by number and time of creation.
+        """The process of this machine to signal for the run, identified by pid and creation time.
 
-        The command that the studio started leads a group of its own. Of a run from a terminal it is the launcher,
-        since it would start killed ranks again, or the one process that trains; their groups may hold other commands.
+        The command that the studio started leads its own process group. For a run from a terminal it is the launcher,
+        since it would restart killed ranks, or the one process that trains; their groups may contain other commands.
         """
         start, beat = self.read(run.path.name), run.progress()
         targets = [Target(start.process, group=True)] if start is not None else []

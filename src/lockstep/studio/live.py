@@ -1,4 +1,4 @@
-"""The hub between run folders and browser tabs: looks at files at most ten times a second, tells tabs what changed."""
+"""The hub between run folders and browser tabs: polls files up to ten times a second, and sends what changed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lockstep.studio.problems import ApiError
 TICK_S = 0.1
 LIST_S = 1.0
 MAX_SUBSCRIPTIONS = 20
-#: A page of ours sends none.
+#: The studio's own page sends none.
 MAX_BAD_MESSAGES = 20
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Subscription:
-    """What a tab wants of one run, and what it has been told."""
+    """What a tab wants of one run, and what it has received."""
 
     feed: Feed
     streams: tuple[str, ...]
@@ -57,7 +57,7 @@ class Tab:
         self.bad_messages = 0
 
     def say(self, message: dict[str, Any] | bytes) -> None:
-        """Send this at the next turn."""
+        """Send ``message`` with the next update."""
         self.outbox.append(message)
         self.wake.set()
 
@@ -84,7 +84,7 @@ class Hub:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look at files for as long as the context is open."""
+        """Poll the files while the context is open."""
         tasks = [asyncio.create_task(self._follow_runs()), asyncio.create_task(self._follow_list())]
         try:
             yield
@@ -108,7 +108,7 @@ class Hub:
                 message = await socket.receive()
                 if message["type"] == "websocket.disconnect":
                     return
-                await self._hear(tab, message.get("text"))
+                await self._receive(tab, message.get("text"))
                 if tab.bad_messages > MAX_BAD_MESSAGES:
                     await socket.close(1008)
                     return
@@ -120,7 +120,7 @@ class Hub:
 
     # What a tab asks for.
 
-    async def _hear(self, tab: Tab, text: str | None) -> None:
+    async def _receive(self, tab: Tab, text: str | None) -> None:
         asked: dict[str, Any] = {}
         try:
             asked = parse(text)
@@ -183,7 +183,7 @@ class Hub:
         for name in self._feeds.keys() - watched:
             del self._feeds[name]
 
-    # Looking at files.
+    # Polling files.
 
     async def _follow_runs(self) -> None:
         while True:
@@ -199,7 +199,7 @@ class Hub:
                 for tab in self._tabs:
                     tab.wake.set()
             behind = any(feed.behind for feed in feeds if feed not in failed)
-            # While a long file is being read, tabs need a moment in which nobody holds the feed.
+            # While a long file is being read, tabs need a moment in which the feed is not locked.
             await asyncio.sleep(TICK_S / 5 if behind else max(TICK_S / 5, TICK_S - (time.monotonic() - began)))
 
     async def _follow_list(self) -> None:
@@ -209,12 +209,12 @@ class Hub:
                 self._listed = False
                 continue
             try:
-                await self._tell_list()
+                await self._send_list()
             except Exception:
-                _log.exception("the list of runs cannot be told; trying again")
+                _log.exception("the list of runs cannot be sent; trying again")
                 await asyncio.sleep(LIST_S)
 
-    async def _tell_list(self) -> None:
+    async def _send_list(self) -> None:
         if any(tab.watches_runs for tab in self._tabs):
             self._versions = await asyncio.to_thread(self._index.versions)
             self._problems = await asyncio.to_thread(self._index.problems)
@@ -226,22 +226,22 @@ class Hub:
                 tab.say({"type": "job", "job": job})
 
     def _give_up(self, feed: Feed) -> None:
-        """Nobody follows this run any longer; a tab may subscribe again."""
+        """Stop following this run; a tab may subscribe again."""
         if self._feeds.get(feed.name) is feed:
             del self._feeds[feed.name]
         error = ApiError(
             "RUN_NOT_USABLE",
             500,
             f"run {feed.name} cannot be followed",
-            why="reading its files failed; the studio's log says how",
-            fix="open the run again; if that does not help, look for a damaged file in its folder",
+            why="reading its files failed; see the studio's log",
+            fix="open the run again, or look for a damaged file in its folder",
         )
         for tab in self._tabs:
-            if (told := tab.subscriptions.get(feed.name)) is not None and told.feed is feed:
+            if (sent := tab.subscriptions.get(feed.name)) is not None and sent.feed is feed:
                 del tab.subscriptions[feed.name]
                 tab.say({"type": "error", **error.as_dict(), "run": feed.name})
 
-    # Telling tabs.
+    # Sending to tabs.
 
     async def _send(self, tab: Tab) -> None:
         with contextlib.suppress(RuntimeError, OSError):
@@ -264,20 +264,20 @@ class Hub:
             try:
                 news += _news_of_run(name, subscription)
             except Exception:
-                _log.exception("run %s cannot be told", name)
+                _log.exception("run %s cannot be sent", name)
                 self._give_up(subscription.feed)
         return news
 
     def _news_of_list(self, tab: Tab) -> list[dict[str, Any] | bytes]:
         versions, problems = self._versions, self._problems
-        known, told = tab.known_runs, tab.known_problems
+        known, sent = tab.known_runs, tab.known_problems
         tab.known_runs = {name: version for name, (version, _) in versions.items()}
         tab.known_problems = problems
         if known is None:
             return [{"type": "runs", "runs": [summary for _, summary in versions.values()], "problems": problems}]
         changed = [summary for name, (version, summary) in versions.items() if known.get(name) != version]
         removed = [name for name in known if name not in versions]
-        if not changed and not removed and problems == told:
+        if not changed and not removed and problems == sent:
             return []
         return [{"type": "runs_changed", "runs": changed, "removed": removed, "problems": problems}]
 
@@ -294,45 +294,45 @@ def _poll(feeds: list[Feed]) -> tuple[bool, list[Feed]]:
     return changed, failed
 
 
-def _news_of_run(name: str, told: Subscription) -> list[dict[str, Any] | bytes]:
-    feed = told.feed
+def _news_of_run(name: str, sent: Subscription) -> list[dict[str, Any] | bytes]:
+    feed = sent.feed
     news: list[dict[str, Any] | bytes] = []
     if feed.gone:
-        if not told.removed:
-            told.removed = True
+        if not sent.removed:
+            sent.removed = True
             news.append({"type": "removed", "run": name})
         return news
     if not feed.lock.acquire(blocking=False):
-        return news  # it is being read; the next tick tells
+        return news  # it is being read; sent with the next tick
     try:
-        if feed.summary_version != told.summary_version:
-            told.summary_version = feed.summary_version
+        if feed.summary_version != sent.summary_version:
+            sent.summary_version = feed.summary_version
             news.append({"type": "run", "run": name, "summary": feed.summary})
-        if feed.epochs_version != told.epochs_version:
-            told.epochs_version = feed.epochs_version
+        if feed.epochs_version != sent.epochs_version:
+            sent.epochs_version = feed.epochs_version
             news.append({"type": "epochs", "run": name, "epochs": feed.epochs})
-        for stream in feed.streams(told.streams):
-            news += _news_of_stream(stream, told)
+        for stream in feed.streams(sent.streams):
+            news += _news_of_stream(stream, sent)
     finally:
         feed.lock.release()
     return news
 
 
-def _news_of_stream(stream: str, told: Subscription) -> list[dict[str, Any] | bytes]:
-    feed = told.feed
+def _news_of_stream(stream: str, sent: Subscription) -> list[dict[str, Any] | bytes]:
+    feed = sent.feed
     columns = feed.tails[stream].columns
-    cursor = told.cursors.get(stream)
+    cursor = sent.cursors.get(stream)
     if stream in feed.previews and cursor is not None:
         return []
-    # What has grown long since the last history is thinned out as well: a page that is open for days stays quick.
+    # After many new rows a downsampled history is sent again: a page that is open for days stays fast.
     if cursor is None or cursor[0] != columns.generation or columns.rows - cursor[2] > FULL_ROWS:
-        frame, (generation, rows) = feed.history(stream, told.points)
-        told.cursors[stream] = (generation, rows, rows)
+        frame, (generation, rows) = feed.history(stream, sent.points)
+        sent.cursors[stream] = (generation, rows, rows)
         return [frame]
     if cursor[1] == columns.rows:
         return []
     frame = feed.delta(stream, cursor[1])
-    told.cursors[stream] = (columns.generation, columns.rows, cursor[2])
+    sent.cursors[stream] = (columns.generation, columns.rows, cursor[2])
     return [frame]
 
 

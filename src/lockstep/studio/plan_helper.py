@@ -48,7 +48,8 @@ class Helper:
             return {"error": {**error.as_dict(), "kind": type(error).__name__}}
         except Exception as error:  # whatever a user's task raises
             why = f"{type(error).__name__}: {error}"
-            return {"error": {"code": "TASK_NOT_USABLE", "message": "the task failed", "why": why, "fix": "mend it"}}
+            failed = {"code": "TASK_NOT_USABLE", "message": "the task failed", "why": why, "fix": "correct the task"}
+            return {"error": failed}
 
     def plan(self, task: str, config: Mapping[str, Any], devices: list[dict[str, Any]]) -> dict[str, Any]:
         """What ``lockstep plan --json`` prints for these settings, on a machine with these devices."""
@@ -66,7 +67,7 @@ class Helper:
 
 
 def describe_task(name: str) -> dict[str, Any]:
-    """What the form must know of a task, or why it cannot be used."""
+    """The schema and defaults of a task, or why it cannot be used."""
     try:
         kind = find_task(name)
         text = inspect.getdoc(kind) or name
@@ -86,7 +87,7 @@ def describe_task(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Answer until the input ends."""
-    # What a task prints must not get between the answers.
+    # Output of a task must not mix with the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     helper = Helper()

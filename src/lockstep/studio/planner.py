@@ -18,7 +18,7 @@ from lockstep.studio.problems import ApiError
 
 
 class Planner:
-    """Asks the helper, one question at a time; starts it when it is needed, and again when it has died."""
+    """Asks the helper, one request at a time; starts it when needed, and again after it has ended."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._timeout_s = timeout_s
@@ -41,7 +41,7 @@ class Planner:
         return plan
 
     def close(self) -> None:
-        """End the helper for good, also in the middle of an answer: who waits for that hears that it ended."""
+        """End the helper, even in the middle of an answer: its caller gets an error."""
         self._closed = True
         while not self._lock.acquire(timeout=0.05):
             if (process := self._process) is not None:
@@ -60,9 +60,9 @@ class Planner:
                 raise ApiError(
                     "PLANNER_FAILED",
                     503,
-                    "the data of this task could not be looked at",
+                    "the data of this task could not be read",
                     why=str(error),
-                    fix="try `lockstep plan` with the same settings in a terminal: it shows the reason",
+                    fix="run `lockstep plan` with the same settings in a terminal to see the reason",
                 ) from None
         if "error" in answer:
             raise _rebuilt(answer["error"])
@@ -79,7 +79,7 @@ class Planner:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C in the studio's terminal is not meant for it
+                start_new_session=True,  # not ended by Ctrl-C in the studio's terminal
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         written = 0

@@ -1,4 +1,4 @@
-"""``POST /api/plan``: what would happen, and every label of the hardware section, from the plan's own objects."""
+"""``POST /api/plan``: the plan and every label of the hardware section."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_answer(
     notes: list[dict[str, Any]] = []
     blocked = problem is not None
     if placement is not None:
-        # Looking must not download: that is for the run, when the person starts it.
+        # A plan must not download data: the run does.
         looking = merge(wanted.mapping(), {"data": {"download": False}})
         try:
             plan = make_plan(wanted.task, looking, devices)
@@ -59,7 +59,7 @@ def make_answer(
 
 
 def refusal(problem: LockstepError) -> dict[str, Any]:
-    """The answer to settings that cannot be: the form stays usable, and Run is off."""
+    """The answer to invalid settings: the form stays usable, and Run is disabled."""
     return {
         "run": {"enabled": False, "reason": problem.what},
         "problem": problem.as_dict(),

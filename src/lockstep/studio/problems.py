@@ -1,4 +1,4 @@
-"""What the API says when it refuses: one shape, and the HTTP status of each kind of error."""
+"""Errors of the API: one shape, and the HTTP status of each kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lockstep.errors import LockstepError, RunFolderError, StorageError, UsageEr
 
 
 class ApiError(UsageError):
-    """A refusal that only the API knows, with its own code and HTTP status."""
+    """An error of the API, with its own code and HTTP status."""
 
     def __init__(self, code: str, status: int, what: str, *, why: str = "", fix: str = "") -> None:
         super().__init__(what, why=why, fix=fix)
@@ -38,7 +38,7 @@ def run_not_found(name: str) -> ApiError:
     )
 
 
-def in_progress(name: str, what: str = "it is still going") -> ApiError:
+def in_progress(name: str, what: str = "it is still running") -> ApiError:
     return ApiError("TRAINING_IN_PROGRESS", 409, f"run {name}: {what}", fix="stop it first, or wait until it has ended")
 
 

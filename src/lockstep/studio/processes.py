@@ -1,4 +1,4 @@
-"""Processes that outlive the studio: started in a session of their own, known by number and time of creation."""
+"""Processes that outlive the studio: started in a separate session, identified by pid and creation time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 
 from lockstep.errors import StorageError
 
-#: Clock adjustments move a process's computed time of creation; a number is not used again this soon.
+#: Clock adjustments move a process's computed creation time; a pid is not reused this soon.
 _TOLERANCE_S = 2.0
 _children: dict[int, subprocess.Popen[bytes]] = {}
 _lock = threading.Lock()
@@ -24,14 +24,14 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process: its number may be used again, number and time of creation (seconds since the epoch) together not."""
+    """A process by pid and creation time (seconds since the epoch), a pair that is never reused."""
 
     pid: int
     created: float
 
 
 def start_detached(arguments: Sequence[str], out: Path, err: Path | None = None) -> Identity:
-    """Start ``lockstep`` with ``arguments`` in a session of its own; its output is appended to files.
+    """Start ``lockstep`` with ``arguments`` in a separate session; its output is appended to files.
 
     Args:
         arguments: what follows ``lockstep``; no shell reads them.
@@ -58,14 +58,14 @@ def start_detached(arguments: Sequence[str], out: Path, err: Path | None = None)
 
 
 def reap() -> None:
-    """Take note of children that have ended, so that they do not stay as zombies."""
+    """Collect children that have ended, so that they do not stay as zombies."""
     with _lock:
         for pid in [pid for pid, process in _children.items() if process.poll() is not None]:
             del _children[pid]
 
 
 def is_alive(identity: Identity) -> bool:
-    """Whether this very process lives."""
+    """Whether this process is alive."""
     try:
         process = psutil.Process(identity.pid)
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -77,9 +77,9 @@ def is_alive(identity: Identity) -> bool:
 
 
 def send(identity: Identity, signum: signal.Signals, *, group: bool = False) -> bool:
-    """Signal this very process, or the whole group that it leads; whether it was there.
+    """Signal this process, or the whole group that it leads; return whether it was alive.
 
-    A process that does not lead its group is signalled alone: the others in the group are somebody else's.
+    A process that does not lead its group is signalled alone: the others in the group may not belong to the run.
     """
     if not is_alive(identity):
         return False

@@ -1,4 +1,4 @@
-"""Opening files that others write: only regular ones, never waiting, never through a link in the last place."""
+"""Open files that others write: only regular ones, without blocking, without following a link to the file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def last_lines(file: Path, lines: int, *, max_bytes: int = 1 << 20, skip_bytes: 
     """The last lines of a text file, and whether there are more; none when it cannot be read.
 
     Args:
-        skip_bytes: what stands before this place does not count.
+        skip_bytes: where to begin in the file.
     """
     try:
         with open_regular(file) as stream:

@@ -71,7 +71,7 @@ class LabelBody(_Body):
 
 
 class ResumeBody(_Body):
-    """Go on on other devices, or for longer."""
+    """Resume on other devices, or for longer."""
 
     devices: Devices | None = None
     rescale_batch: bool = False

@@ -13,7 +13,7 @@ from lockstep.studio.app import make_app
 from lockstep.studio.studio import Options, Studio
 
 HOST = "127.0.0.1"
-#: Where the studio is unless --port says otherwise or somebody else is there.
+#: The port unless --port is given or the port is taken.
 DEFAULT_PORT = 8756
 _MAX_MESSAGE_BYTES = 64 << 10
 
@@ -72,7 +72,7 @@ class Server:
         return self._uvicorn.started
 
     def run(self) -> None:
-        """Answer until :meth:`stop`, SIGINT or SIGTERM; runs go on."""
+        """Answer until :meth:`stop`, SIGINT or SIGTERM; runs continue."""
         try:
             self._uvicorn.run(sockets=[self._socket])
         finally:
@@ -89,7 +89,7 @@ def _listen(port: int | None) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((HOST, candidate))
-            # At once: two that have only bound may share a port, and a browser that comes early waits to be answered.
+            # At once: two sockets that are only bound may share a port, and an early browser waits for the answer.
             listener.listen()
             return listener
         except (OSError, OverflowError):

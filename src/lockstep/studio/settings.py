@@ -1,4 +1,4 @@
-"""What the page may ask for, and the command and YAML that say the same."""
+"""What the page may set, and the same settings as a command and as YAML."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Wanted:
 
 
 def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home) -> Wanted:
-    """The request, if the page may make it; with the data module that was named with its task, if one was.
+    """The checked request, with the data module that was given with its task, if any.
 
     Raises:
-        ApiError: a task that is not in the list, or a setting that is not the page's.
+        ApiError: a task that is not in the list, or a setting that the page may not set.
         ConfigError: an unknown key or a bad value.
     """
     if task not in tasks.names:
@@ -154,7 +154,7 @@ def train_arguments(wanted: Wanted, flags: Mapping[str, str]) -> list[str]:
     """What follows ``lockstep`` to train this, as a person would type it.
 
     Args:
-        flags: the flags of ``lockstep train`` and the setting that each one stands for.
+        flags: the flags of ``lockstep train`` and the setting of each.
     """
     return ["train", wanted.task, *_as_flags(wanted.for_command(), flags)]
 
@@ -162,7 +162,7 @@ def train_arguments(wanted: Wanted, flags: Mapping[str, str]) -> list[str]:
 def resume_arguments(
     folder: Path, *, devices: list[str] | None, rescale_batch: bool, changes: Mapping[str, Any]
 ) -> list[str]:
-    """What follows ``lockstep`` to go on with a run."""
+    """What follows ``lockstep`` to resume a run."""
     words = ["resume", str(folder)]
     if devices is not None:
         words += _flag("--devices", ",".join(devices))

@@ -1,4 +1,4 @@
-"""Stopping a run: asked first, killed if it stays."""
+"""Stopping a run: SIGTERM, then SIGKILL if it does not end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Stops:
         return {"id": name, "stopping": True, "kill_after_s": self._kill_after_s}
 
     async def _kill_later(self, name: str, target: Target, attempt: int | None) -> None:
-        """Kill ``target`` if it stays at the ``attempt`` in which it was told to stop; ``None``: at its first."""
+        """Kill ``target`` if it is still in the ``attempt`` in which it was asked to stop; ``None``: its first."""
         for _ in range(max(1, round(self._kill_after_s))):
             await asyncio.sleep(min(1.0, self._kill_after_s))
             if not await asyncio.to_thread(is_alive, target.process):

@@ -56,14 +56,14 @@ _SECTIONS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line hands to the studio.
+    """Options from the command line.
 
     Attributes:
         runs_dir: where runs are found and made.
         tasks: built-in tasks and those given at the start; the page can start no others.
-        flags: flags of ``lockstep train`` and the setting that each one stands for.
+        flags: flags of ``lockstep train`` and the setting of each.
         verbs: the commands that this version has.
-        kill_after_s: how long a stopped run may take to end by itself.
+        kill_after_s: how long a stopped run may take to save a checkpoint and end.
     """
 
     runs_dir: Path
@@ -74,7 +74,7 @@ class Options:
 
 
 class Studio:
-    """State of one server: nothing in it is lost with it but who watches what."""
+    """State of one server; everything that must outlive it is in files."""
 
     def __init__(self, options: Options, detect: Any) -> None:
         self.options = options
@@ -90,7 +90,7 @@ class Studio:
         self.started_at = utc_now()
         self._detect = detect
         self._drawing = threading.Lock()
-        #: Between looking at a run and starting or deleting it, no other request does.
+        #: Held from checking a run until it is started or deleted.
         self._changing = threading.Lock()
 
     def hello(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class Studio:
         return {"deleted": name}
 
     def _refuse_live(self, name: str) -> None:
-        """Raises :class:`ApiError` when there is no such run, or somebody is at it."""
+        """Raises :class:`ApiError` when there is no such run, or it is running."""
         folder = self.home.run(self.index.locate(name))
         if not os.path.lexists(folder) and self.starts.read(folder.name) is None:
             raise run_not_found(name)
@@ -240,12 +240,12 @@ class Studio:
         except RunFolderError:
             if not os.path.lexists(folder / "run.json"):
                 raise
-            return  # damaged: it cannot be going
+            return  # damaged: it is not running
         if summary["status"] in LIVE:
             raise in_progress(name)
 
     def check_devices(self, names: Sequence[str]) -> None:
-        """Raises :class:`DeviceError` for devices that are not here."""
+        """Raises :class:`DeviceError` for devices that this machine does not have."""
         select(parse(names), self.devices())
 
     def resume_words(self, name: str, body: ResumeBody) -> list[str]:
@@ -262,7 +262,7 @@ class Studio:
         )
 
     def resume(self, name: str, body: ResumeBody) -> dict[str, Any]:
-        """Start the command that goes on with a run. Raises :class:`LockstepError`."""
+        """Start the command that resumes a run. Raises :class:`LockstepError`."""
         words = self.resume_words(name, body)
         if self.index.summary(name)["status"] in LIVE:
             raise in_progress(name)
@@ -300,7 +300,7 @@ class Studio:
         }
 
     def _defaults_of(self, task: str) -> Mapping[str, Any]:
-        """The settings that a task has of its own. Raises :class:`LockstepError` when it cannot be used."""
+        """The task's own default settings. Raises :class:`LockstepError` when it cannot be used."""
         described = next(one for one in self.planner.tasks(self.options.tasks.names) if one["name"] == task)
         if (error := described["error"]) is not None:
             raise ApiError("TASK_NOT_USABLE", 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))

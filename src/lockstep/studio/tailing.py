@@ -1,4 +1,4 @@
-"""Following a JSON lines file: what was appended since the last look, as columns."""
+"""Follow a JSON lines file: what was appended since the last poll, as columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from lockstep.studio.columns import Column, Columns, columns_of
 from lockstep.studio.reading import open_regular
 
-#: Read at once: small enough that nobody waits long for the interpreter.
+#: Read at once: small enough not to block other threads for long.
 CHUNK_BYTES = 1 << 20
 #: Above this size a coarse sample of the file is shown first.
 LARGE_BYTES = 8 << 20
@@ -23,7 +23,7 @@ _SAMPLE_LINES = 1000
 
 
 class Tail:
-    """One file. ``x`` is ``step`` (with attempts that take rows back) or ``time``."""
+    """One file. ``x`` is ``step`` (later attempts supersede rows) or ``time``."""
 
     def __init__(self, path: Path, x: str) -> None:
         self.columns = Columns(x)
@@ -35,7 +35,7 @@ class Tail:
         self.behind = False
 
     def poll(self) -> bool:
-        """Take in at most one chunk; whether anything changed. ``behind`` says that there is more."""
+        """Read at most one chunk; return whether anything changed. ``behind``: there is more."""
         self.behind = False
         before = (self.columns.rows, self.columns.generation)
         try:
@@ -55,13 +55,13 @@ class Tail:
         return (self.columns.rows, self.columns.generation) != before
 
     def restart(self, attempts: Mapping[int, int]) -> None:
-        """Read the file anew. ``attempts``: from which step each attempt went on (:meth:`RunDir.resumed_from`)."""
+        """Read the file again. ``attempts``: from which step each attempt resumed (:meth:`RunDir.resumed_from`)."""
         self._attempts = attempts
         self.columns.clear()
         self._offset, self._rest = 0, b""
 
     def sample(self) -> Columns | None:
-        """A coarse picture of a file that takes long to read; ``None`` for one that does not."""
+        """A coarse sample of a file that takes long to read; ``None`` for a short one."""
         try:
             with open_regular(self._path, buffer_bytes=8192) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -70,7 +70,7 @@ class Tail:
                 lines = []
                 for position in range(0, size, size // _SAMPLE_LINES):
                     file.seek(position)
-                    file.readline(CHUNK_BYTES)  # the rest of a line
+                    file.readline(CHUNK_BYTES)  # rest of a line
                     lines.append(file.readline(CHUNK_BYTES))
         except OSError:
             return None
@@ -81,7 +81,7 @@ class Tail:
     def _take(self, content: bytes) -> None:
         *lines, self._rest = content.split(b"\n")
         if len(self._rest) > 4 * CHUNK_BYTES:
-            self._rest = b""  # no writer of ours makes such a line
+            self._rest = b""  # Lockstep writes no such line
         columns = columns_of(_rows(lines), self.columns.x)
         if self.columns.x == "step":
             self._add_steps(columns)

@@ -1,4 +1,4 @@
-"""A sink that may take its time: the run goes on while it talks to a server."""
+"""A sink that runs in the background: the run continues while it sends data to a server."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class BackgroundSink:
             while (event := self._events.get()) is not None:
                 self._sink.emit(event)
             self._sink.close()
-        except Exception as error:  # any library's failure; whoever drives the sinks hears of it
+        except Exception as error:  # any library's failure; raised by the next `emit`
             self._error = error
             with contextlib.suppress(Exception):
                 self._sink.close()

@@ -1,4 +1,4 @@
-"""A run's frozen configuration as text: what is written can be read again, and names no code that came with it."""
+"""A run's configuration as text: what is written can be read again, and names no code in the run folder."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def frozen_text(config: RunConfig, folder: Path) -> str:
         parse_frozen(content, folder)
     except NO_CONFIG as error:
         raise ConfigError(
-            "the run could not read its configuration again",
+            "the configuration could not be read back from the run folder",
             why=str(error)[:500],
-            fix="name files of code by their whole paths, and keep long lists in a file that the task reads",
+            fix="give absolute paths of code files, and keep long lists in a file that the task reads",
         ) from None
     return content
 
@@ -39,16 +39,16 @@ def parse_frozen(content: str | bytes, folder: Path) -> RunConfig:
     """The configuration of the run in ``folder``. Raises one of ``NO_CONFIG``."""
     settings = parse_yaml(content)
     if not isinstance(settings, dict):
-        raise ValueError("it holds no settings")
+        raise ValueError("it has no settings")
     if isinstance(settings.get("training"), dict):
-        settings["training"].pop("engine", None)  # of older runs; either one's checkpoints are read alike
+        settings["training"].pop("engine", None)  # of older runs; checkpoints of both engines are read the same way
     config = resolve(settings)
     _refuse_own_code(config, folder)
     return config
 
 
 def _refuse_own_code(config: RunConfig, folder: Path) -> None:
-    """Raise :class:`ValueError` when a setting names a file of code that may have come with ``folder``.
+    """Raise :class:`ValueError` when a setting names a file of code inside ``folder``.
 
     Of what Lockstep itself imports, the task and a data module, it writes the whole, resolved path. Other settings
     mean what the task takes them for, but no code of the user's lies in a run folder.
@@ -61,6 +61,6 @@ def _refuse_own_code(config: RunConfig, folder: Path) -> None:
             continue
         file = Path(place).resolve()
         if file.is_relative_to(folder.resolve()):
-            raise ValueError(f"it names {place[:200]}, which is no file of yours: code in a run folder is not run")
+            raise ValueError(f"it names {place[:200]}, inside the run folder: code there is not run")
         if setting in imported and str(file) != place:
-            raise ValueError(f"it names {place[:200]}, which is not the whole path of a file")
+            raise ValueError(f"it names {place[:200]}, which is not an absolute, resolved path")

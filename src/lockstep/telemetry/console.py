@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: the plan, one progress bar or plain lines, and one summary."""
+"""The terminal output of a run: the plan, one progress bar or plain lines, and one summary."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ConsoleSink:
         try:
             self._show(event)
         except Exception:
-            # Whoever drives the sinks leaves a broken one out without closing it: give the terminal back.
+            # A sink that fails is not closed by its owner: restore the terminal.
             self.close()
             raise
 
@@ -140,16 +140,16 @@ class ConsoleSink:
             ("time", duration(event.duration_s)),
             *([("samples/s", f"{samples / seconds:,.0f}")] if seconds > 0 else []),
             *([("run folder", str(self._started.run_dir))] if self._started else []),
-            *self._going_on(event),
+            *self._resume_with(event),
         ]
         print_table(("summary", ""), rows, self._stream)
 
-    def _going_on(self, event: RunEnded) -> list[tuple[str, str]]:
-        """The command that goes on with a stopped run; with what a program made, only that program can."""
+    def _resume_with(self, event: RunEnded) -> list[tuple[str, str]]:
+        """The command that resumes a stopped run; a run of a script can only be resumed by that script."""
         if self._started is None or event.status != "stopped":
             return []
         made = self._started.plan.get("task", {}).get("name", "").startswith(("__main__:", "lockstep.engine."))
-        return [] if made else [("go on with", f"lockstep resume {shlex.quote(str(self._started.run_dir))}")]
+        return [] if made else [("resume with", f"lockstep resume {shlex.quote(str(self._started.run_dir))}")]
 
     def _line(self, text: str, style: str = "") -> None:
         if self._bar is not None:
@@ -165,7 +165,7 @@ class ConsoleSink:
 
 
 class _Bar:
-    """One line below all others. A thread moves it on between events, by a look at the run's counter."""
+    """One line below all others. Between events a thread updates it from the run's step counter."""
 
     def __init__(self, stream: TextIO, started: RunStarted, seconds_left: Callable[[int], float | None]) -> None:
         place = _Notebook if is_notebook(stream) else _Terminal
@@ -193,7 +193,7 @@ class _Bar:
                 continue
             try:
                 self._draw(step)
-            except (OSError, ValueError):  # the stream is closed; the next event says so
+            except (OSError, ValueError):  # the stream is closed; the next event raises
                 return
 
     def _draw(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Making a folder whole or not at all."""
+"""Make a folder atomically."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
     except OSError as error:
         raise storage_error(error, path) from error
     except ValueError as error:  # a null character in the path
-        raise StorageError(f"{str(path)!r} cannot be a path", why=str(error), fix="choose another --save-dir") from None
+        what = f"{str(path)!r} is not a valid path"
+        raise StorageError(what, why=str(error), fix="choose another --save-dir") from None
     finally:
         shutil.rmtree(building, ignore_errors=True)
 

@@ -16,7 +16,7 @@ class CsvSink:
     """A line an event, a column a name (:func:`~lockstep.telemetry.scalars.named_scalars`), empty where it has none.
 
     Args:
-        file: a resumed run goes on with it, from the rows that still count.
+        file: a resumed run appends to it, after removing superseded rows.
     """
 
     name = "CSV"
@@ -40,7 +40,7 @@ class CsvSink:
             self._columns += new
             self._rewrite([*rows, row])
             return
-        with self._file.open("r+", encoding="utf-8", newline="") as file:  # a file that is gone is not made anew
+        with self._file.open("r+", encoding="utf-8", newline="") as file:  # a file that was removed is not made again
             file.seek(0, io.SEEK_END)
             self._writer(file).writerow(row)
 

@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic JSON, appended JSON lines, and bounded, suspicious reading.
+"""Crash-safe files: atomic JSON, appended JSON lines, and bounded reading of untrusted files.
 
 Writers raise :class:`StorageError`; readers raise :class:`RunFolderError`. JSON has no NaN and no
 infinity (RFC 8259, section 6), so a non-finite number is written as ``null``.
@@ -30,7 +30,7 @@ _TAIL_BYTES = 64 << 10
 #: Of what :func:`last_row` reads; a row of ``ranks.jsonl`` has about 200 bytes a rank.
 _MAX_TAIL_BYTES = 4 << 20
 
-#: Part of every temporary name, so that leftovers of a killed process can be told from real files.
+#: Part of every temporary name, to recognise leftovers of a killed process.
 TEMPORARY = ".tmp-"
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -114,7 +114,7 @@ def fsync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network and FUSE file systems have no fsync for folders; their renames are their own business.
+        # Some network and FUSE file systems have no fsync for folders; their renames cannot be made durable.
         if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EBADF}:
             raise
     finally:
@@ -172,16 +172,16 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._mended = False
+        self._repaired = False
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one line. Raises :class:`StorageError`, after which the file ends where it ended before."""
         line = json.dumps(plain(row), ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
         try:
             with self.path.open("ab", buffering=0) as file:
-                if not self._mended:
+                if not self._repaired:
                     _cut_torn_line(self.path)
-                    self._mended = True
+                    self._repaired = True
                 end = os.fstat(file.fileno()).st_size
                 try:
                     written = file.write(line)
@@ -261,7 +261,7 @@ def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str
     """Rows of a JSON lines file; a missing file has none.
 
     What follows the last newline is a line being written and is left out. So is a line that a power
-    cut damaged; but a file without a single good line among whole ones is no such file.
+    cut damaged; but a file in which no complete line is valid raises.
 
     Raises:
         RunFolderError: not a regular file, too large, or not JSON lines.
@@ -280,9 +280,9 @@ def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str
 
 
 def last_row(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda row: True) -> dict[str, Any] | None:
-    """The newest whole row of a JSON lines file that is ``wanted``, read from its end; ``None`` when there is none.
+    """The last complete row of a JSON lines file that is ``wanted``, read from its end; ``None`` when there is none.
 
-    For what is looked at again and again while it grows; only as much is read as the row needs, at most 4 MiB.
+    For files that are polled while they grow; reads only what the row needs, at most 4 MiB.
     """
     tail_bytes = _TAIL_BYTES
     try:
@@ -366,7 +366,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder; ``False`` also where nobody may look (``Path.is_dir`` raises there)."""
+    """Whether ``path`` is a folder; ``False`` also without permission (``Path.is_dir`` raises there)."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
@@ -378,7 +378,7 @@ def absolute(path: Path) -> Path:
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files and folders that killed writers left in ``folder``. Raises :class:`OSError`.
 
-    Not by process number: in a container the next process has the same one. So call it when nobody writes.
+    Not by pid: in a container the next process has the same one. Call it when no other process writes.
     """
     for name in names_in(folder):
         if name.startswith(".") and TEMPORARY in name:

@@ -16,7 +16,7 @@ class _In:
 
 
 class Layout:
-    """Paths of one run folder; whether they exist is another matter."""
+    """Paths of one run folder; they need not exist."""
 
     run_file = _In("run.json")
     config_file = _In("config.yaml")

@@ -28,8 +28,8 @@ _RUN_TAG = "lockstep.run"
 class MlflowSink:
     """Scalars over the optimizer step; settings and the plan's decisions as parameters.
 
-    All attempts of a run go to one run there, which a tag finds again. Uses a client of its own: neither the
-    active run nor the tracking URI of whoever calls changes.
+    All attempts of a run go to one run there, which a tag finds again. Uses a separate client: neither the
+    active run nor the tracking URI of the caller changes.
 
     Args:
         uri: of the server or store; ``None`` takes ``MLFLOW_TRACKING_URI``, else files in ``folder/mlruns``.

@@ -1,8 +1,8 @@
-"""What each rank is doing, told to the launcher that watches it: one small record a rank, in shared memory.
+"""What each rank is doing, for the launcher that watches it: one small record per rank, in shared memory.
 
-A record is written where the rank makes progress, not by a thread, so it falls silent whatever stops the rank: a
-signal, native code that keeps the interpreter, a collective call to which another rank does not come. Writing it
-costs a system call. A process that nobody watches writes nothing. Where there is no launcher, the rank watches itself
+A record is written where the rank makes progress, not by a thread, so it stops changing whatever blocks the rank: a
+signal, native code that holds the interpreter lock, a collective call that another rank does not join. Writing it
+costs a system call. A process without a launcher writes nothing: there the rank watches itself
 (:mod:`lockstep.launch.health.watchdog`).
 """
 
@@ -132,7 +132,7 @@ class Pulse:
         self.is_watched = False
 
     def connect(self, environ: Mapping[str, str]) -> None:
-        """Tell the launcher named in ``environ`` from now on, if there is one that watches."""
+        """Report to the launcher named in ``environ`` from now on, if there is one."""
         path = environ.get(PULSES)
         if path is None or self._fd is not None:
             return
@@ -147,7 +147,7 @@ class Pulse:
         return Sign(self._beats, self._step, self.activity, self._writer)
 
     def at(self, activity: Activity, step: int | None = None) -> None:
-        """This process makes progress: it begins ``activity``, or goes on with it.
+        """Report progress: this process begins ``activity``, or continues it.
 
         Args:
             step: optimizer steps done; ``None``: as before.
@@ -177,7 +177,7 @@ class Pulse:
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """At ``activity`` inside, and afterwards at what it was before; after an error still at it, to tell of it."""
+        """``activity`` in the block, the previous one afterwards; after an error it stays, for the failure report."""
         before = self.activity
         self.at(activity)
         yield

@@ -1,4 +1,4 @@
-"""What ``run.json`` says, and which rows of a resumed run still count."""
+"""The content of ``run.json``, and which rows of a resumed run are superseded."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FORMAT_VERSION = 1
 
 Status = Literal["pending", "running", "completed", "failed", "stopped", "lost"]
 
-#: A number of which JSON's ``null`` says that it was not finite.
+#: A number; ``null`` in JSON means that it was not finite.
 Metric = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 class RunRecord(BaseModel):
     """The content of ``run.json``. Times are UTC; ``pid`` and ``host`` are the process to signal.
 
-    ``status`` is what the run itself wrote last; :meth:`RunDir.status` also looks whether it lives.
+    ``status`` is what the run itself wrote last; :meth:`RunDir.status` also checks whether it is alive.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -119,9 +119,9 @@ def versions() -> dict[str, str]:
 
 
 def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -> list[dict[str, Any]]:
-    """Rows that no later attempt took back, in their order.
+    """Rows that no later attempt superseded, in their order.
 
-    An attempt that goes on from step ``s`` repeats what older attempts did beyond ``s``: those rows are
+    An attempt that resumes from step ``s`` repeats what older attempts did beyond ``s``: those rows are
     superseded. ``resumed_from`` maps an attempt to its ``s``. Ranks that are restarted within an attempt
     do the same, so a row also supersedes earlier ones of its step or beyond. Rows without a usable
     attempt or step cannot be placed and are kept.
@@ -146,7 +146,7 @@ def _at_least(value: object, step: float) -> bool:
 
 
 def is_whole(row: Mapping[str, Any]) -> bool:
-    """Whether a row of ``metrics.json`` says of which epoch it is, and its numbers are some."""
+    """Whether a row of ``metrics.json`` names its epoch, and its step and duration are numbers."""
     numbers = (row.get("step", 0), row.get("duration_s") or 0.0)
     return isinstance(row.get("epoch"), int) and all(isinstance(number, int | float) for number in numbers)
 

@@ -1,8 +1,8 @@
-"""The run folder: the interface between training and everything that looks at it.
+"""The run folder: the interface between training and everything that reads it.
 
 One writer per file; shared files are the launcher's until rank 0 begins an attempt, then rank 0's.
 JSON files are replaced atomically, JSONL files appended (see :mod:`lockstep.telemetry.files`).
-Nothing here runs code from a folder: ``task.pkl`` is the launcher's business.
+Nothing here runs code from a folder: only the launcher reads ``task.pkl``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RunDir(Layout):
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, run_id: str, command: Sequence[str]) -> RunDir:
-        """Make the folder of a new, pending run: whole, or not at all.
+        """Make the folder of a new, pending run atomically.
 
         Raises:
             ConfigError: the configuration could not be read from the folder again.
@@ -204,7 +204,7 @@ class RunDir(Layout):
             ) from None
 
     def keep_config(self, config: RunConfig) -> None:
-        """Replace the run's configuration, for an attempt that goes on with other settings.
+        """Replace the run's configuration, for an attempt with other settings.
 
         Raises:
             ConfigError: it could not be read from the folder again; the old one is still there.
@@ -252,18 +252,18 @@ class RunDir(Layout):
         if record.status == "pending" and handing_over and now - heard < PENDING_GRACE_S:
             return "pending"
         if record.status == "pending" and record.attempt == 0 and self.slurm_file.exists():
-            return "pending"  # it waits in a queue
+            return "pending"  # queued
         return "lost"
 
     def is_between_processes(self, record: RunRecord) -> bool:
-        """Whether the run is pending without a living process: one was to take it over, and may still do so."""
+        """Whether the run is pending between two processes: a launcher may still take it over."""
         beat = self.progress()
         return self.judge(record) == "pending" and not (beat is not None and is_alive(beat, time.time()))
 
     # Its numbers.
 
     def epochs(self) -> list[dict[str, Any]]:
-        """Rows of ``metrics.json``, one an epoch, without those that a later attempt took back.
+        """Rows of ``metrics.json``, one an epoch, without those that a later attempt superseded.
 
         Raises:
             RunFolderError: the file is not what it should be.
@@ -275,7 +275,7 @@ class RunDir(Layout):
             raise RunFolderError(
                 f"{self.metrics_file} is damaged",
                 why="it has no list of epochs",
-                fix="remove the file; it holds curves only",
+                fix="remove the file; it contains curves only",
             )
         return newest_per_epoch(surviving(rows, self.resumed_from()))
 
@@ -300,10 +300,10 @@ class RunDir(Layout):
         return surviving(read_jsonl(self.ranks_file), self.resumed_from())
 
     def resumed_from(self) -> dict[int, int]:
-        """From which step each attempt went on; attempts that cannot be read are left out."""
+        """From which step each attempt resumed; attempts that cannot be read are left out."""
         found = {}
         names = names_in(self.attempts)
-        for name in names if len(names) > 1 else ():  # a single one took nothing back
+        for name in names if len(names) > 1 else ():  # a single one supersedes nothing
             if _is_number(name):
                 file = self.attempts / name / "placement.json"
                 try:
@@ -327,22 +327,22 @@ def _refuse_occupied(path: Path) -> None:
         status = run.judge(record)
         if status == "completed":
             raise RunFolderError(
-                f"{path} holds the finished run {record.id}",
-                why="a run folder holds one run, and it is not overwritten",
+                f"{path} contains the finished run {record.id}",
+                why="a run folder contains one run, and it is not overwritten",
                 fix="choose another --save-dir",
             )
         if status in {"pending", "running"}:
             why, fix = (
-                f"process {record.pid} on {record.host} is at it",
-                f"wait for it, or `lockstep stop {record.id}` and go on with --resume",
+                f"process {record.pid} on {record.host} is still training it",
+                f"wait for it, or `lockstep stop {record.id}` and add --resume",
             )
         else:
-            why, fix = f"it is {status}", "add --resume to go on with it, or choose another --save-dir"
-        raise RunFolderError(f"{path} holds the unfinished run {record.id}", why=why, fix=fix)
+            why, fix = f"it is {status}", "add --resume to resume it, or choose another --save-dir"
+        raise RunFolderError(f"{path} contains the unfinished run {record.id}", why=why, fix=fix)
     names = sorted(names_in(path))
     if names:
         raise RunFolderError(
-            f"{path} holds files that are not a run's",
+            f"{path} contains files that are not a run's",
             why=f"for example {names[0]}",
             fix="choose another --save-dir: a missing or an empty folder",
         )

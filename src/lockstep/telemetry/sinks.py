@@ -45,8 +45,8 @@ def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> Fanout
     """The sinks of a run: its folder (essential); console, upload and loggers (switched off if they fail).
 
     Raises:
-        ConfigError: a logger was asked for and is not installed; ``telemetry.upload_to`` is no target that fsspec
-            knows.
+        ConfigError: a logger was asked for and is not installed; ``telemetry.upload_to`` is not a target that
+            fsspec knows.
     """
     mode = config.telemetry.progress
     optional: list[Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode)]
@@ -143,8 +143,7 @@ class RunFolderSink:
         pass
 
     def _start(self, event: RunStarted) -> None:
-        # Epochs that ended after the checkpoint that this attempt goes on from are run again; rows that say nothing
-        # usable, in a damaged file, go.
+        # Epochs after the checkpoint of this attempt are run again; unusable rows of a damaged file are dropped.
         self._rows = [row for row in self._run.epochs() if is_whole(row) and row.get("step", 0) <= event.step]
         self._config = self._run.config()
         self._run.write_epochs(self._rows)

@@ -1,4 +1,4 @@
-"""Tables for people: drawn on a terminal, plain aligned text elsewhere, never cut short in a pipe."""
+"""Tables: drawn on a terminal, plain aligned text elsewhere, never truncated in a pipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for position, column in enumerate(columns):
-        # What identifies a row is never cut; long explanations at the end of it are wrapped.
+        # The first column is never truncated; long texts at the end of a row are wrapped.
         table.add_column(column, overflow="fold", no_wrap=position == 0, style="bold" if position == 0 else None)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
@@ -40,7 +40,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Print ``text``; what the stream's encoding does not have becomes a question mark."""
+    """Print ``text``; characters that the stream cannot encode become question marks."""
     try:
         print(text, file=stream, flush=True)
     except UnicodeEncodeError:
@@ -56,7 +56,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def rich_console(stream: TextIO) -> Console:
-    """A console that writes to ``stream`` and guesses no colours into people's texts."""
+    """A console that writes to ``stream`` without highlighting texts."""
     from rich.console import Console
 
     return Console(file=stream, highlight=False, emoji=False)

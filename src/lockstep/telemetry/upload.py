@@ -1,6 +1,6 @@
-"""A folder copied to somewhere else while it grows: any target that fsspec knows, in the background.
+"""Copy a growing folder to any target that fsspec knows, in the background.
 
-:class:`Uploader` does the work; :class:`UploadSink` lets it listen to a run.
+:class:`Uploader` does the work; :class:`UploadSink` starts it at the events of a run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Retry:
 
 
 class Uploader:
-    """Copies what is new or changed in a folder to ``target``, in a thread of its own.
+    """Copies what is new or changed in a folder to ``target``, in a separate thread.
 
     Nothing is removed at the target. A file that cannot be copied is reported and tried again in the next pass;
     it never ends the run.
@@ -39,7 +39,7 @@ class Uploader:
     Args:
         local_dir: may not exist yet.
         target: a URL that fsspec knows (``s3://bucket/run``, ``gs://…``, ``file:///mnt/share/run``) or a path.
-        report: told once a pass what could not be copied; default: a warning in the log.
+        report: called once per pass with what could not be copied; default: a warning in the log.
         close_timeout_s: how long :meth:`close` waits for the last pass.
 
     Raises:
@@ -74,7 +74,7 @@ class Uploader:
         self._wanted.set()
 
     def close(self) -> bool:
-        """Make a last pass and wait for it; whether all is at the target. A later request begins anew."""
+        """Make a last pass and wait for it; whether all is at the target. A later request starts it again."""
         self._closing.set()
         self.request()
         assert self._thread is not None, "a request starts the thread"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class WandbSink:
     """Scalars over ``step``; settings and the plan's decisions as the run's config; results in its summary.
 
-    Every attempt of a run has the run's id, so a resumed run goes on where it was.
+    Every attempt of a run has the run's id, so a resumed run continues there.
 
     Args:
         folder: W&B's own files go to ``folder/wandb``.

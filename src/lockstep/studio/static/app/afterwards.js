@@ -1,4 +1,4 @@
-// What can be done with a run that has ended: go on elsewhere, evaluate, export.
+// Actions on a run that has ended: resume on other devices, evaluate, export.
 
 import { html, useEffect, useState } from "./html.js";
 import { post, runPath } from "./api.js";
@@ -9,7 +9,7 @@ import { Badge, Dialog, Problem } from "./ui.js";
 
 const heard = (job) => (jobs.value = { ...jobs.value, [job.id]: job });
 
-/** Checkboxes for devices; several ranks when the CPU alone is ticked. */
+/** Checkboxes for devices; several ranks when only the CPU is selected. */
 export function DeviceChoice({ chosen, onChoose }) {
   const all = devices.value?.devices ?? [];
   const onlyCpu = chosen.length > 0 && chosen.every((id) => id === "cpu");
@@ -45,7 +45,7 @@ export function DeviceChoice({ chosen, onChoose }) {
   </fieldset>`;
 }
 
-/** Those of the run that can be ticked here; another machine may have had others. */
+/** The run's devices that this machine has too. */
 function devicesFor(run) {
   const here = (devices.value?.devices ?? []).filter(({ supported }) => supported).map(({ id }) => id);
   const still = (run.devices ?? []).filter((id) => here.includes(id));
@@ -67,8 +67,8 @@ export function ResumeDialog({ run, onClose }) {
     return () => (over = true);
   }, [chosen, rescale]);
   const resume = async () => merge([await post(runPath(run.id, "/resume"), request)], []);
-  return html`<${Dialog} title="Resume run" submit="Resume" onClose=${onClose} onSubmit=${resume} why=${chosen.length ? "" : "no device is ticked"}>
-    <p class="muted">It goes on from its newest checkpoint with exactly the samples that it has not yet seen, on any devices.</p>
+  return html`<${Dialog} title="Resume run" submit="Resume" onClose=${onClose} onSubmit=${resume} why=${chosen.length ? "" : "no device is selected"}>
+    <p class="muted">Resumes from the latest checkpoint, on any devices, with the samples that the run has not seen yet.</p>
     <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
     <label class="row">
       <input type="checkbox" checked=${rescale} onChange=${(event) => setRescale(event.currentTarget.checked)} />
@@ -121,7 +121,7 @@ export function ExportDialog({ run, detail, onClose }) {
 
 const plain = (value) => (typeof value === "number" ? number(value) : typeof value === "object" ? JSON.stringify(value) : String(value));
 
-/** A command that was started from here: what it is, and what it said. */
+/** A command started from the page, with its output. */
 export function Job({ job }) {
   const took = job.ended_at ? (Date.parse(job.ended_at) - Date.parse(job.started_at)) / 1000 : null;
   const rows = job.result && typeof job.result === "object" ? Object.entries(job.result.metrics ?? job.result) : [];

@@ -1,6 +1,6 @@
 // The server's REST interface: one envelope, one error shape.
 
-/** What the server refused: `code`, `message`, `why` and `fix` as on the command line. */
+/** An error of the server: `code`, `message`, `why` and `fix`, as on the command line. */
 export class ApiError extends Error {
   constructor({ code, message, why = "", fix = "" }, status) {
     super(message);
@@ -22,7 +22,7 @@ async function call(method, path, body, signal) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError({ code: "OFFLINE", message: "The studio does not answer.", fix: "Runs go on without it; start it again with `lockstep studio`." }, 0);
+    throw new ApiError({ code: "OFFLINE", message: "The studio does not answer.", fix: "Runs continue without it. Start it again with `lockstep studio`." }, 0);
   }
   let envelope;
   try {

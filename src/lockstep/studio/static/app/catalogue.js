@@ -1,4 +1,4 @@
-// What the machine and this version offer: devices, tasks, the settings' schema.
+// Devices, tasks and the schema of the settings.
 
 import { batch, signal } from "./html.js";
 import { get } from "./api.js";
@@ -7,7 +7,7 @@ export const devices = signal(null);
 export const tasks = signal(null);
 export const schema = signal(null);
 export const studio = signal(null);
-/** Why the page cannot work, if so. */
+/** The error that prevents the page from working, or null. */
 export const trouble = signal(null);
 
 export async function loadCatalogue() {

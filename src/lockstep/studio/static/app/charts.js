@@ -1,10 +1,10 @@
-// One chart with its legend, and the tools that all charts of a view share.
+// A chart with its legend, and the tools that all charts of a view share.
 
 import { html, signal, useEffect, useRef, useState } from "./html.js";
 import { number } from "./format.js";
 import { isGap, Plot } from "./plot.js";
 
-/** How all charts are drawn; kept for the tab. */
+/** Options of all charts, kept for the tab. */
 export const drawing = signal({ log: false, smoothing: 0 });
 
 /** Counts up when every chart should show all of its points again. */
@@ -36,7 +36,7 @@ export function ChartTools({ notes = [] }) {
   </div>`;
 }
 
-/** Eight colours; what comes after them has them again, dashed. */
+/** Eight colours; further lines repeat them, dashed. */
 function looks({ index, dash = false }, at) {
   const number = index ?? at;
   return { colour: `--series-${(number % 8) + 1}`, dash: dash || number >= 8 };
@@ -54,8 +54,8 @@ function last({ x, y }, at = y.length - 1) {
 
 /**
  * `series`: [{label, x, y, dash?, index?}] with x ascending; `against` names the x axis.
- * `everyRow`: a row without a number means that it was not finite: a gap, and the value beside the title says it.
- * `onZoom(from, to)` hears of a zoom, with nulls of its end.
+ * `everyRow`: a row without a number was not finite: a gap in the line, and "not finite" as the newest value.
+ * `onZoom(from, to)` is called on zoom, with nulls on reset.
  * Drag zooms, a double click resets; with the keyboard + and − zoom, arrows move, 0 resets.
  */
 export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 150, everyRow = false, onZoom }) {

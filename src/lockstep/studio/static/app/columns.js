@@ -24,13 +24,13 @@ export class Stream {
     this.total = header.total;
     /** Whether the file has more columns than the server keeps. */
     this.cut = header.cut;
-    // Of a thinned-out history fewer than the `rows` that the header speaks of.
+    // A downsampled history has fewer rows than `rows` in the header.
     this.rows = columns.get(header.x)?.length ?? 0;
     this.store = new Map(columns);
     this.views = new Map();
   }
 
-  /** Appends a delta. False when it belongs to another history, which then is on its way. */
+  /** Appends a delta; false if it belongs to another history, which will follow. */
   append(header, columns) {
     if (header.generation !== this.generation) return false;
     const rows = this.rows + (columns.get(this.x)?.length ?? 0);
@@ -69,13 +69,13 @@ export class Stream {
     return y && y.some((value) => !Number.isNaN(value)) ? { x: this.column(this.x), y } : null;
   }
 
-  /** The same of a column that every row has: where there is no number, it was not finite. */
+  /** The same for a column that every row has: a missing number was not finite. */
   wholeLine(name) {
     return { x: this.column(this.x), y: this.column(name) ?? new Float32Array(this.rows).fill(NaN) };
   }
 }
 
-/** `held` with space for `rows`, doubling; what was not written is NaN. */
+/** `held` with space for `rows`, doubling; the rest is NaN. */
 function roomFor(held, rows, filled) {
   if (held.length >= rows) return held;
   const grown = new held.constructor(Math.max(rows, held.length * 2, 256)).fill(NaN);

@@ -1,4 +1,4 @@
-// Runs laid over each other, and where their configurations and plans differ.
+// Several runs: their curves in one chart, their results, and differences of configuration and plan.
 
 import { html, useEffect, useState } from "./html.js";
 import { get } from "./api.js";
@@ -10,7 +10,7 @@ import { go, route } from "./route.js";
 import { label, matches, MOST_COMPARED, setCompared } from "./runs.js";
 import { Badge, Problem } from "./ui.js";
 
-/** Of all runs, so many are offered at a time; the search finds the others. */
+/** At most this number of runs is listed; the search finds the others. */
 const OFFERED = 100;
 
 function Chooser({ ids }) {
@@ -51,7 +51,7 @@ function Chooser({ ids }) {
   </details>`;
 }
 
-/** Watches one run and hands its lines up; draws nothing. */
+/** Follows one run and passes its lines to the parent; draws nothing. */
 function Source({ id, onLines }) {
   const data = useRun(id);
   const version = data?.version.value;
@@ -77,7 +77,7 @@ function Overlay({ ids, lines }) {
   const text = (id) => label((runs.value ?? []).find((run) => run.id === id) ?? { id });
   const labels = ids.map((id) => (ids.filter((other) => text(other) === text(id)).length > 1 ? `${text(id)} (${id})` : text(id)));
   const series = (name) => ids.map((id, index) => ({ label: labels[index], index, ...lines[id]?.get(name) })).filter(({ y }) => y);
-  // Of runs that were evaluated between epochs too, all that was found is laid out over steps.
+  // If a run was evaluated between epochs, all evaluations are drawn over steps.
   const [kind, against] = ids.some((id) => lines[id]?.evaluated) ? ["evaluation", "step"] : ["epoch", "epoch"];
   const names = ids.flatMap((id) => [...(lines[id]?.keys() ?? [])]).filter((name) => name.startsWith(`${kind} `));
   const quantities = [...new Set(names)].map((name) => name.slice(kind.length + 1));
@@ -133,7 +133,7 @@ export function Compare() {
     <h1>Compare</h1>
     <${Chooser} ids=${ids} />
     ${ids.map((id) => html`<${Source} key=${id} id=${id} onLines=${(run, some) => setLines((all) => ({ ...all, [run]: some }))} />`)}
-    ${gone.length > 0 && html`<p class="note">Not in this folder any more: ${gone.join(", ")}</p>`}
+    ${gone.length > 0 && html`<p class="note">No longer in this folder: ${gone.join(", ")}</p>`}
     ${ids.length < 2 && html`<p class="empty">Choose two runs or more, here or in the list of runs.</p>`}
     ${ids.length > 1 &&
     html`
@@ -141,7 +141,7 @@ export function Compare() {
       <${Overlay} ids=${ids} lines=${lines} />
       ${answer &&
       html`
-        <${Differences} title="Metrics" rows=${answer.metrics} heads=${answer.runs} none="No metrics yet." />
+        <${Differences} title="Results" rows=${answer.metrics} heads=${answer.runs} none="No results yet." />
         <${Differences} title="Differences in configuration" rows=${answer.config} heads=${answer.runs} none="The configurations are the same." />
         <${Differences} title="Differences in the plan" rows=${answer.plan} heads=${answer.runs} none="The plans are the same." />
       `}

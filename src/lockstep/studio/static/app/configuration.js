@@ -1,4 +1,4 @@
-// The middle column: what will be trained, as a form, as YAML and as a command.
+// The middle column: the configuration as a form, as YAML and as a command.
 
 import { html, useEffect, useId, useRef, useState } from "./html.js";
 import { get, post, put, remove } from "./api.js";
@@ -12,12 +12,12 @@ import { go } from "./route.js";
 import { resolve } from "./settings.js";
 import { Button, Copy, Dialog, Menu, Problem, tell, tellError } from "./ui.js";
 
-/** Settings of a task that shape its network rather than its data. */
+/** Settings of a task that define its model, not its data. */
 const NETWORK = new Set(
   "model size form downsample hidden width layers heads memory theta dropout batchnorm code channels kernel patch".split(" "),
 );
 const REPRODUCIBILITY = ["seed", "reproducibility", "lanes", "threads"];
-/** Sections that most runs leave alone. */
+/** Sections that most runs do not change. */
 const FURTHER = ["data", "distributed", "fsdp", "pipeline", "validation", "checkpoint", "telemetry", "launch", "lightning", "debug"];
 
 /** The fields of a section as [path, schema], without those that the page may not set. */
@@ -29,7 +29,7 @@ function fieldsOf(section, only = () => true) {
     .map(([name, property]) => [[section, name], resolve(property, root)]);
 }
 
-/** Of an optimizer's or a schedule's settings, those that the chosen one has. */
+/** The settings of the selected optimizer or schedule. */
 function relevant(section) {
   const fields = fieldsOf(section);
   const chosen = valueOf([section, "name"]);
@@ -100,7 +100,7 @@ function Form() {
     <${Group} title="Reproducibility" fields=${reproducible} />
     ${FURTHER.map((section) => {
       const title = schema.value.sections.find(({ name }) => name === section)?.title ?? section;
-      // The strategy follows from the devices; whoever wants another one finds it with the other distributed settings.
+      // The strategy follows from the devices; it can be changed with the other distributed settings.
       const also = section === "distributed" ? fieldsOf("hardware", (name) => name === "strategy") : [];
       const fields = [...also, ...fieldsOf(section, (name) => name !== "sync_batchnorm")];
       return html`<${Group} key=${section} title=${title} fields=${fields} />`;
@@ -128,12 +128,12 @@ function SaveDialog({ onClose }) {
     await put(`/configs/${encodeURIComponent(name.trim())}`, body.value);
     tell(`Saved as ${name.trim()}`);
   };
-  return html`<${Dialog} title="Save configuration" submit="Save" onClose=${onClose} onSubmit=${save} why=${name.trim() ? "" : "it needs a name"}>
+  return html`<${Dialog} title="Save configuration" submit="Save" onClose=${onClose} onSubmit=${save} why=${name.trim() ? "" : "enter a name"}>
     <label class="stack">
       Name
       <input class="input" maxlength="64" autocomplete="off" value=${name} onInput=${(event) => setName(event.currentTarget.value)} />
     </label>
-    <p class="muted">A configuration of this name is replaced.</p>
+    <p class="muted">An existing configuration with this name is replaced.</p>
   <//>`;
 }
 
@@ -155,7 +155,7 @@ function LoadDialog({ onClose }) {
   return html`<${Dialog} title="Load configuration" submit="Load YAML" onClose=${onClose} onSubmit=${parse} why=${yaml.trim() ? "" : "paste YAML, or choose a saved configuration"}>
     <div class="stack">
       <h2>Saved</h2>
-      ${saved?.length === 0 && html`<p class="muted">Nothing is saved yet.</p>`}
+      ${saved?.length === 0 && html`<p class="muted">No saved configurations.</p>`}
       <ul class="stack">
         ${saved?.map(
           ({ name, task: of }) => html`<li key=${name} class="row">
@@ -181,7 +181,7 @@ function RunButton() {
   const start = async () => {
     setBusy(true);
     try {
-      // The id is this page's: a second click on the same button cannot start a second run.
+      // The page chooses the id: a second click cannot start a second run.
       const run = await post("/runs", { ...body.value, id: id.current });
       id.current = newId();
       merge([run], []);
@@ -212,10 +212,10 @@ export function Configuration() {
       <h1>Configuration <span class="of">of the next run</span></h1>
       <${Button} kind="small" onClick=${() => setDialog("load")}>Load<//>
       <${Button} kind="small" onClick=${() => setDialog("save")}>Save<//>
-      <${Menu} label="More for the configuration" items=${[["Back to the defaults", reset]]} />
+      <${Menu} label="More actions" items=${[["Reset to defaults", reset]]} />
     </div>
     <div class="scroll">
-      ${ready ? html`<${Form} key=${filled.value} /><${Preview} />` : html`<p class="empty" role="status">Looking at devices and tasks…</p>`}
+      ${ready ? html`<${Form} key=${filled.value} /><${Preview} />` : html`<p class="empty" role="status">Loading devices and tasks…</p>`}
     </div>
     <div class="foot">${ready && html`<${RunButton} />`}</div>
     ${dialog === "save" && html`<${SaveDialog} onClose=${close} />`} ${dialog === "load" && html`<${LoadDialog} onClose=${close} />`}

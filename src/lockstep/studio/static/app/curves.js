@@ -1,4 +1,4 @@
-// Which charts a run has: drawn from whatever columns its files hold.
+// The charts of a run, from the columns of its files.
 
 import { html, useEffect, useRef, useState } from "./html.js";
 import { Chart, ChartTools } from "./charts.js";
@@ -6,7 +6,7 @@ import { gigabytes, number, percent, words } from "./format.js";
 import { followAgain, look, range } from "./live.js";
 import { Button, Problem } from "./ui.js";
 
-/** Watches a run as long as the component is shown. */
+/** Follows a run while the component is shown. */
 export function useRun(id) {
   const [data, setData] = useState(null);
   useEffect(() => {
@@ -62,7 +62,7 @@ function StreamChart({ run, name, stream, columns, ...rest }) {
   const line = (column) => (rest.everyRow ? source.wholeLine(column) : source.line(column));
   const series = columns.map(([column, label, index]) => ({ label, index, ...line(column) })).filter(({ y }) => y?.length);
   if (!series.length && !part) return null;
-  // An answer that comes after the next zoom, or after its end, is not wanted any more.
+  // An answer that arrives after the next zoom or reset is dropped.
   const zoomed = async (from, to) => {
     const turn = ++asked.current;
     const found = from === null || !stream.downsampled ? null : await range(run, name, from, to);
@@ -90,7 +90,7 @@ const asBytes = (name) => (name.endsWith("memory_gb") ? 1e9 : 1);
 
 const shifted = new WeakMap();
 
-/** Seconds since the first sample, so that the axis reads like a duration; lines of one stream share it. */
+/** Seconds since the first sample; lines of one stream share them. */
 function since(line, start, scale) {
   if (!shifted.has(line.x)) shifted.set(line.x, line.x.map((time) => time - start));
   return { x: shifted.get(line.x), y: scale === 1 ? line.y : line.y.map((value) => value * scale) };
@@ -147,10 +147,10 @@ const perRank = (stream, quantity) =>
     .map(([found, column]) => [Number(found[1]), column])
     .sort(([a], [b]) => a - b);
 
-/** The ranks that the run itself named as the slow one. */
+/** The ranks that the run reported as stragglers. */
 const stragglers = (stream) => new Set([...(stream.column("slow_rank") ?? [])].filter((rank) => !Number.isNaN(rank)));
 
-/** So many lines a chart can show, and so many charts of a task's own numbers a page. */
+/** Most lines of a chart, and most charts of a task's own values. */
 const MOST_RANKS = 32;
 const MOST_SCALARS = 48;
 
@@ -169,7 +169,7 @@ function RankCharts({ data }) {
   });
   if (!charts.some(Boolean)) return null;
   return html`<h2>Ranks</h2>
-    ${all.length > drawn.size && html`<p class="muted">${drawn.size} of ${number(all.length)} ranks: stragglers, and the first ones.</p>`}
+    ${all.length > drawn.size && html`<p class="muted">${drawn.size} of ${number(all.length)} ranks: stragglers and the first ones.</p>`}
     <div class="charts">${charts}</div>`;
 }
 
@@ -186,7 +186,7 @@ export function Curves({ id }) {
   const notes = [
     steps?.preview && "a first sample; the whole file is being read",
     steps?.downsampled && !steps.preview && `down-sampled: ${number(steps.rows)} of ${number(steps.total)} points; zoom shows all`,
-    ...data.named("").map(([name, { cut }]) => cut && `${name} has more columns than the page can hold: the first ones are here`),
+    ...data.named("").map(([name, { cut }]) => cut && `${name} has more columns than the page can show; the first ones are shown`),
     scalars.length > MOST_SCALARS && `${MOST_SCALARS} of ${number(scalars.length)} numbers of the task are drawn`,
   ].filter(Boolean);
   const trouble = data.error.value;

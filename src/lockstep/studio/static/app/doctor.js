@@ -1,4 +1,4 @@
-// Is this machine fit for training on several devices? What `lockstep doctor` found.
+// The results of `lockstep doctor`: is this machine ready for training on several devices?
 
 import { html, useEffect, useState } from "./html.js";
 import { get, post } from "./api.js";
@@ -38,15 +38,15 @@ export function Doctor() {
   const findings = [...(job?.result?.findings ?? [])].sort((a, b) => WORST_FIRST.indexOf(a.status) - WORST_FIRST.indexOf(b.status));
   return html`<div class="view">
     <h1>Doctor</h1>
-    <section class="card stack measure" aria-label="Examine">
-      <p class="muted">Is this machine fit for training on several devices? Without a tick it looks at every GPU, or at two ranks on the CPU.</p>
+    <section class="card stack measure" aria-label="Check">
+      <p class="muted">Check whether this machine is ready for training on several devices. If none is selected, every GPU is checked, or two ranks on the CPU.</p>
       <${DeviceChoice} chosen=${devices} onChoose=${setDevices} />
       <label class="row">
         <input type="checkbox" checked=${quick} onChange=${(event) => setQuick(event.currentTarget.checked)} />
         Quick: start no ranks
       </label>
       <div class="row">
-        <${Button} kind="primary" busy=${job?.status === "running"} onClick=${start}>${job?.status === "running" ? "Examining…" : "Examine this machine"}<//>
+        <${Button} kind="primary" busy=${job?.status === "running"} onClick=${start}>${job?.status === "running" ? "Checking…" : "Check this machine"}<//>
         ${job && html`<span class="muted">${clock(job.started_at)} · <code>${job.command_text}</code></span>`}
       </div>
     </section>

@@ -1,4 +1,4 @@
-// The configuration in the form, and what the server says about it.
+// The configuration in the form, and the server's plan for it.
 
 import { computed, effect, signal } from "./html.js";
 import { post } from "./api.js";
@@ -27,8 +27,8 @@ effect(() => sessionStorage.setItem(KEY, JSON.stringify(draft.value)));
 export const task = computed(() => tasks.value?.find(({ name }) => name === draft.value.task) ?? null);
 
 /**
- * The devices that are ticked: the draft's own, else what document 000 asks for: GPU 0, else the CPU. `all` stands for
- * every GPU, or the CPU where there is none.
+ * The selected devices: the draft's, else the default (GPU 0, else the CPU). `all` means every GPU, or the CPU
+ * where there is none.
  */
 export const ticked = computed(() => {
   const chosen = draft.value.config.hardware?.selected_devices ?? devices.value?.default ?? [];
@@ -37,7 +37,7 @@ export const ticked = computed(() => {
   return gpus.length ? gpus.map(({ id }) => id) : ["cpu"];
 });
 
-/** Messages about text in the form that is not yet a value, by the setting's path. */
+/** Messages about invalid input, by the path of the setting. */
 export const mistakes = signal({});
 
 /** The value that a setting has without the form: the task's default, else the general one. */
@@ -63,23 +63,23 @@ export function tick(selected) {
   draft.value = { ...draft.value, config: setAt(draft.value.config, ["hardware", "selected_devices"], selected) };
 }
 
-/** Counts up when the whole form is filled anew, so that no half-typed text survives. */
+/** Counts up when the whole form is filled again, so that unfinished input is dropped. */
 export const filled = signal(0);
 
-/** A name among the settings goes into its field, where it is seen and can be changed. */
+/** A name among the settings is shown in the Name field. */
 export function replaceDraft({ task: name, config: { name: own, ...config }, name: label }) {
   mistakes.value = {};
   filled.value += 1;
   draft.value = { task: name, config, name: label || own || "" };
 }
 
-/** Another task has other settings of its own; the rest stays. */
+/** Another task has other settings; the rest is kept. */
 export function chooseTask(name) {
   const { task: _, ...rest } = draft.value.config;
   replaceDraft({ ...draft.value, task: name, config: rest });
 }
 
-/** The body of a plan, preview or start; devices are always said. */
+/** The body of a plan, preview or start; devices are always included. */
 export const body = computed(() => ({
   task: draft.value.task,
   name: draft.value.name.trim() || null,
@@ -104,13 +104,13 @@ async function ask(request) {
   }
 }
 
-/** Which runs are going: they share devices with the draft, which the plan warns of. */
+/** The running runs: the plan warns if they share devices with the draft. */
 const going = computed(() => (runs.value ?? []).filter(isGoing).map(({ id }) => id).join());
 
-/** What was asked in vain is asked again when the studio is back. */
+/** Failed requests are repeated when the studio is back. */
 const connected = computed(() => connection.value === "open");
 
-/** Asks for the plan of the draft whenever it, or what else runs here, changes; called once. */
+/** Requests the plan whenever the draft or the running runs change; called once. */
 export function keepPlanning() {
   effect(() => {
     const request = body.value;
@@ -123,7 +123,7 @@ export function keepPlanning() {
   });
 }
 
-/** Why Run cannot be pressed; empty when it can. The server decides, this only adds what was mistyped. */
+/** Why Run is disabled; empty if it is not. The server decides; this adds invalid input. */
 export const whyNot = computed(() => {
   const wrong = Object.entries(mistakes.value)[0];
   if (wrong) return `${wrong[0]}: ${wrong[1]}`;

@@ -4,8 +4,12 @@ import { html, useEffect, useId, useState } from "./html.js";
 import { change, isChanged, mistakes, valueOf } from "./draft.js";
 import { parse, show } from "./settings.js";
 
+const WRITTEN_OUT = { lr: "learning rate", num: "number of", max: "maximum", min: "minimum", grad: "gradient", eps: "epsilon", dir: "folder" };
+
+/** `max_grad_norm` → `Maximum gradient norm`. */
 const title = (name) => {
-  const text = name.replace(/_s$/, " (s)").replaceAll("_", " ");
+  const parts = name.replace(/_s$/, "_(s)").split("_");
+  const text = parts.map((part) => WRITTEN_OUT[part] ?? part).join(" ");
   return text[0].toUpperCase() + text.slice(1);
 };
 
@@ -50,10 +54,10 @@ function Choice({ path, schema, common }) {
   </select>`;
 }
 
-/** Text, numbers and lists: what is typed counts as soon as it is a value. */
+/** Text, numbers and lists: input is used as soon as it is valid. */
 function Text({ path, schema, common }) {
   const [typed, setTyped] = useState(null);
-  // What was mistyped goes with the field, as when another optimizer has no such setting.
+  // Invalid input is dropped with the field, for example when another optimizer has no such setting.
   useEffect(() => () => note(path.join("."), null), []);
   const numeric = schema.type === "integer" || schema.type === "number";
   const take = (text) => {

@@ -31,7 +31,7 @@ export function duration(seconds) {
   return `${whole} s`;
 }
 
-/** How long ago, in words; `now` in milliseconds. */
+/** The time since a moment; `now` in milliseconds. */
 export function ago(iso, now = Date.now()) {
   const then = Date.parse(iso);
   if (Number.isNaN(then)) return DASH;

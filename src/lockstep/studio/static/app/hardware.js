@@ -1,4 +1,4 @@
-// The Hardware section: which devices, how precise, and what follows from it. All sentences are the server's.
+// The Hardware section: devices, precision, and the plan for them. All texts come from the server.
 
 import { html, useId, useState } from "./html.js";
 import { devices, refreshDevices } from "./catalogue.js";
@@ -19,7 +19,7 @@ const facts = ({ kind, memory_gb: memory, free_gb: free, cores }) =>
     .filter(Boolean)
     .join(" · ");
 
-/** The devices that can be ticked, in their order. */
+/** The devices that can be selected, in their order. */
 const usable = () => devices.value.devices.filter(({ supported }) => supported).map(({ id }) => id);
 
 function Device({ device, runs }) {
@@ -61,13 +61,13 @@ function Absent() {
   const absent = [...new Set(ticked.value.filter((id) => !order.includes(id)))];
   if (!absent.length) return null;
   return html`<div class="note warn row">
-    <span class="grow">Chosen, but not usable here: ${absent.join(", ")}</span>
-    <${Button} kind="small" onClick=${() => tick(ticked.value.filter((id) => order.includes(id)))}>Leave out<//>
+    <span class="grow">Selected, but not available here: ${absent.join(", ")}</span>
+    <${Button} kind="small" onClick=${() => tick(ticked.value.filter((id) => order.includes(id)))}>Remove<//>
   </div>`;
 }
 
-/** Several ranks on the CPU: how a run on many devices is tried without them. */
-function Rehearsal() {
+/** Several ranks on the CPU: to try a multi-device run without the devices. */
+function CpuRanks() {
   const id = useId();
   const ranks = ticked.value.length;
   const [typed, setTyped] = useState(null);
@@ -89,7 +89,7 @@ function Rehearsal() {
       onInput=${(event) => take(event.currentTarget.value)}
       onBlur=${() => setTyped(null)}
     />
-    <p class="help always" id="${id}-help">Rehearse a run on several devices: so many processes on this CPU.</p>
+    <p class="help always" id="${id}-help">Number of processes on this CPU, to try a run on several devices.</p>
   </div>`;
 }
 
@@ -117,7 +117,7 @@ function Precision() {
   </div>`;
 }
 
-/** What the plan says about this selection. */
+/** The plan's labels for the selected devices. */
 function Notes() {
   const { answer } = planned.value;
   const labels = answer?.labels ?? {};
@@ -151,7 +151,7 @@ export function Hardware() {
       </div>
       <${Absent} />
     </fieldset>
-    ${rehearsal && html`<${Rehearsal} key=${draft.value.task} />`}
+    ${rehearsal && html`<${CpuRanks} key=${draft.value.task} />`}
     <${Precision} />
     <${Notes} />
   </div>`;

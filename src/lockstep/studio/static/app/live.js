@@ -1,4 +1,4 @@
-// The one WebSocket of this tab: the list of runs, and the numbers of those that are looked at.
+// The WebSocket of this tab: the list of runs, and the data of those that are shown.
 
 import { batch, signal } from "./html.js";
 import { decode, Stream } from "./columns.js";
@@ -9,24 +9,24 @@ const LONGEST_WAIT_MS = 5000;
 
 /** connecting | open | lost */
 export const connection = signal("connecting");
-/** What changes with every start of the server. */
+/** Changes with every start of the server. */
 export const instance = signal(null);
-/** Every run, newest first; null until the first list has come. */
+/** Every run, newest first; null until the first list has arrived. */
 export const runs = signal(null);
-/** Why folders that should be runs cannot be read. */
+/** Why folders that look like runs cannot be read. */
 export const problems = signal([]);
 export const isGoing = ({ status }) => status === "running" || status === "pending";
 
-/** The newest state of each job that was heard of, by id. */
+/** The newest state of each job, by id. */
 export const jobs = signal({});
 
-/** What is known of one run while somebody looks at it. */
+/** The data of one run while it is shown. */
 class RunData {
   constructor(id) {
     this.id = id;
     this.watchers = 0;
     this.epochs = signal([]);
-    /** Why the server does not tell of it (any longer), if so. */
+    /** Why the server does not send it, or null. */
     this.error = signal(null);
     this.streams = new Map();
     /** Counts up, at most once a frame, when rows have arrived. */
@@ -89,7 +89,7 @@ export function look(id) {
   return [data, leave];
 }
 
-/** A part of a stream at the finest resolution that fits; null when the connection is gone. */
+/** A part of a stream at the finest resolution that fits; null without a connection. */
 export function range(run, stream, from, to) {
   const request = ++requests;
   if (socket?.readyState !== WebSocket.OPEN) return Promise.resolve(null);
@@ -149,7 +149,7 @@ const handlers = {
   error: ({ request, run, ...error }) => {
     if (request !== undefined) settle(request, null);
     else if (looked.has(run)) looked.get(run).error.value = error;
-    else if (!run) tellError(error); // of a run that has been left meanwhile nobody wants to know
+    else if (!run) tellError(error); // errors about a run that is no longer shown are dropped
   },
   job: ({ job }) => (jobs.value = { ...jobs.value, [job.id]: job }),
 };

@@ -1,4 +1,4 @@
-// The page: the bar, and one of four views.
+// The page: the top bar and one of four views.
 
 import { html, render, signal, useEffect } from "./html.js";
 import { loadCatalogue, refreshDevices, studio, trouble } from "./catalogue.js";
@@ -26,7 +26,7 @@ const tab = signal(route.value.run ? "state" : "configuration");
 
 function Training() {
   const { run } = route.value;
-  // On a narrow screen choosing a run shows it, and a new one is configured.
+  // On a narrow screen, selecting a run shows it, and New run shows the form.
   useEffect(() => void (tab.value = run ? "state" : "configuration"), [run]);
   if (!narrow.value) {
     return html`<div class="columns">
@@ -71,7 +71,7 @@ function Page() {
     <a class="skip" href="#content" onClick=${skip}>Skip to the content</a>
     <${Bar} />
     <div>
-      ${connection.value === "lost" && html`<p class="banner" role="status">The studio does not answer. Runs go on without it; this page connects again by itself.</p>`}
+      ${connection.value === "lost" && html`<p class="banner" role="status">The studio does not answer. Runs continue without it. This page reconnects automatically.</p>`}
       ${trouble.value && html`<div class="row" style=${{ padding: "8px 16px" }}><span class="grow"><${Problem} error=${trouble.value} /></span><${Button} onClick=${loadCatalogue}>Try again<//></div>`}
     </div>
     <main id="content" tabindex="-1"><${View} /></main>

@@ -1,4 +1,4 @@
-// The only module that knows uPlot: a canvas with lines, zoom by dragging, and at most one setData a frame.
+// The only module that uses uPlot: a canvas with lines, zoom by dragging, at most one setData per frame.
 
 import uPlot from "../vendor/uplot.js";
 
@@ -7,7 +7,7 @@ const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Ma
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** What a line leaves out: no number, and those that no axis can hold. */
+/** Values that a line leaves out: not finite, or too large for an axis. */
 export const isGap = (value) => !Number.isFinite(value);
 
 /**
@@ -37,7 +37,7 @@ export function align(series, { log = false, smoothing = 0 } = {}) {
   const tables = series.map(({ x, y }) => {
     const smoothed = smooth(y, smoothing);
     const column = new Array(smoothed.length);
-    // A logarithm has no place for zero and below: those points are left out.
+    // A logarithmic axis leaves out values of zero and below.
     for (let i = 0; i < smoothed.length; i += 1) {
       column[i] = isGap(smoothed[i]) || (log && smoothed[i] <= 0) ? null : smoothed[i];
     }
@@ -121,19 +121,19 @@ export class Plot {
         })),
       ],
       hooks: {
-        setScale: [(chart, key) => key === "x" && this.tellShown(chart.scales.x)],
+        setScale: [(chart, key) => key === "x" && this.reportShown(chart.scales.x)],
         setCursor: [(chart) => this.onCursor(chart.cursor.idx, chart.data)],
         setSelect: [(chart) => chart.select.width > 0 && this.dragged(chart)],
       },
     };
     this.chart = new uPlot(options, data, this.host);
     this.chart.over.addEventListener("dblclick", () => this.resetZoom());
-    // Another scale or colour is no reason to show another part, or to forget that a part is shown.
+    // Another scale or colour keeps the zoom.
     if (shown) this.chart.setScale("x", { min: shown.min, max: shown.max });
   }
 
-  /** For tests and assistive scripts: the part of x that is shown. */
-  tellShown({ min, max }) {
+  /** The visible range of x, for tests and assistive scripts. */
+  reportShown({ min, max }) {
     this.host.dataset.shown = `${min} ${max}`;
   }
 
@@ -173,7 +173,7 @@ export class Plot {
   }
 }
 
-/** Five per cent of room above and below, and something to see when all values are one. */
+/** Five per cent of space above and below, and a range around a constant value. */
 function withRoom(_, low, high) {
   if (low === null || high === null) return [0, 1];
   const room = high > low ? (high - low) * 0.05 : Math.abs(high) * 0.05 || 0.5;

@@ -1,4 +1,4 @@
-// The left column: every run of the folder, to find, choose, name, repeat and delete.
+// The left column: every run of the folder; search, select, rename, duplicate, delete.
 
 import { effect, html, signal, useId, useState } from "./html.js";
 import { patch, post, remove, runPath } from "./api.js";
@@ -19,12 +19,12 @@ const ORDERS = {
 };
 
 const filters = signal({ text: "", status: "", order: "newest" });
-/** So many runs can be laid over each other: the server's limit. */
+/** Most runs in a comparison: the server's limit. */
 export const MOST_COMPARED = 20;
-/** Runs that are ticked for a comparison, in the order of ticking. */
+/** Runs selected for comparison, in order of selection. */
 export const compared = signal([]);
 
-// A run that was deleted, here or elsewhere, cannot be compared.
+// Deleted runs are removed from the comparison.
 effect(() => {
   const here = new Set(runs.value?.map(({ id }) => id));
   const left = compared.peek().filter((id) => here.has(id));
@@ -33,7 +33,7 @@ effect(() => {
 
 export const label = (run) => run.name || run.id;
 
-/** Every word must be somewhere in the name, id, task, tags or devices. */
+/** Every word must occur in the name, id, folder, task, tags or devices. */
 export function matches(run, text) {
   const place = [run.id, run.location, run.name, run.task, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
   return text
@@ -89,8 +89,8 @@ function Row({ run, onDialog }) {
       const copy = await post(runPath(run.id, "/duplicate"));
       replaceDraft(copy);
       go("train");
-      tell("Its configuration is in the form");
-      if (copy.left_out.length) tell(`Not in it, since a page may not set it: ${copy.left_out.join(", ")}`, { bad: true });
+      tell("The form has the configuration of this run");
+      if (copy.left_out.length) tell(`Left out, because the page may not set it: ${copy.left_out.join(", ")}`, { bad: true });
     } catch (error) {
       tellError(error);
     }
@@ -163,13 +163,13 @@ function DeleteDialog({ run, onClose }) {
   };
   return html`<${Dialog} title="Delete run" submit="Delete" danger onClose=${onClose} onSubmit=${drop}>
     <p>
-      <strong>${label(run)}</strong> and everything in its folder will be gone: checkpoints, logs, metrics. This cannot be undone.
+      <strong>${label(run)}</strong> and its folder will be deleted, with checkpoints, logs and metrics. This cannot be undone.
     </p>
     <pre class="wrap">${run.path}</pre>
   <//>`;
 }
 
-/** Damaged folders, so that a run does not vanish without a word. */
+/** Runs whose folder is damaged. */
 function Problems() {
   const [first, ...rest] = problems.value;
   if (!first) return null;
@@ -196,8 +196,8 @@ export function Runs() {
     <${Filters} shown=${found.length} all=${all.length} />
     <div class="scroll">
       <${Problems} />
-      ${runs.value === null && html`<p class="empty" role="status">Looking for runs…</p>`}
-      ${runs.value !== null && !found.length && html`<p class="empty">${all.length ? "No run matches." : "No runs yet. Tick devices and press Run."}</p>`}
+      ${runs.value === null && html`<p class="empty" role="status">Loading runs…</p>`}
+      ${runs.value !== null && !found.length && html`<p class="empty">${all.length ? "No run matches." : "No runs yet. Select devices and press Run."}</p>`}
       <ul aria-label="Runs">
         ${found.slice(0, limit).map((run) => html`<${Row} key=${run.id} run=${run} onDialog=${setDialog} />`)}
       </ul>

@@ -1,4 +1,4 @@
-// How much faster are more devices? Reports of `lockstep bench scaling`, against the ideal.
+// Reports of `lockstep bench scaling`: the speed-up of more devices, compared with linear scaling.
 
 import { html, useEffect, useState } from "./html.js";
 import { get, post } from "./api.js";
@@ -19,7 +19,7 @@ const CHARTS = [
 
 /**
  * A line for each strategy and kind of scaling (strong: a fixed global batch, weak: a fixed batch per device), and the
- * ideal. All lines of a kind begin with the one device, which has no strategy of its own.
+ * ideal. All lines of a kind begin with one device, which has no strategy.
  */
 function lines(points, column, ideal) {
   const several = points.filter(({ ranks }) => ranks > 1);
@@ -109,11 +109,11 @@ export function Scaling() {
   return html`<div class="view">
     <h1>Scaling</h1>
     <${Problem} error=${error} />
-    ${found?.available === false && html`<p class="note">This version of Lockstep has no <code>lockstep bench scaling</code>; reports that are here are shown.</p>`}
-    ${found?.available && !(devices.value && tasks.value) && html`<p class="empty" role="status">Looking at devices and tasks…</p>`}
+    ${found?.available === false && html`<p class="note">This version of Lockstep has no <code>lockstep bench scaling</code>; existing reports are shown.</p>`}
+    ${found?.available && !(devices.value && tasks.value) && html`<p class="empty" role="status">Loading devices and tasks…</p>`}
     ${found?.available && devices.value && tasks.value && html`<${Start} busy=${list.some(({ status }) => status === "running")} onStart=${started} />`}
     ${list.filter(({ status }) => status !== "done").map((job) => html`<${Job} key=${job.id} job=${job} />`)}
     ${found?.reports.map((report) => html`<${Report} key=${report.id} report=${report} />`)}
-    ${found?.reports.length === 0 && html`<p class="empty">Nothing has been measured yet.</p>`}
+    ${found?.reports.length === 0 && html`<p class="empty">No measurements yet.</p>`}
   </div>`;
 }

@@ -1,4 +1,4 @@
-// A configuration as the page holds it: nested and sparse, only what differs from the defaults.
+// A configuration in the page: nested and sparse, only what differs from the defaults.
 
 export const getAt = (tree, path) => path.reduce((node, key) => (node === null || node === undefined ? undefined : node[key]), tree);
 
@@ -26,7 +26,7 @@ export function resolve(property, root) {
   return { ...chosen, ...one, type: chosen.type, optional: kinds.length < one.anyOf.length };
 }
 
-/** What a person typed, as a value of the schema. Throws a sentence that says what is wrong. */
+/** Input as a value of the schema. Throws a message for invalid input. */
 export function parse(text, schema) {
   const trimmed = text.trim();
   if (schema.type === "array") return trimmed ? trimmed.split(",").map((part) => parse(part, schema.items ?? item(schema))) : [];

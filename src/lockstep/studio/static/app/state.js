@@ -1,4 +1,4 @@
-// The right column: what became of a run, always in the server's words.
+// The right column: the state and results of a run.
 
 import { html, useEffect, useState } from "./html.js";
 import { get, post, runPath } from "./api.js";
@@ -33,9 +33,9 @@ function NotStarted() {
   const { answer } = planned.value;
   return html`
     <div class="head"><h1>Not started</h1></div>
-    <div class="scroll" tabindex="0" role="group" aria-label="What became of it">
+    <div class="scroll" tabindex="0" role="group" aria-label="State of the run">
       <div class="state">
-        <p class="muted">Tick devices, choose a task, press Run. A run goes on when this page or the studio is closed.</p>
+        <p class="muted">Select devices and a task, then press Run. A run continues when this page or the studio is closed.</p>
         ${answer?.notes.map(({ text }) => html`<p key=${text} class="note">${text}</p>`)}
         ${answer?.plan && html`<${Decisions} decisions=${answer.plan.decisions} />`}
       </div>
@@ -43,7 +43,7 @@ function NotStarted() {
   `;
 }
 
-/** The run's own page: fetched when it is chosen and when its status changes. */
+/** The details of a run: fetched when it is selected and when its status changes. */
 function useDetail(run) {
   const [found, setFound] = useState({ detail: null, error: null });
   useEffect(() => {
@@ -94,21 +94,21 @@ function Finished({ run }) {
 
 const ENDS = {
   failed: "The run failed.",
-  lost: "The run's process is gone without a word: killed, or the machine went down. What was saved is kept.",
+  lost: "The run's process ended without a final status: it was killed, or the machine went down. Checkpoints are kept.",
   stopped: "The run was stopped.",
 };
 
-/** What happened, at which step, and the end of what the run said. */
+/** What happened, at which step, and the last output of the run. */
 function Ended({ run, detail }) {
   return html`<section class="stack" aria-label="How it ended">
     <p class="note ${run.status === "stopped" ? "warn" : "bad"}">
       ${ENDS[run.status]} ${run.step !== null && html`Step ${number(run.step)} of ${number(run.total_steps)}.`}
       ${detail?.checkpoints.length > 0 && html` Newest checkpoint: step ${number(Math.max(...detail.checkpoints.map(({ step }) => step)))}.`}
     </p>
-    ${run.resume_error && html`<p class="note bad" role="alert">The last resume did not start an attempt. It said:</p>
+    ${run.resume_error && html`<p class="note bad" role="alert">The last resume did not start an attempt. Its output:</p>
       <pre class="wrap log" tabindex="0" aria-label="Why it was not resumed">${run.resume_error}</pre>`}
     ${run.error && html`<pre class="wrap log" tabindex="0" aria-label="Failure">${run.error}</pre>`}
-    ${detail?.start_output && !run.resume_error && detail.start_output !== run.error && html`<pre class="wrap log" tabindex="0" aria-label="What the command said">${detail.start_output}</pre>`}
+    ${detail?.start_output && !run.resume_error && detail.start_output !== run.error && html`<pre class="wrap log" tabindex="0" aria-label="Output of the command">${detail.start_output}</pre>`}
   </section>`;
 }
 
@@ -136,7 +136,7 @@ function Log({ run, names }) {
         ${names.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}
       </select>
     </label>
-    <pre class="wrap log" tabindex="0" aria-label="Log">${log?.lines.join("\n") || "nothing was written"}</pre>
+    <pre class="wrap log" tabindex="0" aria-label="Log">${log?.lines.join("\n") || "the log is empty"}</pre>
   </div>`;
 }
 
@@ -172,7 +172,7 @@ function Stop({ run }) {
   const stop = async () => {
     try {
       const { kill_after_s: limit } = await post(runPath(run.id, "/stop"));
-      tell(`Stopping: it saves a checkpoint first, and is ended after ${duration(limit)} at the latest`);
+      tell(`Stopping after a checkpoint; the run is killed if that takes longer than ${duration(limit)}`);
     } catch (error) {
       tellError(error);
     }
@@ -206,7 +206,7 @@ function Chosen({ run }) {
       <${Badge} status=${run.status} />
       <${Actions} run=${run} detail=${detail} onDialog=${setDialog} />
     </div>
-    <div class="scroll" tabindex="0" role="group" aria-label="What became of it">
+    <div class="scroll" tabindex="0" role="group" aria-label="State of the run">
       <div class="state">
         <p class="unseen" role="status">${label(run)}: ${run.status}</p>
         ${isGoing(run) && html`<${Progress} run=${run} />`}
@@ -226,7 +226,7 @@ function Chosen({ run }) {
 export function State() {
   const { run: id } = route.value;
   if (!id) return html`<${NotStarted} />`;
-  if (runs.value === null) return html`<div class="head"><h1>State</h1></div><p class="empty" role="status">Looking for the run…</p>`;
+  if (runs.value === null) return html`<div class="head"><h1>State</h1></div><p class="empty" role="status">Loading the run…</p>`;
   const run = runs.value.find((one) => one.id === id) ?? runs.value.find((one) => one.location === id);
   if (!run) return html`<div class="head"><h1>State</h1></div><p class="empty">There is no run ${id} here; it may have been deleted.</p>`;
   return html`<${Chosen} key=${run.id} run=${run} />`;

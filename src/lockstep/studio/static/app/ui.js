@@ -1,12 +1,12 @@
-// Small components that know nothing of runs.
+// General components.
 
 import { html, signal, useEffect, useId, useLayoutEffect, useRef, useState } from "./html.js";
 
 export const Badge = ({ status }) => html`<span class="badge ${status}">${status}</span>`;
 
 /**
- * A button that says why it cannot be pressed. Unlike `disabled` it keeps the focus, so that a
- * keyboard and a screen reader find the reason.
+ * A button that shows why it is disabled. Unlike `disabled` it keeps the focus, so that keyboard and screen reader
+ * find the reason.
  */
 export function Button({ kind = "", why = "", onClick, busy = false, children, ...rest }) {
   const id = useId();
@@ -38,7 +38,7 @@ export function Problem({ error }) {
 const toasts = signal([]);
 let nextToast = 1;
 
-/** A message that goes away by itself; errors stay until they are closed. */
+/** Shows a message for some seconds; errors stay until they are closed. */
 export function tell(text, { bad = false } = {}) {
   const id = nextToast++;
   toasts.value = [...toasts.value.slice(-3), { id, text, bad }];
@@ -65,14 +65,14 @@ const copies = async (text) => {
     await navigator.clipboard.writeText(text);
     tell("Copied");
   } catch {
-    tell("The browser does not let this page use the clipboard; select the text instead", { bad: true });
+    tell("The browser does not allow access to the clipboard; select the text instead", { bad: true });
   }
 };
 
 export const Copy = ({ text, label }) =>
   html`<${Button} kind="quiet small" onClick=${() => copies(text)} aria-label=${label}>Copy<//>`;
 
-/** A modal dialog: the browser's own, so focus stays inside, Escape closes, and focus goes back. */
+/** A modal `<dialog>`: focus stays inside, Escape closes it, and focus returns. */
 export function Dialog({ title, onClose, onSubmit, submit = "OK", danger = false, why = "", children }) {
   const dialog = useRef(null);
   const heading = useId();
