@@ -54,10 +54,10 @@ def make_run(folder: Path, name: str = NAME, status: str = "stopped") -> RunDir:
     return run
 
 
-def sleeper() -> subprocess.Popen[bytes]:
-    """A process that leads a group and hears no SIGTERM; it is ready when this returns."""
+def sleeper(folder: Path) -> subprocess.Popen[bytes]:
+    """A process of the run in ``folder`` that leads a group and ignores SIGTERM; it is ready when this returns."""
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     process.stdout.readline()
     return process
@@ -292,7 +292,7 @@ def launcher_of(run: RunDir, process: subprocess.Popen[bytes], **more: Any) -> N
 
 def test_a_run_of_several_ranks_is_signalled_at_its_launcher(tmp_path: Path) -> None:
     run, starts = make_run(tmp_path, status="running"), Starts(Home(tmp_path / "runs"))
-    rank, launcher = sleeper(), sleeper()
+    rank, launcher = sleeper(run.path), sleeper(run.path)
     try:
         beat_of(run, rank)
         assert starts.target(run) is not None
@@ -313,7 +313,9 @@ def test_a_run_of_several_ranks_is_signalled_at_its_launcher(tmp_path: Path) -> 
 
 def test_a_late_kill_spares_what_came_after(address: Address, tmp_path: Path) -> None:
     """A kill is for the process that was told to stop, in the attempt in which it was told."""
-    stopped, resumed, notebook, stays = processes = [sleeper() for _ in range(4)]
+    stopped, resumed, notebook, stays = processes = [
+        sleeper(tmp_path / "runs" / name) for name in ("run-resumed", "run-resumed", "run-notebook", "run-stays")
+    ]
     try:
         for name, process in (("run-resumed", stopped), ("run-notebook", notebook), ("run-stays", stays)):
             beat_of(make_run(tmp_path, name, status="running"), process)

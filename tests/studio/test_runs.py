@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -174,6 +175,25 @@ def test_another_process_with_the_runs_number_is_never_signalled(address: Addres
         run.heartbeat_file.write_text(stale.model_dump_json())
         answer = address.post("/api/runs/run-00000004/stop", None, 409)
         assert answer["code"] in {"RUN_NOT_USABLE", "NOT_RUNNING"}
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_process_that_is_not_the_runs_is_never_signalled(address: Address, tmp_path: Path) -> None:
+    """A run folder from elsewhere may name any process, with its true creation time."""
+    run = RunDir.create(tmp_path / "runs" / "run-0000000e", resolve(), run_id="run-0000000e", command=["sleep", "60"])
+    run.update(status="running")
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        forged = {"pid": bystander.pid, "created": psutil.Process(bystander.pid).create_time(), "updated": time.time()}
+        beat = run.progress()
+        assert beat is not None
+        run.heartbeat_file.write_text(beat.model_copy(update=forged).model_dump_json())
+        (run.logs / "launcher.json").write_text(json.dumps({**forged, "host": beat.host}))
+        assert address.get("/api/runs/run-0000000e")["status"] == "running"
+        assert address.post("/api/runs/run-0000000e/stop", None, 409)["code"] == "RUN_NOT_USABLE"
         assert bystander.poll() is None
     finally:
         bystander.kill()

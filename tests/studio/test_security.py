@@ -208,6 +208,23 @@ def test_settings_that_reach_out_are_refused_wherever_settings_are_taken(address
     assert sorted(entry.name for entry in (folder / "runs").iterdir()) == [".studio"]
 
 
+def test_a_key_cannot_smuggle_another_setting_into_the_command(address: Address, folder: Path) -> None:
+    """``--set`` would read ``datamodule`` from such a key, and import the file."""
+    for section in ("task", "optimizer"):
+        for key in ("datamodule=/x/evil.py:Evil #", "a.datamodule", "x y", ""):
+            body = {"task": "har", "config": {section: {key: "x"}}}
+            for method, path in (("POST", "/api/preview"), ("POST", "/api/runs"), ("PUT", "/api/configs/x")):
+                assert address.call(method, path, 422, json=body)["code"] == "INVALID_CONFIG", (path, key)
+            assert not address.call("POST", "/api/plan", json=body)["run"]["enabled"]
+    assert sorted(entry.name for entry in (folder / "runs").iterdir()) == [".studio"]
+
+
+def test_labels_of_a_foreign_run_are_bounded(address: Address, folder: Path) -> None:
+    run = make_run(folder, "run-long")
+    run.update(status="failed", name="n" * 1_000_000, tags=["t" * 1_000_000] * 30, error="e" * 1_000_000)
+    assert len(json.dumps(address.get("/api/runs"))) < 50_000
+
+
 MALFORMED = [
     (b"", 422), (b"{", 400), (b"null", 422), (b"[]", 422), (b'"x"', 422), (b"\xff\xfe", 400), (b"{}", 422),
     (b'{"task": 5}', 422), (b'{"task": "har", "config": []}', 422),

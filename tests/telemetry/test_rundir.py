@@ -70,8 +70,8 @@ def test_a_task_may_name_code_and_hold_long_lists(tmp_path: Path) -> None:
     [
         ({"vocabulary": list(range(1000))}, "more than 1,000 values"),
         ({"text": "x" * (1 << 20)}, "at most 1,048,576 are read"),
-        ({"name": "mine.py:Task"}, "not the whole path"),
-        ({"datamodule": "mine.py:Data"}, "not the whole path"),
+        ({"name": "mine.py:Task"}, "not an absolute"),
+        ({"datamodule": "mine.py:Data"}, "not an absolute"),
     ],
 )
 def test_a_configuration_that_could_not_be_read_again_is_refused(

@@ -21,7 +21,7 @@ from lockstep.errors import RunFolderError, StorageError
 from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.studio.home import Home, remove_folder
 from lockstep.studio.problems import in_progress
-from lockstep.studio.processes import Identity, is_alive, send, start_detached
+from lockstep.studio.processes import Identity, is_alive, send, start_detached, works_on
 from lockstep.studio.reading import last_lines
 from lockstep.telemetry.files import read_json, storage_error, write_json
 from lockstep.telemetry.rundir import RunDir
@@ -209,13 +209,13 @@ class Starts:
                 (self._home.start(run.path.name) / "labels.json").unlink(missing_ok=True)
 
     def target(self, run: RunDir) -> Target | None:
-        """The process of this machine to signal for the run, identified by pid and creation time.
+        """The process of this machine to signal for the run, identified by pid, creation time and its open files.
 
         The command that the studio started leads its own process group. For a run from a terminal it is the launcher,
         since it would restart killed ranks, or the one process that trains; their groups may contain other commands.
         """
         start, beat = self.read(run.path.name), run.progress()
-        targets = [Target(start.process, group=True)] if start is not None else []
+        targets = []
         try:
             launcher = _Launcher.model_validate(read_json(run.logs / LAUNCHER_FILE))
             if launcher.host == socket.gethostname():
@@ -224,7 +224,9 @@ class Starts:
             pass  # there is none: one process trains
         if beat is not None and not beat.ended and beat.host == socket.gethostname():
             targets.append(Target(Identity(beat.pid, beat.created)))
-        return next((target for target in targets if is_alive(target.process)), None)
+        found = [target for target in targets if is_alive(target.process) and works_on(target.process, run.path)]
+        own = [Target(start.process, group=True)] if start is not None and is_alive(start.process) else []
+        return next(iter([*own, *found]), None)
 
     def forget(self, name: str) -> None:
         """Remove the studio's notes on a run. Raises :class:`StorageError`."""

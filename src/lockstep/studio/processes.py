@@ -76,6 +76,21 @@ def is_alive(identity: Identity) -> bool:
         return False
 
 
+def works_on(identity: Identity, folder: Path) -> bool:
+    """Whether the process is that of the run in ``folder``: it has something there open, or was started with it.
+
+    Files in the folder, such as ``heartbeat.json``, may name any process; this cannot be written into a file.
+    """
+    place = folder.resolve()
+    try:
+        if str(place) in psutil.Process(identity.pid).cmdline():
+            return True
+        opened = [link.readlink() for link in Path(f"/proc/{identity.pid}/fd").iterdir()]
+    except (psutil.Error, OSError):
+        return False
+    return any(file.is_relative_to(place) for file in opened)
+
+
 def send(identity: Identity, signum: signal.Signals, *, group: bool = False) -> bool:
     """Signal this process, or the whole group that it leads; return whether it was alive.
 

@@ -145,6 +145,9 @@ def flatten(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if not section:
             yield key, value
         elif isinstance(value, Mapping):
+            for name in value:
+                if not name.isidentifier():  # `--set` would read a part of it as a value
+                    raise ConfigError(f"unknown setting {f'{key}.{name}'!r:.100}", fix="check its spelling")
             yield from ((f"{key}.{name}", item) for name, item in value.items())
         else:
             raise ConfigError(f"`{key}` must be a section", why=f"it is {value!r:.100}", fix=f"write `{key}: {{…}}`")

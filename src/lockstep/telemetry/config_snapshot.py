@@ -61,6 +61,6 @@ def _refuse_own_code(config: RunConfig, folder: Path) -> None:
             continue
         file = Path(place).resolve()
         if file.is_relative_to(folder.resolve()):
-            raise ValueError(f"it names {place[:200]}, inside the run folder: code there is not run")
+            raise ValueError(f"it names {place[:200]}, inside the run folder: code in a run folder is not run")
         if setting in imported and str(file) != place:
             raise ValueError(f"it names {place[:200]}, which is not an absolute, resolved path")

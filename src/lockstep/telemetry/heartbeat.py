@@ -137,10 +137,16 @@ class Heartbeat:
         self._began: tuple[float | None, int] = (None, 0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._folder: int | None = None
 
     def start(self, path: Path, step: int = 0, total: int | None = None) -> None:
-        """Begin to beat into the file ``path``; the first beat has been written on return."""
+        """Begin to beat into the file ``path``; the first beat has been written on return.
+
+        Until :meth:`stop` this process keeps the run folder open: a heartbeat can be forged, an open file cannot.
+        """
         assert self._thread is None, "a heartbeat is started once"
+        with contextlib.suppress(OSError):
+            self._folder = os.open(path.parent, os.O_RDONLY)
         self._progress = (step, total)
         self._beat(path)
         self._thread = threading.Thread(target=self._run, args=(path,), name="lockstep-heartbeat", daemon=True)
@@ -157,6 +163,9 @@ class Heartbeat:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
     def _run(self, path: Path) -> None:
         while not self._stop.wait(self._interval_s):

@@ -16,6 +16,8 @@ from lockstep.telemetry.records import RunRecord
 from lockstep.telemetry.rundir import RunDir
 
 LIVE = frozenset({"pending", "running"})
+#: A run folder from elsewhere may contain texts of any length.
+_MAX_NAME, _MAX_TAGS, _MAX_ERROR = 200, 20, 20_000
 
 
 def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
@@ -41,6 +43,9 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
     step, total = (beat.step, beat.total) if beat else (None, None)
     return {
         **record.model_dump(mode="json"),
+        "name": record.name and record.name[:_MAX_NAME],
+        "tags": [tag[:_MAX_NAME] for tag in record.tags[:_MAX_TAGS]],
+        "error": record.error and record.error[-_MAX_ERROR:],
         "best_metric": record.best_metric,  # a number may be NaN, which JSON does not have
         "final_metrics": record.final_metrics,
         "status": status,
