@@ -28,7 +28,7 @@ from lockstep.studio.schemas import (
     StartBody,
     YamlBody,
 )
-from lockstep.studio.settings import command_text, train_arguments
+from lockstep.studio.settings import command_text
 from lockstep.studio.studio import Studio
 from lockstep.telemetry.files import plain
 from lockstep.telemetry.lookup import or_else
@@ -88,25 +88,25 @@ def _machine_routes(router: APIRouter, studio: Studio) -> None:
 
     @router.get("/devices", summary="The devices of this machine")
     def devices(refresh: bool = False) -> Response:
-        return ok(studio.list_devices(refresh=refresh))
+        return ok(studio.forms.list_devices(refresh=refresh))
 
     @router.get("/tasks", summary="The tasks that can be started, with their settings")
     def tasks() -> Response:
-        return ok(studio.tasks())
+        return ok(studio.forms.tasks())
 
     @router.get("/schema", summary="JSON schema and defaults of all settings")
     def schema() -> Response:
-        return ok(studio.schema())
+        return ok(studio.forms.schema())
 
 
 def _planning_routes(router: APIRouter, studio: Studio) -> None:
     @router.post("/plan", summary="The plan, with every label of the hardware section")
     def plan(body: PlanBody) -> Response:
-        return ok(studio.plan(body))
+        return ok(studio.forms.plan(body))
 
     @router.post("/preview", summary="The same settings as a command and as YAML")
     def preview(body: PlanBody) -> Response:
-        return ok(studio.preview(studio.wanted(body)))
+        return ok(studio.forms.preview(studio.forms.wanted(body)))
 
     @router.get("/configs", summary="Saved configurations")
     def configs() -> Response:
@@ -139,19 +139,19 @@ def _run_routes(router: APIRouter, studio: Studio) -> None:
 
     @router.post("/runs", status_code=202, summary="Start a run")
     def start(body: StartBody) -> Response:
-        return ok(studio.start(body), 202)
+        return ok(studio.runs.start(body), 202)
 
     @router.get("/runs/{name}", summary="One run in full")
     def detail(name: RunName) -> Response:
-        return ok(studio.detail(name))
+        return ok(studio.runs.detail(name))
 
     @router.patch("/runs/{name}", summary="Rename a run, or change its tags")
     def label(name: RunName, body: LabelBody) -> Response:
-        return ok(studio.label(name, body))
+        return ok(studio.runs.label(name, body))
 
     @router.delete("/runs/{name}", summary="Delete a run that has ended")
     def delete(name: RunName) -> Response:
-        return ok(studio.delete(name))
+        return ok(studio.runs.delete(name))
 
     @router.post("/runs/{name}/stop", status_code=202, summary="Stop a run after saving a checkpoint")
     async def stop(name: RunName) -> Response:
@@ -159,16 +159,16 @@ def _run_routes(router: APIRouter, studio: Studio) -> None:
 
     @router.post("/runs/{name}/resume", status_code=202, summary="Resume a run, on the same or different devices")
     def resume(name: RunName, body: ResumeBody) -> Response:
-        return ok(studio.resume(name, body), 202)
+        return ok(studio.runs.resume(name, body), 202)
 
     @router.post("/runs/{name}/resume/preview", summary="The command that would resume a run")
     def resume_preview(name: RunName, body: ResumeBody) -> Response:
-        words = studio.resume_words(name, body)
+        words = studio.runs.resume_words(name, body)
         return ok({"command": command_text(words), "argv": ["lockstep", *words]})
 
     @router.post("/runs/{name}/duplicate", summary="The settings of a run, to start another one")
     def duplicate(name: RunName) -> Response:
-        return ok(studio.duplicate(name))
+        return ok(studio.runs.duplicate(name))
 
     @router.get("/compare", summary="Compare runs: results, settings and plans")
     def compare(run: Annotated[list[str], Query(min_length=1, max_length=20)]) -> Response:
@@ -204,11 +204,11 @@ def _number_routes(router: APIRouter, studio: Studio) -> None:
         file: Annotated[str | None, Query(alias="name")] = None,
         tail: Annotated[int, Query(ge=1, le=5000)] = 200,
     ) -> Response:
-        return ok(studio.log(name, file, tail))
+        return ok(studio.runs.log(name, file, tail))
 
     @router.get("/runs/{name}/report", summary="The run's report: one HTML page without scripts")
     def report(name: RunName) -> Response:
-        page = studio.report(name)
+        page = studio.runs.report(name)
         return Response(page, media_type="text/html", headers={"content-security-policy": REPORT_CSP})
 
 
@@ -261,10 +261,10 @@ def _job_routes(router: APIRouter, studio: Studio) -> None:
 
     @router.post("/scaling", status_code=202, summary="Start a scaling benchmark")
     def measure(body: ScalingBody) -> Response:
-        studio.check_devices(body.devices)
+        studio.forms.check_devices(body.devices)
         config = merge(body.config, {"hardware": {"selected_devices": body.devices}})
-        wanted = studio.wanted(PlanBody(task=body.task, config=config))
-        words = ["bench", "scaling", *train_arguments(wanted, studio.options.flags)[1:]]
+        wanted = studio.forms.wanted(PlanBody(task=body.task, config=config))
+        words = ["bench", "scaling", *studio.forms.train_words(wanted)[1:]]
         return ok(studio.begin_job("scaling", [*words, "--runs-dir", str(studio.home.runs_dir), "--json"]), 202)
 
     @router.get("/jobs", summary="Jobs started here, newest first")
@@ -283,7 +283,7 @@ def _job_routes(router: APIRouter, studio: Studio) -> None:
 def _devices_flag(studio: Studio, devices: list[str] | None) -> list[str]:
     if devices is None:
         return []
-    studio.check_devices(devices)
+    studio.forms.check_devices(devices)
     return ["--devices", ",".join(devices)]
 
 

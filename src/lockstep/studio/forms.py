@@ -1,0 +1,143 @@
+"""What the form needs before a run: devices, tasks, the schema, and the plan of its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import json_schema, resolve
+from lockstep.errors import ConfigError
+from lockstep.hardware.device import Device
+from lockstep.hardware.selection import choose_default, parse, select
+from lockstep.studio import planning, settings
+from lockstep.studio.home import Home
+from lockstep.studio.index import RunIndex
+from lockstep.studio.planner import Planner
+from lockstep.studio.problems import ApiError
+from lockstep.studio.schemas import PlanBody
+from lockstep.studio.settings import Wanted
+from lockstep.studio.tasks import BUILT_IN, OfferedTasks
+
+_SECTIONS = {
+    "task": "Task",
+    "hardware": "Hardware",
+    "training": "Training",
+    "optimizer": "Optimizer",
+    "scheduler": "Schedule",
+    "data": "Data",
+    "validation": "Validation",
+    "checkpoint": "Checkpoints",
+    "distributed": "Communication between ranks",
+    "fsdp": "Sharding (strategy fsdp)",
+    "pipeline": "Pipeline (strategy pipeline)",
+    "telemetry": "Logging",
+    "launch": "Launching",
+    "lightning": "Lightning",
+    "debug": "Debugging",
+}
+
+
+class Forms:
+    """Requests about settings that are not a run yet.
+
+    Args:
+        flags: flags of ``lockstep train`` and the setting of each.
+        detect: ``detect(refresh=…)`` gives the machine's devices.
+    """
+
+    def __init__(
+        self, home: Home, index: RunIndex, planner: Planner, tasks: OfferedTasks, flags: Mapping[str, str], detect: Any
+    ) -> None:
+        self._home = home
+        self._index = index
+        self._planner = planner
+        self._tasks = tasks
+        self._flags = flags
+        self._detect = detect
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        return self._tasks.names
+
+    def devices(self, *, refresh: bool = False) -> list[Device]:
+        """The machine's devices; free memory and users as of now with ``refresh``."""
+        found: list[Device] = self._detect(refresh=refresh)
+        return found
+
+    def list_devices(self, *, refresh: bool) -> dict[str, Any]:
+        found = self.devices(refresh=refresh)
+        return {
+            "devices": [device.as_dict() for device in found],
+            "default": list(choose_default(found).devices),
+            "runs": self._index.users(),
+        }
+
+    def check_devices(self, names: Sequence[str]) -> None:
+        """Raises :class:`DeviceError` for devices that this machine does not have."""
+        select(parse(names), self.devices())
+
+    def tasks(self) -> dict[str, Any]:
+        described = self._planner.tasks(self._tasks.names)
+        data = self._tasks.data_modules
+        return {
+            "tasks": [
+                {**task, "built_in": task["name"] in BUILT_IN, "datamodule": data.get(task["name"])}
+                for task in described
+            ],
+        }
+
+    def schema(self) -> dict[str, Any]:
+        return {
+            "schema": json_schema(),
+            "defaults": resolve().model_dump(mode="json"),
+            "sections": [{"name": name, "title": title} for name, title in _SECTIONS.items()],
+            "refused": list(settings.REFUSED),
+        }
+
+    def wanted(self, body: PlanBody) -> Wanted:
+        """The request, checked. Raises :class:`LockstepError`."""
+        wanted = settings.check(body.task, body.config, self._tasks, self._home)
+        if body.name:
+            wanted.settings["name"] = body.name
+        return wanted
+
+    def train_words(self, wanted: Wanted) -> list[str]:
+        """What follows ``lockstep`` to train this."""
+        return settings.train_arguments(wanted, self._flags)
+
+    def preview(self, wanted: Wanted) -> dict[str, Any]:
+        words = self.train_words(wanted)
+        if self._home.runs_dir != Path.cwd() / "runs":
+            words += ["--runs-dir", str(self._home.runs_dir)]
+        return {
+            "command": settings.command_text(words),
+            "argv": ["lockstep", *words],
+            "yaml": settings.as_yaml(wanted),
+        }
+
+    def plan(self, body: PlanBody) -> dict[str, Any]:
+        """Labels, notes and plan; what is wrong with the settings is part of the answer."""
+        try:
+            wanted = self.wanted(body)
+        except ConfigError as error:
+            return planning.refusal(error)
+        answer = planning.make_answer(wanted, self.devices(), self._index.users(), self._planner.plan)
+        return {**answer, "preview": self.preview(wanted)}
+
+    def place(self, wanted: Wanted) -> list[str]:
+        """The devices of a run with these settings. Raises :class:`LockstepError` as the command would."""
+        config = resolve(wanted.mapping())
+        placement, problem = planning.place(config, self.devices())
+        if placement is None:
+            assert problem is not None
+            raise problem
+        return list(placement.devices)
+
+    def defaults_of(self, task: str) -> Mapping[str, Any]:
+        """The task's own default settings. Raises :class:`LockstepError` when it cannot be used."""
+        described = next(one for one in self._planner.tasks(self._tasks.names) if one["name"] == task)
+        if (error := described["error"]) is not None:
+            raise ApiError("TASK_NOT_USABLE", 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))
+        defaults: Mapping[str, Any] = described["defaults"]
+        return defaults

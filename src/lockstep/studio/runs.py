@@ -1,0 +1,177 @@
+"""What can be done with the runs of one folder: start, read, label, delete, resume, copy, report."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from lockstep.errors import RunFolderError
+from lockstep.report.write import write_report
+from lockstep.studio import details, settings
+from lockstep.studio.forms import Forms
+from lockstep.studio.home import Home, remove_folder
+from lockstep.studio.index import RunIndex
+from lockstep.studio.jobs import Jobs
+from lockstep.studio.launch_records import Labels, Starts
+from lockstep.studio.problems import ApiError, in_progress, run_not_found
+from lockstep.studio.reading import last_lines
+from lockstep.studio.schemas import LabelBody, ResumeBody, StartBody
+from lockstep.telemetry.rundir import new_run_id
+from lockstep.telemetry.summary import LIVE
+
+
+class Runs:
+    """Requests about runs; each is named by its id or its folder."""
+
+    def __init__(self, home: Home, index: RunIndex, starts: Starts, jobs: Jobs, forms: Forms) -> None:
+        self._home = home
+        self._index = index
+        self._starts = starts
+        self._jobs = jobs
+        self._forms = forms
+        self._drawing = threading.Lock()
+        #: Held from checking a run until it is started or deleted.
+        self._changing = threading.Lock()
+
+    def start(self, body: StartBody) -> dict[str, Any]:
+        """Start the command of a new run; returns at once. Raises :class:`LockstepError`."""
+        wanted = self._forms.wanted(body)
+        chosen = self._forms.place(wanted)
+        name = body.id or new_run_id()
+        folder = self._home.run(name)
+        words = [*self._forms.train_words(wanted), "--save-dir", str(folder)]
+        with self._changing:
+            if os.path.lexists(folder):
+                raise in_progress(name, "it has been started already")
+            self._starts.begin(name, words, task=wanted.task, attempt_before=0, devices=chosen)
+        self._starts.label(name, Labels(body.name or None, tuple(body.tags) if body.tags else None))
+        return self._index.summary(name)
+
+    def detail(self, name: str) -> dict[str, Any]:
+        summary = self._index.summary(name)
+        run = self._index.run_folder(name)
+        start = self._starts.read(run.path.name)
+        output, _ = last_lines(self._starts.output(run.path.name), 40)
+        return {
+            **details.describe(run, summary, start),
+            "jobs": [job for job in self._jobs.all() if job["run"] in {summary["id"], summary["location"]}],
+            "start_output": "\n".join(output) or None,
+        }
+
+    def label(self, name: str, body: LabelBody) -> dict[str, Any]:
+        location = self._index.summary(name)["location"]
+        kept = self._starts.labels(location)
+        given = body.model_fields_set
+        self._starts.label(
+            location,
+            Labels(
+                (body.name or "") if "name" in given else kept.name,
+                tuple(dict.fromkeys(body.tags or ())) if "tags" in given else kept.tags,
+            ),
+        )
+        return self._index.summary(name)
+
+    def delete(self, name: str) -> dict[str, Any]:
+        location = self._index.locate(name)
+        folder = self._home.run(location)
+        self._refuse_live(name)
+        self._starts.wait_for_end(location)
+        with self._changing:
+            self._refuse_live(name)
+            if os.path.lexists(folder):
+                remove_folder(folder, self._home.runs_dir)
+            if self._home.start(location).exists():
+                self._starts.forget(location)
+        return {"deleted": name}
+
+    def _refuse_live(self, name: str) -> None:
+        """Raises :class:`ApiError` when there is no such run, or it is running."""
+        folder = self._home.run(self._index.locate(name))
+        if not os.path.lexists(folder) and self._starts.read(folder.name) is None:
+            raise run_not_found(name)
+        try:
+            summary = self._index.summary(name)
+        except RunFolderError:
+            if not os.path.lexists(folder / "run.json"):
+                raise
+            return  # damaged: it is not running
+        if summary["status"] in LIVE:
+            raise in_progress(name)
+
+    def resume_words(self, name: str, body: ResumeBody) -> list[str]:
+        run = self._index.run(name)
+        if body.devices is not None:
+            self._forms.check_devices(body.devices)
+        training = {"epochs": body.epochs, "max_steps": body.max_steps}
+        changes = {key: value for key, value in training.items() if value is not None}
+        return settings.resume_arguments(
+            run.path,
+            devices=body.devices,
+            rescale_batch=body.rescale_batch,
+            changes={"training": changes} if changes else {},
+        )
+
+    def resume(self, name: str, body: ResumeBody) -> dict[str, Any]:
+        """Start the command that resumes a run. Raises :class:`LockstepError`."""
+        words = self.resume_words(name, body)
+        if self._index.summary(name)["status"] in LIVE:
+            raise in_progress(name)
+        location = self._index.locate(name)
+        self._starts.wait_for_end(location)
+        with self._changing:
+            summary = self._index.summary(name)
+            if summary["status"] in LIVE:
+                raise in_progress(name)
+            devices, attempt = body.devices or summary["devices"], max(1, summary["attempt"])
+            self._starts.begin(location, words, task=summary["task"], attempt_before=attempt, devices=devices)
+        return self._index.summary(name)
+
+    def duplicate(self, name: str) -> dict[str, Any]:
+        config = self._index.run(name).config()
+        if config.task.name not in self._forms.task_names:
+            raise ApiError(
+                "TASK_NOT_USABLE",
+                422,
+                f"this run's task, {config.task.name}, is not in the list",
+                fix=f"start the studio with --task {config.task.name}",
+            )
+        form, left_out = details.form_of(config, self._forms.defaults_of(config.task.name))
+        if form.get("init_from") is not None:
+            try:
+                form["init_from"] = settings.run_in(form["init_from"], self._home)
+            except ApiError:
+                left_out.append(f"init_from={form.pop('init_from')}")
+        name = self._index.summary(name)["name"] or name
+        return {
+            "task": config.task.name,
+            "config": settings.for_page(form),
+            "name": f"{name} copy"[:200],
+            "left_out": left_out,
+        }
+
+    def log(self, name: str, file: str | None, lines: int) -> dict[str, Any]:
+        run = self._index.run_folder(name)
+        names = details.log_names(run)
+        output = self._starts.output(run.path.name)
+        if output.exists() and "output.log" not in names:
+            names = ["output.log", *names]
+        chosen = file if file is not None else next(iter(names), None)
+        if chosen is None:
+            return {"name": None, "lines": [], "truncated": False, "names": names}
+        if chosen not in names:
+            raise ApiError("NOT_FOUND", 404, f"run {name} has no log {chosen[:100]!r}", fix=f"choose from {names}")
+        path = output if chosen == "output.log" else run.logs / chosen
+        found, truncated = last_lines(path, lines)
+        return {"name": chosen, "lines": found, "truncated": truncated, "names": names}
+
+    def report(self, name: str) -> bytes:
+        """The page that ``lockstep report`` writes of this run, as it is now.
+
+        Raises:
+            UnsupportedError: matplotlib is not installed. RunFolderError, StorageError: it cannot be made.
+        """
+        run = self._index.run(name)
+        with self._drawing:
+            page, *_ = write_report([str(run.path)], self._home.runs_dir, self._home.start(run.path.name) / "report")
+            return page.read_bytes()
