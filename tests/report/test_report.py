@@ -20,8 +20,9 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.report.figures import pictures
 from lockstep.report.source import MAX_POINTS, compared, read_run, thinned
-from lockstep.telemetry.comparison import differences, flat
+from lockstep.telemetry.comparison import differences
 from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.scalars import flattened
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NAME = "_<b>first</b> & $x_$ best"
@@ -256,7 +257,7 @@ SETTINGS = st.recursive(
 
 @given(st.lists(st.dictionaries(st.text("ab", min_size=1, max_size=2), SETTINGS, max_size=4), min_size=2, max_size=4))
 def test_differences_are_what_is_not_the_same(settings: list[dict[str, Any]]) -> None:
-    flats = [flat(one) for one in settings]
+    flats = [flattened(one) for one in settings]
     found = differences(flats)
     for key in {key for one in flats for key in one}:
         values = [one.get(key) for one in flats]

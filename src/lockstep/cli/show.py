@@ -30,6 +30,7 @@ def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT
 def describe(run: RunDir) -> dict[str, Any]:
     """One document: summary, plan, epochs, checkpoints and logs."""
     from lockstep.checkpoint.store import CheckpointStore
+    from lockstep.report.score import score_of
     from lockstep.telemetry.lookup import or_else
     from lockstep.telemetry.summary import summarize
 
@@ -42,15 +43,8 @@ def describe(run: RunDir) -> dict[str, Any]:
         "logs": sorted(str(file) for file in run.logs.glob("*.log")),
         "config": str(run.config_file),
         "slurm": _slurm(run),
-        "forecast": _forecast(run) if plan else None,
+        "forecast": score_of(run) if plan else None,
     }
-
-
-def _forecast(run: RunDir) -> dict[str, Any] | None:
-    """How the run compares with the forecast in its folder."""
-    from lockstep.report.score import score_of
-
-    return score_of(run)
 
 
 def _slurm(run: RunDir) -> str | None:
@@ -65,6 +59,7 @@ def _slurm(run: RunDir) -> str | None:
 
 
 def _print(details: dict[str, Any]) -> None:
+    from lockstep.report.score import in_words
     from lockstep.telemetry.console import duration, print_plan, value_text
     from lockstep.telemetry.tables import print_table, say
 
@@ -87,7 +82,7 @@ def _print(details: dict[str, Any]) -> None:
         ("best epoch", details["best_epoch"]),
         *((f"best {name}", value) for name, value in details["best_metric"].items()),
         *details["final_metrics"].items(),
-        ("forecast", _in_words(details["forecast"])),
+        ("forecast", in_words(details["forecast"]) if details["forecast"] else None),
         ("folder", details["path"]),
     ]
     print_table(("", ""), [(name, value_text(value)) for name, value in rows if value not in (None, "")], sys.stdout)
@@ -103,14 +98,6 @@ def _print(details: dict[str, Any]) -> None:
     print_table(("files", ""), [*files, ("configuration", details["config"])], sys.stdout)
     if details["error"]:
         say(f"\nerror: {details['error']}", sys.stdout)
-
-
-def _in_words(found: dict[str, Any] | None) -> str | None:
-    if found is None:
-        return None
-    from lockstep.report.score import in_words
-
-    return in_words(found)
 
 
 def _checkpoint_label(saved: dict[str, Any]) -> str:

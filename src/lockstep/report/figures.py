@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -70,20 +70,22 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
     require_matplotlib()
     # Evaluations between epochs have a step, but no epoch of their own.
     against = "step" if any(run.evaluations for run in runs) else "epoch"
+    busy = _system(runs, "utilisation", host=("CPU", "cpu"), factor=100)
+    used = _system(runs, "memory_gb", host=("host", "memory_gb"))
     made = [
         _curves("loss", "Loss", _loss(runs), "step", log=True),
         *(_curves(name, name, _metric_lines(runs, name, against), against) for name in _metrics(runs)),
         _curves("lr", "Learning rate", _step_lines(runs, "lr"), "step"),
         _curves("throughput", "Throughput, samples/s", _step_lines(runs, "samples_per_s"), "step"),
         _curves("data_wait", "Share of time waiting for data", _step_lines(runs, "data_wait_share"), "step"),
-        _curves("memory", "Memory per rank, GB", _memory(runs), "step"),
+        _curves("memory", "Memory per rank, GB", _rank_lines(runs, "memory_gb"), "step"),
         _curves("step_time", "Time of a step, ms", _rank_lines(runs, "step_s", 1e3), "step"),
         _curves(
             "own_time", "Time of a step before waiting for other ranks, ms", _rank_lines(runs, "own_s", 1e3), "step"
         ),
-        _curves("utilisation", "Utilisation of devices and CPU, %", _system(runs, _utilisation), "minutes"),
-        _curves("device_memory", "Memory of devices and host, GB", _system(runs, _used_memory), "minutes"),
-        _curves("power", "Power of devices, W", _system(runs, _power), "minutes"),
+        _curves("utilisation", "Utilisation of devices and CPU, %", busy, "minutes"),
+        _curves("device_memory", "Memory of devices and host, GB", used, "minutes"),
+        _curves("power", "Power of devices, W", _system(runs, "power_w"), "minutes"),
     ]
     made += [_matrix(run, name, table) for run in runs for name, table in run.tables.items()]
     return [picture for picture in made if picture is not None]
@@ -220,57 +222,31 @@ def _by_rank(rows: Sequence[Row], name: str) -> dict[str, list[Row]]:
     return {f"{end} of {len(found)} ranks": [{"step": r["step"], name: r[end]} for r in extremes] for end in names}
 
 
-def _memory(runs: Sequence[RunData]) -> list[Line]:
-    return _rank_lines(runs, "memory_gb")
-
-
-Reading = Callable[[Row], dict[str, Any]]
-
-
-def _system(runs: Sequence[RunData], reading: Reading) -> list[Line]:
+def _system(
+    runs: Sequence[RunData], name: str, *, host: tuple[str, str] | None = None, factor: float = 1.0
+) -> list[Line]:
+    """``name`` of each device over minutes; ``host``: label and name of the host's own value."""
     lines = []
     for index, run in enumerate(runs):
         for node, rows in run.system.items():
-            times = [row["time"] for row in rows if _is_number(row.get("time"))]
+            rows = [row for row in rows if _is_number(row.get("time"))]
             series: dict[str, tuple[list[float], list[float]]] = {}
             for row in rows:
-                for name, value in reading(row).items():
-                    if _is_number(row.get("time")) and _is_number(value):
-                        x, y = series.setdefault(name, ([], []))
-                        x.append((row["time"] - times[0]) / 60)
-                        y.append(float(value))
+                values = {str(device.get("id")): device.get(name) for device in _mappings(row.get("devices"))}
+                for own in _mappings([row.get("host")]):
+                    values |= {host[0]: own.get(host[1])} if host else {}
+                for label, value in values.items():
+                    if _is_number(value):
+                        x, y = series.setdefault(label, ([], []))
+                        x.append((row["time"] - rows[0]["time"]) / 60)
+                        y.append(value * factor)
             place = f"node {node} " if len(run.system) > 1 else ""
-            lines += [Line(_named(runs, run, f"{place}{name}"), index, x, y) for name, (x, y) in series.items()]
+            lines += [Line(_named(runs, run, f"{place}{label}"), index, x, y) for label, (x, y) in series.items()]
     return lines
 
 
-def _devices(row: Row) -> list[Row]:
-    devices = row.get("devices")
-    return [device for device in devices if isinstance(device, dict)] if isinstance(devices, list) else []
-
-
-def _host(row: Row) -> Row:
-    host = row.get("host")
-    return host if isinstance(host, dict) else {}
-
-
-def _utilisation(row: Row) -> dict[str, Any]:
-    cpu = _host(row).get("cpu")
-    found = {"CPU": cpu * 100 if _is_number(cpu) else None}
-    return found | {str(device.get("id")): _percent(device.get("utilisation")) for device in _devices(row)}
-
-
-def _percent(share: Any) -> Any:
-    return share * 100 if _is_number(share) else None
-
-
-def _used_memory(row: Row) -> dict[str, Any]:
-    host = {"host": _host(row).get("memory_gb")}
-    return host | {str(device.get("id")): device.get("memory_gb") for device in _devices(row)}
-
-
-def _power(row: Row) -> dict[str, Any]:
-    return {str(device.get("id")): device.get("power_w") for device in _devices(row)}
+def _mappings(values: Any) -> list[Row]:
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
 def _matrix(run: RunData, name: str, table: Sequence[Sequence[float]]) -> Picture:

@@ -9,10 +9,11 @@ from typing import Any
 
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.report.score import in_words, score_of
-from lockstep.telemetry.comparison import Comparison, compare, flat
+from lockstep.telemetry.comparison import Comparison, compare
 from lockstep.telemetry.files import names_in, read_bytes, read_json, sparse_rows
 from lockstep.telemetry.records import RunRecord
 from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.scalars import flattened
 
 Row = dict[str, Any]
 
@@ -62,7 +63,7 @@ def read_run(run: RunDir) -> RunData:
             problems.append(str(error).splitlines()[0])
             return default
 
-    config: Any = safely(lambda: run.config().model_dump(mode="json"), {})
+    config: Any = safely(lambda: run.config().model_dump(mode="json", exclude={"save_dir"}), {})
     plan: Any = safely(run.plan, {}) if run.plan_file.exists() else {}
     scored: Any = safely(lambda: score_of(run), None) if plan else None
     tables: Any = safely(lambda: read_json(run.path / "tables.json"), {}) if (run.path / "tables.json").exists() else {}
@@ -72,7 +73,7 @@ def read_run(run: RunDir) -> RunData:
         path=run.path,
         label=record.name or record.id,
         record=record,
-        config={key: value for key, value in flat(config).items() if key != "save_dir"},
+        config=flattened(config),
         epochs=safely(run.epochs, []),
         evaluations=thinned(safely(run.evaluations, [])),
         steps=thinned(safely(run.steps, [])),

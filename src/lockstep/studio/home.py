@@ -25,6 +25,7 @@ class Home:
     def __init__(self, runs_dir: Path) -> None:
         self.runs_dir = absolute(runs_dir)
         self.path = self.runs_dir / ".studio"
+        self.starts, self.configs, self.jobs = (self.path / name for name in ("starts", "configs", "jobs"))
 
     def make(self) -> None:
         """Create the folders. Raises :class:`StorageError`."""
@@ -34,18 +35,6 @@ class Home:
             self.path.chmod(0o700)
         except OSError as error:
             raise storage_error(error, self.path) from error
-
-    @property
-    def starts(self) -> Path:
-        return self.path / "starts"
-
-    @property
-    def configs(self) -> Path:
-        return self.path / "configs"
-
-    @property
-    def jobs(self) -> Path:
-        return self.path / "jobs"
 
     def run(self, name: str) -> Path:
         """The folder of a run, which may not exist. Raises :class:`ApiError` for an invalid name."""
@@ -122,20 +111,11 @@ def iso(seconds: float) -> str:
 
 def is_run_name(name: str) -> bool:
     """Whether ``name`` can be a folder right under the runs folder: one component, not hidden."""
-    return (
-        0 < len(os.fsencode(name) if _encodable(name) else b"") <= 255
-        and not name.startswith(".")
-        and "/" not in name
-        and "\0" not in name
-    )
-
-
-def _encodable(name: str) -> bool:
     try:
-        os.fsencode(name)
+        length = len(os.fsencode(name))
     except UnicodeEncodeError:
         return False
-    return True
+    return 0 < length <= 255 and not name.startswith(".") and "/" not in name and "\0" not in name
 
 
 def remove_folder(folder: Path, inside: Path) -> None:

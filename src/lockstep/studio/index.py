@@ -9,10 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from lockstep.errors import RunFolderError
-from lockstep.studio.home import Home, is_run_name, iso
+from lockstep.studio.home import Home, is_run_name
 from lockstep.studio.launch_records import Labels, Start, Starts
 from lockstep.studio.problems import run_not_found
 from lockstep.studio.processes import is_alive, reap
@@ -20,7 +21,7 @@ from lockstep.telemetry.files import plain
 from lockstep.telemetry.heartbeat import Beat
 from lockstep.telemetry.heartbeat import is_alive as is_beating
 from lockstep.telemetry.lookup import one_line
-from lockstep.telemetry.rundir import RunDir, RunRecord
+from lockstep.telemetry.rundir import RunDir, RunRecord, new_run_id
 from lockstep.telemetry.summary import LIVE, summarize
 
 #: How often a watched list checks runs that have ended: one may be resumed in a terminal.
@@ -229,7 +230,7 @@ class RunIndex:
         run, name = entry.run, entry.run.path.name
         labels = self._starts.labels(name) if start is not None or entry.signature[-1] is not None else None
         alive = start is not None and is_alive(start.process)
-        base = dict(entry.base) if entry.record is not None else _not_yet(name, start, str(run.path))
+        base = dict(entry.base) if entry.record is not None else _not_yet(run, start)
         record = entry.record
         attempt = record.attempt if record is not None else 0
         starting = alive and start is not None and attempt <= start.attempt_before
@@ -277,30 +278,27 @@ def _read(entry: Entry, *, there: bool) -> None:
     except RunFolderError as error:
         entry.problem, entry.summary = one_line(error), {}
         return
-    entry.base = plain({key: value for key, value in summary.items() if key not in _IN_DETAIL})
+    entry.base = _listed(summary)
     entry.record, entry.beat = record, entry.run.progress()
 
 
-def _not_yet(name: str, start: Start | None, path: str) -> dict[str, Any]:
+def _not_yet(run: RunDir, start: Start | None) -> dict[str, Any]:
     """The summary of a run whose command has not made its folder yet."""
-    empty = (
-        *("name", "started_at", "completed_at", "host", "world_size", "strategy", "precision", "epoch", "epochs"),
-        *("last_epoch", "step", "total_steps", "best_epoch", "error", "progress", "eta_s", "samples_per_s"),
+    assert start is not None
+    record = RunRecord(
+        id=new_run_id(),  # replaced by the entry's
+        task=start.task,
+        created_at=datetime.fromtimestamp(start.at, UTC),
+        pid=start.pid,
+        placement={"devices": start.devices},
     )
-    return {
-        **dict.fromkeys(empty),
-        "id": name,
-        "location": name,
-        "tags": [],
-        "task": start.task if start else "",
-        "created_at": iso(start.at if start else time.time()),
-        "attempt": 0,
-        "pid": start.pid if start else None,
-        "devices": list(start.devices) if start else [],
-        "best_metric": {},
-        "final_metrics": {},
-        "path": path,
-    }
+    return _listed(summarize(run, record))
+
+
+def _listed(summary: dict[str, Any]) -> dict[str, Any]:
+    """A summary as the list has it, as JSON types."""
+    found: dict[str, Any] = plain({key: value for key, value in summary.items() if key not in _IN_DETAIL})
+    return found
 
 
 def _stat(path: str) -> tuple[int, int, int] | None:

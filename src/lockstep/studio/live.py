@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.websockets import WebSocket
 
 from lockstep.errors import LockstepError
@@ -75,7 +74,7 @@ class Hub:
         self._problems: list[str] = []
         self._listed = False
         self._busy = asyncio.Event()
-        self._answers: dict[str, Callable[[Tab, dict[str, Any]], None]] = {
+        self._answers: dict[str, Callable[[Tab, Asked], None]] = {
             "ping": self._on_ping,
             "watch": self._on_watch,
             "subscribe": self._on_subscribe,
@@ -121,36 +120,32 @@ class Hub:
     # What a tab asks for.
 
     async def _receive(self, tab: Tab, text: str | None) -> None:
-        asked: dict[str, Any] = {}
+        asked: Asked | None = None
         try:
             asked = parse(text)
-            if asked["type"] == "range":
+            if asked.type == "range":
                 # Thinning out a million rows takes a while, and other tabs should not wait for it.
                 tab.say(await asyncio.to_thread(self._range, tab, asked))
             else:
-                self._answers[asked["type"]](tab, asked)
+                self._answers[asked.type](tab, asked)
         except LockstepError as error:
             tab.bad_messages += error.code == "INVALID_REQUEST"
-            run, request = asked.get("run"), asked.get("request")
-            about: dict[str, Any] = {"run": run if isinstance(run, str) else None}
-            if isinstance(request, int):
-                about["request"] = request
+            about: dict[str, Any] = {"run": asked.run or None if asked else None}
+            if asked and isinstance(asked.request, int):
+                about["request"] = asked.request
             tab.say({"type": "error", **error.as_dict(), **about})
 
-    def _on_ping(self, tab: Tab, asked: dict[str, Any]) -> None:
+    def _on_ping(self, tab: Tab, asked: Asked) -> None:
         tab.say({"type": "pong"})
 
-    def _on_watch(self, tab: Tab, asked: dict[str, Any]) -> None:
-        tab.watches_runs = bool(asked.get("runs"))
+    def _on_watch(self, tab: Tab, asked: Asked) -> None:
+        tab.watches_runs = asked.runs
         tab.known_runs = None
         self._busy.set()
         tab.wake.set()
 
-    def _on_subscribe(self, tab: Tab, asked: dict[str, Any]) -> None:
-        name = _run_of(asked)
-        streams = asked.get("streams", list(STREAMS))
-        if not isinstance(streams, list) or not all(isinstance(stream, str) for stream in streams):
-            raise _bad("`streams` must be a list of names")
+    def _on_subscribe(self, tab: Tab, asked: Asked) -> None:
+        name = asked.run
         if name not in tab.subscriptions and len(tab.subscriptions) >= MAX_SUBSCRIPTIONS:
             raise ApiError(
                 "INVALID_CONFIG", 422, f"a tab follows at most {MAX_SUBSCRIPTIONS} runs", fix="leave some out"
@@ -158,25 +153,24 @@ class Hub:
         if name not in self._feeds:
             run = self._index.run_folder(name)
             self._feeds[name] = Feed(run, self._index, name)
-        points = _points(asked)
-        tab.subscriptions[name] = Subscription(self._feeds[name], tuple(streams[:100]), points)
+        tab.subscriptions[name] = Subscription(self._feeds[name], tuple(asked.streams[:100]), asked.points)
         self._busy.set()
         tab.wake.set()
 
-    def _on_unsubscribe(self, tab: Tab, asked: dict[str, Any]) -> None:
-        tab.subscriptions.pop(_run_of(asked), None)
+    def _on_unsubscribe(self, tab: Tab, asked: Asked) -> None:
+        tab.subscriptions.pop(asked.run, None)
         self._drop_unwatched()
 
-    def _range(self, tab: Tab, asked: dict[str, Any]) -> bytes:
-        subscription = tab.subscriptions.get(_run_of(asked))
+    def _range(self, tab: Tab, asked: Asked) -> bytes:
+        subscription = tab.subscriptions.get(asked.run)
         if subscription is None:
             raise ApiError("RUN_NOT_FOUND", 404, "this tab does not follow that run", fix="subscribe first")
-        low, high = (_bound(asked.get(name)) for name in ("from", "to"))
-        stream, points = _text(asked.get("stream", "steps")), _points(asked)
         with subscription.feed.lock:
-            if stream not in subscription.feed.tails:
-                raise ApiError("NOT_FOUND", 404, f"this run has no stream {stream!r}", fix="use one of its streams")
-            return subscription.feed.range(stream, low, high, points, asked.get("request"))
+            if asked.stream not in subscription.feed.tails:
+                raise ApiError(
+                    "NOT_FOUND", 404, f"no stream {asked.stream!r} in this run", fix="use one of its streams"
+                )
+            return subscription.feed.range(asked.stream, asked.low, asked.high, asked.points, asked.request)
 
     def _drop_unwatched(self) -> None:
         watched = {name for tab in self._tabs for name in tab.subscriptions}
@@ -336,42 +330,27 @@ def _news_of_stream(stream: str, sent: Subscription) -> list[dict[str, Any] | by
     return [frame]
 
 
-def parse(text: str | None) -> dict[str, Any]:
-    """A tab's message. Raises :class:`ApiError` for anything but an object with a known type."""
+class Asked(BaseModel):
+    """A tab's message."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    type: Literal["ping", "watch", "subscribe", "unsubscribe", "range"]
+    run: str = Field("", max_length=300)
+    runs: bool = False
+    streams: list[str] = list(STREAMS)
+    stream: str = Field("steps", max_length=300)
+    points: int = Field(POINTS, ge=2, le=FULL_ROWS)
+    low: float | None = Field(None, alias="from", ge=-1e300, le=1e300)
+    high: float | None = Field(None, alias="to", ge=-1e300, le=1e300)
+    request: Any = None
+
+
+def parse(text: str | None) -> Asked:
+    """A tab's message. Raises :class:`ApiError`."""
     try:
-        asked = json.loads(text or "")
-    except (ValueError, RecursionError):
-        raise _bad("the message is not JSON") from None
-    known = ("ping", "watch", "subscribe", "unsubscribe", "range")
-    if not isinstance(asked, dict) or asked.get("type") not in known:
-        raise _bad(f"a message is an object whose type is one of {', '.join(known)}")
-    return asked
-
-
-def _bad(what: str) -> ApiError:
-    return ApiError("INVALID_REQUEST", 422, what, fix="see the studio's documentation of /api/live")
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 300:
-        raise _bad("a name must be a text")
-    return value
-
-
-def _run_of(asked: dict[str, Any]) -> str:
-    return _text(asked.get("run"))
-
-
-def _points(asked: dict[str, Any]) -> int:
-    points = asked.get("points", POINTS)
-    if not isinstance(points, int) or isinstance(points, bool) or not 2 <= points <= FULL_ROWS:
-        raise _bad(f"`points` must be a number from 2 to {FULL_ROWS}")
-    return points
-
-
-def _bound(value: Any) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300 or math.isnan(value):
-        raise _bad("`from` and `to` must be numbers or null")
-    return float(value)
+        return Asked.model_validate_json(text or "")
+    except ValidationError as error:
+        why = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
+        fix = "see the studio's documentation of /api/live"
+        raise ApiError("INVALID_REQUEST", 422, "the message is malformed", why=why[:500], fix=fix) from None

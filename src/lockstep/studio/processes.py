@@ -15,9 +15,8 @@ from pathlib import Path
 import psutil
 
 from lockstep.errors import StorageError
+from lockstep.telemetry.heartbeat import CREATED_TOLERANCE_S, age_difference_s
 
-#: Clock adjustments move a process's computed creation time; a pid is not reused this soon.
-_TOLERANCE_S = 2.0
 _children: dict[int, subprocess.Popen[bytes]] = {}
 _lock = threading.Lock()
 
@@ -67,13 +66,12 @@ def reap() -> None:
 def is_alive(identity: Identity) -> bool:
     """Whether this process is alive."""
     try:
-        process = psutil.Process(identity.pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            reap()
-            return False
-        return abs(process.create_time() - identity.created) <= _TOLERANCE_S
-    except (psutil.Error, ValueError, OverflowError):
+        off_s = age_difference_s(identity.pid, identity.created)
+    except psutil.AccessDenied:
         return False
+    if off_s is None:
+        reap()
+    return off_s is not None and off_s <= CREATED_TOLERANCE_S
 
 
 def works_on(identity: Identity, folder: Path) -> bool:

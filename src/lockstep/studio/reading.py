@@ -1,27 +1,11 @@
-"""Open files that others write: only regular ones, without blocking, without following a link to the file."""
+"""The end of a text file."""
 
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
-from typing import BinaryIO
 
-
-def open_regular(path: Path, *, buffer_bytes: int = 0) -> BinaryIO:
-    """``path`` for reading; unbuffered unless ``buffer_bytes`` is given, as for reading lines.
-
-    Raises:
-        OSError: there is none, or it is a link, a folder, a pipe or a device.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path} is not a regular file")
-        return os.fdopen(descriptor, "rb", buffering=buffer_bytes)
-    except BaseException:
-        os.close(descriptor)
-        raise
+from lockstep.telemetry.files import open_regular
 
 
 def last_lines(file: Path, lines: int, *, max_bytes: int = 1 << 20, skip_bytes: int = 0) -> tuple[list[str], bool]:

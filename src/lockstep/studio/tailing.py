@@ -13,7 +13,7 @@ import numpy as np
 from pydantic_core import from_json
 
 from lockstep.studio.columns import Column, Columns, columns_of
-from lockstep.studio.reading import open_regular
+from lockstep.telemetry.files import open_regular
 
 #: Read at once: small enough not to block other threads for long.
 CHUNK_BYTES = 1 << 20

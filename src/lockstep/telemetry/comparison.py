@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.scalars import flattened
 from lockstep.telemetry.summary import summarize
 
 #: Of a plan: what the configuration says already, and texts.
@@ -43,7 +44,7 @@ def compare(runs: Sequence[RunDir], more: Mapping[str, list[Any]] | None = None)
         RunFolderError: the record of a run cannot be read.
     """
     found = [summarize(run) for run in runs]
-    plans = [flat(or_else(run.plan, {})) for run in runs]
+    plans = [flattened(or_else(run.plan, {})) for run in runs]
     return Comparison(
         labels=labels(found),
         results=_results(found, plans, more or {}),
@@ -63,7 +64,7 @@ def labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 def settings_of(run: RunDir) -> dict[str, Any]:
     """The run's configuration with dotted keys, without the run's own place; empty if it cannot be read."""
     config = or_else(run.config, None)
-    return {} if config is None else {k: v for k, v in flat(config.model_dump(mode="json")).items() if k != "save_dir"}
+    return {} if config is None else flattened(config.model_dump(mode="json", exclude={"save_dir"}))
 
 
 def _results(
@@ -89,18 +90,6 @@ def _results(
 
 def _is_compared(key: str) -> bool:
     return not key.startswith(_NOT_COMPARED) and ".reasons." not in key
-
-
-def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted, sorted keys; lists stay values."""
-    rows: dict[str, Any] = {}
-    for key in sorted(content):
-        name, value = f"{prefix}{key}", content[key]
-        if isinstance(value, Mapping) and value:
-            rows |= flat(value, f"{name}.")
-        else:
-            rows[name] = value
-    return rows
 
 
 def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ConfigDict
 
@@ -310,9 +310,7 @@ def sparse_rows(path: Path, most: int) -> list[dict[str, Any]]:
     kept: list[bytes] = []
     stride = 1
     try:
-        if not path.is_file():
-            raise RunFolderError(f"{path} is not a regular file", fix="restore the file, or use another run folder")
-        with path.open("rb") as file:
+        with open_regular(path, buffer_bytes=-1, links=True) as file:
             for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b"")):
                 if number % stride == 0:
                     kept.append(line)
@@ -331,18 +329,34 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
+def open_regular(path: Path, *, buffer_bytes: int = 0, links: bool = False) -> BinaryIO:
+    """A regular file for reading, opened without blocking; unbuffered unless ``buffer_bytes`` is given.
+
+    Args:
+        links: whether ``path`` may be a symbolic link.
+
+    Raises:
+        OSError: it does not exist, or is a folder, a pipe, a device, or a link that is not allowed.
+    """
+    # Non-blocking, because opening a named pipe would otherwise wait for a writer for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is not a regular file")
+        return os.fdopen(descriptor, "rb", buffering=buffer_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
     """The whole of a regular file of at most ``max_bytes``. Raises :class:`RunFolderError`."""
     try:
-        # Non-blocking, because opening a named pipe would otherwise wait for a writer for ever.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise RunFolderError(f"{path} is not a regular file", fix="restore the file, or use another run folder")
-            if status.st_size > max_bytes:
+        with open_regular(path, buffer_bytes=-1, links=True) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > max_bytes:
                 raise RunFolderError(
-                    f"{path} is too large: {status.st_size:,} bytes",
+                    f"{path} is too large: {size:,} bytes",
                     why=f"no run writes more than {max_bytes:,} bytes there",
                     fix="restore the file, or use another run folder",
                 )

@@ -26,7 +26,7 @@ INTERVAL_S = 1.0
 REMOTE_SILENCE_S = 180.0
 
 #: Clock adjustments move a process's computed time of creation; a number is not used again this soon.
-_CREATED_TOLERANCE_S = 2.0
+CREATED_TOLERANCE_S = 2.0
 _FRESH_S = 10.0
 _MAX_BYTES = 65_536
 
@@ -114,15 +114,25 @@ def is_alive(beat: Beat, now: float) -> bool:
     if beat.host != socket.gethostname():
         return silence_s < REMOTE_SILENCE_S
     try:
-        process = psutil.Process(beat.pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        same = abs(process.create_time() - beat.created) <= _CREATED_TOLERANCE_S
+        off_s = age_difference_s(beat.pid, beat.created)
     except psutil.AccessDenied:
         return silence_s < REMOTE_SILENCE_S
+    return off_s is not None and (off_s <= CREATED_TOLERANCE_S or silence_s < _FRESH_S)
+
+
+def age_difference_s(pid: int, created: float) -> float | None:
+    """How far the creation time of process ``pid`` is from ``created``; ``None`` when it has ended.
+
+    Raises:
+        psutil.AccessDenied: the process may not be inspected.
+    """
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else abs(process.create_time() - created)
+    except psutil.AccessDenied:
+        raise
     except (psutil.Error, ValueError, OverflowError):
-        return False
-    return same or silence_s < _FRESH_S
+        return None
 
 
 class Heartbeat:
