@@ -165,7 +165,7 @@ def test_each_device_of_a_node_has_its_line_and_it_moves(server: Address, open_p
     expect(power.last).to_have_text("gpu:10 660 W")
     # More ranks than a chart can show, and more columns than the page can hold: it says so.
     expect(page.get_by_text(re.compile(r"32 of 1,3\d\d ranks"))).to_be_visible()
-    expect(page.get_by_text("ranks has more columns than the page can hold")).to_be_visible()
+    expect(page.get_by_text("ranks has more columns than the page can show")).to_be_visible()
     step_time = page.get_by_role("figure", name="Step time per rank")
     expect(step_time.get_by_role("button", name=re.compile("rank 777 – straggler"))).to_be_visible()
 

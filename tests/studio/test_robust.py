@@ -185,7 +185,7 @@ def test_of_two_resumes_at_once_one_starts(tmp_path: Path) -> None:
     def resume() -> None:
         ready.wait()
         try:
-            here.resume(NAME, ResumeBody())
+            here.runs.resume(NAME, ResumeBody())
             started.append(here.starts.read(NAME))
         except LockstepError as error:
             refused.append(error.code)
