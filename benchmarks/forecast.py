@@ -30,8 +30,9 @@ from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, me
 from lockstep.forecast.contention import contention, jitter, meeting
 from lockstep.forecast.estimate import Counting
 from lockstep.forecast.measure import gradients_of, take_turns, timed_steps
-from lockstep.forecast.project import blocking_messages, cases, joint_message, step_of
+from lockstep.forecast.project import blocking_messages, cases, step_of
 from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
+from lockstep.plan.reduction import resolve_reduction
 
 SIZES = (4096, 65_536, 1 << 20, 4 << 20)
 _MLP = {"task": {"model": "mlp", "hidden": [1024, 1024]}, "training": {"batch_size": 256}}
@@ -115,13 +116,14 @@ def ranks_of_this_machine(counts: list[int], rounds: int, steps: int) -> list[di
             if outcome.ended != "done":
                 raise SystemExit(f"{name}, {ranks} ranks: {outcome.ended} ({outcome.error})")
             base, counting = subject.base, Counting(subject)
+            joint = bool(resolve_reduction(base.config.distributed, base.facts.joint_bytes, on_cpu=True).value)
             shape = Step(counting.size, 0.0, 0.0, 0.0, (), (), blocks=counting.footprint(counting.size, True).blocks)
             setting = Setting(
                 cluster_of("25gbe", ranks),
                 strategy=strategy,
                 overlap=0.0,
                 blocking=blocking_messages(base.task, base.config),
-                joint=strategy == "ddp" and joint_message(base.task, base.config, "cpu"),
+                joint=strategy == "ddp" and joint,
             )
             found = predict_ranks(outcome.rows, ranks, shape, setting, base.plan.order.bucketed)
             ratios = [row["ratio"] for row in found]

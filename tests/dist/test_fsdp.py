@@ -26,7 +26,8 @@ from lockstep.engine.distributed.dtensor_state import gathered, own_part
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.resume import load_shared, load_weights
 from lockstep.engine.checkpoint_writer import writing
-from lockstep.engine.strategies.base import Flags, Replica, SingleStrategy
+from lockstep.engine.strategies.base import Flags, Replica
+from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.task import Loss, Task
 from lockstep.engine.optim.step import Update, build_optimizer

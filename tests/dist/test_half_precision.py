@@ -14,7 +14,8 @@ from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.engine.distributed.dtensor_state import gathered
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Flags, Replica, SingleStrategy
+from lockstep.engine.strategies.base import Flags, Replica
+from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.optim.step import Update, build_optimizer
 from lockstep.hardware.world import World
 from lockstep.plan import BatchPlan

@@ -26,6 +26,7 @@ from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.groups import check_optimizer
 from lockstep.engine.optim.step import scheduler_of
 from lockstep.engine.process.determinism import generators_kept
+from lockstep.engine.strategies.small_ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import collate_of
@@ -83,6 +84,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         read_file=next((key[1] for key, position in before.items() if after.get(key, position) != position), None),
         opens_files=opens_files,
         multiply_adds=multiply_adds(model, datasets.train),
+        joint_bytes=joint_bytes(model),
     )
 
 

@@ -16,8 +16,8 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import load_initial_weights, restore, restored_state
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import Strategy
-from lockstep.engine.strategies.build import build_strategy
-from lockstep.engine.strategies.partition import divide
+from lockstep.engine.strategies.build import build_strategy, divide
+from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, build_model, refuse_meta
 
@@ -57,8 +57,8 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     if plan.sync_batchnorm:
         model = convert(model, None)
     divided = None
-    if plan.sharded or plan.pipelined:
-        divided = divide(task, model, config, plan, datasets, device, rank.world, rank.collectives)
+    if plan.strategy.divides:
+        divided = divide(Undivided(task, model, config, plan, datasets, device, rank.world, rank.collectives))
     else:
         model = model.to(device)
     update = build_update(task, model, config, plan, device, divided, validates=datasets.val is not None)

@@ -8,8 +8,6 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
-
 from lockstep._compat.torch import BatchNorm
 from lockstep.bench.comm import bench_comm
 from lockstep.bench.loader import bench_loader
@@ -20,7 +18,6 @@ from lockstep.bench.workload import Subject
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.inspection import blueprint
-from lockstep.engine.strategies.small_ddp import fits
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.forecast.advice import advise
@@ -33,6 +30,7 @@ from lockstep.forecast.memory import MOST, choose_strategy, gigabytes
 from lockstep.forecast.roofline import gpu_machine, seconds
 from lockstep.forecast.scaling import Setting, Step, as_row, step_buckets, with_error_bars
 from lockstep.hardware.host import usable_cores
+from lockstep.plan.reduction import resolve_reduction
 
 WARM_UP = 5
 
@@ -88,13 +86,15 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
             report.verdict = "nothing is foreseen: the measurement was stopped"
             return report
         counting = Counting(subject, per_node=setting.cluster.per_node)
+    on_cpu = wish.gpu is None and base.placement.accelerator == "cpu"
+    joint = bool(resolve_reduction(base.config.distributed, base.facts.joint_bytes, on_cpu=on_cpu).value)
     step, setting, ddp_fits, how = _strategy(step, setting, counting, wish)
     setting = replace(
         setting,
         accumulate=base.plan.batch.accumulate,
         bucket_bytes=_cap(subject),
         blocking=blocking_messages(base.task, base.config),
-        joint=setting.strategy == "ddp" and wish.gpu is None and joint_message(base.task, base.config, devices[0]),
+        joint=not setting.sharded and joint,
     )
     report.rows = [
         {**as_row(with_error_bars(step, count, setting)), "strategy": setting.strategy, "status": "ok"}
@@ -143,13 +143,6 @@ def blocking_messages(task: Task, config: RunConfig) -> int:
     if config.distributed.sync_batchnorm == "off":
         return 0
     return 2 * sum(isinstance(module, BatchNorm) for module in blueprint(task).modules())
-
-
-def joint_message(task: Task, config: RunConfig, device: str) -> bool:
-    """Whether ddp sends a step's gradients in one message, as it does for small models on CPUs."""
-    distributed = config.distributed
-    plain = distributed.bucket_cap_mb is None and not distributed.find_unused_parameters
-    return plain and device == "cpu" and fits(blueprint(task), torch.device("cpu"))
 
 
 def _batch(subject: Subject) -> int:

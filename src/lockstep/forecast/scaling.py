@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lockstep.forecast.buckets import Bucket, buckets, exposed
 from lockstep.forecast.collectives import Cluster, all_gather, all_reduce, all_reduce_between_nodes
+from lockstep.strategies import find_strategy
 
 #: Lockstep sums loss, count and requests beside the gradients: so many bytes.
 COUNT_BYTES = 40
@@ -83,9 +84,13 @@ class Setting:
     joint: bool = False
     hybrid: bool = False
 
+    @property
+    def sharded(self) -> bool:
+        return find_strategy(self.strategy).state == "sharded"
+
     def holders(self, devices: int) -> int:
         """Devices that hold a model together."""
-        if self.strategy != "fsdp":
+        if not self.sharded:
             return 1
         return min(devices, self.cluster.per_node) if self.hybrid else devices
 
@@ -118,7 +123,7 @@ def predict(step: Step, devices: int, setting: Setting) -> Prediction:
 def _parts(step: Step, devices: int, setting: Setting) -> dict[str, float]:
     here, k = step.scaled(setting.slowed(devices)), setting.accumulate
     compute = k * (here.forward_s + here.backward_s + here.other_s) + here.optimizer_s / setting.holders(devices)
-    waiting = _fsdp(here, devices, setting) if setting.strategy == "fsdp" else _ddp(here, devices, setting)
+    waiting = _fsdp(here, devices, setting) if setting.sharded else _ddp(here, devices, setting)
     waiting += k * setting.blocking * all_reduce(BLOCKING_BYTES, devices, setting.cluster)
     waiting += meetings(step, setting) * setting.meeting_s if devices > 1 else 0.0
     straggler = here.jitter_s * math.sqrt(k) * expected_max(devices)
@@ -133,7 +138,7 @@ def meetings(step: Step, setting: Setting) -> int:
 
     The last one: ddp's gradients, or the norm of fsdp's.
     """
-    sharded = 3 * sum(size > 0 for size in step.blocks) if setting.strategy == "fsdp" else 0
+    sharded = 3 * sum(size > 0 for size in step.blocks) if setting.sharded else 0
     return setting.accumulate * (sharded + setting.blocking) + 1
 
 
@@ -193,7 +198,7 @@ def bytes_sent(step: Step, devices: int, setting: Setting) -> float:
     Hybrid: so inside a node of n devices, and then 2(m-1)/m of a device's part among m nodes.
     """
     ring = (devices - 1) / devices
-    if setting.strategy == "fsdp":
+    if setting.sharded:
         holders = setting.holders(devices)
         nodes = setting.cluster.nodes(devices) if setting.hybrid else 1
         share = (holders - 1) / holders * (2 * _gathered(setting) + 1) + 2 * (nodes - 1) / nodes / holders

@@ -36,6 +36,7 @@ class TaskFacts(_Frozen):
     ``read_file``: a file that the data set has open, whose position moves when a sample is read, so that worker
     processes would move it for each other. ``opens_files``: reading samples has opened files or connections,
     which stay open.
+    ``joint_bytes``: of the gradients, where one message can carry them; else 0.
     ``multiply_adds``: of a sample's forward pass, rather too many; 0: not known.
     """
 
@@ -57,6 +58,7 @@ class TaskFacts(_Frozen):
     unstable: tuple[str, ...] = ()
     read_file: str | None = None
     multiply_adds: int = 0
+    joint_bytes: int = 0
     opens_files: bool = False
 
 
@@ -143,6 +145,11 @@ class Plan(_Frozen):
     def sharded_checkpoints(self) -> bool:
         """Whether each rank writes its part of a checkpoint."""
         return "checkpoints" in self.decisions and bool(self.decisions["checkpoints"].value)
+
+    @property
+    def one_message(self) -> bool:
+        """Whether ddp reduces all gradients in one message after the backward."""
+        return "one_message" in self.decisions and bool(self.decisions["one_message"].value)
 
     @property
     def world_size(self) -> int:

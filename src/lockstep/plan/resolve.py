@@ -23,6 +23,7 @@ from lockstep.plan.notes import (
 )
 from lockstep.plan.order import order_notes, resolve_order
 from lockstep.plan.plan import Plan, ResumePoint, TaskFacts
+from lockstep.plan.reduction import resolve_reduction
 from lockstep.plan.workers import resolve_loader
 
 #: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.
@@ -101,7 +102,14 @@ def make_plan(
     )
     judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on its own data
     monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
-    decisions = [*_placed(placement), *sized.values(), ordered, *course.decisions, _parameters(given)]
+    decisions = [
+        *_placed(placement),
+        *_reduction(given),
+        *sized.values(),
+        ordered,
+        *course.decisions,
+        _parameters(given),
+    ]
     decisions += [_reproducibility(given), synced, _threads(given, batch), loaded, _checkpoints(given), judging]
     if facts.loader is None:
         notes += course.notes
@@ -206,6 +214,14 @@ def _threads(given: Given, batch: BatchPlan) -> Decision:
 def _checkpoints(given: Given) -> Decision:
     config, facts = given.config, given.facts
     return choose_form(config.checkpoint.sharded, given.placement.spec, facts.parameters, config.optimizer)
+
+
+def _reduction(given: Given) -> list[Decision]:
+    """Of strategies that may reduce gradients in one message or in buckets."""
+    config, facts, placement = given.config, given.facts, given.placement
+    if not placement.spec.has_buckets or config.training.reproducibility == "exact" or facts.loader is not None:
+        return []
+    return [resolve_reduction(config.distributed, facts.joint_bytes, on_cpu=placement.accelerator == "cpu")]
 
 
 def _parameters(given: Given) -> Decision:

@@ -17,7 +17,7 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update, build_optimizer
 from lockstep.engine.strategies.base import Flags, Replica
 from lockstep.engine.strategies.build import build_strategy
-from lockstep.engine.strategies.small_ddp import FIRST_BUCKET_BYTES, FlatStrategy, fits, pack, unpack
+from lockstep.engine.strategies.small_ddp import FlatStrategy, joint_bytes, pack, unpack
 from lockstep.engine.task import Loss, Task
 from lockstep.hardware.world import World
 from lockstep.plan import Plan, Schedule
@@ -45,15 +45,13 @@ def test_any_sums_come_through_to_rounding(ranks: list[tuple[float, float]]) -> 
     assert flags == Flags(stop=float(len(ranks)))
 
 
-def test_it_is_for_models_that_fill_one_bucket() -> None:
-    numbers = FIRST_BUCKET_BYTES // 4
-    assert fits(nn.Linear(numbers, 1, bias=False), CPU)
-    assert not fits(nn.Linear(numbers, 1), CPU)
-    assert not fits(nn.Linear(2, 2).bfloat16(), CPU)
-    assert not fits(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), CPU)
-    assert not fits(nn.Linear(2, 2), torch.device("cuda"))
-    assert not fits(nn.Linear(2, 2).requires_grad_(False), CPU)
-    assert not fits(channels_last(), CPU)
+def test_contiguous_parameters_of_one_kind_share_a_message() -> None:
+    assert joint_bytes(nn.Linear(5, 1, bias=False)) == 20
+    assert joint_bytes(nn.Linear(2, 2).double()) == 48
+    assert joint_bytes(nn.Linear(2, 2).bfloat16()) == 0
+    assert joint_bytes(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())) == 0
+    assert joint_bytes(nn.Linear(2, 2).requires_grad_(False)) == 0
+    assert joint_bytes(channels_last()) == 0
 
 
 class Half(Task):
@@ -86,7 +84,8 @@ def three_steps(rank: int, ranks: int) -> list[Tensor]:
     """The weights of a channels_last model afterwards, trained as the plan of so many devices says."""
     model, precision = channels_last(), Precision("32", CPU, 1.0)
     plan = Plan.model_construct(
-        seed=0, reproducibility="fast", sync_batchnorm=False, placement={"strategy": "ddp" if ranks > 1 else "single"}
+        **{"seed": 0, "reproducibility": "fast", "sync_batchnorm": False},
+        placement={"strategy": "ddp" if ranks > 1 else "single", "world_size": ranks},
     )
     trained = build_strategy(
         *(Squares(), model, RunConfig(), plan, precision, CPU, World(rank, ranks, rank, ranks)), None

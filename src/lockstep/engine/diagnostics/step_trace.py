@@ -46,7 +46,7 @@ from lockstep.engine.dataset_checks import as_array, feed
 from lockstep.engine.distributed.agreement import bit_sum, weights_of
 from lockstep.engine.loop import StepResult
 from lockstep.engine.optim.step import Update
-from lockstep.engine.strategies.divided import pick
+from lockstep.engine.strategies.partition import pick
 
 #: Values kept of each parameter and buffer, spread over it: enough to see any update, few enough for any model.
 VALUES_PER_TENSOR = 1024

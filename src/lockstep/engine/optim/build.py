@@ -11,7 +11,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.optim.groups import check_optimizer, check_sparse, untrained
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update, build_optimizer, scheduler_of
-from lockstep.engine.strategies.divided import Divided
+from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
 from lockstep.errors import TaskError

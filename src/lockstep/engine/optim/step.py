@@ -28,7 +28,7 @@ from lockstep.errors import TaskError
 from lockstep.plan import Schedule
 
 if TYPE_CHECKING:
-    from lockstep.engine.strategies.divided import Divided
+    from lockstep.engine.strategies.partition import Divided
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Optimizer:

@@ -1,7 +1,8 @@
-"""Which strategy trains by a plan."""
+"""The strategy that a plan names, made by its module (:class:`lockstep.strategies.StrategySpec`)."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,16 +11,26 @@ from torch import nn
 from lockstep._compat.torch import watch_compiler
 from lockstep.config import RunConfig
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.determinism import rank_device
-from lockstep.engine.strategies.base import DdpStrategy, Replica, SingleStrategy, Strategy
-from lockstep.engine.strategies.data_parallel import DataParallelStrategy
-from lockstep.engine.strategies.divided import Divided
-from lockstep.engine.strategies.small_ddp import FlatStrategy, fits
+from lockstep.engine.strategies.base import Replica, Strategy
+from lockstep.engine.strategies.partition import Divided, Undivided
 from lockstep.engine.task import Task
-from lockstep.engine.trained import bare
+from lockstep.engine.trained import bare, refuse_modules
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
+from lockstep.strategies import auto_strategy, find_strategy
 from lockstep.telemetry.progress_board import Activity, pulse
+
+
+def divide(whole: Undivided) -> Divided:
+    """Divide a model as the plan's strategy does. Collective.
+
+    Raises:
+        TaskError, UnsupportedError, ConfigError: it cannot be divided.
+    """
+    spec = whole.plan.strategy
+    refuse_modules(whole.model, spec.name)
+    divided: Divided = import_module(spec.module).divide(whole)
+    return divided
 
 
 def build_strategy(
@@ -32,34 +43,25 @@ def build_strategy(
     world: World,
     divided: Divided | None,
 ) -> Strategy:
-    """The one that ``plan`` names, around ``model``, which is on its device. Collective.
+    """The plan's strategy for ``model``, which is on its device. Collective.
+
+    A plan of several ranks may be given to one process alone, to measure it: then it is ``single``.
 
     Args:
-        divided: the model's parts, where each rank or device has some of it.
+        divided: the parts of a divided model.
     """
+    if divided is not None:
+        return divided.strategy(task, precision, plan, world)
     replica = Replica(task, model, precision, device, plan.seed, world.rank)
     if plan.reproducibility == "exact":
         from lockstep.engine.strategies.exact import ExactStrategy
 
         return ExactStrategy(replica, world_size=world.size)
-    if plan.placement["strategy"] == "dp":
-        devices = [rank_device([name], World()) for name in plan.placement["devices"]]
-        return DataParallelStrategy(replica, devices, least_part=plan.batch.least_part)
-    if divided is not None:
-        return divided.strategy(task, precision, plan, world)
-    if config.training.compile:
+    spec = plan.strategy if plan.strategy.one_process or world.size > 1 else find_strategy(auto_strategy(1))
+    if config.training.compile and not spec.scatters:
         replica = replica._replace(forward=_compiled(bare(model), config.training.compile_mode))
-    if world.size == 1:
-        return SingleStrategy(replica)
-    unused, bucket_cap_mb = config.distributed.find_unused_parameters, config.distributed.bucket_cap_mb
-    if not unused and bucket_cap_mb is None and fits(model, device):
-        return FlatStrategy(replica)
-    return DdpStrategy(
-        replica,
-        world_size=world.size,
-        find_unused_parameters=unused,
-        bucket_cap_mb=bucket_cap_mb,
-    )
+    strategy: Strategy = import_module(spec.module).build(replica, config, plan)
+    return strategy
 
 
 def _compiled(model: nn.Module, mode: str) -> Any:

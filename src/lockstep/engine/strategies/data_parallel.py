@@ -9,8 +9,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from lockstep._compat.torch import tree_leaves
-from lockstep.engine.strategies.base import Replica, SeededDraws, SingleStrategy
+from lockstep.config import RunConfig
+from lockstep.engine.process.determinism import rank_device
+from lockstep.engine.strategies.base import Replica, SeededDraws, Strategy
+from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.trained import bare
+from lockstep.hardware.world import World
+from lockstep.plan import Plan
+
+
+def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
+    """The strategy of one process with the plan's GPUs."""
+    devices = [rank_device([name], World()) for name in plan.placement["devices"]]
+    return DataParallelStrategy(replica, devices, least_part=plan.batch.least_part)
 
 
 def devices_for(samples: int, devices: int, least: int) -> int:

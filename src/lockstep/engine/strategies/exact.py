@@ -22,9 +22,9 @@ from lockstep.engine.strategies.base import (
     Reduced,
     Replica,
     SeededDraws,
-    SingleStrategy,
     check_change,
 )
+from lockstep.engine.strategies.single import SingleStrategy
 
 #: In the numbers of a leaf, ``[loss, count, flags…, used…, samples]``: how many lanes used each parameter.
 _USED = 2 + len(Flags._fields)

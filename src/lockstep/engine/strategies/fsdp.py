@@ -35,14 +35,21 @@ from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.staging import wait
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, RanksStrategy, Reduced, Replica
-from lockstep.engine.strategies.divided import Divided, Through, pick
+from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica
+from lockstep.engine.strategies.partition import Divided, Through, Undivided, pick
+from lockstep.engine.strategies.ranks import RanksStrategy
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
 
 _HALF = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+def divide(whole: Undivided) -> Divided:
+    """Shard the model's parameters among the ranks. Collective."""
+    task, model, config, plan, _, device, world, _ = whole
+    return ShardedModel(task, model, config.fsdp, plan.placement["precision"], device, world)
 
 
 class _Root(nn.Module):
@@ -135,7 +142,7 @@ class ShardedModel(Divided):
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        """As :func:`lockstep.engine.strategies.divided.pick`, of whole parameters. Collective."""
+        """As :func:`lockstep.engine.strategies.partition.pick`, of whole parameters. Collective."""
         return pick((gathered(parameter, keep=True) for parameter in parameters), places)
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:

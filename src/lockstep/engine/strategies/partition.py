@@ -1,60 +1,92 @@
-"""Models that no process holds as a whole, or on one device: which kind the plan asks for."""
+"""What divided models have in common, whether among ranks or among the devices of one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.config import RunConfig
-from lockstep.data.requests import Request
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.determinism import rank_device
-from lockstep.engine.strategies.divided import Divided
-from lockstep.engine.task import Datasets, Task
-from lockstep.engine.trained import refuse_modules
-from lockstep.engine.training_data import training_source
+from lockstep.engine.strategies.base import Strategy
+from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
 
 
-def divide(
-    task: Task,
-    model: nn.Module,
-    config: RunConfig,
-    plan: Plan,
-    datasets: Datasets,
-    device: torch.device,
-    world: World,
-    collectives: Collectives,
-) -> Divided:
-    """Divide ``model``, which is the same on every rank and on the host. Collective.
+class Undivided(NamedTuple):
+    """A model that is to be divided, the same on every rank and on the host, and what decides how."""
 
-    Raises:
-        TaskError, UnsupportedError, ConfigError: it cannot be divided so.
+    task: Task
+    model: nn.Module
+    config: RunConfig
+    plan: Plan
+    datasets: Datasets
+    device: torch.device
+    world: World
+    collectives: Collectives
+
+
+class Divided:
+    """A model of which this process, or each of its devices, has a part; here as where one process has all of it.
+
+    ``module`` is the model that the task made. An update asks for what concerns the whole gradient.
+    ``remarks``: how it was divided, for people.
     """
-    if plan.sharded:
-        refuse_modules(model, "fsdp")
-        from lockstep.engine.strategies.fsdp import ShardedModel
 
-        return ShardedModel(task, model, config.fsdp, plan.placement["precision"], device, world)
-    from lockstep.engine.strategies.stages import PlacedModel, cut, measure, stages_of
+    module: nn.Module
+    remarks: tuple[str, ...]
 
-    names = plan.placement["devices"]
-    parts = world.size if world.size > 1 else len(names)
-    stages = stages_of(task, model, parts)
-    seconds = None
-    if collectives.is_main and len(stages) > parts:
-        size = min(plan.batch.batch_size, plan.batch.samples)
-        request = Request(0, 0, 0, size, window=(0, size))
-        batch = training_source(task, datasets.train, plan).batch(request)
-        precision = Precision(plan.placement["precision"], device, plan.pre_scale)
-        seconds = measure(stages, task.loss, batch, device, precision)
-    seconds = collectives.broadcast(seconds)
-    bounds, remark = cut(stages, parts, seconds)
-    if world.size == 1:
-        return PlacedModel(model, stages, bounds, [rank_device([name], World()) for name in names], remark)
-    from lockstep.engine.strategies.pipeline import PipelineModel
+    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> Strategy:
+        raise NotImplementedError
 
-    schedule, timeout_s = config.pipeline.schedule, config.distributed.timeout_s
-    return PipelineModel(model, stages, bounds, device, world, schedule, timeout_s, remark)
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Learn which optimizer trains the model."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that this process trains."""
+        return list(self.module.parameters())
+
+    def local(self, tensors: list[Tensor]) -> list[Tensor]:
+        """This process's parts of ``tensors``, sharing their memory."""
+        return tensors
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        """The norm of the whole gradient, from that of this process's part of it; shape (). Collective."""
+        return norm
+
+    def agree(self, flag: Tensor) -> None:
+        """Make a flag, shape (), the highest of all ranks'. Collective."""
+
+    def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+        """As :func:`pick`, of whole parameters, on every rank. Collective."""
+        return pick(parameters, places)
+
+    def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's whole state dict, as that of ``optimizer``."""
+        return state
+
+
+def pick(tensors: Iterable[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """The elements ``places`` of each flattened tensor, one after the other; float32 on the host."""
+    chosen = (t.detach().reshape(-1)[at.to(t.device)] for t, at in zip(tensors, places, strict=True))
+    # Of a complex number, the sum of its parts.
+    real = (torch.view_as_real(values).sum(-1) if values.is_complex() else values for values in chosen)
+    return torch.cat([torch.empty(0), *(values.float().cpu() for values in real)])
+
+
+class Through(Task):
+    """``task`` for evaluation, where its model is called in another way: by ``ask(task.validate, model, batch)``."""
+
+    def __init__(self, task: Task, ask: Callable[[Callable[..., Any], nn.Module, Any], Any]) -> None:
+        super().__init__(task.config)
+        self._task, self._ask = task, ask
+        self.collate, self.metrics, self.merge = task.collate, task.metrics, task.merge  # type: ignore[method-assign]
+
+    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
+        result: tuple[Loss, tuple[Any, ...]] = self._ask(self._task.validate, model, batch)
+        return result

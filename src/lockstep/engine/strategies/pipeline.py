@@ -21,21 +21,57 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.data.requests import Window
+from lockstep.data.requests import Request, Window
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce
 from lockstep.engine.optim.precision import Precision
+from lockstep.engine.process.determinism import rank_device
 from lockstep.engine.process.prefetch import to_device
-from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica, SingleStrategy
-from lockstep.engine.strategies.divided import Divided, Through, pick
+from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica
 from lockstep.engine.strategies.p2p import Line
-from lockstep.engine.strategies.stages import Inputs, as_inputs, ask, generators_of, inputs_of, set_states, states_of
+from lockstep.engine.strategies.partition import Divided, Through, Undivided, pick
+from lockstep.engine.strategies.single import SingleStrategy
+from lockstep.engine.strategies.stages import (
+    Inputs,
+    PlacedModel,
+    as_inputs,
+    ask,
+    cut,
+    generators_of,
+    inputs_of,
+    measure,
+    set_states,
+    stages_of,
+    states_of,
+)
 from lockstep.engine.task import Task
+from lockstep.engine.training_data import training_source
 from lockstep.errors import TaskError
 from lockstep.hardware.world import World
 from lockstep.plan import Plan
 from lockstep.telemetry.progress_board import pulse
+
+
+def divide(whole: Undivided) -> Divided:
+    """Cut the model into a part for each rank or, in one process, for each device. Collective."""
+    task, model, config, plan, datasets, device, world, collectives = whole
+    names = plan.placement["devices"]
+    parts = world.size if world.size > 1 else len(names)
+    stages = stages_of(task, model, parts)
+    seconds = None
+    if collectives.is_main and len(stages) > parts:
+        size = min(plan.batch.batch_size, plan.batch.samples)
+        request = Request(0, 0, 0, size, window=(0, size))
+        batch = training_source(task, datasets.train, plan).batch(request)
+        precision = Precision(plan.placement["precision"], device, plan.pre_scale)
+        seconds = measure(stages, task.loss, batch, device, precision)
+    seconds = collectives.broadcast(seconds)
+    bounds, remark = cut(stages, parts, seconds)
+    if world.size == 1:
+        return PlacedModel(model, stages, bounds, [rank_device([name], World()) for name in names], remark)
+    schedule, timeout_s = config.pipeline.schedule, config.distributed.timeout_s
+    return PipelineModel(model, stages, bounds, device, world, schedule, timeout_s, remark)
 
 
 class Action(NamedTuple):
@@ -116,7 +152,7 @@ class PipelineModel(Divided):
         flag.copy_(all_reduce(flag, None, dist.ReduceOp.MAX))
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        """As :func:`lockstep.engine.strategies.divided.pick`; of what other ranks hold, theirs. Collective."""
+        """As :func:`lockstep.engine.strategies.partition.pick`; of what other ranks hold, theirs. Collective."""
         held = (*self.mine.parameters(), *self.mine.buffers())
         own, nothing = {id(tensor) for tensor in held}, torch.zeros(())
         mine = [p if id(p) in own else nothing.expand(p.numel()) for p in parameters]

@@ -17,26 +17,24 @@ from torch import nn
 from lockstep._compat.torch import broadcast_module, check_shapes, foreach_copy_
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.staging import wait
-from lockstep.engine.strategies.base import Flags, RanksStrategy, Reduced, Replica, check_change
+from lockstep.engine.strategies.base import Flags, Reduced, Replica, check_change
+from lockstep.engine.strategies.ranks import RanksStrategy
 
-#: DistributedDataParallel's first bucket (torch's ``_DEFAULT_FIRST_BUCKET_BYTES``).
-FIRST_BUCKET_BYTES = 2**20
 #: A sum over up to 4,096 ranks of numbers below this stays below 2²⁴, and so is exact in float32.
 _DIGIT = 2.0**12
 
 
-def fits(model: nn.Module, device: torch.device) -> bool:
-    """Whether :class:`FlatStrategy` can train ``model``, and has nothing to lose by it.
+def joint_bytes(model: nn.Module) -> int:
+    """Bytes of the gradients of ``model``, shape and type of which let one message carry them; else 0.
 
-    Its gradients are row-major. Beside weights of another layout (``channels_last``) a fused optimizer, which walks
-    both through memory, would mix up their elements. Frozen parameters may be unfrozen later.
+    They are row-major. With weights of another layout (``channels_last``) a fused optimizer, which walks both through
+    memory, would mix up their elements. Frozen parameters count in what is asked, as they may be unfrozen later.
     """
     parameters = list(model.parameters())
-    if not all(p.is_contiguous() for p in parameters):
-        return False
-    dtypes = {p.dtype for p in parameters}
-    size = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-    return device.type == "cpu" and dtypes in ({torch.float32}, {torch.float64}) and 0 < size <= FIRST_BUCKET_BYTES
+    one_kind = {p.dtype for p in parameters} in ({torch.float32}, {torch.float64})
+    if not one_kind or not all(p.is_contiguous() for p in parameters):
+        return 0
+    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
 
 class FlatStrategy(RanksStrategy):

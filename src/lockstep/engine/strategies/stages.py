@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.prefetch import finish
-from lockstep.engine.strategies.base import Replica, SeededDraws, SingleStrategy
-from lockstep.engine.strategies.divided import Divided, Through
+from lockstep.engine.strategies.base import Replica, SeededDraws
+from lockstep.engine.strategies.partition import Divided, Through
+from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.task import Task
 from lockstep.engine.trained import refuse_modules
 from lockstep.errors import ConfigError, TaskError

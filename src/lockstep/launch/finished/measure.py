@@ -14,7 +14,8 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.determinism import rank_device
 from lockstep.engine.resume import load_weights, restoring
 from lockstep.engine.state import TrainState
-from lockstep.engine.strategies.partition import divide
+from lockstep.engine.strategies.build import divide
+from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, build_model
 from lockstep.errors import DataError, UnsupportedError
@@ -61,7 +62,7 @@ def measure(
         task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
     model, evaluated = build_model(task), task
     if plan.sharded:
-        divided = divide(task, model, config, plan, opened, device, world, collectives)
+        divided = divide(Undivided(task, model, config, plan, opened, device, world, collectives))
         evaluated = divided.strategy(task, precision, plan, world).evaluating(task)
     else:
         model = model.to(device)

@@ -1,0 +1,137 @@
+"""``strategy: single``: forward and backward in one process, which the other strategies build on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from lockstep._compat.torch import backward
+from lockstep.config import RunConfig
+from lockstep.data.requests import Window
+from lockstep.engine.distributed.buffers import Buffers
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.process.prefetch import SideStream, to_device
+from lockstep.engine.strategies.base import (
+    CheckedLoss,
+    Flags,
+    Reduced,
+    Replica,
+    SeededDraws,
+    Strategy,
+)
+from lockstep.engine.task import Task
+from lockstep.engine.trained import bare
+from lockstep.errors import UnsupportedError
+from lockstep.plan import Plan
+
+
+def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
+    """The strategy of one process."""
+    return SingleStrategy(replica)
+
+
+class SingleStrategy:
+    """One process. Also the arithmetic that the others build on."""
+
+    is_sharded = False
+
+    def __init__(self, replica: Replica) -> None:
+        self.module, device = replica.module, replica.device
+        self._task = replica.task
+        self._ask = CheckedLoss(replica.task)
+        self._model = bare(self.module) if replica.forward is None else replica.forward
+        self._wrapped = self._model is not bare(self.module)
+        self._parameters = list(self.module.parameters())
+        self._follow()
+        self._precision = replica.precision
+        self._device = device
+        self._moves = device.type != "cpu"
+        self._side = SideStream(device) if device.type == "cuda" else None
+        self.draws = SeededDraws(replica.seed, [device], everything=False)
+        self._rank = replica.rank
+        self._buffers = Buffers(self.module, device)
+
+    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        self._begin()
+        total, count = self._run(window, batches, step)
+        return Reduced(total, count, 1.0, flags)
+
+    def check_buffers(self) -> None:
+        self._buffers.check()
+
+    def evaluating(self, task: Task) -> Task:
+        return task
+
+    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
+        return state
+
+    def _begin(self) -> None:
+        """Before a step: adapt to parameters that were frozen or unfrozen since the one before, clear gradients."""
+        if [parameter.requires_grad for parameter in self._parameters] != self._requires_grad:
+            self._clear()
+            self._adapt()
+        self._clear()
+        self._buffers.begin()
+
+    def _follow(self) -> None:
+        """Take note of the parameters that are trained now."""
+        self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def _adapt(self) -> None:
+        """Train the parameters that require a gradient now. Collective."""
+        self._follow()
+
+    def _refuse_change(self, strategy: str) -> None:
+        named = zip(self.module.named_parameters(), self._requires_grad, strict=True)
+        name = next(name for (name, parameter), before in named if parameter.requires_grad != before)
+        raise UnsupportedError(
+            f"strategy {strategy} cannot freeze or unfreeze parameters during training, as {name}",
+            why="they are divided among the ranks as they were at the start",
+            fix="call requires_grad_() in the task's model(), or use --strategy ddp",
+        )
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _run(self, window: Window, batches: Iterator[Any], step: int) -> tuple[Tensor, Tensor | float]:
+        """Forward and backward of every micro-batch; local sums."""
+        totals: Tensor | None = None
+        counts: Tensor | float = 0.0
+        for place, _ in enumerate(window.requests):
+            total, count = self._forward_pass(
+                next(batches), step, self._rank if place == 0 else self._rank + (place << 16)
+            )
+            self._backward(total)
+            totals = total.detach() if totals is None else totals + total.detach()
+            counts = counts + (count.detach() if isinstance(count, Tensor) else count)
+        assert totals is not None, "a single process always has samples"
+        return totals, counts
+
+    def _forward_pass(self, batch: Any, step: int, part: int) -> tuple[Tensor, Tensor | int]:
+        if self._side is not None:
+            batch = self._side(batch)
+        elif self._moves:
+            batch = to_device(batch, self._device)
+        self._buffers.rewind()
+        self.draws(step, part)
+        if self._precision.is_full:
+            return self._loss(batch)
+        with self._precision.autocast():
+            total, count = self._loss(batch)
+        return total.float(), count
+
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        return self._ask(self._model, batch)
+
+    def _backward(self, total: Tensor) -> None:
+        seed = self._precision.seed()
+        if total.dtype != seed.dtype:
+            seed = seed.to(total.dtype)
+        if self._wrapped or type(total) is not Tensor:
+            total.backward(seed)
+        else:
+            backward(total, seed)
