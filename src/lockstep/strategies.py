@@ -65,6 +65,11 @@ class StrategySpec:
         return self.one_process and self.devices == "many"
 
     @property
+    def has_buckets(self) -> bool:
+        """Gradients are reduced in DistributedDataParallel's buckets, unless one message carries them all."""
+        return "distributed.bucket_cap_mb" in self.settings
+
+    @property
     def exchanges_inside(self) -> bool:
         """Devices communicate within forward and backward, so that the time of it is not measured separately."""
         return self.forward_is_collective or self.scatters

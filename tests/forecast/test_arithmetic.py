@@ -24,7 +24,7 @@ from lockstep.forecast.collectives import (
     measured_cluster,
     ring_all_reduce,
 )
-from lockstep.forecast.memory import MEMORY_STRATEGIES, check_strategy, choose_strategy, largest_batch, parse_memory
+from lockstep.forecast.memory import check_strategy, choose_strategy, largest_batch, parse_memory
 from lockstep.forecast.roofline import Work, gpu_machine, seconds
 from lockstep.forecast.scaling import COUNT_BYTES, Setting, Step, expected_max, predict, with_error_bars
 
@@ -291,9 +291,10 @@ def test_other_amounts_are_refused(text: str) -> None:
 def test_a_strategy_without_an_estimate_is_refused() -> None:
     for name in ("pipeline", "dp"):
         with pytest.raises(UsageError, match=f"no prediction for strategy {name}"):
-            check_strategy(name)
-    for name in ("pipeline", "dp"):
-        assert check_strategy(name, MEMORY_STRATEGIES) == name
+            check_strategy(name, speed=True)
+        assert check_strategy(name) == name
+    with pytest.raises(UsageError, match="there is no strategy 'tp'"):
+        check_strategy("tp")
 
 
 def test_operators_are_bound_by_the_slowest_of_three() -> None:

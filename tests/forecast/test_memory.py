@@ -143,7 +143,7 @@ def test_the_first_gpu_of_dp_is_the_fullest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "words"), [(None, "dp needs several GPUs"), (1, "dp needs several GPUs"), (9, "dp cannot use 9 GPUs")]
+    ("gpus", "words"), [(None, "dp needs GPUs"), (1, "dp needs several devices"), (9, "dp cannot use 9 GPUs")]
 )
 def test_dp_without_several_gpus_of_one_machine_is_refused(gpus: int | None, words: str) -> None:
     subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu", "cpu"]}})

@@ -72,7 +72,7 @@ def forecast(
         gpus_per_node,
         gpu,
         None if memory is None else parse_memory(memory),
-        check_strategy(strategy),
+        check_strategy(strategy, speed=True),
         steps,
         repeats,
     )

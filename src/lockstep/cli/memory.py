@@ -40,14 +40,14 @@ def memory(
     strategy = (mapping.get("hardware") or {}).pop("strategy", None)
     from lockstep.bench.workload import Subject
     from lockstep.forecast.estimate import estimate_memory, print_memory
-    from lockstep.forecast.memory import MEMORY_STRATEGIES, MOST, check_strategy, parse_memory
+    from lockstep.forecast.memory import MOST, check_strategy, parse_memory
 
     limit = None if memory is None else parse_memory(memory)
     if gpus is not None and not 1 <= gpus <= MOST:
         raise UsageError(
             f"--gpus {gpus} is no number of GPUs", why=f"it may be 1 to {MOST:,}", fix="write for example --gpus 8"
         )
-    wanted = check_strategy(strategy, MEMORY_STRATEGIES)
+    wanted = check_strategy(strategy)
     found = estimate_memory(Subject(name, mapping), gpus=gpus, limit=limit, strategy=wanted)
     if as_json:
         print_json(found, sys.stdout)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lockstep.forecast.scaling import Setting, Step, predict
+from lockstep.strategies import auto_strategy
 
 #: A change is worth a word from this gain in samples a second on.
 WORTH = 0.03
@@ -23,8 +24,9 @@ def advise(step: Step, devices: int, setting: Setting, *, ddp_fits: bool | None 
     now = predict(step, devices, setting)
     lines = sorted(_options(step, devices, setting, now.samples_per_s), reverse=True)
     found = [f"{text}: {gain:+.0%} samples/s on {devices} GPUs" for gain, text in lines if gain >= WORTH]
-    if ddp_fits is False and setting.strategy == "ddp":
-        found.insert(0, "--strategy fsdp: the model with its gradients and optimizer does not fit one GPU")
+    if ddp_fits is False and not setting.sharded:
+        sharded = auto_strategy(devices, fits=False)
+        found.insert(0, f"--strategy {sharded}: the model with its gradients and optimizer does not fit one GPU")
     share = {name: seconds / now.step_s for name, seconds in now.parts.items()}
     if share["data"] > WORTH:
         found.append(f"input takes {share['data']:.0%} of the step: more --num-workers, or cheaper preprocessing")
@@ -47,7 +49,7 @@ def _options(step: Step, devices: int, setting: Setting, rate: float) -> Iterato
         yield predict(larger, devices, setting).samples_per_s / rate - 1, f"--batch-size {larger.batch_size}"
         more = replace(setting, accumulate=setting.accumulate * factor)
         yield predict(step, devices, more).samples_per_s / rate - 1, f"--grad-accum-steps {more.accumulate}"
-    if setting.strategy != "ddp":
+    if setting.sharded:
         hybrid = replace(setting, hybrid=True)
         gain = predict(step, devices, hybrid).samples_per_s / rate - 1
         if setting.cluster.per_node > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from typing import Any, TextIO
 
 import numpy as np
@@ -25,14 +26,13 @@ from lockstep.forecast.memory import (
 from lockstep.forecast.stages import StageCount, count_stages, pipeline_memory
 from lockstep.hardware.detect import detect_devices
 from lockstep.plan.batch import BatchPlan, resolve_batch
+from lockstep.strategies import StrategySpec, auto_strategy, find_strategy
 from lockstep.telemetry.tables import print_table, say
 
 #: torch's allocator hands out GPU memory in blocks of so many bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize).
 GPU_BLOCK = 512
-#: GPUs of a machine that is not here.
+#: GPUs of a hypothetical machine.
 GPUS_PER_NODE = 8
-#: Of ``dp``, the devices beside the first one.
-_OTHERS = "dp, each other"
 _KINDS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "gathered", "messages", "device")
 
 
@@ -119,29 +119,27 @@ class Counting:
         return count_stages(base.task, base.config, self.batch(size), size, devices=devices, block=block)
 
     def memory(self, strategy: str, ranks: int, size: int) -> Estimate:
-        """What one of ``ranks`` devices holds: with ``dp`` the first one, with ``pipeline`` the fullest.
+        """What the fullest of ``ranks`` devices has."""
+        return max(self.each(strategy, ranks, size).values(), key=lambda estimate: estimate.total)
+
+    def each(self, strategy: str, ranks: int, size: int) -> dict[str, Estimate]:
+        """What each kind of device has, by name: the name of the strategy where all are alike.
 
         A rank with several micro-batches keeps its gradients between them.
         """
-        base = self.subject.base
-        if strategy == "dp":
-            return self.data_parallel(ranks, size)[0]
-        if strategy == "pipeline":
-            return max(self.pipeline(ranks, size), key=lambda estimate: estimate.total)
-        if strategy == "fsdp":
+        base, spec, accumulates = self.subject.base, find_strategy(strategy), self.shared.accumulate > 1
+        if spec.scatters:
+            pair = data_parallel_memory(self.footprint(size, True), ranks, strategy, accumulates=accumulates)
+            return dict(zip((strategy, f"{strategy}, each other"), pair, strict=True))
+        if spec.state == "staged":
+            return {f"device {place}": each for place, each in enumerate(self.pipeline(ranks, size), start=1)}
+        offloaded, holders, recompute = False, ranks, False
+        if "fsdp" in spec.settings:
             settings = base.config.fsdp
-            footprint = self.footprint(size, True, settings.activation_checkpointing)
-            within = self.per_node if settings.sharding == "hybrid" else None
-            holders = min(ranks, within or ranks)
-            return device_memory(
-                footprint, strategy, holders, on_gpu=self.on_gpu, offloaded=settings.cpu_offload and self.on_gpu
-            )
-        keeps = strategy != "single" or self.shared.accumulate > 1
-        return device_memory(self.footprint(size, keeps), strategy, ranks, on_gpu=self.on_gpu)
-
-    def data_parallel(self, devices: int, size: int) -> tuple[Estimate, Estimate]:
-        """What the first device and each other one of ``dp`` hold."""
-        return data_parallel_memory(self.footprint(size, True), devices, accumulates=self.shared.accumulate > 1)
+            recompute, offloaded = settings.activation_checkpointing, settings.cpu_offload and self.on_gpu
+            holders = min(ranks, (self.per_node if settings.sharding == "hybrid" else None) or ranks)
+        footprint = self.footprint(size, not spec.one_process or accumulates, recompute)
+        return {strategy: device_memory(footprint, strategy, holders, on_gpu=self.on_gpu, offloaded=offloaded)}
 
     def pipeline(self, devices: int, size: int) -> list[Estimate]:
         """What each device of a pipeline holds, with stages cut by what their operators compute and move."""
@@ -180,15 +178,15 @@ def estimate_memory(
     """
     base, counting = subject.base, Counting(subject, gpus, None if gpus is None else GPUS_PER_NODE)
     ranks, size = counting.ranks, counting.size
-    _refuse(strategy, counting)
+    if strategy is not None:
+        _refuse(find_strategy(strategy), counting)
     devices = list(base.placement.devices) if gpus is None else [f"{gpus} GPU{'s' * (gpus > 1)}"]
     limit = _free(devices) if limit is None and gpus is None else limit
-    wanted = (strategy,) if strategy else ("single",) if ranks == 1 else ("ddp", "fsdp")
+    choices = (auto_strategy(ranks), auto_strategy(ranks, fits=False))
+    wanted = (strategy,) if strategy else tuple(dict.fromkeys(choices))
     estimates = {name: counting.memory(name, ranks, size) for name in wanted}
-    if strategy == "dp":
-        estimates[_OTHERS] = counting.data_parallel(ranks, size)[1]
-    if strategy == "pipeline":
-        estimates |= {f"device {place}": each for place, each in enumerate(counting.pipeline(ranks, size), start=1)}
+    for name in wanted:
+        estimates |= counting.each(name, ranks, size)
     chosen, reason = (
         (strategy, "as set") if strategy else choose_strategy({n: e.total for n, e in estimates.items()}, ranks, limit)
     )
@@ -208,30 +206,27 @@ def estimate_memory(
         "largest_batch": largest,
         "most": counting.most,
         "chosen": {"strategy": chosen, "reason": reason},
-        "notes": _notes(counting, size, estimates),
+        "notes": _notes(counting, size, [find_strategy(name) for name in wanted]),
     }
 
 
-def _refuse(strategy: str | None, counting: Counting) -> None:
-    """Raise :class:`UnsupportedError` when these devices cannot have ``strategy``."""
-    if strategy == "dp" and not (counting.on_gpu and counting.ranks > 1):
+def _refuse(spec: StrategySpec, counting: Counting) -> None:
+    """Raise :class:`UnsupportedError` when these devices cannot have the strategy."""
+    ranks, per_node = counting.ranks, counting.per_node
+    if ranks == 1 and (spec.scatters or spec.state == "staged"):
         raise UnsupportedError(
-            "strategy dp needs several GPUs",
-            why="it copies the model from the first one to the others",
-            fix="name some with --devices, or so many that are not here: --gpus 2",
+            f"strategy {spec.name} needs several devices",
+            why=spec.summary,
+            fix="name them with --devices, or a number of hypothetical GPUs: --gpus 2",
         )
-    if strategy == "dp" and counting.per_node is not None and counting.ranks > counting.per_node:
+    if spec.scatters and per_node is not None and ranks > per_node:
         raise UnsupportedError(
-            f"strategy dp cannot use {counting.ranks} GPUs",
-            why=f"it is one process on one machine, which is taken to have {counting.per_node}",
-            fix=f"--gpus {counting.per_node}, or --strategy ddp",
+            f"strategy {spec.name} cannot use {ranks} GPUs",
+            why=f"it is one process on one machine, which is taken to have {per_node}",
+            fix=f"--gpus {per_node}, or --strategy ddp",
         )
-    if strategy == "pipeline" and counting.ranks == 1:
-        raise UnsupportedError(
-            "strategy pipeline needs several devices",
-            why="each of them has some of the stages",
-            fix="name them with --devices cpu,cpu, or how many are not here: --gpus 2",
-        )
+    if spec.refuses is not None and counting.gpus is None:
+        spec.refuses(counting.subject.base.placement.devices)
 
 
 def _total(counting: Counting, strategy: str, ranks: int, size: int) -> float:
@@ -248,8 +243,8 @@ def _free(devices: Sequence[str]) -> float | None:
     return min((known[name] or 0.0) * 1e9 / shares[name] for name in devices)
 
 
-def _notes(counting: Counting, size: int, estimates: Mapping[str, Estimate]) -> list[str]:
-    footprint = counting.footprint(size, any(name != "single" for name in estimates))
+def _notes(counting: Counting, size: int, specs: Sequence[StrategySpec]) -> list[str]:
+    footprint = counting.footprint(size, any(not spec.one_process for spec in specs))
     how = (
         "tensors without memory" if footprint.on == "fake" else "real tensors on the CPU, since the model reads values"
     )
@@ -261,22 +256,25 @@ def _notes(counting: Counting, size: int, estimates: Mapping[str, Estimate]) -> 
         notes.append("the batch is the one of the longest samples")
     if counting.on_gpu:
         notes.append("device: an allowance for context, libraries and lost blocks; kernels' own scratch is not counted")
-    if "fsdp" in estimates:
-        fsdp = counting.subject.base.config.fsdp
-        notes.append("fsdp: parameters, gradients and optimizer are shared out; gathered: the blocks at work")
-        if fsdp.sharding == "hybrid" and counting.per_node is not None:
-            notes.append(f"fsdp.sharding hybrid: nodes of {counting.per_node} GPUs are assumed")
-        if fsdp.cpu_offload and counting.on_gpu:
-            notes.append("fsdp.cpu_offload: parameters, gradients and optimizer are in host memory")
-    if "dp" in estimates:
-        notes.append(
-            "dp: the first GPU has the optimizer, batch and outputs of all GPUs with their gradients (gathered), and "
-            "the sum of the gradients beside its own: it is the fullest"
-        )
-    if "pipeline" in estimates:
-        notes += _pipeline_notes(counting, size)
-    if "ddp" in estimates:
-        notes.append("ddp: its buckets are where the gradients live, so they take no more room")
+    for spec in specs:
+        name = spec.name
+        if spec.state == "sharded":
+            notes.append(f"{name}: parameters, gradients and optimizer are sharded; gathered: the blocks in use")
+        if "fsdp" in spec.settings:
+            fsdp = counting.subject.base.config.fsdp
+            if fsdp.sharding == "hybrid" and counting.per_node is not None:
+                notes.append(f"fsdp.sharding hybrid: nodes of {counting.per_node} GPUs are assumed")
+            if fsdp.cpu_offload and counting.on_gpu:
+                notes.append("fsdp.cpu_offload: parameters, gradients and optimizer are in host memory")
+        if spec.scatters:
+            notes.append(
+                f"{name}: the first GPU also has the optimizer, batch and outputs of all GPUs with their gradients "
+                "(gathered), and the sum of the gradients: it is the fullest"
+            )
+        if spec.state == "staged":
+            notes += _pipeline_notes(counting, size)
+        if spec.has_buckets:
+            notes.append(f"{name}: the gradients are in its buckets, which take no further memory")
     return notes
 
 
@@ -300,7 +298,7 @@ def print_memory(found: Mapping[str, Any], stream: TextIO) -> None:
     names = list(found["strategies"])
     rows = [
         (kind, *(gigabytes(found["strategies"][name].get(kind, 0)) for name in names))
-        for kind in (*_KINDS, "total")
+        for kind in dict.fromkeys((*_KINDS, *chain.from_iterable(found["strategies"].values())))
         if any(kind in found["strategies"][name] for name in names)
     ]
     if found["largest_batch"]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from lockstep.errors import UnsupportedError, UsageError
 from lockstep.forecast.footprint import Footprint
+from lockstep.strategies import auto_strategy, find_strategy, strategies
 
-STRATEGIES = ("single", "ddp", "fsdp")
-#: Strategies of which memory, but not speed, is predicted, too.
-MEMORY_STRATEGIES = (*STRATEGIES, "dp", "pipeline")
 #: More devices than any cluster has.
 MOST = 1_000_000
 #: What a GPU needs before the first tensor (context, libraries' workspaces), and the share that its allocator loses to
@@ -40,18 +38,21 @@ def device_memory(
 ) -> Estimate:
     """The memory of one device.
 
-    ``single`` and ``ddp`` hold everything; ddp's gradients live in its buckets during the whole step, so its footprint
-    must be counted with gradients kept. ``fsdp`` (FSDP2, by block) holds 1/ranks of parameters, gradients and
-    optimizer; beside them the root's parameters, two gathered blocks (the one at work and the next), and one block's
-    gradients twice (as computed, and as handed to the reduce-scatter); or, where that is more, the root's parameters
-    twice (as they come, and as they are used) and a block's.
+    With a replicated state it has everything; ddp's gradients are in its buckets during the whole step, so its
+    footprint must be counted with gradients kept. With a sharded one (FSDP2, by block) it has 1/ranks of parameters,
+    gradients and optimizer; also the root's parameters, two gathered blocks (the one in use and the next), and one
+    block's gradients twice (as computed, and as input of the reduce-scatter); or, where that is more, the root's
+    parameters twice (as received, and as used) and a block's.
 
     Args:
-        ranks: that hold the model together (of ``fsdp.sharding: hybrid``: those of a node).
+        ranks: that share one copy of the model (of ``fsdp.sharding: hybrid``: those of a node).
         offloaded: parameters, gradients and optimizer are in host memory (``fsdp.cpu_offload``).
     """
     kinds: dict[str, float] = dict(footprint.kinds)
-    if strategy == "fsdp":
+    spec = find_strategy(strategy)
+    if spec.memory is not None:
+        kinds = dict(spec.memory(kinds, ranks))
+    elif spec.state == "sharded":
         for kind in ("parameters", "gradients", "optimizer"):
             kinds[kind] = 0.0 if offloaded else kinds[kind] / ranks
         *blocks, root = footprint.blocks
@@ -60,8 +61,10 @@ def device_memory(
     return on_device(strategy, ranks, footprint.batch_size, kinds, on_gpu=on_gpu)
 
 
-def data_parallel_memory(footprint: Footprint, devices: int, *, accumulates: bool) -> tuple[Estimate, Estimate]:
-    """The memory of the first GPU of ``dp``, and of each other one (torch.nn.DataParallel, its source).
+def data_parallel_memory(
+    footprint: Footprint, devices: int, strategy: str = "dp", *, accumulates: bool
+) -> tuple[Estimate, Estimate]:
+    """The memory of the first GPU of one process with several, and of each other one (torch.nn.DataParallel's source).
 
     Each holds a replica of parameters and buffers, its part of the batch, activations, and the gradients of its
     replica until the backward of all is over. On the first one there are also the optimizer, the batch and the outputs
@@ -75,8 +78,8 @@ def data_parallel_memory(footprint: Footprint, devices: int, *, accumulates: boo
     other = {**kinds, "optimizer": 0.0}
     gathered = (devices - 1) * kinds["batch"] + 2 * devices * footprint.outputs
     first = {**kinds, "gradients": (2 + accumulates) * kinds["gradients"], "gathered": gathered}
-    size = footprint.batch_size
-    return on_device("dp", devices, size, first, on_gpu=True), on_device("dp", devices, size, other, on_gpu=True)
+    one, rest = (on_device(strategy, devices, footprint.batch_size, each, on_gpu=True) for each in (first, other))
+    return one, rest
 
 
 def on_device(strategy: str, ranks: int, batch_size: int, kinds: dict[str, float], *, on_gpu: bool) -> Estimate:
@@ -124,39 +127,41 @@ def _between(known: Mapping[int, float], limit: float, fits: int, fails: int | N
 
 def choose_strategy(totals: Mapping[str, float], ranks: int, limit: float | None) -> tuple[str, str]:
     """Which strategy to take for ``ranks`` devices with ``limit`` bytes each, and why."""
-    first = "single" if ranks == 1 else "ddp"
+    first, sharded = auto_strategy(ranks), auto_strategy(ranks, fits=False)
     if limit is None:
         return first, "the devices' memory is not known; give it with --memory 80GB"
     need = totals[first]
     if need <= limit:
         return first, f"a device needs {gigabytes(need)} of {gigabytes(limit)}"
-    if ranks > 1 and totals["fsdp"] <= limit:
-        return "fsdp", f"ddp needs {gigabytes(need)} of {gigabytes(limit)}, fsdp {gigabytes(totals['fsdp'])}"
-    least = min(totals[first], totals.get("fsdp", totals[first]))
+    if totals[sharded] <= limit:
+        return sharded, f"{first} needs {gigabytes(need)} of {gigabytes(limit)}, {sharded} {gigabytes(totals[sharded])}"
+    least = min(totals[first], totals[sharded])
     return (
         first,
         f"nothing fits: at least {gigabytes(least)} of {gigabytes(limit)}; take a smaller batch or more devices",
     )
 
 
-def check_strategy(name: str | None, known: Sequence[str] = STRATEGIES) -> str | None:
+def check_strategy(name: str | None, *, speed: bool = False) -> str | None:
     """``None`` for ``auto``.
 
+    Args:
+        speed: its speed is to be predicted, not only its memory.
+
     Raises:
-        UnsupportedError: a strategy that is not among ``known``.
+        ConfigError: there is no such strategy.
+        UnsupportedError: what it sends in a step is not known.
     """
     if name in (None, "auto"):
         return None
-    if name not in known:
+    if speed and find_strategy(name).messages is None:
+        known = ", ".join(each for each, spec in strategies().items() if spec.messages)
         raise UnsupportedError(
             f"there is no prediction for strategy {name}",
-            why={
-                "dp": "how long its one process takes to copy the model to all GPUs, in every step, is not known",
-                "pipeline": "its devices hold different stages, cut by times that are measured on them",
-            }.get(name, "it is not known"),
-            fix=f"name one of {', '.join(known)}, leave --strategy out, or measure it with `lockstep bench scaling`",
+            why="how long its devices communicate in a step is not modelled",
+            fix=f"name one of {known}, leave --strategy out, or measure it with `lockstep bench scaling`",
         )
-    return name
+    return find_strategy(name).name
 
 
 def gigabytes(size: float) -> str:
@@ -173,5 +178,5 @@ def parse_memory(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     factor = _UNITS.get(found[2].upper()) if found else None
     if not found or factor is None or not float(found[1]) > 0:
-        raise UsageError(f"--memory {text!r} is no amount of memory", fix="write for example --memory 80GB or 24GiB")
+        raise UsageError(f"invalid value for --memory: {text!r}", fix="write for example --memory 80GB or 24GiB")
     return float(found[1]) * factor

@@ -31,6 +31,7 @@ from lockstep.forecast.roofline import gpu_machine, seconds
 from lockstep.forecast.scaling import Setting, Step, as_row, step_buckets, with_error_bars
 from lockstep.hardware.host import usable_cores
 from lockstep.plan.reduction import resolve_reduction
+from lockstep.strategies import auto_strategy, find_strategy
 
 WARM_UP = 5
 
@@ -116,9 +117,9 @@ def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster |
             why=f"1 to {MOST:,} GPUs, 2 steps or more, 1 repetition or more",
             fix="write for example --gpus 8,64,512",
         )
-    if wish.strategy == "single":
+    if wish.strategy is not None and find_strategy(wish.strategy).devices == "one":
         raise UsageError(
-            "a forecast of several devices is one of ddp or fsdp, not of single",
+            f"a forecast of several devices cannot use strategy {wish.strategy}, which takes one",
             fix="leave --strategy out; one device is a row of it: --gpus 1,8",
         )
     if config.training.global_batch_size is not None:
@@ -205,7 +206,8 @@ def _measured(subject: Subject, wish: Wish, cluster: Cluster | None, say: Say) -
     if fit is None:
         raise RunError("the messages between the devices could not be measured", why="; ".join(comm.notes))
     cluster = measured_cluster(fit["alpha_s"], fit["beta_s_per_byte"], len(devices), max(fit["error"], 0.1))
-    waits = blocking_messages(base.task, base.config) > 0 or wish.strategy == "fsdp"
+    collective = wish.strategy is not None and find_strategy(wish.strategy).forward_is_collective
+    waits = collective or blocking_messages(base.task, base.config) > 0
     slowed = {count: contention(rows, count if on_cpu else 0, waits) for count, rows in zip(counts, found, strict=True)}
     costs = meeting(found[-1], counts[-1], fit["alpha_s"] / 2) if on_cpu else 0.0
     spare = max(0.0, usable_cores() - len(devices) * (base.config.training.threads or 1)) / len(devices)
@@ -298,19 +300,21 @@ def step_of(batch_size: int, measured: Sequence[dict[str, Any]], loader_rate: fl
 def _strategy(
     step: Step, setting: Setting, counting: Counting, wish: Wish
 ) -> tuple[Step, Setting, bool | None, list[str]]:
-    """ddp, unless it is known not to fit, or something else is wished for; and whether it fits, if that is known."""
+    """What ``auto`` would take, unless another one is wished for; and whether the whole model fits, if known."""
     ranks, notes, chosen, ddp_fits = max(wish.gpus), list[str](), wish.strategy, None
+    whole, sharded = auto_strategy(MOST), auto_strategy(MOST, fits=False)
     config = counting.subject.base.config.fsdp
     if wish.memory is not None:
-        totals = {name: counting.memory(name, ranks, step.batch_size).total for name in ("single", "ddp", "fsdp")}
+        names = (auto_strategy(1), whole, sharded)
+        totals = {name: counting.memory(name, ranks, step.batch_size).total for name in names}
         fitting, why = choose_strategy(totals, ranks, wish.memory)
-        ddp_fits = totals["ddp"] <= wish.memory
+        ddp_fits = totals[whole] <= wish.memory
         chosen = chosen or fitting
         notes.append(
-            f"strategy {chosen}: " + (why if chosen == fitting else f"as set (ddp: {gigabytes(totals['ddp'])})")
+            f"strategy {chosen}: " + (why if chosen == fitting else f"as set ({whole}: {gigabytes(totals[whole])})")
         )
-    if chosen != "fsdp":
-        return step, replace(setting, strategy="ddp"), ddp_fits, notes
+    if chosen is None or find_strategy(chosen).messages != "gather":
+        return step, replace(setting, strategy=whole), ddp_fits, notes
     if not step.blocks:
         step = replace(step, blocks=counting.footprint(step.batch_size, True).blocks)
     if config.activation_checkpointing:
@@ -320,7 +324,7 @@ def _strategy(
         notes.append("fsdp.cpu_offload: the way to host memory and back is not foreseen, and takes time")
     # As lockstep.engine.strategies.fsdp gathers them; gradients are summed in single precision.
     half = counting.subject.base.placement.precision != "32"
-    setting = replace(setting, strategy="fsdp", half=half, hybrid=config.sharding == "hybrid")
+    setting = replace(setting, strategy=chosen, half=half, hybrid=config.sharding == "hybrid")
     return step, setting, ddp_fits, notes
 
 
@@ -338,7 +342,7 @@ def assumptions(step: Step, setting: Setting) -> list[str]:
     ]
     if setting.joint:
         lines.append(f"ddp sends {sum(step.gradients) / 1e6:.3g} MB of gradients in one message, after the backward")
-    elif setting.strategy == "ddp":
+    elif not setting.sharded:
         sizes = [bucket.size for bucket in step_buckets(step, setting)]
         lines.append(
             f"ddp sends {sum(sizes) / 1e6:.3g} MB of gradients in {len(sizes)} bucket(s), as they become ready"

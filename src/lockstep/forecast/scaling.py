@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -86,7 +86,13 @@ class Setting:
 
     @property
     def sharded(self) -> bool:
-        return find_strategy(self.strategy).state == "sharded"
+        """Blocks are gathered and gradients scattered; else gradients are summed by all-reduce."""
+        return find_strategy(self.strategy).messages == "gather"
+
+    @property
+    def shrink(self) -> float:
+        """Size of ddp's gradients and fsdp's gathered parameters as sent, against 32 bits."""
+        return 0.5 if self.half else 1.0
 
     def holders(self, devices: int) -> int:
         """Devices that hold a model together."""
@@ -149,11 +155,10 @@ def _ddp(step: Step, devices: int, setting: Setting) -> float:
     if setting.joint:
         return all_reduce(sum(step.gradients) + COUNT_BYTES, devices, setting.cluster)
     count = all_reduce(COUNT_BYTES, devices, setting.cluster)
-    shrink = 0.5 if setting.half else 1.0
     messages = [(step.backward_s * (1 - setting.overlap), count)]
     for bucket in step_buckets(step, setting):
         ready = step.backward_s * (1 - setting.overlap * (1 - bucket.ready))
-        messages.append((ready, all_reduce(bucket.size * shrink, devices, setting.cluster)))
+        messages.append((ready, all_reduce(bucket.size * setting.shrink, devices, setting.cluster)))
     return exposed(messages, step.backward_s)
 
 
@@ -173,7 +178,7 @@ def _fsdp(step: Step, devices: int, setting: Setting) -> float:
     blocks, holders = [size for size in inner if size], setting.holders(devices)
 
     def gather(size: float) -> float:
-        return all_gather(size * _gathered(setting), holders, setting.cluster) if size else 0.0
+        return all_gather(size * setting.shrink, holders, setting.cluster) if size else 0.0
 
     def scatter(size: float) -> float:
         between = all_reduce_between_nodes(size, devices, setting.cluster) if setting.hybrid else 0.0
@@ -188,10 +193,6 @@ def _fsdp(step: Step, devices: int, setting: Setting) -> float:
     return setting.accumulate * (forward + backward + last + scatter(around)) + short
 
 
-def _gathered(setting: Setting) -> float:
-    return 0.5 if setting.half else 1.0
-
-
 def bytes_sent(step: Step, devices: int, setting: Setting) -> float:
     """Bytes of a step: 2(n-1)/n of ddp's gradients; with fsdp (n-1)/n of the parameters twice, of gradients once.
 
@@ -201,9 +202,9 @@ def bytes_sent(step: Step, devices: int, setting: Setting) -> float:
     if setting.sharded:
         holders = setting.holders(devices)
         nodes = setting.cluster.nodes(devices) if setting.hybrid else 1
-        share = (holders - 1) / holders * (2 * _gathered(setting) + 1) + 2 * (nodes - 1) / nodes / holders
+        share = (holders - 1) / holders * (2 * setting.shrink + 1) + 2 * (nodes - 1) / nodes / holders
         return share * sum(step.blocks) * setting.accumulate
-    return 2 * ring * ((0.5 if setting.half else 1.0) * sum(step.gradients) + COUNT_BYTES * (devices > 1))
+    return 2 * ring * (setting.shrink * sum(step.gradients) + COUNT_BYTES * (devices > 1))
 
 
 def expected_max(devices: int) -> float:
@@ -212,6 +213,9 @@ def expected_max(devices: int) -> float:
     Slow devices that stay slow, and pauses that hit all at once, are not in it.
     """
     return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+
+_Case = tuple[Step, Setting]
 
 
 class Bars(NamedTuple):
@@ -225,41 +229,27 @@ class Bars(NamedTuple):
 def with_error_bars(step: Step, devices: int, setting: Setting) -> Bars:
     """Each uncertain input is moved to its low and its high by itself; the deviations add up in squares."""
     middle = predict(step, devices, setting)
-    names = ("step", "bandwidth", "latency", "jitter", "overlap", "meeting")
-    pairs = [_pair(step, devices, setting, name) for name in names]
+    pairs = [tuple(predict(case, devices, by) for case, by in pair) for pair in _variations(step, setting)]
     rates = _propagate(middle.samples_per_s, [(bad.samples_per_s, good.samples_per_s) for bad, good in pairs])
     shares = _propagate(middle.efficiency, [(bad.efficiency, good.efficiency) for bad, good in pairs])
     # What fsdp divides of the optimizer's work may bring it above 1.
     return Bars(middle, rates, (shares[0], max(middle.efficiency, min(1.0, shares[1]))))
 
 
-def _pair(step: Step, devices: int, setting: Setting, name: str) -> tuple[Prediction, Prediction]:
-    """The prediction with one input bad, and good."""
-    cluster = setting.cluster
-    if name == "step":
-        return (
-            predict(step.scaled(1 + step.spread), devices, setting),
-            predict(step.scaled(1 / (1 + step.spread)), devices, setting),
-        )
-    if name == "jitter":
-        return (
-            predict(replace(step, jitter_s=2 * step.jitter_s), devices, setting),
-            predict(replace(step, jitter_s=step.jitter_s / 2), devices, setting),
-        )
-    if name == "meeting":
-        less, more = (replace(setting, meeting_s=share * setting.meeting_s) for share in (0.5, 1.5))
-        return predict(step, devices, more), predict(step, devices, less)
-    if name == "overlap":
-        # Messages and kernels share a GPU's memory and some of its multiprocessors.
-        return predict(step, devices, replace(setting, overlap=0.8 * setting.overlap)), predict(step, devices, setting)
-    bad, good = (
-        replace(
-            setting,
-            cluster=replace(cluster, beta_place=place) if name == "bandwidth" else replace(cluster, alpha_place=place),
-        )
-        for place in (2, 0)
-    )
-    return predict(step, devices, bad), predict(step, devices, good)
+def _variations(step: Step, setting: Setting) -> Iterator[tuple[_Case, _Case]]:
+    """Pairs of a bad and a good case, in which one uncertain input differs."""
+
+    def changed(bad: dict[str, Any], good: dict[str, Any]) -> tuple[_Case, _Case]:
+        return (step, replace(setting, **bad)), (step, replace(setting, **good))
+
+    cluster, meeting_s = setting.cluster, setting.meeting_s
+    yield (step.scaled(1 + step.spread), setting), (step.scaled(1 / (1 + step.spread)), setting)
+    yield (replace(step, jitter_s=2 * step.jitter_s), setting), (replace(step, jitter_s=step.jitter_s / 2), setting)
+    yield changed({"cluster": replace(cluster, beta_place=2)}, {"cluster": replace(cluster, beta_place=0)})
+    yield changed({"cluster": replace(cluster, alpha_place=2)}, {"cluster": replace(cluster, alpha_place=0)})
+    # Messages and kernels share a GPU's memory and some of its multiprocessors.
+    yield changed({"overlap": 0.8 * setting.overlap}, {})
+    yield changed({"meeting_s": 1.5 * meeting_s}, {"meeting_s": 0.5 * meeting_s})
 
 
 def _propagate(middle: float, pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
