@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from lockstep.hardware.detect import detect_devices as detect_devices
     from lockstep.hardware.detect import get_available_gpus as get_available_gpus
     from lockstep.hardware.resolve import resolve_hardware as resolve_hardware
+    from lockstep.strategies import StrategySpec as StrategySpec
+    from lockstep.strategies import register_strategy as register_strategy
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,7 @@ _HOMES = {
     "RunConfig": "lockstep.config",
     "RunResult": "lockstep.api.run:Run",
     "Scheduler": "lockstep.engine.task",
+    "StrategySpec": "lockstep.strategies",
     "Task": "lockstep.engine.task",
     "TaskConfig": "lockstep.engine.task",
     "collectives": "lockstep.engine.distributed.collectives",
@@ -55,6 +58,7 @@ _HOMES = {
     "get_available_gpus": "lockstep.hardware.detect",
     "make_plan": "lockstep.api.train:plan",
     "plan": "lockstep.api.train",
+    "register_strategy": "lockstep.strategies",
     "resolve_hardware": "lockstep.hardware.resolve",
     "train": "lockstep.api.train",
     "verify": "lockstep.api.train",
@@ -71,6 +75,7 @@ __all__ = [
     "RunConfig",
     "RunResult",
     "Scheduler",
+    "StrategySpec",
     "Task",
     "TaskConfig",
     "__version__",
@@ -80,6 +85,7 @@ __all__ = [
     "get_available_gpus",
     "make_plan",
     "plan",
+    "register_strategy",
     "resolve_hardware",
     "train",
     "verify",

@@ -21,6 +21,7 @@ from lockstep.engine.strategies.small_ddp import FlatStrategy, joint_bytes, pack
 from lockstep.engine.task import Loss, Task
 from lockstep.hardware.world import World
 from lockstep.plan import Plan, Schedule
+from lockstep.plan.decision import Decision
 from tests.gloo import run_ranks
 
 CPU = torch.device("cpu")
@@ -84,7 +85,8 @@ def three_steps(rank: int, ranks: int) -> list[Tensor]:
     """The weights of a channels_last model afterwards, trained as the plan of so many devices says."""
     model, precision = channels_last(), Precision("32", CPU, 1.0)
     plan = Plan.model_construct(
-        **{"seed": 0, "reproducibility": "fast", "sync_batchnorm": False},
+        seed=0,
+        decisions={"reproducibility": Decision("reproducibility", "", "fast", "")},
         placement={"strategy": "ddp" if ranks > 1 else "single", "world_size": ranks},
     )
     trained = build_strategy(
