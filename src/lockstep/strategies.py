@@ -196,7 +196,7 @@ def register_strategy(spec: StrategySpec) -> None:
         raise ConfigError(
             f"the strategy {spec.name!r} is defined in a script",
             why="ranks import its module by name",
-            fix="move it to a module of its own and import that",
+            fix="move it to a separate module and import that",
         )
     _KNOWN[spec.name] = spec
     modules = [module for module in os.environ.get(MODULES, "").split(",") if module]

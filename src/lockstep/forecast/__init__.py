@@ -1,5 +1,5 @@
-"""Predicted, not tried: the memory of a training step, and its speed on devices that are not here.
+"""Predictions without running: the memory of a training step, and its speed on hypothetical devices.
 
-What a model needs is counted (``ledger``, ``footprint``), what a step takes is measured or modelled (``step``), and
-the rest is pure arithmetic (``memory``, ``collectives``, ``buckets``, ``scaling``).
+What a model needs is counted (``allocation_tracker``, ``footprint``), the time of a step is measured or modelled
+(``measure``, ``roofline``), and the rest is pure arithmetic (``memory``, ``collectives``, ``buckets``, ``scaling``).
 """

@@ -26,7 +26,7 @@ class Ledger(TorchDispatchMode):
     """While entered, counts bytes by kind, and the work of each operator.
 
     Args:
-        block: an allocator hands out whole blocks of so many bytes (512 for torch's on GPUs; 1 counts exactly).
+        block: an allocator hands out whole blocks of this number of bytes (512 for torch's on GPUs; 1 counts exactly).
 
     Attributes:
         peak: bytes by kind at the moment when their sum was largest since :meth:`reset`.

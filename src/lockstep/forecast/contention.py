@@ -1,4 +1,4 @@
-"""What ranks that share a machine do to each other, from rows of :func:`~lockstep.forecast.measure.take_turns`."""
+"""How much ranks on one machine slow each other down, from rows of :func:`~lockstep.forecast.measure.take_turns`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def jitter(rows: Sequence[dict[str, Any]], alike: bool) -> float:
 
     Args:
         rows: of one device; the same steps in each.
-        alike: the ranks' parts of a step are equal work, so what differs from step to step is no jitter.
+        alike: the ranks' parts of a step are equal work, so what differs from step to step is not jitter.
     """
     times = np.array([row["times_ms"] for row in rows]) / 1e3
     if not alike or len(times) == 1:

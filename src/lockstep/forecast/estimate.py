@@ -1,4 +1,4 @@
-"""``lockstep memory``: from a task and devices to what each of them will hold, before anything is launched."""
+"""``lockstep memory``: from a task and devices to the memory that each of them needs, before anything is started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.plan.batch import BatchPlan, resolve_batch
 from lockstep.strategies import StrategySpec, auto_strategy, find_strategy
 from lockstep.telemetry.tables import print_table, say
 
-#: torch's allocator hands out GPU memory in blocks of so many bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize).
+#: torch's allocator hands out GPU memory in blocks of these bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize).
 GPU_BLOCK = 512
 #: GPUs of a hypothetical machine.
 GPUS_PER_NODE = 8
@@ -65,7 +65,7 @@ class Counting:
         return max(1, self.subject.base.plan.task.train_samples // self.ranks)
 
     def batch(self, size: int) -> Any:
-        """``size`` training samples; the longest ones where the task tells their lengths."""
+        """``size`` training samples; the longest ones where the task gives their lengths."""
         base = self.subject.base
         where = self._order[:size]
         return fetch(base.datasets.train, base.task.collate, base.config.training.seed, 0, where)
@@ -78,7 +78,7 @@ class Counting:
 
     @cached_property
     def shared(self) -> BatchPlan:
-        """How the devices share a global batch: GPUs that are not here divide one that is held anew.
+        """How the devices share a global batch: hypothetical GPUs divide a constant one again.
 
         Raises:
             ConfigError: it has fewer samples than there are devices.
@@ -169,12 +169,12 @@ def estimate_memory(
     """Memory by strategy, the largest batch that fits, and which strategy to take.
 
     Args:
-        gpus: so many GPUs that are not here, instead of the chosen devices.
+        gpus: a number of hypothetical GPUs, instead of the chosen devices.
         limit: bytes of each device; ``None`` asks the devices, as far as they are here.
         strategy: only this one; ``None``: all that the number of devices allows.
 
     Raises:
-        UsageError: settings that cannot be.
+        UsageError: settings that contradict each other.
     """
     base, counting = subject.base, Counting(subject, gpus, None if gpus is None else GPUS_PER_NODE)
     ranks, size = counting.ranks, counting.size

@@ -41,7 +41,7 @@ class Footprint:
         peak: their sum.
         kinds: parameters, buffers, gradients, optimizer, batch, activations (what operators made in between).
         gradients: bytes of each gradient, in the order in which the backward finishes them.
-        blocks: bytes of the parameters of each part that fsdp would shard by itself; last, the rest (may be 0).
+        blocks: bytes of the parameters of each part that fsdp would shard separately; last, the rest (may be 0).
         outputs: bytes of what the model returns to the loss.
         forward, backward, optimizer: the work of each part of the step.
         ready: of each gradient, how many operators of ``backward`` came before it was there.

@@ -1,4 +1,4 @@
-"""On the ranks: what one device's step takes by itself, alone on the machine or beside others that do the same."""
+"""On the ranks: the time of one device's step, alone on the machine or with others that do the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WATCHED = 8
 
 
 def measure_alone(rank: Rank, together: Case, alone: Case, rounds: int) -> None:
-    """Report the step of one device by itself and of all at the same time, in turns; and once the gradients.
+    """Report the step of one device alone and of all at the same time, in turns; and once the gradients.
 
     Args:
         together: makes the ranks meet; its steps are not taken. alone: one device's case.
@@ -45,7 +45,7 @@ def measure_alone(rank: Rank, together: Case, alone: Case, rounds: int) -> None:
 def take_turns(site: Site, case: Case, *, synced: bool) -> list[dict[str, Any]]:
     """A row for the first rank while the others wait, and one for all ranks at the same time; the same on each.
 
-    Nobody says a word to the others while steps are taken; on a CPU a third row is of steps with short messages among
+    Ranks do not communicate during these steps; on a CPU a third row is of steps with short messages among
     all ranks, ``meetings`` of them, at even distances in the forward. ``step_ms`` and ``parts_ms`` are means without
     hiccups, of several ranks the median. ``times_ms``: of each step, on the first rank.
 
@@ -55,7 +55,7 @@ def take_turns(site: Site, case: Case, *, synced: bool) -> list[dict[str, Any]]:
     rows = []
     group = dist.new_subgroups(1)[0] if synced and site.collectives.size > 1 else None
     ranks = site.collectives.size
-    # Hooks and compiled graphs do not go together.
+    # Hooks do not run in compiled graphs.
     meet = ranks > 1 and site.device.type == "cpu" and not case.config.training.compile
     for count, meetings in ((1, 0), *([(ranks, 0)] if ranks > 1 else []), *([(ranks, MEETINGS)] if meet else [])):
         site.collectives.barrier()

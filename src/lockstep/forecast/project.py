@@ -68,7 +68,7 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
     """Predict samples a second and efficiency for each of ``wish.gpus``, the batch per device held.
 
     Raises:
-        UsageError: what was asked for cannot be. RunError: the step could not be measured.
+        UsageError: settings that contradict each other. RunError: the step could not be measured.
     """
     base = subject.base
     devices, size = list(base.placement.devices), _batch(subject)
@@ -131,7 +131,7 @@ def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster |
     if wish.interconnect != "measured":
         return cluster_of(wish.interconnect, wish.per_node)
     if wish.gpu is not None or len(devices) < 2:
-        between = f"{devices[0]} and itself" if wish.gpu is None else f"GPUs that are not here ({wish.gpu})"
+        between = f"{devices[0]} and itself" if wish.gpu is None else f"hypothetical GPUs ({wish.gpu})"
         raise UsageError(
             f"nothing can be measured between {between}",
             fix="name the devices with --devices, two or more, or choose --interconnect nvlink,ib400",
@@ -191,7 +191,7 @@ def _measured(subject: Subject, wish: Wish, cluster: Cluster | None, say: Say) -
     found: list[list[dict[str, Any]]] = []
     with new_trials() as trials:
         for count in counts or [1]:
-            say(f"{wish.repeats} times {wish.steps} steps of {count} device(s), each by itself")
+            say(f"{wish.repeats} times {wish.steps} steps of {count} device(s), without communication")
             found.append(_trial(subject, trials, devices[:count], wish))
     step = step_of(_batch(subject), found[0], _loader_rate(subject, say), alike=base.plan.order.bucketed)
     notes = [
@@ -214,7 +214,8 @@ def _measured(subject: Subject, wish: Wish, cluster: Cluster | None, say: Say) -
     overlap = min(1.0, spare) if on_cpu else 1.0
     notes.append(f"messages were measured between {', '.join(devices)}: {comm.verdict}")
     notes += [
-        f"{count} devices of this machine, each by itself, take {by:.2f} times as long" for count, by in slowed.items()
+        f"{count} devices of this machine, without communication, take {by:.2f} times as long"
+        for count, by in slowed.items()
     ]
     if on_cpu and overlap < 1:
         notes.append(f"the ranks' cores carry the messages too: {overlap:.0%} of the backward hides them")
@@ -258,7 +259,7 @@ def cases(subject: Subject, devices: Sequence[str], steps: int, strategy: str = 
     sized = {"batch_size": _batch(subject), "global_batch_size": None, "accumulate": 1, "threads": threads}
     changes = {"training": sized, "hardware": {"selected_devices": list(devices), "strategy": strategy}}
     one = merge(changes, {"hardware": {"selected_devices": [devices[0]], "strategy": "auto"}})
-    # Nobody takes steps together: that all devices' batches are more than the data set is no matter.
+    # The ranks take separate steps, so the batches of all devices may be more than the data set.
     all_of_them = merge(changes, {"training": {"tail": "spread"}})
     together, alone = (subject.case({}, what, steps=steps, warm_up=WARM_UP) for what in (all_of_them, one))
     return together, alone

@@ -12,7 +12,7 @@ from lockstep.forecast.buckets import Bucket, buckets, exposed
 from lockstep.forecast.collectives import Cluster, all_gather, all_reduce, all_reduce_between_nodes
 from lockstep.strategies import find_strategy
 
-#: Lockstep sums loss, count and requests beside the gradients: so many bytes.
+#: Lockstep sums loss, count and requests beside the gradients, in this number of bytes.
 COUNT_BYTES = 40
 #: Synchronised BatchNorm sums two numbers a channel, of a few hundred channels.
 BLOCKING_BYTES = 4096
@@ -27,7 +27,7 @@ class Step:
         jitter_s: standard deviation of a step.
         spread: relative uncertainty of all these times.
         gradients, ready: bytes of each gradient in the order of the backward, and when it is there (share of it).
-        blocks: bytes of what fsdp shards by itself.
+        blocks: bytes of what fsdp shards separately.
         loader_rate: samples a second that a rank's loader brings at most; ``None``: not known.
     """
 
@@ -227,7 +227,7 @@ class Bars(NamedTuple):
 
 
 def with_error_bars(step: Step, devices: int, setting: Setting) -> Bars:
-    """Each uncertain input is moved to its low and its high by itself; the deviations add up in squares."""
+    """Each uncertain input is moved to its low and its high separately; the deviations add up in squares."""
     middle = predict(step, devices, setting)
     pairs = [tuple(predict(case, devices, by) for case, by in pair) for pair in _variations(step, setting)]
     rates = _propagate(middle.samples_per_s, [(bad.samples_per_s, good.samples_per_s) for bad, good in pairs])

@@ -1,6 +1,6 @@
-"""What each device of a pipeline holds, counted stage by stage without the devices.
+"""The memory of each device of a pipeline, counted stage by stage without the devices.
 
-Each stage runs forward and backward by itself, on what the stage before it returned, as in training
+Each stage runs forward and backward alone, on what the stage before it returned, as in training
 (:mod:`lockstep.engine.strategies.pipeline`), for one micro-batch; the schedule says how many of them a device holds
 at once.
 """
@@ -51,7 +51,7 @@ def count_stages(
     """Count each stage of ``task`` on a micro-batch.
 
     Args:
-        devices: the stages must be at least so many.
+        devices: the least number of stages.
         block: as for :class:`~lockstep.forecast.allocation_tracker.Ledger`.
 
     Raises:

@@ -14,7 +14,7 @@ class Cnn(nn.Module):
     """Convolution blocks over time, then mean and maximum over time, then a linear layer.
 
     A block is convolution, batch normalisation, ReLU and a maximum over pairs of time steps. The mean
-    tells how a channel behaves over the window, the maximum whether a pattern occurs in it at all.
+    describes how a channel behaves over the window, the maximum whether a pattern occurs in it at all.
 
     Args:
         widths: output channels of each block.
@@ -39,7 +39,7 @@ class Cnn(nn.Module):
         blocks: list[nn.Module] = []
         for width, kernel in zip(widths, kernels, strict=True):
             blocks += [
-                # Batch normalisation has a bias of its own.
+                # Batch normalisation has its bias.
                 nn.Conv1d(channels, width, kernel, padding=kernel // 2, bias=False),
                 nn.BatchNorm1d(width),
                 nn.ReLU(),

@@ -1,6 +1,6 @@
-"""How the gradient of one step comes about: who runs which micro-batch, and how sums are reduced.
+"""How the gradient of one step is computed: which rank runs which micro-batch, and how sums are reduced.
 
-The loop sees :class:`Strategy` and nothing below it. After :meth:`Strategy.gradients` every rank holds, in
+The loop uses :class:`Strategy` only. After :meth:`Strategy.gradients` every rank has, in
 ``p.grad``, the same reduced sum of gradients (times ``precision.seed()``, over ``divisor``).
 """
 
@@ -23,7 +23,7 @@ from lockstep.engine.reduction import is_mean
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError
 
-#: On a GPU, reading the agreed flags costs a host sync; they are read every so many steps.
+#: On a GPU, reading the agreed flags costs a host sync; they are read every FLAG_INTERVAL steps.
 FLAG_INTERVAL = 16
 
 
@@ -140,7 +140,7 @@ def check_change(flags: Flags, ranks: int, *, announced: bool = False) -> Flags:
 class SeededDraws:
     """Seeds what a forward pass may draw from before each micro-batch: dropout, stochastic depth, mixup in the loss.
 
-    Each of ``devices`` draws numbers of its own. To seed Python's and NumPy's generators takes 7 µs. Where
+    Each of ``devices`` draws separate numbers. To seed Python's and NumPy's generators takes 7 µs. Where
     ``everything`` is false, it is done only from the step on that follows the first one that drew from them; until
     then one number is drawn from each at the beginning of a step, so that their state depends on the step alone.
     """

@@ -1,7 +1,7 @@
 """``strategy: fsdp``: parameters, gradients and optimizer state divided among the ranks, gathered block by block.
 
 torch's FSDP2 (``fully_shard``; Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277) does the
-dividing. What is here keeps the run's promises on top of it: the same micro-batches and denominators as DDP, the
+dividing. This module adds what a run guarantees: the same micro-batches and denominators as DDP, the
 norm and the finiteness of the *whole* gradient, ranks without samples, and checkpoints that are those of one device.
 
 A parameter is a ``DTensor``: this rank's rows of it. A forward and a backward are collective, block by block, so all
@@ -150,7 +150,7 @@ class ShardedModel(Divided):
         numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         divided = dict(state["state"])
-        for number, parameter in zip(numbers, parameters, strict=False):  # the optimizer itself tells of a mismatch
+        for number, parameter in zip(numbers, parameters, strict=False):  # the optimizer reports a mismatch
             if number in divided:
                 divided[number] = {name: restored(value, parameter) for name, value in divided[number].items()}
         return {**state, "state": divided}
@@ -318,7 +318,7 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> Non
     for name, module in model.named_modules():
         if isinstance(module, NormBase) and module.track_running_stats:
             raise UnsupportedError(
-                f"fsdp.activation_checkpointing does not go together with the {type(module).__name__} {name!r}",
+                f"fsdp.activation_checkpointing is incompatible with the {type(module).__name__} {name!r}",
                 why="computing it again in the backward pass would count each batch twice in its running statistics",
                 fix="set fsdp.activation_checkpointing to false, or use a normalisation without running statistics",
             )

@@ -249,7 +249,7 @@ class PipelineStrategy(SingleStrategy):
         return result if self._pipeline.is_last else None
 
     def through(self, function: Callable[..., Any], batch: Any) -> tuple[Inputs, Any]:
-        """This rank's part of ``function(model, batch)``: what it got, and what came of it."""
+        """This rank's part of ``function(model, batch)``: its inputs and its result."""
         model, rank = self._pipeline, self._world.rank
         model.mine.train(self.module.training)
         if model.is_first:

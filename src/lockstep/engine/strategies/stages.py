@@ -61,7 +61,7 @@ def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]
             if owners.setdefault(id(tensor), number) != number:
                 raise TaskError(
                     f"the stages {owners[id(tensor)]} and {number} share {name}",
-                    why="each stage is trained by a process of its own",
+                    why="each stage is trained by a separate process",
                     fix="put what shares parameters into one stage",
                 )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -161,14 +161,14 @@ def shares(seconds: Sequence[float], devices: int) -> list[int]:
 
 
 def cut(stages: Sequence[nn.Module], devices: int, seconds: Sequence[float] | None) -> tuple[list[int], str]:
-    """Where to cut (as :func:`shares`) and what to tell; without ``seconds`` each device gets one stage."""
+    """Where to cut (as :func:`shares`) and a remark for the user; without ``seconds`` each device gets one stage."""
     bounds = shares(seconds or [1.0] * len(stages), devices)
-    told = []
+    parts = []
     for a, b in pairwise(bounds):
         name = f"{a}" if b == a + 1 else f"{a}-{b - 1}"
-        told.append(name + (f" ({sum(seconds[a:b]) * 1000:.3g} ms)" if seconds else ""))
+        parts.append(name + (f" ({sum(seconds[a:b]) * 1000:.3g} ms)" if seconds else ""))
     how = "balanced by a measured forward and backward" if seconds else "one each"
-    return bounds, f"pipeline: stages {', '.join(told)} on {devices} devices, {how}"
+    return bounds, f"pipeline: stages {', '.join(parts)} on {devices} devices, {how}"
 
 
 def measure(
@@ -225,7 +225,7 @@ def set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) 
 class _Chain(nn.Module):
     """Stages on their devices, as the one module that a task calls; the answer is on the first device.
 
-    Each device goes on with the random numbers of the one before.
+    Each device continues the random numbers of the one before.
     """
 
     def __init__(self, stages: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
