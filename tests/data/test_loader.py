@@ -228,7 +228,7 @@ def test_a_worker_that_does_not_come_up_is_replaced_and_no_batch_is_lost(
 
     monkeypatch.setattr(WorkerInit, "__call__", hangs_once)
     monkeypatch.setattr("lockstep.data.workers.START_S", (1.0, 10.0))
-    with pytest.warns(RuntimeWarning, match="a loader worker did not come up within 1 s"):
+    with pytest.warns(RuntimeWarning, match="a loader worker did not start within 1 s"):
         found = augmented(fast(37, 1, 10, 3), 2)
     assert found == augmented(fast(37, 1, 10, 10), 0)
     assert set(multiprocessing.active_children()) <= before

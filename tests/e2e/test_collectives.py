@@ -65,10 +65,10 @@ def test_a_call_on_one_rank_ends_the_run_and_names_the_other(tmp_path: Path) -> 
     output, folder = run(tmp_path, *settings, code=1)
     file = Path(__file__).name
     assert "rank 0 of 2 failed: lockstep.errors.CollectiveError" in output
-    assert f"rank 1 did not come to barrier (call 3, {file}:{LINE + 4})" in output
+    assert f"rank 1 did not reach barrier (call 3, {file}:{LINE + 4})" in output
     assert f"why: rank 1 was last in weighted_mean (call 2, {file}:{LINE + 10})" in output
     assert "fix: make the call on every rank" in output
-    assert "rank 1 did not come to barrier" in (folder.read().error or "")
+    assert "rank 1 did not reach barrier" in (folder.read().error or "")
     assert folder.status() == "failed"
 
 

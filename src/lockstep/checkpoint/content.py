@@ -1,7 +1,7 @@
 """The two files of a checkpoint that hold tensors: ``model.safetensors`` and ``trainer.pt``.
 
 Both are hashed as they are written, in one pass. ``model.safetensors`` is laid out here rather than
-by the library's ``save_file``, which cannot hash, and tells of a full disk without an error number;
+by the library's ``save_file``, which cannot hash, and reports a full disk without an error number;
 tests read the files with the library.
 """
 

@@ -112,7 +112,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
     Raises:
         CheckpointError: names the first file that is missing or differs, and how.
-        UnreadableError: the system cannot read one now, so that nobody knows.
+        UnreadableError: the system cannot read one now.
     """
     for name, expected in manifest.files.items():
         path = folder / name
@@ -172,7 +172,7 @@ def trainer_shard(number: int, shards: int) -> str:
 
 
 def file_names(shards: int) -> set[str]:
-    """The files of a checkpoint in so many shards (0: whole), besides its manifest."""
+    """The files of a checkpoint in N shards (0: whole), besides its manifest."""
     if not shards:
         return {MODEL, TRAINER}
     return {TRAINER, *(name(number, shards) for name in (model_shard, trainer_shard) for number in range(shards))}

@@ -1,4 +1,4 @@
-"""Tensors that lie in the shards of a checkpoint: how they are told from others, and read again.
+"""Tensors that lie in the shards of a checkpoint: how they are marked, and read again.
 
 Each shard is a safetensors file with some rows (of the first dimension) of divided tensors, and with whole ones; no
 shard says which is which. A tensor is what the shards hold under its name, one below the other. So whoever reads
@@ -25,7 +25,7 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 class Pieces:
     """A tensor of ``shape`` and ``dtype`` in the shards of a checkpoint; nothing of it is read before it is asked for.
 
-    What is read is on the host, in memory of its own.
+    What is read is on the host, in separate memory.
     """
 
     def __init__(self, name: str, parts: Sequence[tuple[Path, Any]]) -> None:

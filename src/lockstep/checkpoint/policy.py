@@ -1,4 +1,4 @@
-"""When to save and what to keep: pure decisions, with a clock handed in."""
+"""When to save and what to keep: pure decisions, with the clock as an argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class SavePolicy:
     """Save every ``every_steps`` optimizer steps, or when ``every_s`` seconds have passed since the last save.
 
     Steps are counted from the start of the run, so a resumed run saves at the same steps. Time differs
-    between ranks: ask one rank and let it tell the others.
+    between ranks: ask one rank and send its answer to the others.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class SavePolicy:
         return self._every_s is not None and self._clock() - self._time >= self._every_s
 
     def saved(self, step: int) -> None:
-        """Tell that the state after ``step`` has been saved, for whatever reason."""
+        """The state after ``step`` has been saved, for whatever reason."""
         self._step = step
         self._time = self._clock()
 
 
 def retained(steps: Collection[int], keep_last: int, best: int | None) -> set[int]:
-    """Of the checkpoints at ``steps``, those to keep: the ``keep_last`` newest, and ``best`` if it is there."""
+    """Of the checkpoints at ``steps``, those to keep: the ``keep_last`` newest, and ``best`` if it exists."""
     newest = sorted(set(steps), reverse=True)[:keep_last]
     return {*newest, best} & set(steps) if best is not None else set(newest)

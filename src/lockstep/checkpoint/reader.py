@@ -14,7 +14,7 @@ from lockstep.telemetry.files import is_folder, names_in, read_bytes
 
 Result = TypeVar("Result")
 
-#: Behind the name of a broken checkpoint that a run has gone on without.
+#: Suffix of a damaged checkpoint that a resume has set aside.
 BROKEN = ".broken"
 #: Behind the name of a checkpoint that gives way to another one of its step.
 REPLACED = ".replaced"
@@ -111,7 +111,7 @@ class CheckpointReader:
     def open(self, step: int) -> Snapshot:
         """As :meth:`load`, but the tensors of shards are :class:`.pieces.Pieces`, and hashes are not compared.
 
-        For ranks of which one has verified the checkpoint, while nobody writes.
+        For ranks of which one has verified the checkpoint, while no process writes.
 
         Raises:
             CheckpointError: it is missing or broken.
@@ -119,7 +119,7 @@ class CheckpointReader:
         return self._read(step, lambda folder: read_snapshot(folder, read_manifest(folder), in_pieces=True))
 
     def newest_verified(self, report: Callable[[str], None]) -> int | None:
-        """The newest step whose checkpoint is whole; ``report`` hears of each broken one on the way.
+        """The latest step whose checkpoint is valid; ``report`` is called for each damaged one after it.
 
         ``None`` when there is none.
 
@@ -176,7 +176,7 @@ class CheckpointReader:
 
 
 def _is_there(folder: Path) -> bool:
-    """Whether there is such a folder. Raises :class:`UnreadableError` when nobody can tell."""
+    """Whether there is such a folder. Raises :class:`UnreadableError` when it cannot be read."""
     try:
         return stat.S_ISDIR(folder.stat().st_mode)
     except OSError as error:
@@ -187,7 +187,7 @@ def _is_there(folder: Path) -> bool:
 
 
 def _identity(folder: Path) -> tuple[int, int, int] | None:
-    """Tells one folder from the next of its name; the number alone may be used again."""
+    """Distinguishes a folder from the next of its name; the number alone may be used again."""
     try:
         status = folder.stat()
     except OSError:

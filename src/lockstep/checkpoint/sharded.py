@@ -1,8 +1,8 @@
 """Checkpoints of a state that is divided among ranks: each writes its part, and the first one puts them together.
 
-A save runs in a thread of every rank while training goes on, so the ranks talk through a process group that nothing
-else uses: messages of two threads in one group would meet each other. Nothing is taken for a checkpoint before all
-parts are durable: only then the first rank writes the manifest, with the hashes that all ranks have told, and renames
+A save runs in a thread of every rank while training continues, so the ranks communicate through a separate process
+group: messages of two threads in one group would be mixed up. Nothing is taken for a checkpoint before all
+parts are durable: only then the first rank writes the manifest, with the hashes of all ranks, and renames
 the folder (:mod:`.store`).
 """
 
@@ -49,7 +49,7 @@ class ShardedStore(CheckpointStore):
     """A store that the ranks of a run write together; all of them see ``folder``.
 
     Args:
-        shards: in how many parts the state is divided. The first so many ranks write; any others, which hold the
+        shards: in how many parts the state is divided. The first N ranks write; any others, which hold the
             same parts again, only take part in the calls.
     """
 
@@ -143,5 +143,5 @@ def _together(step: int) -> Iterator[None]:
         raise CollectiveError(
             f"the ranks could not agree that the checkpoint of step {step} is written",
             why=str(error).splitlines()[0],
-            fix="the older checkpoints are as before; `lockstep resume` goes on from the newest",
+            fix="the older checkpoints are unchanged; `lockstep resume` continues from the latest",
         ) from error

@@ -5,7 +5,7 @@ Whatever ends the process at whatever moment, the checkpoints before are untouch
 
     step-00000123/            a checkpoint
     step-00000123.replaced/   its predecessor, for the moment between two renames
-    step-00000123.broken/     one that a run has gone on without
+    step-00000123.broken/     a damaged one that a resume has set aside
     last, best                relative links (text files where links cannot be made)
     .*.tmp-*                  being made, or being removed; never read
 
@@ -200,7 +200,7 @@ class CheckpointStore(CheckpointReader):
     def set_aside_after(self, step: int | None) -> list[int]:
         """Rename the checkpoints of later steps than ``step``, or all for ``None``, and return their steps.
 
-        For a run that goes on from ``step`` because they are broken: they would count as the newest. Who can still
+        For a run that resumes from ``step`` because they are damaged: they would count as the newest. Who can still
         use a part of them finds it until :meth:`retain` removes it. Call :meth:`clean_temporary` before.
 
         Raises:
@@ -219,7 +219,7 @@ class CheckpointStore(CheckpointReader):
         return later
 
     def clean_temporary(self) -> None:
-        """Put right what a killed writer left behind; call it before an attempt, when nobody writes.
+        """Repair what a killed writer left behind; call it before an attempt, when no process writes.
 
         Raises:
             StorageError: the folder cannot be written.

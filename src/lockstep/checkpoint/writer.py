@@ -1,4 +1,4 @@
-"""Saving beside training: one thread, one save at a time."""
+"""Saving in the background: one thread, one save at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BackgroundWriter:
     Everything that callers see happens in the caller's thread, in one of these methods: ``on_saved``
     (step, folder, best) is called there, and a failed save is raised there, once.
 
-    A save is a thread of its own that ends with it, and not a daemon: a normal end of the process waits
+    Each save has its own thread, which is not a daemon: a normal end of the process waits
     for it, and has nothing else to wait for.
     """
 
@@ -40,7 +40,7 @@ class BackgroundWriter:
         return self._buffers.copy(state)
 
     def submit(self, snapshot: Snapshot, best: bool = False, keep: Collection[int] | None = None) -> None:
-        """Begin to save ``snapshot``, which nobody may change until that is done.
+        """Begin to save ``snapshot``, which must not change until that is done.
 
         When it is saved, checkpoints other than it and those of ``keep`` are removed; ``None`` keeps all.
 
@@ -71,7 +71,7 @@ class BackgroundWriter:
             raise surfaced(save.error, save.snapshot.step) from save.error
 
     def close(self) -> None:
-        """Wait for the save in flight and let go of the host memory. Raises :class:`StorageError`."""
+        """Wait for the save in flight and release the host memory. Raises :class:`StorageError`."""
         try:
             self.wait()
         finally:
@@ -98,11 +98,11 @@ class _Save(threading.Thread):
 
 
 def surfaced(error: BaseException, step: int) -> LockstepError:
-    """What people are told of an error of the save of ``step``."""
+    """The error that users see when the save of ``step`` failed."""
     if isinstance(error, LockstepError):
         return error
     return StorageError(
         f"the checkpoint of step {step} could not be saved",
         why=f"{type(error).__name__}: {error}",
-        fix="the older checkpoints are as before; `lockstep resume` goes on from the newest",
+        fix="the older checkpoints are unchanged; `lockstep resume` continues from the latest",
     )

@@ -29,7 +29,7 @@ class ArrayDataset:
     """
 
     def __init__(self, *arrays: Tensor | npt.NDArray[Any]) -> None:
-        #: Whether no sample has to be read from a disk, as far as NumPy arrays tell: a tensor does not.
+        #: Whether no sample is read from a disk, as far as NumPy arrays show it; tensors do not.
         self.is_in_memory = not any(map(_is_mapped, arrays))
         self.tensors = tuple(as_tensor(array) for array in arrays)
         if not self.tensors or any(tensor.dim() == 0 for tensor in self.tensors):

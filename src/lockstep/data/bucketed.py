@@ -5,7 +5,7 @@ machine brings along: not of the batch, the lanes or the ranks. An epoch of the 
 cut into windows of a fixed number of samples; a window is sorted by length and cut into blocks, and
 its blocks are shuffled. A wide window makes for less padding, a narrow one for more mixing.
 
-Neighbours within a block grow in length, so parts of a step that run side by side are equal work
+Neighbours within a block grow in length, so parts of a step that run at the same time are equal work
 only when they take strided items of it (0, L, 2L, … of L parts), not contiguous ones. :func:`deal`
 lays a step's items out so that its contiguous parts hold strided items, whoever takes how many of them.
 """

@@ -59,7 +59,7 @@ def make_loader(
 
 #: Batches gathered at once, if they do not have more bytes than fit into a cache together.
 GATHER_BATCHES, GATHER_BYTES = 16, 2**22
-#: Batches of up to so many bytes are gathered where they are used: about 15 µs, less than two threads cost each other.
+#: Batches of at most this many bytes are gathered in the training thread: about 15 µs, less than a thread costs.
 IN_PLACE_BYTES = 2**17
 
 

@@ -2,7 +2,7 @@
 
 They are forks of a rank, which has threads. A lock that one of those holds at the moment of the fork is held in the
 worker for ever: a registration with glibc's ``atexit`` is enough (https://github.com/pytorch/pytorch/issues/130610).
-So a worker tells when it has come up, and one that does not is replaced.
+So a worker signals that it has started, and one that does not is replaced.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lockstep.errors import LockstepError
 from lockstep.hardware import parent_death
 from lockstep.plan import LoaderPlan
 
-#: How long workers may take to come up, which is work for milliseconds, before they are replaced; after the last
-#: time their batches are waited for, however long that takes.
+#: How long workers may take to start, which takes milliseconds, before they are replaced, in seconds. After the last
+#: try their batches are waited for without a limit.
 START_S = (10.0, 20.0)
 
 
@@ -122,7 +122,7 @@ class WorkerLoader:
             if up:
                 return iterator
             warnings.warn(
-                f"a loader worker did not come up within {patience_s:g} s, so all are started again; "
+                f"a loader worker did not start within {patience_s:g} s, so all are started again; "
                 "it may have been forked while another thread held a lock",
                 RuntimeWarning,
                 stacklevel=2,
@@ -159,7 +159,7 @@ def _as_is(batch: Any) -> Any:
 
 
 def _are_up(reading: int, workers: int, patience_s: float) -> bool:
-    """Whether so many bytes come over a pipe in time, or its end: a worker that has died is told of elsewhere."""
+    """Whether a byte of each worker, or the pipe's end, is read in time: a worker that died is reported elsewhere."""
     until = time.monotonic() + patience_s
     while workers > 0:
         if not wait([reading], max(0.0, until - time.monotonic())):

@@ -1,4 +1,4 @@
-"""Who writes the checkpoints of an attempt: the first rank, or each its part."""
+"""Which ranks write the checkpoints of an attempt: the first one, or each its part."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.hardware.world import World
 from lockstep.plan import Plan
 from lockstep.telemetry.rundir import RunDir
 
-#: How long ranks wait for the slowest one's part to be on disk. One that is gone is noticed at once, and one that hangs
-#: by whoever started the ranks.
+#: How long ranks wait for the slowest one's part to be on disk. A rank that died is noticed at once, and a rank that
+#: hangs is noticed by the launcher.
 WRITE_TIMEOUT_S = 6 * 3600.0
 
 
@@ -27,7 +27,7 @@ def writing(
 ) -> Iterator[BackgroundWriter | None]:
     """This rank's writer, if it has anything to write. Collective.
 
-    One that talks to other ranks has ended with the body, since the process group does not outlive it by much.
+    A writer that communicates with other ranks is closed with the body, before the process group is destroyed.
     """
 
     def saved_to(store: CheckpointStore) -> BackgroundWriter:
@@ -42,7 +42,7 @@ def writing(
     try:
         yield writer
     except BaseException:
-        with contextlib.suppress(LockstepError):  # the first error is the one to tell
+        with contextlib.suppress(LockstepError):  # the first error is the one to report
             writer.close()
         raise
     writer.close()
@@ -58,7 +58,7 @@ def _each_writes(plan: Plan, collectives: Collectives, keeper: bool, sink: Sink)
             Note(
                 "checkpoints_whole",
                 f"Checkpoints are whole, not in shards: the nodes have {keepers} run folders, and each of them must "
-                "hold all that it takes to go on.",
+                "have all that a resume needs.",
             )
         )
     return keepers == 1

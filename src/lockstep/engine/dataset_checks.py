@@ -55,7 +55,7 @@ def fingerprint(dataset: Any) -> str:
 def examined(dataset: Any) -> tuple[str, tuple[str, ...]]:
     """Length and a hash of up to 16 samples spread over the data set: shows a resume that the data changed.
 
-    A data set with a ``fingerprint()`` of its own is asked instead. All is read twice, the second time backwards and
+    The data set's own ``fingerprint()`` is used where it has one. All is read twice, the second time backwards and
     for a second at most. What differs is left out of the hash, which then begins with ``~``, and is named.
     """
     samples = len(dataset)

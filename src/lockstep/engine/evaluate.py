@@ -60,7 +60,7 @@ def evaluate(
     Args:
         batch_size: samples of a chunk.
         step: finished optimizer steps of the weights.
-        chunks: evaluate only so many chunks (a sanity check); ``None``: all.
+        chunks: number of chunks to evaluate (a sanity check); ``None``: all.
         ghosts: a rank without a chunk evaluates a sample that counts nothing (for models whose forward is collective).
         together: all ranks take part in every chunk, and one of them has its rows.
     """
@@ -74,7 +74,7 @@ def evaluate(
         found = list[tuple[float, float, Any] | None]()
 
         def flush() -> None:
-            """What ranks have found goes to rank 0, which takes it in index order."""
+            """Send results to rank 0, which takes them in index order."""
             nonlocal total, count
             for chunk in chain.from_iterable(zip(*collectives.gather(found) or (), strict=True)):
                 if chunk is None or metrics is None:

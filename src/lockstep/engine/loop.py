@@ -38,13 +38,13 @@ def training_steps(
     requested: Callable[[], Flags],
     norm_every: int,
 ) -> Iterator[StepResult]:
-    """Run every window and yield what came of it; ``state`` has moved on when a result appears.
+    """Run one optimizer step per window and yield its result; ``state`` is already updated when a result is yielded.
 
     Args:
         windows: this rank's part of each step (:func:`lockstep.data.requests.windows`).
         batches: the batch of each request of each window, in order.
         epoch_over: whether an epoch ends with the window that stops at this position.
-        requested: what this rank wants all ranks to agree on (stop, time, save).
+        requested: this rank's requests, on which all ranks must agree (stop, time, save).
         norm_every: steps between gradient norms when nothing needs them.
     """
     for window in windows:

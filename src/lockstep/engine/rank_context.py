@@ -26,7 +26,7 @@ class RankContext:
     """Run, plan, device and process group of one rank, and where it reports to.
 
     Attributes:
-        sink: receives events; without sinks of its own on ranks that do not write the run folder.
+        sink: receives events; drops them on ranks that do not write the run folder.
         writer: saves checkpoints; ``None`` on ranks that write none.
         heartbeat: takes the steps done and the total.
         stop_signal: the signal that asked this process to stop, if any.

@@ -1,4 +1,4 @@
-"""Whether a loss is a mean that should be a sum, as told by the last operations of its graph."""
+"""Whether a loss is a mean that should be a sum, by the last operations of its graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what must agree, and putting everything back in its place."""
+"""Resuming from a checkpoint: what must agree, and restoring state and weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_latest(rank: RankContext, *, in_pieces: bool = False) -> Snapshot | Non
 
 
 def load_shared(store: CheckpointStore, step: int, collectives: Collectives, *, in_pieces: bool = False) -> Snapshot:
-    """The checkpoint of ``step``, read and verified by rank 0 and handed to all ranks. Collective.
+    """The checkpoint of ``step``, read and verified by rank 0 and sent to all ranks. Collective.
 
     ``in_pieces``: the model is divided and every rank sees ``store``'s folder, so that of a checkpoint in shards
     each reads for itself what it needs.
@@ -132,7 +132,7 @@ def check_fits(manifest: dict[str, Any], plan: Plan) -> None:
         raise CheckpointError(
             f"the run's order is version {manifest.get('order_version')}, this Lockstep's is {ORDER_VERSION}",
             why="in another order samples would repeat and others would be left out",
-            fix="go on with the version of Lockstep that run.json names, or start a new run with --init-from",
+            fix="resume with the version of Lockstep that run.json names, or start a new run with --init-from",
         )
     order = OrderPlan.model_validate(manifest.get("order", {}))
     if order != plan.order:
@@ -192,7 +192,7 @@ def restoring(source: Path | str) -> Iterator[None]:
         raise CheckpointError(
             f"the training state in {source} does not fit",
             why=f"{type(error).__name__}: {str(error)[:300]}",
-            fix="go on with the task and the optimizer that it was saved with, or start a new run with --init-from",
+            fix="resume with the task and the optimizer that it was saved with, or start a new run with --init-from",
         ) from error
 
 
@@ -211,7 +211,7 @@ def check_moments(optimizer: Optimizer) -> None:
         for name, value in state.items():
             fits = value is None if not isinstance(value, Tensor) else value.shape in (parameter.shape, torch.Size())
             if not fits or (name == "step" and value.dim()):
-                raise ValueError(f"the optimizer's {name} is no state of a parameter of shape {tuple(parameter.shape)}")
+                raise ValueError(f"the optimizer's {name} does not fit a parameter of shape {tuple(parameter.shape)}")
 
 
 def freeze_again(model: nn.Module, frozen: Collection[str] | None) -> str | None:
@@ -262,7 +262,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
 def load_initial_weights(model: nn.Module, source: Path | None, collectives: Collectives) -> None:
     """Put what rank 0's ``source`` holds (see :func:`weights_from`), if it names one, into ``model``. Collective.
 
-    Other ranks may see no such file, or have been told of none.
+    Only rank 0 has to see the file.
 
     Raises:
         CheckpointError: on every rank.

@@ -82,7 +82,7 @@ def collate_of(task: Task) -> Collate:
 
 
 class _Subset:
-    """A fixed part of the data, in an order of its own (``debug.overfit_batches``)."""
+    """A fixed part of the data, in a separate order (``debug.overfit_batches``)."""
 
     def __init__(self, indices: Indices, order: SampleOrder) -> None:
         self._indices, self._order = indices, order

@@ -149,7 +149,7 @@ def line_of(function: Any, offset: int) -> str:
 def test_a_rank_that_does_not_come_is_named_with_its_last_call() -> None:
     error, other = run_ranks(lonely, 2, only_rank_0, timeout_s=30.0)
     assert other is None
-    assert f"rank 1 did not come to all_gather (call 2, {line_of(only_rank_0, 3)}) within 2 s" in error
+    assert f"rank 1 did not reach all_gather (call 2, {line_of(only_rank_0, 3)}) within 2 s" in error
     assert f"why: rank 1 was last in barrier (call 1, {line_of(only_rank_0, 1)})" in error
     assert "fix: make the call on every rank" in error
 
@@ -157,7 +157,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_call() -> None:
 def test_every_rank_that_waits_names_the_one_that_has_made_no_call() -> None:
     errors = run_ranks(lonely, 3, all_but_rank_1, timeout_s=30.0)
     for error in (errors[0], errors[2]):
-        assert re.match(r"rank 1 did not come to weighted_mean \(call 1, ", error)
+        assert re.match(r"rank 1 did not reach weighted_mean \(call 1, ", error)
         assert "why: rank 1 has made no call at all" in error
 
 
@@ -201,7 +201,7 @@ def leaves(rank: int, ranks: int) -> str | None:
 
 def test_a_rank_that_has_left_is_named_without_waiting() -> None:
     error, _ = run_ranks(leaves, 2, timeout_s=30.0)
-    assert "rank 1 did not come to barrier" in error
+    assert "rank 1 did not reach barrier" in error
     assert "before the connection was lost" in error
 
 

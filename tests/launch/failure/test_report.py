@@ -67,10 +67,10 @@ def test_a_rank_that_missed_another_tells_more_than_a_lost_connection_and_less_t
     run_dir: RunDir,
 ) -> None:
     records.record(run_dir.logs, 0, caught(RuntimeError(LOST_PEER)))
-    records.record(run_dir.logs, 1, caught(CollectiveError("rank 2 did not come to barrier", why="last in sum")))
+    records.record(run_dir.logs, 1, caught(CollectiveError("rank 2 did not reach barrier", why="last in sum")))
     write_launcher(run_dir, ended(0, 1), ended(1, 1), ended(2, 0))
     report = report_of(run_dir)
-    assert report.what == "rank 1 of 3 failed: lockstep.errors.CollectiveError: rank 2 did not come to barrier"
+    assert report.what == "rank 1 of 3 failed: lockstep.errors.CollectiveError: rank 2 did not reach barrier"
     assert report.why == "last in sum"
     records.record(run_dir.logs, 2, caught(ValueError("its own")))
     write_launcher(run_dir, ended(0, 1), ended(1, 1), ended(2, 1))

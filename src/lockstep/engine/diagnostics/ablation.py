@@ -1,6 +1,6 @@
 """Dropout and batch statistics off, for layers and functions of torch alike: to find where two runs part.
 
-Layers are told to behave as in evaluation; one without running statistics has none to go by and stays as it is.
+Layers are set to evaluation mode, except those without running statistics, which stay as they are.
 Functional calls are met by a ``TorchFunctionMode``, which also notes every random function that a forward pass
 draws from.
 """
@@ -38,7 +38,7 @@ _DRAWS = frozenset(
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what draws random numbers in training, and turns dropout off when told to."""
+    """Records which functions draw random numbers in training, and turns dropout off on request."""
 
     def __init__(self, draws: set[str], off: Sequence[str]) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def profiled(
 
     Args:
         step: optimizer steps done so far.
-        remark: told where the profile is, or why there is none.
+        remark: called with a text that says where the profile is, or why there is none.
     """
     if settings.profile is None:
         yield steps
@@ -56,7 +56,7 @@ def profiled(
     if absent:
         remark(f"telemetry.profile_ranks names {', '.join(absent)}, but the run has {ranks} rank(s), counted from 0.")
     if step >= last:
-        remark(f"Steps {first} to {last} are not profiled: the run goes on from step {step}.")
+        remark(f"Steps {first} to {last} are not profiled: the run resumes at step {step}.")
     if rank not in settings.profile_ranks or step >= last:
         yield steps
         return
@@ -110,7 +110,7 @@ class Recording:
             self._profiler.start()
 
     def stop(self) -> str:
-        """Write the files; says where they are, or why they are not. A profile is no reason to end a run."""
+        """Write the files; returns where they are, or why there are none. A failed profile does not end a run."""
         assert self._profiler is not None
         with pulse.during(Activity.WRITING_PROFILE):
             try:
@@ -172,7 +172,7 @@ def memory_snapshot(
 ) -> Iterator[None]:
     """With ``telemetry.memory_snapshot``, write ``rank-<r>-memory.pickle`` when the GPU's memory runs out inside.
 
-    For https://docs.pytorch.org/memory_viz. The error goes on its way.
+    For https://docs.pytorch.org/memory_viz. The error is raised again.
     """
     if not settings.memory_snapshot:
         yield
@@ -188,7 +188,7 @@ def memory_snapshot(
         try:
             folder.mkdir(exist_ok=True)
             dump_memory(str(folder / f"rank-{rank}-memory.pickle"))
-        except OSError as error:  # what ended the run is told all the same
+        except OSError as error:  # the error that ended the run is reported anyway
             remark(f"The memory snapshot could not be written: {error}")
         raise
     finally:

@@ -1,9 +1,9 @@
-"""Every rank's step time, waiting and memory, side by side, and the rank that the others wait for.
+"""Every rank's step time, waiting and memory, and the rank that the others wait for.
 
 All ranks of a synchronous step end it together, so their step times are equal and do not name the slow one.
-What tells it is how long a rank works before it waits: until the last of its own gradients is there. One step in
-each log interval is timed so, by hooks on the parameters that are there for this step alone; all other steps
-cost nothing. The numbers travel by an asynchronous gather that is read an interval later.
+A slow rank shows in how long it works before it waits: until its last gradient is ready. One step in
+each log interval is timed so, by hooks on the parameters that exist in this step alone; all other steps
+cost nothing. The numbers are gathered asynchronously and read an interval later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.events import Event, Note, RanksLogged, RankState
 from lockstep.telemetry.throughput import Throughput
 
-#: Rows that a verdict on the slow rank rests on.
+#: Rows by which a slow rank is determined.
 JUDGED_ROWS = 5
 #: How much longer than the others' median a slow rank works, which share of a step that must be, and how long.
 SLOW_RATIO, SLOW_SHARE, SLOW_S = 1.3, 0.1, 1e-3
@@ -141,7 +141,7 @@ class RankWatch:
         self._pending = step, epoch, rows, work
 
     def end_epoch(self, step: int, epoch: int) -> None:
-        """Log this step too, if that has not been done; on a GPU, peaks begin anew."""
+        """Log this step too, if that has not been done; on a GPU, reset the peaks."""
         if step != self._step:
             self.log(step, epoch)
         self.flush()
@@ -149,16 +149,16 @@ class RankWatch:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def flush(self) -> None:
-        """Emit what is still on its way."""
+        """Wait for a gather in flight, and emit its row."""
         if self._pending is None:
             return
         step, epoch, rows, work = self._pending
         self._pending = None
         if work is not None:
             work.wait()
-        self._tell(step, epoch, tuple(_state(rank, row.tolist()) for rank, row in enumerate(rows)))
+        self._report(step, epoch, tuple(_state(rank, row.tolist()) for rank, row in enumerate(rows)))
 
-    def _tell(self, step: int, epoch: int, ranks: tuple[RankState, ...]) -> None:
+    def _report(self, step: int, epoch: int, ranks: tuple[RankState, ...]) -> None:
         if all(state.own_s is not None for state in ranks):
             self._history.append(ranks)
         slow = slow_rank(self._history)
@@ -188,7 +188,7 @@ def _process(number: int) -> psutil.Process:
 
 
 def slow_rank(history: Sequence[Sequence[RankState]]) -> int | None:
-    """The rank whose own work holds up the others; ``None`` when they are even, or it is too early to tell.
+    """The rank whose own work delays the others; ``None`` when they are even, or there are too few rows.
 
     Args:
         history: the last rows in which every rank's ``own_s`` is known; medians over them are compared.
@@ -204,7 +204,7 @@ def slow_rank(history: Sequence[Sequence[RankState]]) -> int | None:
 
 
 def slow_message(slow: int, history: Sequence[Sequence[RankState]]) -> str:
-    """What to tell about ``slow``: how slow, and whether it is the input."""
+    """The message about ``slow``: how slow it is, and whether its input is the cause."""
     own = _medians(history)
     assert own is not None, "there is no slow rank without medians"
     others = statistics.median(seconds for rank, seconds in enumerate(own) if rank != slow)
@@ -217,7 +217,7 @@ def slow_message(slow: int, history: Sequence[Sequence[RankState]]) -> str:
 
 
 def _medians(history: Sequence[Sequence[RankState]]) -> list[float] | None:
-    """Each rank's median own time; ``None`` before there are enough rows, or when there is nobody to wait."""
+    """Each rank's median own time; ``None`` before there are enough rows, or on a single rank."""
     if len(history) < JUDGED_ROWS or len(history[0]) < 2:
         return None
     return [statistics.median(state.own_s or 0.0 for state in per_rank) for per_rank in zip(*history, strict=True)]

@@ -49,7 +49,7 @@ class Collectives:
         self.local_rank = world.local_rank
         self.group: dist.ProcessGroup | None = None
         if self.size > 1:
-            # A group of its own: DDP's reducer issues collectives from the autograd thread.
+            # A separate group: DDP's reducer issues collectives from the autograd thread.
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def barrier(self) -> None:
@@ -305,7 +305,7 @@ class CheckedCollectives(Collectives):
             for rank, call in absent.items()
         ]
         return CollectiveError(
-            f"{ranks} did not come to {mine} {limit}",
+            f"{ranks} did not reach {mine} {limit}",
             why="; ".join(last),
             fix="make the call on every rank, under no condition that differs between ranks; if a rank is only slow, "
             "raise distributed.timeout_s",

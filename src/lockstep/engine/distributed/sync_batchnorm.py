@@ -92,7 +92,7 @@ class SyncedBatchNorm(BatchNorm):
         return Statistics(mean.to(kind), (spread / divisor).to(kind), values)
 
     def _has_variance(self, batch: Statistics, input: Tensor) -> bool:
-        """Whether there are two values. It waits for the device, so only a rank with fewer of its own asks."""
+        """Whether there are two values. It waits for the device, so only a rank that has fewer itself asks."""
         values = float(batch.values)
         if values == 1:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Sums along one fixed binary tree: the same bits however the leaves are spread over ranks.
 
 Floating-point addition is commutative but not associative, so a sum has the same bits wherever the
-same pairs are added. Leaves are lanes. A rank sums the subtree of its own lanes; then ranks exchange and
+same pairs are added. Leaves are lanes. A rank sums the subtree of its lanes; then ranks exchange and
 add in pairs (recursive doubling; Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
 communication operations in MPICH", section 4.4), which continues the same tree upwards.
 

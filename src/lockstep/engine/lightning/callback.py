@@ -105,12 +105,12 @@ class RunLogCallback(Checkpoint):
             self._finish_step(trainer, self._step)
             self._step, self._micro = None, 0
         if self._rank.config.validation.every_steps is not None:
-            # Lightning knows validations every so many batches, or at the ends of epochs; this asks it for both.
+            # Lightning validates every N batches or at the ends of epochs; this makes it do both.
             trainer.val_check_batch = 1 if stepped and self._validates() else sys.maxsize
         self._left_at = time.perf_counter()
 
     def _validates(self) -> bool:
-        """Whether a validation follows this step: at the end of every so many epochs, and every so many steps."""
+        """Whether a validation follows this step: at the end of every N epochs, and every N steps."""
         every, state = self._rank.config.validation, self._state
         if self._is_epoch_over:
             return (state.epoch + 1) % every.every_epochs == 0

@@ -106,9 +106,9 @@ class ModuleFit:
             "detect_anomaly": config.debug.detect_anomaly,
             "default_root_dir": self._rank.run_dir.logs,
         }
-        given.pop("enable_checkpointing", None)  # the run keeps checkpoints, by a callback that is one to the Trainer
+        given.pop("enable_checkpointing", None)  # RunLogCallback is a Checkpoint callback
         if ragged:
-            # An epoch that goes on with another global batch has another number of batches than the next one.
+            # An epoch that is resumed with another global batch has another number of batches than the next one.
             given["reload_dataloaders_every_n_epochs"] = 1
         plugins = [*ranks.pop("plugins"), store, *_as_list(given.pop("plugins", None))]
         return pl.Trainer(**{**settings, **given}, **ranks, callbacks=callbacks, plugins=plugins)

@@ -32,7 +32,7 @@ class _Lists(NamedTuple):
 class Stepper:
     """``optimizer.step()``, with the same result bit for bit.
 
-    Where the optimizer is torch's fused Adam or AdamW and nobody has hooked into it, the kernels are called directly,
+    Where the optimizer is torch's fused Adam or AdamW and has no hooks, the kernels are called directly,
     as ``torch.optim.adam._fused_adam`` does; else ``optimizer.step()`` is.
     """
 

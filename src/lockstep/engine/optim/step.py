@@ -57,8 +57,8 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Opt
 def match_layouts(optimizer: Optimizer) -> None:
     """Lay out restored states in memory as their parameters are.
 
-    A checkpoint keeps values, row by row. A fused optimizer walks a parameter and its moments through memory side by
-    side, so beside weights of another layout (``channels_last``) it would mix up their elements.
+    A checkpoint keeps values, row by row. A fused optimizer reads a parameter and its moments in the order
+    of memory, so with weights of another layout (``channels_last``) it would mix up their elements.
     """
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor) or not isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""The process-wide state that training needs, set on entry and given back on exit."""
+"""The process-wide state that training needs, set on entry and restored on exit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rank_device(devices: Sequence[str], world: World) -> torch.device:
 def runtime(
     plan: Plan, device: torch.device, world: World, timeout_s: float, *, detect_anomaly: bool
 ) -> Iterator[None]:
-    """Threads, seeds, determinism and the process group of an attempt; the caller's own come back afterwards."""
+    """Threads, seeds, determinism and the process group of an attempt; the caller's are restored afterwards."""
     threads, python_state, numpy_state = torch.get_num_threads(), random.getstate(), np.random.get_state()
     torch_state = torch.random.get_rng_state()
     deterministic, warn_only = (
@@ -91,7 +91,7 @@ def runtime(
 
 
 def _refuse_nondeterministic(error: BaseException) -> None:
-    """Say by name which operator cannot be exact; torch's own message tells of switches that users never set."""
+    """Name the operator that is not deterministic; torch's own message names switches that users never set."""
     operator, found, _ = str(error).partition(" does not have a deterministic implementation")
     if found:
         raise UnsupportedError(
@@ -115,14 +115,14 @@ def generators_kept() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The body draws from generators that start at ``seed``; the caller's own come back afterwards."""
+    """The body draws from generators that start at ``seed``; the caller's are restored afterwards."""
     with generators_kept():
         seed_everything(seed)
         yield
 
 
 def seed_everything(seed: int) -> None:
-    """One seed on every rank: parameters start equal. Order, augmentation and dropout have keys of their own."""
+    """One seed on every rank: parameters start equal. Order, augmentation and dropout have separate keys."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -142,7 +142,7 @@ def pins(device: torch.device, plan: Plan) -> dict[str, Any]:
 
 
 def check_pins(saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuse to go on with an exact run where bits would differ.
+    """Refuse to resume an exact run where bits would differ.
 
     Raises:
         CheckpointError: naming everything that differs.
@@ -150,7 +150,7 @@ def check_pins(saved: dict[str, Any], here: dict[str, Any]) -> None:
     differing = [f"{key} {saved.get(key)!r} → {value!r}" for key, value in here.items() if saved.get(key) != value]
     if differing:
         raise CheckpointError(
-            "this run is exact, and here its bits would differ",
+            "this run is exact, and results would differ in bits here",
             why="; ".join(differing),
             fix="resume where these agree, or give up exactness with --set training.reproducibility=fast",
         )

@@ -24,7 +24,7 @@ def kept_memory() -> Iterator[None]:
     By default it returns the memory of large tensors to the kernel, and each step gets it again page by page, or
     not, as the history of the process has it: with HAR's CNN a step took up to 40 % longer in some processes than in
     others (``benchmarks/peers.py --models cnn``). Blocks of more than 32 MiB, the largest threshold that mallopt(3)
-    takes, still go back. glibc cannot return to adjusting its thresholds by itself, so they stay after the end.
+    takes, still go back. glibc has no call that makes it adjust its thresholds again, so they stay after the end.
 
     Without glibc, and where its variables are set, nothing happens.
     """
