@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lockstep import Loss, Task
+from lockstep import ArrayDataset, Loss, Task
 from lockstep.bench.rank import PeakMemory, Rank
 from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import RunConfig
-from lockstep.data.arrays import ArrayDataset
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.optim.precision import Precision

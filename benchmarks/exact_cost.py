@@ -38,8 +38,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 import lockstep
-from lockstep import Datasets, Loss, Task
-from lockstep.data.arrays import ArrayDataset
+from lockstep import ArrayDataset, Datasets, Loss, Task
 from lockstep.models.har import Mlp
 from lockstep.tasks.har import HarTask
 

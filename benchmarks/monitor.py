@@ -16,7 +16,7 @@ from typing import Any
 
 from report import header, write_json
 
-from lockstep.hardware.detect import detect_devices
+from lockstep import detect_devices
 from lockstep.hardware.monitor import INTERVAL_S
 from lockstep.telemetry.files import read_jsonl
 from lockstep.telemetry.system import monitored

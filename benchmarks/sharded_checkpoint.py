@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep import Task
 from lockstep.bench.rank import PeakMemory, Rank
 from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.checkpoint.sharded import ShardedStore
@@ -31,7 +32,6 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part
 from lockstep.engine.process.process_group import join
 from lockstep.engine.strategies.fsdp import ShardedModel
-from lockstep.engine.task import Task
 
 RANKS, LAYERS = 2, 8
 WIDTHS = (512, 1024, 2048, 3072)

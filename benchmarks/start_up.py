@@ -26,7 +26,7 @@ from report import header, write_json
 TASK = """
 import json, os, resource, time
 from pathlib import Path
-from lockstep.tasks.har.task import HarTask
+from lockstep.tasks.har import HarTask
 
 class First(HarTask):
     def hooks(self):
@@ -57,7 +57,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from lockstep.tasks.har.task import HarTask
+from lockstep.tasks.har import HarTask
 
 distributed.init_process_group("gloo")
 torch.manual_seed(0)

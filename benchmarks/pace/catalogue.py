@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from lockstep.data.arrays import ArrayDataset
+from lockstep import ArrayDataset
 from pace.workload import Workload
 
 FEATURES = 561

@@ -10,9 +10,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 import lockstep
-from lockstep import Datasets, Loss, Task
-from lockstep.data.arrays import ArrayDataset
-from lockstep.engine.task import TaskConfig
+from lockstep import ArrayDataset, Datasets, Loss, Task, TaskConfig
 from pace.catalogue import DATASETS, padded, unpacked
 from pace.pacer import Pacer
 from pace.workload import CLASSES, INTERVAL, LR, MAX_NORM, Workload, read_workload

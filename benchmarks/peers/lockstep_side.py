@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 import lockstep
-from lockstep import Datasets, LockstepError, Loss, Task
-from lockstep.engine.task import TaskConfig
+from lockstep import Datasets, LockstepError, Loss, Task, TaskConfig
 from peers.probe import LR, SEED, VALIDATION_SAMPLES, Diary, Job, Probe, Samples, Stopped, flat_weights
 
 TASK = "peers.lockstep_side:ProbeTask"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.order import Order
+from lockstep import Order
 
 SAMPLES = 1000
 EPOCHS = 3

@@ -25,21 +25,18 @@ class Accumulated(lockstep.Task):
         return lockstep.Loss(nn.functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels))
 
 
-def settings(run_folder: str, devices: str) -> dict:
-    return {
-        "save_dir": run_folder,
-        "hardware": {"selected_devices": devices.split(",")},
-        "training": {
-            "epochs": problem.EPOCHS,
-            "batch_size": problem.MICRO_BATCH,
-            # Held on any devices: the plan derives the micro-batches of each rank, and prints them.
-            "global_batch_size": problem.EFFECTIVE_BATCH,
-            "seed": problem.SEED,
-        },
-        "optimizer": {"name": "sgd", "lr": problem.LEARNING_RATE, "momentum": problem.MOMENTUM, "weight_decay": 0.0},
-        "scheduler": {"name": "constant", "warmup_epochs": 0},
-    }
-
-
 if __name__ == "__main__":
-    lockstep.train(Accumulated(), settings(sys.argv[1], sys.argv[2] if sys.argv[2:] else "cpu"))
+    lockstep.train(
+        Accumulated(),
+        {"optimizer.name": "sgd", "optimizer.momentum": problem.MOMENTUM, "scheduler.name": "constant"},
+        save_dir=sys.argv[1],
+        devices=sys.argv[2] if sys.argv[2:] else "cpu",
+        epochs=problem.EPOCHS,
+        batch_size=problem.MICRO_BATCH,
+        # The same on any devices: the plan derives the micro-batches of each rank, and prints them.
+        global_batch_size=problem.EFFECTIVE_BATCH,
+        seed=problem.SEED,
+        lr=problem.LEARNING_RATE,
+        weight_decay=0.0,
+        warmup_epochs=0,
+    )

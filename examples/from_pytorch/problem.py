@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.data.order import Order
+from lockstep import Order
 from lockstep.tasks.autoencoder import load_digits
 
 EPOCHS = 10

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+import lockstep
 from lockstep.lightning import fit
-from lockstep.telemetry.rundir import RunDir
 
 
 class Classifier(L.LightningModule):
@@ -38,4 +38,4 @@ result = fit(
     hardware={"selected_devices": devices},
     config={"training": {"epochs": problem.EPOCHS, "seed": problem.SEED, "max_grad_norm": None}},
 )
-problem.report([row["train_loss"] for row in RunDir.open(result.run_dir).epochs()])
+problem.report([row["train_loss"] for row in lockstep.Run(result.run_dir).history])

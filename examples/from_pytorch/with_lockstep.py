@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.telemetry.rundir import RunDir
 
 
 class Digits(lockstep.Task):
@@ -25,18 +24,14 @@ class Digits(lockstep.Task):
         return torch.optim.Adam(model.parameters(), lr=problem.LEARNING_RATE)
 
 
-devices = (sys.argv[2] if sys.argv[2:] else "cpu").split(",")
-result = lockstep.train(
+run = lockstep.train(
     Digits(),
-    {
-        "hardware": {"selected_devices": devices},
-        "training": {
-            "epochs": problem.EPOCHS,
-            "global_batch_size": problem.BATCH_SIZE,
-            "seed": problem.SEED,
-            "max_grad_norm": None,
-        },
-        "scheduler": {"name": "constant", "warmup_epochs": 0},
-    },
+    {"scheduler.name": "constant"},
+    devices=sys.argv[2] if sys.argv[2:] else "cpu",
+    epochs=problem.EPOCHS,
+    global_batch_size=problem.BATCH_SIZE,
+    seed=problem.SEED,
+    max_grad_norm=None,
+    warmup_epochs=0,
 )
-problem.report([row["train_loss"] for row in RunDir.open(result.run_dir).epochs()])
+problem.report([row["train_loss"] for row in run.history])
