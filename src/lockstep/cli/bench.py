@@ -169,7 +169,7 @@ def scaling(
     names = _names(strategies)
     if not names or not set(names) <= set(_STRATEGIES):
         raise UsageError(
-            f"--strategies {strategies!r} is no list of strategies",
+            f"--strategies {strategies!r} is not a list of strategies",
             why=f"those of several devices are {', '.join(_STRATEGIES)}",
             fix="write for example --strategies ddp,fsdp",
         )

@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     if "LOCAL_RANK" in os.environ:
-        # torch.distributed.launch tells each rank its place on the command line too.
+        # torch.distributed.launch passes each rank its local rank as an argument too.
         tokens = [token for token in tokens if not token.startswith(("--local-rank=", "--local_rank="))]
     if argv is None:  # as in ranks (launch/local/environment.py); libgomp reads it when torch is imported
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

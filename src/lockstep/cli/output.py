@@ -1,4 +1,4 @@
-"""How commands speak: one JSON document or a table on standard output, errors on standard error."""
+"""Output of commands: one JSON document or a table on standard output, errors on standard error."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def deliver(
 
 
 def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> None:
-    """What, why and fix. Under torchrun or srun every rank fails alike: all but the first say it in a line."""
+    """What, why and fix. Under torchrun or srun every rank fails alike: all but the first print one line."""
     from lockstep.telemetry.tables import is_terminal, say
 
     if rank != "0":
-        fix = f" (fix: {error.fix})" if error.fix else ""  # the first rank may be ended before it speaks
+        fix = f" (fix: {error.fix})" if error.fix else ""  # the first rank may be ended before it prints
         say(f"rank {rank}: error: {' '.join(error.what.split())}{fix}", stream)
         return
     coloured = is_terminal(stream) and not os.environ.get("NO_COLOR")
@@ -113,4 +113,4 @@ def checkpoint_choice(text: str) -> str | int:
         return text
     if text.isascii() and text.isdigit():
         return int(text)
-    raise UsageError(f"--checkpoint {text!r} is no checkpoint", fix="write best, last, or a step such as 1200")
+    raise UsageError(f"invalid value for --checkpoint: {text!r}", fix="write best, last, or a step such as 1200")

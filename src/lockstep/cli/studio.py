@@ -72,7 +72,7 @@ def studio(
     )
     server = Server(options, port=port, detect=detect_devices)
     say(f"Lockstep studio: {server.url}", sys.stdout)
-    say(f"runs in {options.runs_dir.resolve()}; Ctrl-C ends the studio, runs go on", sys.stdout)
+    say(f"runs in {options.runs_dir.resolve()}; Ctrl-C ends the studio; runs continue", sys.stdout)
     sys.stdout.flush()
     if browser:
         import webbrowser

@@ -15,7 +15,7 @@ EPILOGUE = """\
 Examples:
   lockstep train har                                   # gpu:0 if there is one, else the CPU
   lockstep train har --devices all --epochs 10         # every GPU
-  lockstep train har --devices cpu,cpu                 # rehearse two ranks on the CPU
+  lockstep train har --devices cpu,cpu                 # a dry run: two CPU ranks
   lockstep train har --config configs/har/two_gpu.yaml --lr 2e-3
   lockstep train my_task.py:MyTask --save-dir runs/mine --resume
   torchrun --nproc_per_node=2 -m lockstep train har    # each process is a rank

@@ -29,7 +29,7 @@ class PixelErrors:
         self.examples += zip(images[:missing], reconstructions[:missing], strict=True)
 
     def compute(self) -> dict[str, Tensor]:
-        """``mse``, and ``psnr`` = 10·log₁₀(1 / mse); not a number before any row has come."""
+        """``mse``, and ``psnr`` = 10·log₁₀(1 / mse); NaN before the first row."""
         mse = self._squares / self._pixels
         return {"mse": mse.float(), "psnr": -10 * mse.log10().float()}
 

@@ -46,7 +46,7 @@ class WindowScores:
     """Scores of windows when each channel of a window was classified on its own (mode ``flatten``), and of channels.
 
     A window's class is the one with the largest mean probability over its channels. Rows may come in any
-    order and in any batches; a window is counted when its last channel has come, so only windows that
+    order and in any batches; a window is counted when its last channel has arrived, so only windows that
     are not complete take memory.
 
     Args:

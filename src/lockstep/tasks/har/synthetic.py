@@ -15,7 +15,7 @@ POOL_BYTES = 256 * 1024**2
 
 
 def make_synthetic(samples: int, shape: tuple[int, int], classes: int, *, seed: int) -> HarData:
-    """Each class is a wave of its own frequency and phases in noise; a tenth as many windows validate, and test.
+    """Each class is a wave with a separate frequency and phases in noise; a tenth as many windows validate, and test.
 
     Args:
         samples: distinct training windows wanted; fewer are made when they would take more than ``POOL_BYTES``.

@@ -25,7 +25,7 @@ FOLDER = "UCI HAR Dataset"
 CLASSES = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "laying")
 CHANNELS = tuple(f"{sensor}_{axis}" for sensor in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
 LENGTH = 128
-#: Of the official training subjects, so many of the highest numbers are kept apart for validation.
+#: Of the official training subjects, how many, of the highest numbers, are for validation.
 VAL_SHARE = 5
 
 

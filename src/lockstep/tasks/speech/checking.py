@@ -21,11 +21,11 @@ from lockstep.tasks.speech.resample import resampled_length
 from lockstep.tasks.speech.vocabulary import ENGLISH, Vocabulary, alignment_frames
 from lockstep.telemetry.files import read_json, write_json
 
-#: Below it, most of what tells consonants apart is gone.
+#: Below it, most of what distinguishes consonants is missing.
 LOWEST_RATE_HZ = 8_000
 #: How far a manifest's duration may be from the file's, in seconds and as a share: what people round away.
 TOLERANCE_S, TOLERANCE_SHARE = 0.05, 0.01
-#: Faults told in full; of more, only the lines.
+#: Faults reported in full; of more, only the lines.
 MOST_TOLD = 200
 #: Raise it when the checks change, so that what older ones found is not taken for theirs.
 VERSION = 4
@@ -95,7 +95,7 @@ def open_rows(
             why=_told(checked.faults) or "it is empty",
             fix="check that it is the right file",
         )
-    if checked.faults and is_new:  # told once, not by every rank
+    if checked.faults and is_new:  # reported once, not by every rank
         _log.warning("%s: %d of %d lines are left out\n%s", name, len(checked.faults), len(rows), _told(checked.faults))
     return checked.utterances
 

@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
 
 class SpeechBatch(NamedTuple):
-    """Utterances side by side.
+    """Utterances of one batch, padded to the longest.
 
     ``features`` float32 [n, frames of the longest, 80], padded with 0 after ``lengths`` [n] frames; ``targets`` int64
     [n, symbols of the longest], padded with the blank after ``target_lengths`` [n] symbols.

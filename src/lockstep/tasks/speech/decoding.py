@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.tasks.speech.vocabulary import BLANK, ENGLISH, Vocabulary
 
-#: Multiplier and increment of Knuth's MMIX generator: prefixes are told apart by a hash of 64 bits.
+#: Multiplier and increment of Knuth's MMIX generator: prefixes are distinguished by a hash of 64 bits.
 _MULTIPLY, _ADD = 6364136223846793005, 1442695040888963407
 _NEVER = float("-inf")
 
@@ -118,7 +118,7 @@ def _start(log_probs: Tensor, width: int) -> _Beams:
 
 
 def _nobody(width: int, device: torch.device) -> Tensor:
-    """Hashes, one a place, for places without a prefix: equal to nobody else's."""
+    """Hashes, one a place, for places without a prefix: equal to no other."""
     return -1 - torch.arange(width, device=device)
 
 
@@ -153,7 +153,7 @@ def _advance(beams: _Beams, log_probs: Tensor) -> tuple[_Beams, Tensor, Tensor]:
     source = torch.where(stays, choice, (choice - width) // symbols)
     grown = torch.where(stays, BLANK, (choice - width) % symbols)
     key = beams.key.gather(1, source)
-    # A candidate without any probability is no prefix: it must not be taken for one later.
+    # A candidate without any probability must not be taken for a prefix later.
     nobody, real = _nobody(width, value.device), value > _NEVER
     after = _Beams(
         torch.where(stays, beams.last.gather(1, source), grown),

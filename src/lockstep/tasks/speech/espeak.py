@@ -59,7 +59,7 @@ class Synthesiser:
             raise DataError(
                 "eSpeak NG does not start",
                 why=f"espeak_Initialize returns {self.rate} for {data}",
-                fix=f"install {PACKAGE} anew: pip install --force-reinstall {PACKAGE}",
+                fix=f"reinstall {PACKAGE}: pip install --force-reinstall {PACKAGE}",
             )
         self._library.espeak_Synth.argtypes = (
             *(ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint, ctypes.c_int, ctypes.c_uint, ctypes.c_uint),
@@ -91,4 +91,4 @@ class Synthesiser:
 
     def _check(self, status: int, what: str) -> None:
         if status != 0:
-            raise DataError(f"eSpeak NG {what}", why=f"it returns {status}", fix=f"install {PACKAGE} anew")
+            raise DataError(f"eSpeak NG {what}", why=f"it returns {status}", fix=f"reinstall {PACKAGE}")

@@ -1,4 +1,4 @@
-"""What a recogniser hears: log-mel spectra, normalised per utterance, masked at random in training."""
+"""Input of a recogniser: log-mel spectra, normalised per utterance, masked at random in training."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def read_manifest(manifest: Path) -> list[Utterance]:
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{manifest} is damaged", why=f"{type(error).__name__}: {error}", fix="remove it; it is made anew"
+            f"{manifest} is damaged", why=f"{type(error).__name__}: {error}", fix="remove it; it is made again"
         ) from None
 
 

@@ -24,7 +24,7 @@ class ErrorRates:
         self._sums = {name: torch.zeros(2, dtype=torch.int64) for name in ("wer", "cer")}
 
     def update(self, ids: Tensor, lengths: Tensor, reference_ids: Tensor, reference_lengths: Tensor) -> None:
-        """Take a row an utterance: symbols heard [n, longest] and said [n, longest'], of which so many count [n]."""
+        """Take a row per utterance: symbols predicted [n, longest] and spoken [n, longest'], and their numbers [n]."""
         import jiwer
 
         said, heard = (texts(*row, self._vocabulary) for row in ((reference_ids, reference_lengths), (ids, lengths)))
@@ -36,5 +36,5 @@ class ErrorRates:
         self._sums[name] += torch.tensor([wrong + found.insertions, wrong + found.hits])
 
     def compute(self) -> dict[str, Tensor]:
-        """Shares, not per cent; not a number before any reference has come."""
+        """Shares, not per cent; NaN before the first reference."""
         return {name: errors / units for name, (errors, units) in self._sums.items()}

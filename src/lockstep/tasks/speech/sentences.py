@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Of a hundred hashes, so many are of the test and of validation; the rest trains.
+#: Of a hundred hashes, how many are for test and for validation; the rest is for training.
 TEST_PERCENT, VAL_PERCENT = 15, 15
 #: Share of sentences that are strings of digits, and how long these are.
 DIGITS_SHARE, FEWEST_DIGITS, MOST_DIGITS = 0.5, 2, 6

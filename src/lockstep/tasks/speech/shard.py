@@ -33,6 +33,6 @@ def _as_16_bit(wave: npt.NDArray[np.float64]) -> npt.NDArray[np.int16]:
 
 
 if __name__ == "__main__":
-    watch_pipe(0)  # the maker of the set holds the other end: nobody speaks on when it is gone
+    watch_pipe(0)  # the parent has the other end; this process ends with it
     job = Path(sys.argv[1])
     speak([Line(*line) for line in json.loads(job.read_text(encoding="utf-8"))], job.with_suffix(".npz"))

@@ -123,7 +123,7 @@ def _check(folder: Path) -> None:
         raise DataError(
             f"the synthesised speech in {folder} is not as it was made",
             why=f"damaged: {', '.join(wrong)}",
-            fix="remove the folder; it is made anew",
+            fix="remove the folder; it is made again",
         )
 
 
@@ -174,7 +174,7 @@ def _finish(job: Path, process: subprocess.Popen[bytes]) -> None:
         raise DataError(
             f"speech could not be synthesised: a process ended with status {status}",
             why=" ".join(log.splitlines()[-3:]),
-            fix=f"install {PACKAGE} anew: pip install --force-reinstall {PACKAGE}",
+            fix=f"reinstall {PACKAGE}: pip install --force-reinstall {PACKAGE}",
         )
 
 

@@ -329,7 +329,7 @@ class SpeechTask(Task):
 
 
 def _refuse_foreign_folder(folder: Path) -> None:
-    """Nobody names a folder of recordings, or one that is not there, for speech to be synthesised into it.
+    """Refuse a missing folder, and one with other files, as the place of synthesised speech.
 
     Raises:
         DataError: ``folder`` is missing, or holds things and no set of :func:`synthesise` among them.

@@ -1,4 +1,4 @@
-"""What a trained recogniser hears in recordings."""
+"""Transcribing recordings with a trained recogniser."""
 
 from __future__ import annotations
 

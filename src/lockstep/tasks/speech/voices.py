@@ -1,4 +1,4 @@
-"""Who speaks: voice variants of eSpeak NG, shared out to the splits so that no split hears another one's voices.
+"""Voice variants of eSpeak NG, divided among the splits so that no two splits have a voice in common.
 
 Variants that are one voice with small changes stand in the same split: between voices of different splits, the mean
 log-mel spectra of a sentence differ by at least 0.4 (root mean square, natural units; the median of all pairs is 2).
