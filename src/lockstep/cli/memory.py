@@ -44,9 +44,7 @@ def memory(
 
     limit = None if memory is None else parse_memory(memory)
     if gpus is not None and not 1 <= gpus <= MOST:
-        raise UsageError(
-            f"invalid value for --gpus: {gpus} (must be 1 to {MOST:,})", fix="write for example --gpus 8"
-        )
+        raise UsageError(f"invalid value for --gpus: {gpus} (must be 1 to {MOST:,})", fix="write for example --gpus 8")
     wanted = check_strategy(strategy)
     found = estimate_memory(Subject(name, mapping), gpus=gpus, limit=limit, strategy=wanted)
     if as_json:
