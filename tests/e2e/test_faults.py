@@ -209,15 +209,13 @@ def test_a_loaders_worker_that_hangs_is_named_with_the_line_that_it_is_at(tmp_pa
     line = f"{faulty.__file__}:{line_of('__getitem__', 'of the disk')} in __getitem__"
     says = rf"rank 1 has made no progress for \d+ s, in step \d, waiting for data: its loader's worker \d+ is at {line}"
     assert re.search(says, output), output
-    assert "fix: mend what its worker does there" in output
+    assert "fix: fix what its worker does there" in output
     run.resume()
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize("torchrun", [False, True])
-def test_a_save_that_stands_still_is_named_although_rank_0_still_gives_signs_of_life(
-    tmp_path: Path, torchrun: bool
-) -> None:
+def test_a_save_that_stands_still_is_named_although_rank_0_sends_heartbeats(tmp_path: Path, torchrun: bool) -> None:
     arguments = (*QUIET, *SAVING, "--set", "task.fault=saving", "--set", "launch.hang_timeout_s=3")
     with drive(tmp_path, *arguments, torchrun=torchrun) as run:
         output = run.finish(1)
@@ -238,7 +236,7 @@ def test_a_barrier_on_one_rank_is_named_where_no_launcher_watches(tmp_path: Path
     assert re.search(
         rf"^error: rank 0 has made no progress for \d+ s, in hooks .* step 4: {place}", output, re.MULTILINE
     )
-    assert re.search(r"rank 1: silent for \d+ s in step 5; ", output)
+    assert re.search(r"rank 1: silent for \d+ s in (step 5|hooks .*); ", output)
     assert "stack of rank 1, innermost call first" in output
     assert output.count("error: rank 0 has made") == 1
     assert f"{place}lonely" in (run.run.logs / "rank-1.log").read_text()

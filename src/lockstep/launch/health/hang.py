@@ -34,6 +34,7 @@ class Standstill(FileContent):
 
     ``state``: ``running``, ``stopped`` (by a signal or a debugger), ``blocked`` (in the kernel) or ``unresponsive``.
     ``in_framework``: its innermost call is torch's or Lockstep's, as that of a rank which waits for others.
+    ``in_user_code``: the user's code made that call.
     ``node``: its host, if there are several. ``workers``: where its loader's workers are, if it waits for them.
     """
 
@@ -47,6 +48,7 @@ class Standstill(FileContent):
     state: str = "running"
     place: str = ""
     in_framework: bool = False
+    in_user_code: bool = False
     stack: tuple[str, ...] = ()
     node: str = ""
     workers: tuple[str, ...] = ()
@@ -74,6 +76,7 @@ class Standstill(FileContent):
             state=state,
             place=stacks.place(stack),
             in_framework=bool(stack) and stack[0].is_framework,
+            in_user_code=any(not frame.is_library for frame in stack),
             stack=tuple(map(str, stacks.own_part(stack))),
             workers=workers,
         )
@@ -102,6 +105,7 @@ class HangReport(FileContent):
             [rank for rank in self.ranks if not rank.stack],
             [rank for rank in self.ranks if not rank.waits_for_save],
             [rank for rank in self.ranks if (rank.step, rank.ahead) == min((r.step, r.ahead) for r in self.ranks)],
+            [rank for rank in self.ranks if rank.in_user_code],
         ):
             if apart and (len(apart) < len(self.ranks) or apart[0].state == "stopped" or len(self.ranks) == 1):
                 return tuple(apart)
