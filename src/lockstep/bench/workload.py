@@ -12,12 +12,11 @@ from lockstep.bench.measure import Case
 from lockstep.bench.trials import TIMEOUT_S
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
-from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import open_data
 from lockstep.errors import UnsupportedError
 from lockstep.hardware.world import World, read_world
-from lockstep.launch.prepare import Prepared, place, plan_for, settle
+from lockstep.launch.prepare import Prepared, native_settings, place, plan_for, settle
 
 #: What every trial does without: it trains nothing that anybody keeps.
 _QUIET: dict[str, Any] = {
@@ -59,12 +58,6 @@ class Subject:
             LockstepError: settings that contradict each other, the data or the devices.
         """
         built, config = self._settle({})
-        if isinstance(built, ModuleTask):
-            raise UnsupportedError(
-                "bench measures a lockstep.Task, and this is a LightningModule",
-                why="its steps are those of Lightning's Trainer",
-                fix="use lightning.profiler for it, or write a lockstep.Task (docs/from-lightning.md)",
-            )
         return plan_for(built, config, place(config, World()), open_data(built, config), None)
 
     @property
@@ -97,5 +90,5 @@ class Subject:
         return Case(label, trial.config, trial.plan, warm_up, tf32)
 
     def _settle(self, changes: Mapping[str, Any]) -> tuple[Task, RunConfig]:
-        settings = merge(self.given, changes)
-        return settle(self.task, settings)
+        self.given = native_settings(self.task, self.given)
+        return settle(self.task, merge(self.given, changes))

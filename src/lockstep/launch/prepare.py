@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.config import RunConfig, resolve
+from lockstep.config.load import merge
 from lockstep.engine.inspection import inspect_task, on_meta, trial_of
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.strategies.stages import stages_of
@@ -21,6 +22,7 @@ from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware import Device, Placement, World, detect_devices, read_world, resolve_placement
 from lockstep.hardware.fits_memory import divide_if_needed
 from lockstep.hardware.host import usable_cores
+from lockstep.launch.run_claim import overrides_of
 from lockstep.plan import Plan, ResumePoint, TaskFacts
 from lockstep.plan import make_plan as compute_plan
 from lockstep.plan.checkpoint import moments_of
@@ -48,7 +50,7 @@ def settle(
     Raises:
         TaskError, ConfigError: an unknown task, key or value. UnsupportedError: Lightning is not installed.
     """
-    given = config.model_dump(exclude_unset=True, mode="json") if isinstance(config, RunConfig) else dict(config or {})
+    given = overrides_of(config)
     named = given.get("task") or {}
     if not isinstance(named, Mapping):
         raise ConfigError("`task` must be a section", why=f"it is {named!r}", fix="write `task: {name: har}`")
@@ -83,6 +85,37 @@ def settle(
         built.check_config(whole)
     built.data = data_settings(whole)
     return built, whole
+
+
+def native_settings(
+    task: Task | type[Task] | str | None, config: RunConfig | Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    """``config`` with which Lockstep's own loop trains a ``LightningModule``; unchanged for another task.
+
+    The batch size per device is that of the module's training loader.
+
+    Raises:
+        UnsupportedError: the module was given as an object, or its training loader has its own order.
+    """
+    given = overrides_of(config)
+    section = given.get("task")
+    if isinstance(section, Mapping) and section.get("native_steps") is not None:
+        return given
+    built, whole = settle(task, config)
+    if not isinstance(built, ModuleTask):
+        return given
+    if built.module_class is None:
+        raise UnsupportedError(
+            "verify and bench cannot take a LightningModule that is an object",
+            why="each of their runs makes its own",
+            fix="name its class, as FILE.py:MODULE",
+        )
+    samples = len(open_data(built, whole).train)
+    facts, training = built.loader_facts, whole.training
+    per_step = facts.batch_size * place(whole, World()).world_size * training.accumulate
+    steps = training.max_steps or -(-samples // per_step) * training.epochs
+    sizes = {"batch_size": facts.batch_size, **({"tail": "drop"} if facts.drop_last else {})}
+    return merge({"training": sizes}, merge(given, {"task": {"native_steps": steps}}))
 
 
 def _absolute(name: str) -> str:

@@ -9,12 +9,19 @@ import sys
 from collections.abc import Mapping
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config.load import explain
-from lockstep.engine.lightning.module_task import is_datamodule_class, is_module_class, module_task
+from lockstep.engine.lightning.module_steps import ModuleSteps
+from lockstep.engine.lightning.module_task import (
+    ModuleConfig,
+    ModuleTask,
+    is_datamodule_class,
+    is_module_class,
+    module_task,
+)
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, TaskError
 
@@ -116,6 +123,8 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
         config = model.model_validate(dict(settings))
     except ValidationError as error:
         raise explain(error, model, prefix="task.") from None
+    if isinstance(config, ModuleConfig) and config.native_steps is not None:
+        return ModuleSteps(config, cast(type[ModuleTask], kind)(config))
     parameters = {p.name: p for p in signature(kind).parameters.values()}
     named = next((name for name in ("config", "cfg") if name in parameters), None)
     variable = [p.kind for p in parameters.values() if p.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]

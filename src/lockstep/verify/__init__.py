@@ -14,7 +14,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.task import Task
 from lockstep.errors import UnsupportedError, UsageError
 from lockstep.hardware.world import read_world
-from lockstep.launch.prepare import prepare
+from lockstep.launch.prepare import native_settings, prepare
 from lockstep.verify.diagnose import (
     FACTOR,
     Cause,
@@ -72,14 +72,8 @@ def verify(
         )
     if steps < 1:
         raise UsageError(f"invalid value for --steps: {steps}", fix="use at least 1; the default is 24")
-    prepared = prepare(task, config)
+    prepared = prepare(task, native_settings(task, config))
     plan = prepared.plan
-    if plan.task.loader is not None:
-        raise UnsupportedError(
-            "verify compares runs of a lockstep.Task, and this is a LightningModule",
-            why="its losses are means, so several devices need not give the result of one",
-            fix="write a lockstep.Task (docs/from-lightning.md)",
-        )
     if len(plan.placement["devices"]) < 2:
         raise UsageError(
             f"verify compares several devices with one, and {', '.join(plan.placement['devices'])} is one",

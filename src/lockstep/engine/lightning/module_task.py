@@ -62,6 +62,9 @@ class ModuleConfig(TaskConfig):
     )
     data: dict[str, Any] = Field(default_factory=dict, description="arguments of the LightningDataModule")
     trainer: dict[str, Any] = Field(default_factory=dict, description="more arguments of Lightning's Trainer")
+    native_steps: int | None = Field(
+        default=None, description="set by verify and bench: the optimizer steps that Lockstep's own loop takes"
+    )
 
     @field_validator("datamodule")
     @classmethod
@@ -123,13 +126,13 @@ class ModuleTask(Task):
         super().__init__(config)
         self._module, self._datamodule = module, datamodule
         self._facts: LoaderFacts | None = None
-        self._planned = RunConfig()
+        self.planned = RunConfig()
         self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
         _check_given(self.trainer_arguments)
 
     def check_config(self, config: RunConfig) -> None:
         """Raises :class:`ConfigError` when the run and the Trainer's arguments both say when to validate."""
-        self._planned = config
+        self.planned = config
         given = sorted({"val_check_interval", "check_val_every_n_epoch"} & self.trainer_arguments.keys())
         if given and config.validation.every_steps is not None:
             raise ConfigError(
@@ -169,8 +172,8 @@ class ModuleTask(Task):
         with seeded(self.data.seed):
             return _make(self.module_class, self.config.model, "task.model")
 
-    def prepare(self) -> None:
-        with self._planning():
+    def prepare(self, ranks: int | None = None) -> None:
+        with self.planning(ranks):
             for owner in filter(None, (self.datamodule, self.module)):
                 owner.prepare_data()
 
@@ -182,12 +185,8 @@ class ModuleTask(Task):
         Raises:
             UnsupportedError, DataError: what cannot be trained on, or not on several devices.
         """
-        with self._planning() as ranks:
-            source = self._source()
-            with seeded(self.data.seed):
-                source.setup("fit")
-            with seeded(self.data.seed):
-                loader = source.train_dataloader()
+        with self.planning() as ranks:
+            loader = self.open_loader("train_dataloader")
             whole_steps = not self.module.automatic_optimization
             if orders(loader, ranks):
                 self._facts = LoaderFacts(
@@ -197,17 +196,28 @@ class ModuleTask(Task):
                     whole_steps=whole_steps,
                 )
                 return Datasets(loader.dataset)
-            training, size = self._planned.training, getattr(loader, "batch_size", None) or 1
+            training, size = self.planned.training, getattr(loader, "batch_size", None) or 1
             batches = own_batches(loader, training.max_steps and training.max_steps * training.accumulate)
             self._facts = LoaderFacts(batch_size=size, shuffle=False, whole_steps=whole_steps, batches=batches)
             return Datasets(range(batches * size))
 
+    def open_loader(self, hook: str) -> Any:
+        """What a loader hook returns, from the run's seed; ``None`` for one of evaluation that nobody defines."""
+        owner = self._source(hook)
+        if owner is None:
+            return None
+        with seeded(self.data.seed):
+            owner.setup("fit")
+        with seeded(self.data.seed):
+            return getattr(owner, hook)()
+
     @contextmanager
-    def _planning(self) -> Iterator[int]:
+    def planning(self, ranks: int | None = None) -> Iterator[int]:
         """``self.trainer`` of module and data module is a :class:`PlannedTrainer`; yields the number of ranks."""
-        config, owners = self._planned, [owner for owner in (self.datamodule, self.module) if owner is not None]
-        world = read_world(os.environ)
-        ranks = resolve_placement(config.hardware, config.distributed, world, detect_devices()).world_size
+        config, owners = self.planned, [owner for owner in (self.datamodule, self.module) if owner is not None]
+        if ranks is None:
+            world = read_world(os.environ)
+            ranks = resolve_placement(config.hardware, config.distributed, world, detect_devices()).world_size
         view = PlannedTrainer(config, ranks, self.module, self.datamodule)
         from lockstep.engine.lightning.cluster import quiet_trainer
 
@@ -230,11 +240,17 @@ class ModuleTask(Task):
         module: nn.Module = self._module if self._module is not None else self._build()
         return module
 
-    def _source(self) -> Any:
-        """Who has the training loader: the data module where it defines one, else the module, as the Trainer looks."""
+    def fresh_module(self) -> Any:
+        """The module that was given, or a new one of its class."""
+        return self._build() if self.module_class is not None else self.module
+
+    def _source(self, hook: str) -> Any:
+        """Who defines a loader hook: the data module where it does, else the module, as the Trainer looks."""
         for owner in filter(None, (self.datamodule, self.module)):
-            if defines(owner, "train_dataloader"):
+            if defines(owner, hook):
                 return owner
+        if hook != "train_dataloader":
+            return None
         raise TaskError(
             f"{type(self.module).__name__} has no training data",
             why="neither it nor a LightningDataModule defines train_dataloader()",
