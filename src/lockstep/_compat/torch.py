@@ -251,7 +251,7 @@ def child_handler_set(value: bool | None = None) -> bool:
 
 
 def record_memory(max_entries: int | None) -> None:
-    """Record up to so many allocations of the GPU; ``None`` stops."""
+    """Record up to ``max_entries`` allocations of the GPU; ``None`` stops."""
     enabled: Any = None if max_entries is None else "all"
     torch.cuda.memory._record_memory_history(enabled, max_entries=max_entries or sys.maxsize)
 

@@ -22,7 +22,6 @@ from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware import Device, Placement, World, detect_devices, read_world, resolve_placement
 from lockstep.hardware.fits_memory import divide_if_needed
 from lockstep.hardware.host import usable_cores
-from lockstep.launch.run_claim import overrides_of
 from lockstep.plan import Plan, ResumePoint, TaskFacts
 from lockstep.plan import make_plan as compute_plan
 from lockstep.plan.checkpoint import moments_of
@@ -42,6 +41,10 @@ class Prepared:
     plan: Plan
 
 
+def _given(config: RunConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    return config.model_dump(exclude_unset=True, mode="json") if isinstance(config, RunConfig) else dict(config or {})
+
+
 def settle(
     task: Task | type[Task] | str | None, config: RunConfig | Mapping[str, Any] | None
 ) -> tuple[Task, RunConfig]:
@@ -50,7 +53,7 @@ def settle(
     Raises:
         TaskError, ConfigError: an unknown task, key or value. UnsupportedError: Lightning is not installed.
     """
-    given = overrides_of(config)
+    given = _given(config)
     named = given.get("task") or {}
     if not isinstance(named, Mapping):
         raise ConfigError("`task` must be a section", why=f"it is {named!r}", fix="write `task: {name: har}`")
@@ -97,7 +100,7 @@ def native_settings(
     Raises:
         UnsupportedError: the module was given as an object, or its training loader has its own order.
     """
-    given = overrides_of(config)
+    given = _given(config)
     section = given.get("task")
     if isinstance(section, Mapping) and section.get("native_steps") is not None:
         return given

@@ -1,4 +1,4 @@
-"""Lockstep for people who have a ``LightningModule``: training it, and parts to use in a Trainer of one's own.
+"""Training a ``LightningModule`` with Lockstep, and parts for your own ``Trainer``.
 
 The public names are imported when they are first used: Lightning takes a second.
 """

@@ -1,4 +1,4 @@
-"""The run folder of ``lockstep lightning fit``: a new one, or that of an earlier fit; what becomes of it."""
+"""The run folder of ``lockstep lightning fit``: a new one, or that of an earlier fit, and how the fit ended."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def fit_folder(path: str | None, ckpt_path: str | None, task: str, world: World)
 
     Args:
         path: as given, with a number where another run is in it; ``None``: a new folder in ``runs/``.
-        ckpt_path: the checkpoint that the fit goes on from.
+        ckpt_path: the checkpoint that the fit resumes from.
         task: what the run's record names.
 
     Returns:
         ``None`` where the ranks cannot agree on one.
 
     Raises:
-        RunFolderError: somebody is at that run; it is another one; or the folder cannot be made.
+        RunFolderError: the run is still being trained, is another one, or its folder could not be created.
     """
     if world.from_outside and path is None:
         if world.is_main:
@@ -70,7 +70,7 @@ def _of_lightning(run: RunDir) -> RunDir:
 
 @contextmanager
 def outcome_recorded(run: RunDir) -> Iterator[None]:
-    """Writes down how a fit ended that did not come to its first step; later, ``RunStatus`` does."""
+    """Records the end of a fit that did not reach its first step; later, ``RunStatus`` does."""
     try:
         yield
     except BaseException as error:

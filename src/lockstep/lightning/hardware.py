@@ -52,13 +52,13 @@ def resolve(
 
     Args:
         trainer: the settings of the ``trainer`` section.
-        defaults: what these are when nobody sets them.
-        world: whether somebody started the ranks already.
+        defaults: their default values.
+        world: whether a launcher has started the ranks already.
         detected: what this machine has.
 
     Raises:
         ConfigError: both sections decide, or several nodes without a launcher.
-        DeviceError: a device that is not here, malformed or lacks the precision.
+        DeviceError: a device that is absent or malformed, or that lacks the precision.
         UnsupportedError: a GPU named twice, or several processes that Lightning would start itself.
     """
     own = [name for name in DECIDED if trainer.get(name) != defaults.get(name)]
@@ -92,7 +92,7 @@ def resolve(
         "strategy": "ddp" if placement.world_size > 1 else "auto",
         "num_nodes": placement.nodes,
     }
-    if not own:  # else the trainer has a precision of its own
+    if not own:  # else the trainer sets the precision
         arguments["precision"] = placement.precision
     return Resolved(arguments, len(placement.devices), placement.notes)
 
@@ -117,7 +117,7 @@ def _ranks_of(trainer: Mapping[str, Any], detected: Sequence[Device]) -> int:
     ranks = _count(devices, available=1 if accelerator == "cpu" else gpus)
     if ranks > 1 and isinstance(strategy, str) and strategy.startswith(("ddp_spawn", "ddp_fork", "ddp_notebook")):
         raise UnsupportedError(
-            f"trainer.strategy={strategy} would start processes of its own",
+            f"trainer.strategy={strategy} would start processes itself",
             why="samples are shared out among ranks that Lockstep's launcher starts; each of these would see them all",
             fix="set it to ddp: the launcher starts ranks from notebooks and scripts without a main guard, too",
         )

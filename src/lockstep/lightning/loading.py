@@ -17,11 +17,11 @@ _CONNECTOR = "lightning/pytorch/trainer/connectors/checkpoint_connector.py"
 _RESTORING = ("resume", "restore", "_restore", "_parse_ckpt_path")
 _CLASS_KEYS = ("class_path", "_class_path")
 _CLI = ("lightning/pytorch/cli.py", "lockstep/lightning/cli.py")
-_FIX = "name another checkpoint with --ckpt_path, or leave it out to begin anew"
+_FIX = "name another checkpoint with --ckpt_path, or leave it out to start a new training"
 
 
 def check_is_file(path: object) -> None:
-    """Raises :class:`CheckpointError` for what would be read for ever: a named pipe, a device."""
+    """Raises :class:`CheckpointError` for a file whose reading would never end: a named pipe, a device."""
     if not isinstance(path, str | Path):
         return
     try:
@@ -29,7 +29,7 @@ def check_is_file(path: object) -> None:
     except (OSError, ValueError):
         return  # an address, one of Lightning's words, or nothing: Lightning says so
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise CheckpointError(f"{path} is no checkpoint", why="it is not a regular file", fix=_FIX)
+        raise CheckpointError(f"{path} is not a checkpoint", why="it is not a regular file", fix=_FIX)
 
 
 def refuse_other_classes(path: object, config: Any) -> None:
@@ -89,6 +89,6 @@ def _told(path: object, error: Exception) -> CheckpointError:
     fix = _FIX
     if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
         lines = [line for line in lines if "Unsupported" in line or "GLOBAL" in line] or lines
-        fix = "if you trust whoever made it, add --weights_only false: it may then run code of its own; else " + _FIX
+        fix = "if you trust whoever made it, add --weights_only false: it may then run code; else " + _FIX
     why = f"{type(error).__name__}: {lines[0].strip()[:300]}" if lines else type(error).__name__
     return CheckpointError(f"cannot load {path}", why=why, fix=fix)

@@ -38,7 +38,7 @@ class TrainingOrder(Callback):
         """``loader`` in Lockstep's order, from where the checkpoint stands; on one device it may keep its own.
 
         Raises:
-            UnsupportedError, DataError: a loader whose samples Lockstep cannot put into an order of its own.
+            UnsupportedError, DataError: a loader whose samples Lockstep cannot put in order.
             CheckpointError: it was saved in mid-epoch with another global batch.
         """
         if not orders(loader, self._world.size):

@@ -45,7 +45,7 @@ def fit(
         config: other settings that differ from the defaults: ``{"training": {"epochs": 5}, "save_dir": "run"}``.
             The batch size per device is the DataLoader's.
         trainer: more arguments of the ``Trainer``: callbacks, loggers, a profiler.
-        resume: go on with the unfinished run in ``save_dir``; on a fresh folder just start.
+        resume: resume the unfinished run in ``save_dir``; on a fresh folder just start.
 
     Raises:
         UsageError: before anything starts. RunError: when the run fails.

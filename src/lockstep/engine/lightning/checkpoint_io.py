@@ -36,7 +36,7 @@ class StoreIO(TorchCheckpointIO):
 
     Args:
         write: takes weights and the rest of Lightning's state; called on rank 0.
-        restored: the checkpoint to go on from.
+        restored: the checkpoint to resume from.
         micro_batches: of this epoch that are done, and of one step.
     """
 

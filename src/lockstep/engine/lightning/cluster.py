@@ -1,4 +1,4 @@
-"""Lightning's Trainer among ranks that Lockstep has started: who is who, on which device, in which process group.
+"""Lightning's Trainer among ranks that Lockstep has started: their numbers, devices and process group.
 
 Imported only where a Trainer is made, since it imports Lightning.
 """
@@ -30,7 +30,7 @@ from lockstep.plan import Plan
 
 
 class RankEnvironment(ClusterEnvironment):
-    """Tells Lightning that the ranks are there already, so that it starts none (and never re-executes the caller)."""
+    """Declares that the ranks exist already, so that Lightning starts none and does not run the caller again."""
 
     creates_processes_externally = True
     #: Not used: the process group exists before the Trainer.
@@ -68,7 +68,7 @@ class RankedDdp(LaunchedDdp, SharedDDPStrategy):
 
 
 class KeptSignals(pl.Callback):
-    """Gives SIGTERM back to whoever had it before the Trainer: a stop is agreed on by all ranks, with a checkpoint."""
+    """Restores the handler of SIGTERM that was set before the Trainer: all ranks agree on a stop, with a checkpoint."""
 
     def __init__(self) -> None:
         self._handler = signal.getsignal(signal.SIGTERM)
@@ -127,10 +127,10 @@ def profiler(kind: str | None, run_dir: Path) -> Profiler | None:
 
 @contextmanager
 def quiet_trainer() -> Iterator[None]:
-    """Lightning's informational lines go unsaid: the plan has told of devices, and rank 0 speaks through the sinks.
+    """Suppress Lightning's informational messages: the plan shows the devices, and rank 0 reports through the sinks.
 
-    So do warnings about Lightning's own use of what torch has deprecated, and about resuming and SLURM, which are
-    Lockstep's business here.
+    Also suppressed are warnings about Lightning's use of deprecated functions of torch, and about resuming and SLURM,
+    which Lockstep handles.
     """
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
     before = [(logger, logger.level) for logger in map(logging.getLogger, names)]

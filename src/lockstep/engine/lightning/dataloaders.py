@@ -1,4 +1,4 @@
-"""A user's DataLoaders, with Lockstep's order: who of the ranks takes which samples of which batch.
+"""A user's DataLoaders, with Lockstep's order: which rank takes which samples of each batch.
 
 Training: every step takes the next global batch of the order; a rank takes its part of it, cut into as many
 micro-batches as the Trainer accumulates. Evaluation: each sample is in one batch of one rank. Nothing is padded.
@@ -117,7 +117,7 @@ def own_batches(loader: Any, unsized: int | None) -> int:
     """How many batches an epoch of ``loader`` has; ``unsized``: where it does not say so.
 
     Raises:
-        UnsupportedError: nobody says how many.
+        UnsupportedError: their number is unknown.
     """
     combined = _combined(loader)
     iter(combined)
@@ -128,7 +128,7 @@ def own_batches(loader: Any, unsized: int | None) -> int:
             return unsized
     raise UnsupportedError(
         "the training data do not say how many batches an epoch has",
-        why="an iterable data set without __len__() ends when it ends",
+        why="an iterable data set without __len__() has no known length",
         fix="set training.max_steps: the run is then one epoch of that length; or give the data set __len__()",
     )
 
@@ -176,9 +176,9 @@ _KEPT = (
 
 
 class SeededLoader(DataLoader[Any]):
-    """The user's DataLoader with another batch sampler; its generator and its workers are seeded anew each epoch.
+    """The user's DataLoader with another batch sampler; its generator and its workers are seeded again in each epoch.
 
-    A generator or ``worker_init_fn`` of the user's own stays.
+    The user's own generator or ``worker_init_fn`` is kept.
 
     Args:
         batch_sampler: by name: to predict, Lightning makes the loader again, with one around it that notes the indices.
@@ -269,7 +269,7 @@ def _own_order(loader: Any) -> str | None:
     )
     if known and not redrawn and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
         return None
-    return f"has a {type(sampler if not known or redrawn else loader.batch_sampler).__name__} of its own"
+    return f"has its own {type(sampler if not known or redrawn else loader.batch_sampler).__name__}"
 
 
 def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
@@ -313,7 +313,7 @@ def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, se
 
 
 def defines(owner: Any, hook: str) -> bool:
-    """Whether a (data) module has a hook of its own."""
+    """Whether a (data) module defines a hook."""
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     return is_overridden(hook, owner)

@@ -1,6 +1,6 @@
-"""A user's ``LightningModule`` and ``LightningDataModule`` in the place of a task, so that they run like one.
+"""A user's ``LightningModule`` and ``LightningDataModule`` as a task.
 
-Nothing here imports Lightning: the objects are asked for what their classes promise. What trains them is
+Nothing here imports Lightning: only hooks that the classes define are called. They are trained by
 :mod:`lockstep.engine.lightning.module_fit`.
 """
 
@@ -165,7 +165,7 @@ class ModuleTask(Task):
             raise TaskError(
                 "this run's LightningModule was an object of a program, and only that can make it again",
                 why="lockstep.lightning.fit() was given the module itself; the run folder has its weights alone",
-                fix="to go on with the run, call fit(…, resume=True) there, with the same save_dir; to evaluate or "
+                fix="to resume the run, call fit(…, resume=True) there, with the same save_dir; to evaluate or "
                 "export it, use the module there: after fit() it has the trained weights. Runs of "
                 "`lockstep train FILE.py:MODULE` know how to make theirs",
             )
@@ -202,7 +202,7 @@ class ModuleTask(Task):
             return Datasets(range(batches * size))
 
     def open_loader(self, hook: str) -> Any:
-        """What a loader hook returns, from the run's seed; ``None`` for one of evaluation that nobody defines."""
+        """What a loader hook returns, from the run's seed; ``None`` for one of evaluation that is not defined."""
         owner = self._source(hook)
         if owner is None:
             return None
@@ -260,7 +260,7 @@ class ModuleTask(Task):
     def _refuse(self, *_: Any) -> NoReturn:
         raise UnsupportedError(
             f"{type(self.module).__name__} is a LightningModule without loss(), evaluate() and metrics()",
-            why="its steps compute and log what they like",
+            why="its steps log whatever they compute",
             fix="use `lockstep lightning validate` or `test`, or write a lockstep.Task",
         )
 

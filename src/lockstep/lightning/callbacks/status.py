@@ -21,7 +21,7 @@ from lockstep.telemetry.scalars import monitored, row_name
 
 
 class RunStatus(CompleteRows):
-    """Keeps the run folder ``FOLDER``: status, best epoch, final metrics, error, and a sign of life every second.
+    """Keeps the run folder ``FOLDER``: status, best epoch, final metrics, error, and a heartbeat every second.
 
     The folder is made if it is missing or empty. Only rank 0 writes. With it, ``lockstep runs``, ``lockstep show``
     and everything else that reads run folders know this training.

@@ -1,4 +1,4 @@
-"""Checkpoints and logs to any storage, from rank 0, without anybody waiting."""
+"""Uploads checkpoints and logs to any storage, from rank 0, in the background."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.telemetry.upload import Retry, Uploader
 
 
 class Upload(Callback):
-    """Copies ``local_dir`` to ``target`` every N epochs and at the end; rank 0 alone, in a thread of its own.
+    """Copies ``local_dir`` to ``target`` every N epochs and at the end; only rank 0, in a background thread.
 
     Other ranks do not wait, and end when they are done; rank 0 waits for the last copy. A failure is retried,
     then reported as a warning; it never ends the training.
@@ -55,6 +55,6 @@ class Upload(Callback):
             self.uploader.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # The last thing that happens: nobody is in a collective call any more.
+        # The last hook: no rank is in a collective call.
         if trainer.is_global_zero and stage == "fit":
             self.uploader.close()
