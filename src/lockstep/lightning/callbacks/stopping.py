@@ -45,7 +45,8 @@ class StopOnSignal(Callback):
     Args:
         checkpoint_dir: where ``stopped.ckpt`` is written (``trainer.fit(ckpt_path=…)`` resumes from it);
             ``None``: no checkpoint.
-        every_n_steps: how often the ranks compare their requests; a larger number means fewer small all-reduces and a later stop.
+        every_n_steps: how often the ranks compare their requests; a larger number means fewer small all-reduces and a
+            later stop.
 
     Attributes:
         stopped_by: the number of the signal that ended the training, on every rank; else ``None``.
