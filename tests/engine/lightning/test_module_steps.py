@@ -88,8 +88,6 @@ def test_what_has_no_single_step_is_refused(run_cli: Any, modules: Path, name: s
 
 @pytest.mark.slow
 def test_bench_measures_a_step(run_cli: Any, modules: Path) -> None:
-    done = run_cli(
-        "bench", "step", "--task", f"{modules}:Net", "--devices", "cpu", "--steps", "5", "--json", timeout_s=110
-    )
+    done = run_cli("bench", "step", f"{modules}:Net", "--devices", "cpu", "--steps", "5", "--json", timeout_s=110)
     assert done.code == 0, done.err
     assert json.loads(done.out)
