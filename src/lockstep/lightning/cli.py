@@ -25,16 +25,13 @@ from lightning.pytorch.cli import LightningArgumentParser
 from torch import distributed
 
 from lockstep._compat.lightning_cli import OpenCLI
-from lockstep.config import resolve as resolve_config
 from lockstep.engine.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
 from lockstep.engine.lightning.ddp import shared_ddp
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
-from lockstep.hardware.world import World, read_world
-from lockstep.launch.local.on_ranks import call_on_ranks, failure_of
+from lockstep.hardware.world import read_world
 from lockstep.launch.local.signals import exit_code
 from lockstep.launch.run_claim import claimed, warn
-from lockstep.launch.temporary import temporary_folder
 from lockstep.lightning.callbacks import (
     ConfigurationCheck,
     DeviceMonitor,
@@ -47,12 +44,12 @@ from lockstep.lightning.folder import fit_folder, outcome_recorded
 from lockstep.lightning.hardware import DECIDED, Hardware, Resolved, resolve
 from lockstep.lightning.loading import check_is_file, refuse_other_classes, told_clearly
 from lockstep.lightning.order import TrainingOrder
-from lockstep.telemetry.rundir import RunDir, utc_now
+from lockstep.lightning.ranks import run_in_ranks
+from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.tensorboard import tensorboard_wanted
 
 CONFIG_FILE = "cli_config.yaml"
 _NONE = object()
-_STOPPED = (130, 143)
 
 
 class RanksNeeded(Exception):
@@ -287,38 +284,6 @@ def run(
         return cli_class(args=tokens, **options).exit_code
     except RanksNeeded as needed:
         with needed.claim:
-            return _run_in_ranks(needed.run_dir, needed.ranks, cli_class, {"args": tokens, **options})
+            return run_in_ranks(needed.run_dir, needed.ranks, cli_class, {"args": tokens, **options})
     except KeyboardInterrupt:
         return exit_code(signal.SIGINT)
-
-
-def _run_in_ranks(run: RunDir | None, ranks: int, cli_class: type[Any], arguments: dict[str, Any]) -> int:
-    """Let ``ranks`` processes run ``cli_class(**arguments)``; returns the exit code of all.
-
-    Args:
-        run: the run folder of a fit; ``None`` uses a temporary one.
-
-    Raises:
-        LockstepError: a rank failed; which one and why.
-    """
-    if run is not None:
-        return _call(run, ranks, cli_class, arguments, keeps=True)
-    with temporary_folder("lockstep-lightning-") as path:
-        folder = RunDir.create(path / "run", resolve_config({}), run_id="run-00000000", command=sys.argv)
-        return _call(folder, ranks, cli_class, arguments, keeps=False)
-
-
-def _call(folder: RunDir, ranks: int, cli_class: type[Any], arguments: dict[str, Any], *, keeps: bool) -> int:
-    code = call_on_ranks(folder, ranks, _be_rank, cli_class, arguments, keeps)
-    if code in _STOPPED and folder.read().status in ("pending", "running"):
-        folder.update(status="stopped", completed_at=utc_now())  # before training began, or without waiting
-    if code == 0 or code in _STOPPED:
-        return code
-    error = failure_of(folder, f"the launcher ended with exit code {code}")
-    folder.update(status="failed", completed_at=utc_now(), error=str(error))
-    raise error
-
-
-def _be_rank(run: RunDir, world: World, cli_class: type[Any], arguments: dict[str, Any], keeps: bool) -> int:
-    code: int = cli_class(**arguments, run_dir=run if keeps else None).exit_code
-    return code

@@ -1,4 +1,4 @@
-"""What a Trainer does with a user's module, as the events of a run; and what ranks agree on after each step."""
+"""The events of a run from a Trainer that trains a user's module, and the requests that ranks agree on after a step."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class RunLogCallback(Checkpoint):
         pulse.at(Activity.ENDING)
 
     def _fresh(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """What was logged since the last epoch's row: Lightning keeps every value, as the same object, for ever."""
+        """What was logged since the last epoch's row: Lightning keeps every value, as the same object."""
         metrics, earlier = dict(trainer.callback_metrics), self._earlier
         self._earlier = metrics
         return {name: value for name, value in metrics.items() if value is not earlier.get(name)}

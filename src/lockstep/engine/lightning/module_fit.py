@@ -50,7 +50,7 @@ class ModuleFit:
         self._callback = RunLogCallback(rank, self.log)
 
     def run(self) -> RunResult:
-        """Train until the plan is fulfilled or a stop is agreed on, and record how it ended."""
+        """Train until the last step or an agreed stop, and record how the run ended."""
         self.log.start()
         if self.log.ended_by is None:
             self._fit()
