@@ -101,7 +101,7 @@ def test_from_ticking_devices_to_comparing_runs(studio: Studio, open_page: OpenP
     page.get_by_role("link", name="New run").click()
     page.get_by_label("Name", exact=True).fill("short")
     page.get_by_label("Number of ranks").fill("1")
-    page.get_by_label("Max steps").fill("12")
+    page.get_by_label("Maximum steps").fill("12")
     expect(run).to_be_enabled()
     run.click()
     final = state.get_by_role("region", name="Final metrics")
