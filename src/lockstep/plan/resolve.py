@@ -93,13 +93,8 @@ def make_plan(
         held=resume.order if resume else None,
     )
     course = resolve_course(config, batch, resume, facts)
-    loader, loaded = resolve_loader(
-        config.data,
-        facts,
-        cores=cores,
-        local_ranks=given.local_ranks,
-        pin_memory=placement.accelerator == "gpu",
-    )
+    on_gpu = placement.accelerator == "gpu"
+    loader, loaded = resolve_loader(config.data, facts, cores=cores, local_ranks=given.local_ranks, pin_memory=on_gpu)
     judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on its own data
     monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
     decisions = [

@@ -95,22 +95,8 @@ def resolve_schedule(
         reason = f"as configured: {config.warmup_epochs:g} epochs of {steps_per_epoch} steps"
     if warmup > total_steps:
         warmup, reason = total_steps, f"{reason}; limited to the {total_steps} steps of the run"
-    schedule = Schedule(
-        name=config.name,
-        lr=lr,
-        scale=scale,
-        total_steps=total_steps,
-        steps_per_epoch=steps_per_epoch,
-        warmup_steps=warmup,
-        min_lr=config.min_lr,
-        step_epochs=config.step_epochs,
-        milestones=config.milestones,
-        gamma=config.gamma,
-        power=config.power,
-        decay=config.decay,
-        decay_steps=config.decay_steps,
-        offset=offset,
-    )
+    sizes = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch, "warmup_steps": warmup}
+    schedule = Schedule(**{**config.model_dump(), **sizes}, lr=lr, scale=scale, offset=offset)
     return schedule, [
         Decision("schedule", "schedule", config.name, f"as configured, over {total_steps} optimizer steps"),
         Decision("warmup", "warm-up", warmup, reason, f"{warmup} steps"),
