@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 import wave
@@ -100,6 +101,13 @@ class Large(Rows):
         return self.inputs[index % 64], self.labels[index]
 
 
+def write_whole(path: Path, write: Callable[[str], None]) -> None:
+    """``write(path)``, so that other ranks, which write and read the same files, see whole ones only."""
+    part = path.with_name(f".{os.getpid()}-{path.name}")
+    write(str(part))
+    part.replace(path)
+
+
 class Images(Rows):
     """PNG files, decoded by PIL."""
 
@@ -110,7 +118,7 @@ class Images(Rows):
         self.folder, noise = Path(workload.folder), np.random.default_rng(0)
         for number in range(FILES):
             pixels = noise.integers(0, 256, (17, 33), dtype=np.uint8)
-            Image.fromarray(pixels).save(self.folder / f"{number}.png")
+            write_whole(self.folder / f"{number}.png", Image.fromarray(pixels).save)
 
     def __getitem__(self, index: int) -> Any:
         from PIL import Image
@@ -127,9 +135,13 @@ class Audio(Rows):
         super().__init__(workload)
         self.folder, noise = Path(workload.folder), np.random.default_rng(0)
         for number in range(FILES):
-            with wave.open(str(self.folder / f"{number}.wav"), "wb") as file:
-                file.setparams((1, 2, 16_000, 0, "NONE", ""))
-                file.writeframes(noise.integers(-3000, 3000, 16_000, dtype=np.int16).tobytes())
+            sound = noise.integers(-3000, 3000, 16_000, dtype=np.int16).tobytes()
+            write_whole(self.folder / f"{number}.wav", lambda path, sound=sound: self._write(path, sound))  # type: ignore[misc]
+
+    def _write(self, path: str, sound: bytes) -> None:
+        with wave.open(path, "wb") as file:
+            file.setparams((1, 2, 16_000, 0, "NONE", ""))
+            file.writeframes(sound)
 
     def __getitem__(self, index: int) -> Any:
         with wave.open(str(self.folder / f"{index % FILES}.wav"), "rb") as file:
@@ -154,13 +166,16 @@ class Hdf5(Rows):
     """Opened with the first sample, as h5py's users do."""
 
     def __init__(self, workload: Workload) -> None:
-        import h5py
-
         super().__init__(workload)
         self.path, self.file = Path(workload.folder) / "inputs.h5", None
         if not self.path.exists():  # the plan and the training open it
-            with h5py.File(self.path, "w") as file:
-                file["inputs"] = self.inputs
+            write_whole(self.path, self._write)
+
+    def _write(self, path: str) -> None:
+        import h5py
+
+        with h5py.File(path, "w") as file:
+            file["inputs"] = self.inputs
 
     def __getitem__(self, index: int) -> Any:
         import h5py
