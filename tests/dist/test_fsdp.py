@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fakes import RecordingSink
 from lockstep import make_plan
 from lockstep.checkpoint.sharded import ShardedStore
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
@@ -19,28 +18,30 @@ from lockstep.config import FsdpConfig, OptimizerConfig, RunConfig, SchedulerCon
 from lockstep.config.load import merge
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, Window, windows
-from lockstep.engine.distributed.sync_batchnorm import convert
-from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.strategies.fsdp import FsdpStrategy, ShardedModel
-from lockstep.engine.distributed.dtensor_state import gathered, own_part
-from lockstep.engine.optim.precision import Precision
-from lockstep.engine.resume import load_shared, load_weights
 from lockstep.engine.checkpoint_writer import writing
-from lockstep.engine.strategies.base import Flags, Replica
-from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.diagnostics.ablation import Watched
-from lockstep.engine.task import Loss, Task
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.distributed.dtensor_state import gathered, own_part
+from lockstep.engine.distributed.sync_batchnorm import convert
+from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update, build_optimizer
+from lockstep.engine.resume import load_shared, load_weights
+from lockstep.engine.strategies.base import Flags, Replica
+from lockstep.engine.strategies.fsdp import FsdpStrategy, ShardedModel
+from lockstep.engine.strategies.single import SingleStrategy
+from lockstep.engine.task import Loss, Task
 from lockstep.errors import UnsupportedError
 from lockstep.events import Note
 from lockstep.hardware.world import World
 from lockstep.launch.api import evaluate
 from lockstep.plan import BatchPlan, Plan
+from lockstep.plan.decision import Decision, by_key
 from lockstep.plan.schedule import resolve_schedule
 from lockstep.telemetry.rundir import RunDir
 from tests.dist.runs import assert_equal_runs, go_on, train, used
 from tests.e2e.test_drill import FAST, drill, kill_in_training
 from tests.e2e.test_train import TOY, finish, start
+from tests.fakes import RecordingSink
 from tests.gloo import run_ranks
 
 CPU = torch.device("cpu")
@@ -336,7 +337,8 @@ def test_ranks_write_their_parts_where_all_of_them_see_one_folder(divided: Divid
 
 
 def writers_of(world: World, folder: Path) -> Writers:
-    plan, sink = Plan.model_construct(sharded_checkpoints=True), RecordingSink()
+    decisions = by_key([Decision("checkpoints", "", True, "")])
+    plan, sink = Plan.model_construct(decisions=decisions), RecordingSink()
     found = []
     for keeper in (world.is_main, True):
         with writing(RunDir(folder), world, RunConfig(), plan, Collectives(world), keeper, sink) as writer:
