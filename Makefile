@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # What `make train` trains on; by default every GPU, or two ranks on the CPU where there is none.
 DEVICES ?=
 ARGS ?=
-# Test processes, and further arguments of pytest: make test TESTS=tests/plan PYTEST_ARGS=-x
+# Test processes, and further arguments of pytest: make test TESTS=tests/planning PYTEST_ARGS=-x
 JOBS ?= logical
 TESTS ?= tests
 PYTEST_ARGS ?=

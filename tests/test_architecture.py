@@ -20,20 +20,20 @@ PACKAGE = ROOT / "src" / "lockstep"
 FLOORS = (
     *("errors", "_compat", "events", "strategies", "config"),
     "hardware",
-    "plan",
+    "planning",
     *("data", "telemetry", "checkpoint"),
     "models",
     "engine",
     "tasks",
     "launch",
-    *("verify", "bench", "doctor", "lightning", "report"),
+    *("verification", "bench", "doctor", "lightning", "report"),
     "forecast",
     "studio",
     "api",
     "cli",
 )
 #: Parts that people wait for at a prompt, or that plan and look only.
-LIGHT = ("errors", "events", "config", "hardware", "plan", "cli")
+LIGHT = ("errors", "events", "config", "hardware", "planning", "cli")
 HEAVY = ("torch", "torchmetrics", "lightning", "tensorboard", "matplotlib", "pandas", "scipy")
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -45,7 +45,7 @@ def module_name(file: Path) -> str:
 
 
 def part_of(module: str) -> str:
-    """``lockstep.plan.batch`` → ``plan``; empty for the package itself."""
+    """``lockstep.planning.batch`` → ``planning``; empty for the package itself."""
     return [*module.split("."), ""][1]
 
 

@@ -5,9 +5,7 @@ The public names are imported when they are first used, so that ``import lockste
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,14 +99,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
-
-
-class _Package(ModuleType):
-    """``lockstep.plan`` and ``lockstep.verify`` are functions, although packages have these names, too."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):  # the import of such a package sets its name here
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

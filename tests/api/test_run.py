@@ -88,11 +88,11 @@ def test_old_call_forms_work(tmp_path: Path) -> None:
 
 
 def test_packages_with_the_names_of_functions_are_importable() -> None:
-    from lockstep.plan import Plan
-    from lockstep.verify import VerifyReport
+    from lockstep.planning import Plan
+    from lockstep.verification import VerifyReport
 
     assert callable(lockstep.plan) and callable(lockstep.verify)
-    assert pickle.loads(pickle.dumps(Plan)) is Plan and VerifyReport.__module__ == "lockstep.verify.report"
+    assert pickle.loads(pickle.dumps(Plan)) is Plan and VerifyReport.__module__ == "lockstep.verification.report"
 
 
 def test_a_missing_run_is_one_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``lockstep.verify``: an error where devices differ."""
+"""``lockstep.verification``: an error where devices differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import ResultsDifferError
-from lockstep.verify.diagnose import Cause
+from lockstep.verification.diagnose import Cause
 from tests.toys import Toy
 
 

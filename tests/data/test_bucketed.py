@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lockstep.data.bucketed import BucketedOrder, deal, hash_lengths
 from lockstep.data.order import Order
 from lockstep.errors import ConfigError, DataError
-from lockstep.plan.batch import parts
+from lockstep.planning.batch import parts
 
 
 def lengths_of(samples: int, most: int = 50) -> np.ndarray:

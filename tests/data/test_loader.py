@@ -28,7 +28,7 @@ from lockstep.data.order import Order
 from lockstep.data.randomness import WorkerInit
 from lockstep.data.requests import InOrder, Request, SampleOrder, Source, windows
 from lockstep.errors import SampleError
-from lockstep.plan import BatchPlan, LoaderPlan
+from lockstep.planning import BatchPlan, LoaderPlan
 from tests.sequences import Recordings, pad
 
 EPOCHS = 2

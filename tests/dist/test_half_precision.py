@@ -18,8 +18,8 @@ from lockstep.engine.strategies.base import Flags, Replica
 from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.optim.step import Update, build_optimizer
 from lockstep.hardware.world import World
-from lockstep.plan import BatchPlan
-from lockstep.plan.schedule import resolve_schedule
+from lockstep.planning import BatchPlan
+from lockstep.planning.schedule import resolve_schedule
 from tests.dist.test_fsdp import Deep, Weighted
 from tests.gloo import run_ranks
 

@@ -24,7 +24,7 @@ from lockstep.tasks.autoencoder import AutoencoderTask
 from lockstep.tasks.har.task import HarTask
 from lockstep.tasks.speech.task import SpeechTask
 from lockstep.telemetry.rundir import RunDir
-from lockstep.verify import verify
+from lockstep.verification import verify
 from tests.dist.runs import assert_equal_runs, go_on, train, used
 from tests.e2e.test_train import finish, start
 from tests.gloo import ROOT

@@ -21,7 +21,7 @@ from lockstep.engine.evaluate import evaluate, evaluating, train_mode
 from lockstep.engine.optim.precision import Precision
 from lockstep.errors import TaskError
 from lockstep.hardware.world import World
-from lockstep.plan import LoaderPlan
+from lockstep.planning import LoaderPlan
 from tests.gloo import run_ranks
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from lockstep.engine.strategies.ddp import DdpStrategy
 from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.strategies.small_ddp import FlatStrategy
 from lockstep.engine.task import Loss, Task
-from lockstep.plan import BatchPlan
+from lockstep.planning import BatchPlan
 from tests.gloo import run_ranks
 
 CPU = torch.device("cpu")

@@ -33,7 +33,7 @@ from lockstep.errors import TaskError
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 from lockstep.launch.prepare import prepare
-from lockstep.plan import TaskFacts, make_plan
+from lockstep.planning import TaskFacts, make_plan
 from tests.hardware.machines import machine
 from tests.toys import Toy, TwoGroups
 

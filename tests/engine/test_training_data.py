@@ -14,7 +14,7 @@ from lockstep.engine.inspection import inspect_task
 from lockstep.engine.resume import check_fits
 from lockstep.engine.training_data import training_source
 from lockstep.errors import CheckpointError, DataError
-from lockstep.plan import OrderPlan, Plan
+from lockstep.planning import OrderPlan, Plan
 from tests.sequences import Sequences
 
 

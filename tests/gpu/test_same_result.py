@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.verify import verify
+from lockstep.verification import verify
 from tests.toys import Toy
 
 pytestmark = pytest.mark.gpu

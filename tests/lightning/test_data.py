@@ -21,7 +21,7 @@ from lockstep.data.workers import child_signal_kept
 from lockstep.engine.lightning.dataloaders import SharedBatches, epoch_steps, evaluation_loader, orders
 from lockstep.errors import ConfigError, DataError, UnsupportedError
 from lockstep.hardware.world import World
-from lockstep.plan.batch import BatchPlan, resolve_batch
+from lockstep.planning.batch import BatchPlan, resolve_batch
 
 SMALL = st.integers(1, 6)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lockstep.engine.result import RunResult
     from lockstep.engine.task import Task
-    from lockstep.plan import Plan
+    from lockstep.planning import Plan
 
 
 class Run:

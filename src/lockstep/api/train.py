@@ -12,8 +12,8 @@ from lockstep.errors import TaskError
 
 if TYPE_CHECKING:
     from lockstep.engine.task import Task
-    from lockstep.plan import Plan
-    from lockstep.verify import VerifyReport
+    from lockstep.planning import Plan
+    from lockstep.verification import VerifyReport
 
 
 def train(
@@ -99,7 +99,7 @@ def verify(
     Raises:
         LockstepError: the task, a setting or a device is wrong, or a run failed.
     """
-    from lockstep.verify import verify as compare
+    from lockstep.verification import verify as compare
 
     given = mapping_of(config, settings)
     return compare(_named(task, given), given, steps=steps, eval_batches=eval_batches, say=say)

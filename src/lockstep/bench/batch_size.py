@@ -16,7 +16,7 @@ from lockstep.bench.results import BenchReport
 from lockstep.bench.trials import memory_share, new_trials
 from lockstep.bench.workload import Subject
 from lockstep.errors import UsageError
-from lockstep.plan import BatchPlan, Plan
+from lockstep.planning import BatchPlan, Plan
 
 STEPS, WARM_UP = 4, 2
 #: The search ends when the gap is this share of the batch.

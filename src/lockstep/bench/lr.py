@@ -20,7 +20,7 @@ from lockstep.bench.stopwatch import Stopwatch
 from lockstep.bench.trials import new_trials
 from lockstep.bench.workload import Subject
 from lockstep.errors import UsageError
-from lockstep.plan import Schedule
+from lockstep.planning import Schedule
 
 #: Weight of the past in the smoothed loss.
 SMOOTHING = 0.9

@@ -30,7 +30,7 @@ from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import open_data, training_source, walk
 from lockstep.hardware.world import World
 from lockstep.launch.task_transport import load_task
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 
 #: Samples whose floating-point operations are counted.
 COUNTED = 8

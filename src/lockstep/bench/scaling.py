@@ -16,7 +16,7 @@ from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
 from lockstep.bench.trials import Trials, new_trials
 from lockstep.bench.workload import Subject
 from lockstep.errors import LockstepError, UsageError
-from lockstep.plan.notes import FILL
+from lockstep.planning.notes import FILL
 from lockstep.strategies import auto_strategy, find_strategy
 
 Mode = Literal["weak", "strong"]

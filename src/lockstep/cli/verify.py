@@ -39,8 +39,8 @@ def verify(
     name, mapping = to_mapping(settings, task)
     from lockstep.telemetry.files import check_place
     from lockstep.telemetry.tables import say
-    from lockstep.verify import verify as run
-    from lockstep.verify.report import print_report, write_report
+    from lockstep.verification import verify as run
+    from lockstep.verification.report import print_report, write_report
 
     chosen = mapping.pop("save_dir", None)
     folder = (

@@ -1,7 +1,7 @@
 """The settings of a run: one frozen section for each owner, composed by :class:`RunConfig`.
 
 Sections hold values and the checks that need nothing but the value. What depends on the machine
-or on the data (is this GPU here, does the batch divide) is decided by ``hardware`` and ``plan``.
+or on the data (is this GPU here, does the batch divide) is decided by ``hardware`` and ``planning``.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from lockstep.data.nested import mapped
 from lockstep.data.requests import Request, Source
 from lockstep.data.workers import WorkerLoader
 from lockstep.errors import LockstepError
-from lockstep.plan import LoaderPlan
-from lockstep.plan.workers import worth_trying
+from lockstep.planning import LoaderPlan
+from lockstep.planning.workers import worth_trying
 
 #: Each way of loading is timed for at least this many seconds and batches.
 TRIAL_S, TRIAL_BATCHES = 0.1, 8
@@ -56,8 +56,8 @@ class AdaptiveLoader:
     """Times its first batches, and starts up to ``plan.most_workers`` processes if they shorten a step.
 
     The batches are the same either way: each follows from its request alone. Once per loader, a number of processes
-    that :func:`lockstep.plan.workers.worth_trying` expects to help is started and timed; if a step is not shorter with
-    them, or if they fail, they are ended.
+    that :func:`lockstep.planning.workers.worth_trying` expects to help is started and timed; if a step is not shorter
+    with them, or if they fail, they are ended.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lockstep.data.order import Order, check_slice, shuffled
 from lockstep.data.randomness import derive_key
 from lockstep.errors import DataError
-from lockstep.plan.order import check_sizes
+from lockstep.planning.order import check_sizes
 
 
 class BucketedOrder:

@@ -18,7 +18,7 @@ from lockstep.data.adaptive import AdaptiveLoader
 from lockstep.data.nested import mapped
 from lockstep.data.requests import Request, Source
 from lockstep.data.workers import WorkerLoader
-from lockstep.plan import LoaderPlan
+from lockstep.planning import LoaderPlan
 
 
 class Batches(Protocol):

@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import deal
 from lockstep.data.reader import Collate, Indices, Reader
-from lockstep.plan import BatchPlan
+from lockstep.planning import BatchPlan
 
 
 class SampleOrder(Protocol):

@@ -28,7 +28,7 @@ from lockstep.data.randomness import WorkerInit
 from lockstep.data.requests import Request, Source
 from lockstep.errors import LockstepError
 from lockstep.hardware import parent_death
-from lockstep.plan import LoaderPlan
+from lockstep.planning import LoaderPlan
 
 #: How long workers may take to start, which takes milliseconds, before they are replaced, in seconds. After the last
 #: try their batches are waited for without a limit.

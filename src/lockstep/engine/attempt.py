@@ -18,7 +18,7 @@ from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError
 from lockstep.events import Fanout, RunEnded, Sink
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 from lockstep.telemetry.rundir import RunDir
 
 

@@ -13,7 +13,7 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.errors import LockstepError
 from lockstep.events import CheckpointSaved, Note, Sink
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 from lockstep.telemetry.rundir import RunDir
 
 #: How long ranks wait for the slowest one's part to be on disk. A rank that died is noticed at once, and a rank that

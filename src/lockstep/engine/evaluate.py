@@ -30,7 +30,7 @@ from lockstep.engine.task import Metrics, Task
 from lockstep.engine.trained import Callbacks, bare
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError
-from lockstep.plan import LoaderPlan
+from lockstep.planning import LoaderPlan
 from lockstep.telemetry.progress_board import Activity, pulse
 
 

@@ -31,8 +31,8 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.plan import TaskFacts
-from lockstep.plan.plan import Mode
+from lockstep.planning import TaskFacts
+from lockstep.planning.plan import Mode
 
 #: Handing a batch over from another process costs more than making one of such samples, seconds.
 QUICK_S = 1e-4

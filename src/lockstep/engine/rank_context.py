@@ -16,7 +16,7 @@ from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.process.determinism import rank_device, runtime
 from lockstep.events import Fanout, Note, Sink
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 from lockstep.telemetry.rundir import Heartbeat, RunDir
 from lockstep.telemetry.system import monitored
 

@@ -24,7 +24,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.plan import OrderPlan, Plan
+from lockstep.planning import OrderPlan, Plan
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from lockstep.engine.process.determinism import seeded
 from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import DataError
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 
 
 def open_data(task: Task, config: RunConfig, collectives: Collectives | None = None) -> Datasets:

@@ -25,7 +25,7 @@ from lockstep.forecast.memory import (
 )
 from lockstep.forecast.stages import StageCount, count_stages, pipeline_memory
 from lockstep.hardware.detect import detect_devices
-from lockstep.plan.batch import BatchPlan, resolve_batch
+from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.strategies import StrategySpec, auto_strategy, find_strategy
 from lockstep.telemetry.tables import print_table, say
 

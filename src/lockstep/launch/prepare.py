@@ -22,9 +22,9 @@ from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware import Device, Placement, World, detect_devices, read_world, resolve_placement
 from lockstep.hardware.fits_memory import divide_if_needed
 from lockstep.hardware.host import usable_cores
-from lockstep.plan import Plan, ResumePoint, TaskFacts
-from lockstep.plan import make_plan as compute_plan
-from lockstep.plan.checkpoint import moments_of
+from lockstep.planning import Plan, ResumePoint, TaskFacts
+from lockstep.planning import make_plan as compute_plan
+from lockstep.planning.checkpoint import moments_of
 from lockstep.tasks.registry import configured, find_task, make_task
 from lockstep.tasks.trusted_tasks import class_paths, remember
 

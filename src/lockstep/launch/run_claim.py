@@ -26,7 +26,7 @@ from lockstep.errors import ConfigError, RunFolderError
 from lockstep.launch.prepare import settle
 from lockstep.launch.saved_forecast import read_forecast
 from lockstep.launch.slurm.job import is_own_job
-from lockstep.plan import OrderPlan, Plan, ResumePoint
+from lockstep.planning import OrderPlan, Plan, ResumePoint
 from lockstep.tasks.registry import FROM_PARTS, make_task
 from lockstep.tasks.trusted_tasks import require_known
 from lockstep.telemetry.files import storage_error, write_json

@@ -13,7 +13,7 @@ from lockstep.engine.lightning.dataloaders import orders, training_loader
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError
 from lockstep.hardware.world import World
-from lockstep.plan.batch import BatchPlan, resolve_batch
+from lockstep.planning.batch import BatchPlan, resolve_batch
 
 
 class TrainingOrder(Callback):

@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.config.load import MAX_CONFIG_BYTES
 from lockstep.errors import RunFolderError, StorageError
-from lockstep.plan.decision import upgraded
+from lockstep.planning.decision import upgraded
 from lockstep.telemetry.config_snapshot import NO_CONFIG, frozen_text, parse_frozen
 from lockstep.telemetry.creation import make_folder
 from lockstep.telemetry.files import (

@@ -22,7 +22,7 @@ from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.strategies.small_ddp import FlatStrategy
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import UnsupportedError
-from lockstep.plan.batch import resolve_batch
+from lockstep.planning.batch import resolve_batch
 from tests.gloo import run_ranks
 
 CPU = torch.device("cpu")

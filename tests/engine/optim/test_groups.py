@@ -13,7 +13,7 @@ from lockstep.config import OptimizerConfig
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update, build_optimizer
 from lockstep.errors import TaskError
-from lockstep.plan import Schedule
+from lockstep.planning import Schedule
 
 CPU = torch.device("cpu")
 

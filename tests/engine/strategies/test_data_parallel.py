@@ -18,7 +18,7 @@ from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.strategies.data_parallel import ScatteredModel, devices_for
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
-from lockstep.plan import Plan, TaskFacts, make_plan
+from lockstep.planning import Plan, TaskFacts, make_plan
 from tests.hardware.machines import machine
 
 

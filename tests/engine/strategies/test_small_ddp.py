@@ -20,8 +20,8 @@ from lockstep.engine.strategies.build import build_strategy
 from lockstep.engine.strategies.small_ddp import FlatStrategy, joint_bytes, pack, unpack
 from lockstep.engine.task import Loss, Task
 from lockstep.hardware.world import World
-from lockstep.plan import Plan, Schedule
-from lockstep.plan.decision import Decision
+from lockstep.planning import Plan, Schedule
+from lockstep.planning.decision import Decision
 from tests.gloo import run_ranks
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from lockstep.launch.health.memory import (
     smaller_batch,
     table,
 )
-from lockstep.plan.batch import resolve_batch
+from lockstep.planning.batch import resolve_batch
 
 
 @given(ranks=st.integers(1, 8), batch_size=st.integers(1, 64), accumulate=st.integers(1, 5))

@@ -21,7 +21,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.result import EndedBy
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags
-from lockstep.plan import BatchPlan
+from lockstep.planning import BatchPlan
 from lockstep.telemetry.progress_board import Activity, pulse
 from lockstep.telemetry.scalars import as_row, monitored, row_name
 

@@ -26,7 +26,7 @@ from lockstep.config.sections import DistributedConfig
 from lockstep.engine.lightning.ddp import SharedDDPStrategy
 from lockstep.engine.process.determinism import rank_device
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 
 
 class RankEnvironment(ClusterEnvironment):

@@ -22,8 +22,8 @@ from lockstep.engine.process.determinism import seeded
 from lockstep.engine.state import TrainState
 from lockstep.errors import DataError, UnsupportedError
 from lockstep.hardware.world import World
-from lockstep.plan import BatchPlan
-from lockstep.plan.batch import Span, parts
+from lockstep.planning import BatchPlan
+from lockstep.planning.batch import Span, parts
 
 #: The loader hooks of modules and data modules that belong to evaluation.
 EVAL_HOOKS = ("val_dataloader", "test_dataloader", "predict_dataloader")

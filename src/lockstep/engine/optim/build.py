@@ -15,7 +15,7 @@ from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
 from lockstep.errors import TaskError
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 
 
 def build_update(

@@ -25,7 +25,7 @@ from lockstep.engine.optim.groups import check_belongs, fitted, names_of, restor
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.task import Scheduler, Task
 from lockstep.errors import TaskError
-from lockstep.plan import Schedule
+from lockstep.planning import Schedule
 
 if TYPE_CHECKING:
     from lockstep.engine.strategies.partition import Divided

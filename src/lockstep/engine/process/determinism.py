@@ -16,7 +16,7 @@ from lockstep.engine.process.malloc import kept_memory
 from lockstep.engine.process.process_group import join
 from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 

@@ -16,7 +16,7 @@ from lockstep.engine.strategies.partition import Divided, Undivided
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, refuse_modules
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 from lockstep.strategies import auto_strategy, find_strategy
 from lockstep.telemetry.progress_board import Activity, pulse
 

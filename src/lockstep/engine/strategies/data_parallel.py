@@ -15,7 +15,7 @@ from lockstep.engine.strategies.base import Replica, SeededDraws, Strategy
 from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.trained import bare
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 
 
 def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:

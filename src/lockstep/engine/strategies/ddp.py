@@ -28,7 +28,7 @@ from lockstep.engine.strategies.base import (
 from lockstep.engine.strategies.ranks import RanksStrategy
 from lockstep.engine.strategies.small_ddp import FlatStrategy
 from lockstep.engine.task import Task
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 
 #: torch 2.13 renamed the argument.
 _NO_BUFFER_BROADCAST: dict[str, Any] = {

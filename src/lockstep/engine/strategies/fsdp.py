@@ -41,7 +41,7 @@ from lockstep.engine.strategies.ranks import RanksStrategy
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 
 _HALF = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 

@@ -15,7 +15,7 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Strategy
 from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 
 
 class Undivided(NamedTuple):

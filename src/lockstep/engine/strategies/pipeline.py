@@ -49,7 +49,7 @@ from lockstep.engine.task import Task
 from lockstep.engine.training_data import training_source
 from lockstep.errors import TaskError
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 from lockstep.telemetry.progress_board import pulse
 
 

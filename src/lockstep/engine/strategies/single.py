@@ -24,7 +24,7 @@ from lockstep.engine.strategies.base import (
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare
 from lockstep.errors import UnsupportedError
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 
 
 def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:

@@ -24,7 +24,7 @@ from lockstep.engine.task import Task
 from lockstep.engine.trained import refuse_modules
 from lockstep.errors import ConfigError, TaskError
 from lockstep.hardware.world import World
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 
 Inputs = tuple[Tensor, ...]
 _FIX = "write stages(model) in the task: modules that, called one after the other, compute what model(…) does"

@@ -45,7 +45,7 @@ from lockstep.launch.health.hang import HangReport
 from lockstep.launch.health.memory import RankMemory, advice, evaluation_advice, from_rows, machine_now, table
 from lockstep.launch.local.rank_output import log_file
 from lockstep.launch.local.signals import STOPPED
-from lockstep.plan.batch import BatchPlan
+from lockstep.planning.batch import BatchPlan
 from lockstep.telemetry.progress_board import Activity
 from lockstep.telemetry.rundir import RunDir
 

@@ -16,7 +16,7 @@ from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import open_data, open_datasets
 from lockstep.errors import CheckpointError
 from lockstep.launch.run_claim import task_again
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 from lockstep.telemetry.rundir import RunDir
 
 

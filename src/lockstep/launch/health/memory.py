@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from lockstep.hardware.host import oom_kills, usable_memory
-from lockstep.plan.batch import BatchPlan
+from lockstep.planning.batch import BatchPlan
 from lockstep.telemetry.files import FileContent
 
 #: How often the launcher measures its processes.
@@ -152,7 +152,7 @@ _HOST_KEYS = {"resident": "memory_gb", "peak_resident": "peak_gb"}
 def smaller_batch(batch: BatchPlan) -> tuple[int, int] | None:
     """``(batch size, accumulation)`` that halve a micro-batch and keep the global batch; ``None``: it is 1 already.
 
-    The arithmetic is that of :func:`lockstep.plan.batch.resolve_batch` for a global batch that is held.
+    The arithmetic is that of :func:`lockstep.planning.batch.resolve_batch` for a global batch that is held.
     """
     if batch.lanes is not None or batch.batch_size <= 1:
         return None

@@ -28,7 +28,7 @@ from lockstep.launch.run_claim import (
     task_of_run,
     warn,
 )
-from lockstep.plan import Plan
+from lockstep.planning import Plan
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import check_sinks
 

@@ -1,0 +1,265 @@
+"""Which samples of an epoch make a step, and who puts which of them through the model.
+
+Pure arithmetic on positions. An epoch is a line of ``samples`` positions; a step takes a *window* of it;
+a window falls into contiguous *parts* (ranks, or lanes in exact mode), a part into *micro-batches*; with
+synchronised BatchNorm a window falls into micro-batches, and each of them into ranks. Item j of n goes to
+part ⌊jP/n⌋, so the split over P·Q parts refines the split over P parts.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from lockstep.errors import ConfigError, DataError
+from lockstep.planning.decision import Decision, Decisions, by_key
+
+Span = tuple[int, int]
+Tail = Literal["spread", "merge", "drop"]
+
+
+class BatchPlan(BaseModel):
+    """Sizes in samples. ``batch_size`` is the largest micro-batch of one device, before samples that are merged.
+
+    ``ranks`` processes share every window; each holds ``devices_per_rank`` devices (more than one
+    under ``dp`` only). ``least_window`` and ``least_part`` are 2 where BatchNorm needs two samples.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    samples: int
+    global_batch: int
+    batch_size: int
+    accumulate: int
+    ranks: int
+    devices_per_rank: int = 1
+    lanes: int | None = None
+    tail: Tail = "spread"
+    least_window: int = 1
+    least_part: int = 1
+
+    @property
+    def steps_per_epoch(self) -> int:
+        full, rest = divmod(self.samples, self.global_batch)
+        if rest == 0 or self.tail == "drop":
+            return full
+        merged = self.tail == "merge" or rest < self.least_window
+        return max(1, full) if merged else full + 1
+
+    def steps_left(self, position: int) -> int:
+        """Steps of an epoch of which ``position`` samples are used."""
+        if position >= self.samples:
+            return 0
+        return self.model_copy(update={"samples": self.samples - position}).steps_per_epoch
+
+    def window(self, position: int) -> Span | None:
+        """The slice of the epoch that the step at ``position`` takes; ``None`` when the epoch is over."""
+        rest = self.samples - position
+        if rest <= 0 or (self.tail == "drop" and rest < self.global_batch):
+            return None
+        left_over = rest - self.global_batch
+        swallow = left_over < self.global_batch if self.tail == "merge" else left_over < self.least_window
+        if self.tail != "drop" and swallow:
+            return position, self.samples
+        return position, position + self.global_batch
+
+    def split(self, size: int) -> tuple[tuple[Span, ...], ...]:
+        """Micro-batches of each rank, as spans within a window of ``size`` items.
+
+        An empty span is an empty lane, or a rank without samples in a micro-batch of all ranks; () is an empty rank.
+        """
+        if self.lanes is not None:
+            return _split_lanes(size, self.ranks, self.lanes, self.least_part)
+        # Samples that would be too few for a step make its micro-batches larger, not more of them.
+        merged = 0 < size - self.global_batch < self.least_window
+        if self.least_part < self.least_window:
+            limit = -(-self.global_batch // self.accumulate)
+            number = -(-(self.global_batch if merged else size) // limit)
+            return _split_micro_batches(size, self.ranks, number, self.least_window, self.least_part)
+        most = self.accumulate if merged else size
+        return _split_ranks(size, self.ranks, self.batch_size * self.devices_per_rank, self.least_part, most)
+
+
+@lru_cache(maxsize=256)
+def _split_micro_batches(
+    size: int, ranks: int, number: int, least_window: int, least_part: int
+) -> tuple[tuple[Span, ...], ...]:
+    """Micro-batches first, and each of them into ranks: synchronised BatchNorm sees the same ones on any ranks."""
+    spans = [(start, stop) for start, stop in parts(size, number, least_window) if stop > start]
+    shares = [[(start + a, start + b) for a, b in parts(stop - start, ranks, least_part)] for start, stop in spans]
+    return tuple(zip(*shares, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _split_ranks(size: int, ranks: int, limit: int, least: int, most: int) -> tuple[tuple[Span, ...], ...]:
+    """Ranks first; each cuts its share into micro-batches of at most ``limit``, but no more than ``most``."""
+    shares = parts(size, ranks, least)
+    longest = max(stop - start for start, stop in shares)
+    micro_batches = min(most, -(-longest // limit))
+    return tuple(
+        tuple((start + a, start + b) for a, b in parts(stop - start, micro_batches, least) if b > a)
+        for start, stop in shares
+    )
+
+
+@lru_cache(maxsize=256)
+def _split_lanes(size: int, ranks: int, lanes: int, least: int) -> tuple[tuple[Span, ...], ...]:
+    # Empty lanes keep their place: the summation tree has a leaf for each.
+    spans = parts(size, lanes, least)
+    per_rank = lanes // ranks
+    return tuple(spans[r * per_rank : (r + 1) * per_rank] for r in range(ranks))
+
+
+def parts(size: int, count: int, least: int = 1) -> tuple[Span, ...]:
+    """``count`` contiguous spans; each holds at least ``least`` items or none (the last ones stay empty)."""
+    used = max(1, min(count, size // least))
+    bounds = [-(-index * size // used) for index in range(used + 1)]
+    return tuple(pairwise(bounds)) + ((size, size),) * (count - used)
+
+
+def resolve_batch(
+    *,
+    samples: int,
+    ranks: int,
+    devices_per_rank: int,
+    batch_size: int,
+    accumulate: int,
+    global_batch_size: int | None,
+    tail: Tail,
+    lanes: int | None,
+    has_batchnorm: bool,
+    sync_batchnorm: bool,
+    even: bool = False,
+) -> tuple[BatchPlan, Decisions]:
+    """Sizes of a run, and the decisions on them.
+
+    Args:
+        even: every rank must have ``accumulate`` micro-batches in every step (Lightning's Trainer); a shorter tail
+            joins the step before.
+
+    Raises:
+        ConfigError: a global batch that the ranks cannot share.
+        DataError: fewer samples than one step needs.
+    """
+    devices = ranks * devices_per_rank
+    if global_batch_size is None:
+        sizes, reasons = _as_configured(batch_size, accumulate, devices)
+    else:
+        sizes, reasons = _shared(global_batch_size, batch_size, devices)
+    plan = BatchPlan(
+        samples=samples,
+        global_batch=sizes.global_batch,
+        batch_size=sizes.batch_size,
+        accumulate=sizes.accumulate,
+        ranks=ranks,
+        devices_per_rank=devices_per_rank,
+        lanes=lanes,
+        tail=tail,
+        least_window=2 if has_batchnorm else 1,
+        least_part=2 if has_batchnorm and not sync_batchnorm else 1,
+    )
+    reasons["tail"] = _check_tail(plan)
+    if even:
+        plan = _even(plan, reasons)
+    return plan, by_key(
+        Decision(key, key.replace("_", " "), getattr(plan, key), reasons[key])
+        for key in ("global_batch", "batch_size", "accumulate", "tail")
+    )
+
+
+class _Sizes(NamedTuple):
+    global_batch: int
+    batch_size: int
+    accumulate: int
+
+
+def _as_configured(batch_size: int, accumulate: int, devices: int) -> tuple[_Sizes, dict[str, str]]:
+    return _Sizes(batch_size * devices * accumulate, batch_size, accumulate), {
+        "global_batch": f"{batch_size} per device × {devices} device(s) × {accumulate} micro-batch(es)",
+        "batch_size": "as configured",
+        "accumulate": "as configured",
+    }
+
+
+def _shared(global_batch: int, limit: int, devices: int) -> tuple[_Sizes, dict[str, str]]:
+    """``global_batch`` in micro-batches of at most ``limit`` samples, as few and as even as can be."""
+    if global_batch < devices:
+        raise ConfigError(
+            f"global batch {global_batch} cannot be shared by {devices} devices",
+            why="each device needs at least one sample of every full step",
+            fix=f"use at most {global_batch} devices or set training.global_batch_size to at least {devices}",
+        )
+    share = -(-global_batch // devices)
+    accumulate = -(-share // limit)
+    uneven = "" if global_batch % devices == 0 else f", unevenly ({global_batch // devices} or {share} each)"
+    return _Sizes(global_batch, -(-share // accumulate), accumulate), {
+        "global_batch": f"held at {global_batch} and shared by {devices} device(s){uneven}",
+        "batch_size": f"a device's share of {share} in {accumulate} micro-batch(es) of at most the configured size",
+        "accumulate": f"the fewest micro-batches that a device's share of {share} fits in",
+    }
+
+
+def _even(plan: BatchPlan, reasons: dict[str, str]) -> BatchPlan:
+    """``plan`` with a part for every micro-batch of every rank in each step, the last one of an epoch included."""
+    fits = plan.global_batch // (plan.ranks * plan.least_part)
+    if fits == 0:
+        raise ConfigError(
+            f"a global batch of {plan.global_batch} cannot be shared by {plan.ranks} ranks",
+            why=f"a module sees a batch on every rank in every step, and BatchNorm needs {plan.least_part} samples",
+            fix=f"use at most {plan.global_batch // plan.least_part} device(s), "
+            f"or a global batch (batch size × devices × accumulation) of at least {plan.ranks * plan.least_part}",
+        )
+    if fits < plan.accumulate:
+        share = -(-plan.global_batch // plan.ranks)
+        reasons["accumulate"] = (
+            f"{fits} instead of {plan.accumulate}: every micro-batch of every rank must have at least "
+            f"{plan.least_part} sample(s), and of a step's some rank has only {plan.global_batch // plan.ranks}"
+        )
+        reasons["batch_size"] = f"a rank's share of {share} in {fits} micro-batch(es)"
+        size = -(-share // (fits * plan.devices_per_rank))
+        plan = plan.model_copy(update={"accumulate": fits, "batch_size": size})
+    least = max(plan.least_window, plan.ranks * plan.accumulate * plan.least_part)
+    if plan.samples < least:
+        raise DataError(
+            f"the training set has {plan.samples} sample(s)",
+            why=f"one step of {plan.ranks} rank(s) × {plan.accumulate} micro-batch(es) needs at least {least}",
+            fix="use fewer devices or less accumulation",
+        )
+    rest = plan.samples % plan.global_batch
+    if plan.tail == "spread" and 0 < rest < least:
+        reasons["tail"] = f"the last {rest} samples join the step before: they are too few for all ranks"
+    return plan.model_copy(update={"least_window": least})
+
+
+def _check_tail(plan: BatchPlan) -> str:
+    if plan.global_batch < plan.least_window:
+        raise ConfigError(
+            f"a global batch of {plan.global_batch} is too small for a model with BatchNorm",
+            why="batch statistics of one sample are the sample itself",
+            fix="set training.batch_size to at least 2",
+        )
+    if plan.samples < plan.least_window:
+        raise DataError(
+            f"the training set has {plan.samples} sample(s)",
+            why="BatchNorm needs at least 2 samples in a batch" if plan.samples else "there is nothing to train on",
+            fix="check data.data_dir and the split",
+        )
+    rest = plan.samples % plan.global_batch
+    if plan.tail == "drop" and plan.samples < plan.global_batch:
+        raise ConfigError(
+            f"tail: drop leaves no step: {plan.samples} samples are fewer than the global batch {plan.global_batch}",
+            why="drop leaves out the last, short batch of an epoch",
+            fix="use tail: spread, or a smaller batch",
+        )
+    if rest == 0:
+        return f"{plan.samples} samples fill every step of {plan.global_batch}; there is no short batch"
+    if plan.tail == "drop":
+        return f"the last {rest} samples of each epoch are left out, as configured"
+    if plan.tail == "merge":
+        return f"the last {rest} samples join the step before, as configured"
+    if rest < plan.least_window:
+        return f"the last {rest} sample joins the step before: BatchNorm cannot take one sample alone"
+    return f"the last {rest} samples form a smaller batch, split across ranks; nothing is dropped"

@@ -1,0 +1,136 @@
+"""Notes of the plan: settings that have no effect, and what the user should know of this run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from lockstep.config import RunConfig
+from lockstep.events import Note
+from lockstep.hardware.resolve import Placement
+from lockstep.planning.batch import BatchPlan
+from lockstep.planning.plan import ResumePoint, TaskFacts
+from lockstep.strategies import strategies
+
+#: Micro-batches per device that keep a pipeline busy (Huang et al. 2019, https://arxiv.org/abs/1811.06965).
+FILL = 4
+
+
+def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) -> Iterator[Note]:
+    """On settings of other strategies, and on an idle pipeline."""
+    spec, exact = placement.spec, config.training.reproducibility == "exact"
+    for owner in strategies().values():
+        names = [key for setting in owner.settings for key in _changed_keys(config, setting)]
+        if owner is not spec:
+            yield from _unused(names, f"the strategy is {spec.name}, not {owner.name}")
+        elif exact:
+            yield from _unused(names, "exact mode sums gradients in a fixed tree")
+    if spec.scatters and config.training.compile:
+        why = f"{spec.name} copies the model to its GPUs in every step, not compiled"
+        yield from _unused(["training.compile"], why)
+    devices, parts = len(placement.devices) if placement.nodes == 1 else placement.world_size, batch.accumulate
+    if spec.state == "staged" and config.pipeline.in_process:
+        text = f"One process: the {devices} devices take turns, so it is as slow as one device."
+        yield Note("devices_in_turn", text)
+    elif spec.state == "staged" and parts < FILL * devices:
+        # Section 2.3 of the same.
+        share = (devices - 1) / (parts + devices - 1)
+        yield Note(
+            "pipeline_idle",
+            f"With {parts} micro-batch{'es' * (parts > 1)} a step, the {devices} devices of a pipeline wait "
+            f"{share:.0%} of the time: more, smaller ones (--grad-accum-steps, --batch-size) fill it better.",
+        )
+
+
+def module_notes(config: RunConfig, placement: Placement) -> Iterator[Note]:
+    """For a ``LightningModule``: on settings that its own parts decide."""
+    if placement.accelerator == "cpu" and placement.precision == "16-mixed":
+        yield Note("precision_changed", "On a CPU, Lightning's Trainer uses bf16-mixed instead of 16-mixed.")
+    names = [*_changed("optimizer", config.optimizer), *_changed("scheduler", config.scheduler)]
+    yield from _unused(names, "the module's configure_optimizers() decides", " on a LightningModule")
+    names = [
+        *_changed("training", config.training, "batch_size"),
+        *_changed("data", config.data),
+        *_changed("validation", config.validation, "batch_size"),
+    ]
+    yield from _unused(names, "its DataLoaders and data module decide", " on a LightningModule")
+
+
+def optimizer_notes(config: RunConfig, facts: TaskFacts) -> Iterator[Note]:
+    """For a task that makes its own optimizer or scheduler: on settings that have no effect."""
+    if facts.optimizer_lr is not None:
+        settings = type(config.optimizer).model_fields.keys() - {"lr_scaling", "base_batch_size"}
+        names = sorted(_changed("optimizer", config.optimizer, *settings))
+        yield from _unused(names, "the task makes its own optimizer")
+    if facts.own_schedule:
+        yield from _unused(sorted(_changed("scheduler", config.scheduler)), "the task makes its own scheduler")
+
+
+def batchnorm_notes(config: RunConfig, placement: Placement, batch: BatchPlan) -> Iterator[Note]:
+    """For a model with BatchNorm: on statistics that depend on the devices or the micro-batches."""
+    if placement.spec.scatters:
+        yield Note(
+            "batchnorm_split",
+            f"BatchNorm does not see whole micro-batches: each of the {len(placement.devices)} GPUs normalises its "
+            "part alone, and the running statistics are those of the first one. "
+            f"{placement.strategy} cannot synchronise them; ddp does.",
+        )
+    if batch.accumulate > 1 and config.training.reproducibility != "exact":
+        yield Note(
+            "batchnorm_micro_batches",
+            f"BatchNorm normalises micro-batches, not the global batch of {batch.global_batch}: its statistics depend "
+            f"on accumulate ({batch.accumulate}). reproducibility: exact keeps them the same on any devices.",
+        )
+
+
+def resume_notes(resume: ResumePoint, batch: BatchPlan) -> Iterator[Note]:
+    if resume.global_batch == batch.global_batch:
+        yield Note("resumed", f"Resumes at step {resume.step}; the global batch stays {batch.global_batch}.")
+    else:
+        yield Note(
+            "global_batch_changed",
+            f"Resumes at step {resume.step} with a global batch of {batch.global_batch} instead of "
+            f"{resume.global_batch}: the results will differ from those of an uninterrupted run.",
+        )
+
+
+def data_notes(facts: TaskFacts, resume: ResumePoint | None, workers: int) -> Iterator[Note]:
+    """On what a resume cannot compare, and what it was asked to accept."""
+    if facts.unstable:
+        yield Note(
+            "samples_vary",
+            f"Not the same each time it is read: {', '.join(facts.unstable)} of the training samples. A resume cannot "
+            "detect whether that changed. Draws from random, numpy.random or torch's global generator are repeatable.",
+        )
+    if facts.read_file is not None and workers:
+        yield Note(
+            "file_shared",
+            f"{workers} loader worker(s) share the position in {facts.read_file}, which the data set has "
+            "open, and may read wrong samples, as in a DataLoader. Open the file in __getitem__, on the first call.",
+            "warning",
+        )
+    if resume is not None and resume.accept_data and resume.fingerprint not in (None, facts.fingerprint):
+        yield Note(
+            "other_data",
+            f"the training data differ from those of the checkpoint (fingerprint {resume.fingerprint}, now "
+            f"{facts.fingerprint}); accepted with --accept-data.",
+            "warning",
+        )
+
+
+def _changed_keys(config: RunConfig, setting: str) -> list[str]:
+    """The keys of ``setting``, a key or a section, that are not at their default."""
+    section, _, name = setting.partition(".")
+    return _changed(section, getattr(config, section), *filter(None, [name]))
+
+
+def _changed(section: str, settings: BaseModel, *names: str) -> list[str]:
+    """Those of ``names`` (default: all) that are not at their default."""
+    fields = type(settings).model_fields
+    return [f"{section}.{name}" for name in names or fields if getattr(settings, name) != fields[name].default]
+
+
+def _unused(names: list[str], why: str, where: str = "") -> Iterator[Note]:
+    if names:
+        yield Note("settings_unused", f"{', '.join(names)} has no effect{where}: {why}.")

@@ -1,0 +1,236 @@
+"""Making the plan: a function for each decision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.config import RunConfig
+from lockstep.hardware.resolve import Placement
+from lockstep.planning.batch import BatchPlan, resolve_batch
+from lockstep.planning.checkpoint import choose_form
+from lockstep.planning.compatibility import refuse_contradictions
+from lockstep.planning.decision import Decision, Decisions, by_key
+from lockstep.planning.horizon import resolve_course
+from lockstep.planning.loader import of_loader, training_of_loader
+from lockstep.planning.monitor import resolve_monitor
+from lockstep.planning.notes import (
+    batchnorm_notes,
+    data_notes,
+    module_notes,
+    optimizer_notes,
+    resume_notes,
+    strategy_notes,
+)
+from lockstep.planning.order import order_notes, resolve_order
+from lockstep.planning.plan import Plan, ResumePoint, TaskFacts
+from lockstep.planning.reduction import resolve_reduction
+from lockstep.planning.workers import resolve_loader
+
+#: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.
+SMALL_STEP = 5e7
+#: Time of a step in exact mode against fast, as measured by ``benchmarks/exact_cost.py`` with 8 lanes on CPU cores.
+EXACT_COST = "measured: 0.9 times the time of fast on two CPU ranks, 1.8 to 2.9 times on one"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What decisions are made from.
+
+    ``cores``: CPU cores that this node may use. ``preset``: intra-op threads that the user has set outside Lockstep,
+    and where.
+    """
+
+    config: RunConfig
+    placement: Placement
+    facts: TaskFacts
+    cores: int
+    preset: tuple[int, str] | None = None
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read different samples: the stages of a pipeline all take part in the same ones."""
+        return 1 if self.placement.spec.state == "staged" else self.placement.world_size
+
+    @property
+    def local_ranks(self) -> int:
+        return -(-self.placement.world_size // self.placement.nodes)
+
+
+def make_plan(
+    config: RunConfig,
+    placement: Placement,
+    facts: TaskFacts,
+    *,
+    cores: int,
+    preset: tuple[int, str] | None = None,
+    resume: ResumePoint | None = None,
+) -> Plan:
+    """Resolve everything that does not change during the run.
+
+    Args:
+        cores: CPU cores this node may use.
+        preset: intra-op threads that the user has set outside Lockstep, and where.
+        resume: given on resume; its global batch is held unless it says otherwise.
+
+    Raises:
+        ConfigError, DataError, UnsupportedError: settings that contradict each other, the data or the devices.
+    """
+    refuse_contradictions(config, placement, facts)
+    held = resume.global_batch if resume and resume.hold else config.training.global_batch_size
+    notes = list(placement.notes)
+    unused = [] if facts.loader is None else list(module_notes(config, placement))
+    if facts.loader is not None:
+        training = training_of_loader(config, facts.loader, held=held, devices=placement.world_size)
+        config = config.model_copy(update={"training": training})
+    given = Given(config, placement, facts, cores, preset)
+    synced = _sync_batchnorm(given)
+    batch, sized = _batch(given, held, bool(synced.value))
+    order, ordered = resolve_order(
+        config.data,
+        samples=facts.train_samples,
+        lengths=facts.lengths is not None,
+        lanes=config.training.lanes,
+        held=resume.order if resume else None,
+    )
+    course = resolve_course(config, batch, resume, facts)
+    on_gpu = placement.accelerator == "gpu"
+    loader, loaded = resolve_loader(config.data, facts, cores=cores, local_ranks=given.local_ranks, pin_memory=on_gpu)
+    judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on its own data
+    monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
+    decisions = [
+        *_placed(placement),
+        *_reduction(given),
+        *sized.values(),
+        ordered,
+        *course.decisions,
+        _parameters(given),
+    ]
+    decisions += [_reproducibility(given), synced, _threads(given, batch), loaded, _checkpoints(given), judging]
+    if facts.loader is None:
+        notes += course.notes
+    else:
+        decisions = [of_loader(decision, facts.loader) for decision in decisions if decision.key != "warmup"]
+    notes += order_notes(config.data, order, batch.global_batch)
+    notes += [] if resume is None else resume_notes(resume, batch)
+    notes += data_notes(facts, resume, loader.num_workers)
+    notes += strategy_notes(config, placement, batch)
+    notes += optimizer_notes(config, facts)
+    notes += batchnorm_notes(config, placement, batch) if facts.has_batchnorm else []
+    return Plan(
+        task=facts,
+        placement=placement.as_dict(),
+        batch=batch,
+        order=order,
+        schedule=course.schedule,
+        loader=loader,
+        epochs=course.epochs,
+        eval_batch_size=config.validation.batch_size or config.training.batch_size,
+        # A sum over the global batch, scaled back to about a mean: a power of two, so that it is exact.
+        pre_scale=2.0 ** -(batch.global_batch.bit_length() - 1),
+        seed=config.training.seed,
+        overfit_samples=batch.samples if config.debug.overfit_batches else None,
+        monitor=monitor,
+        mode=mode,
+        accepted_data=resume.fingerprint if resume and resume.accept_data else None,
+        decisions=by_key(decisions),
+        notes=(*notes, *unused),
+    )
+
+
+def _placed(placement: Placement) -> list[Decision]:
+    reasons = placement.reasons
+    return [
+        Decision("accelerator", "accelerator", placement.accelerator, reasons["accelerator"]),
+        Decision("devices", "devices", ", ".join(placement.devices), reasons["devices"]),
+        Decision("strategy", "strategy", placement.strategy, reasons["strategy"]),
+        Decision("backend", "backend", placement.backend, reasons["backend"]),
+        Decision("ranks", "ranks", placement.world_size, reasons["world_size"]),
+        Decision("precision", "precision", placement.precision, reasons["precision"]),
+    ]
+
+
+def _sync_batchnorm(given: Given) -> Decision:
+    setting, ranks = given.config.distributed.sync_batchnorm, given.readers
+    on = False
+    if not given.facts.has_batchnorm:
+        reason = "the model has no BatchNorm"
+    elif given.config.training.reproducibility == "exact":
+        reason = "exact mode computes statistics per lane and merges them in a fixed order"
+    elif given.placement.spec.scatters:
+        reason = f"{given.placement.strategy} gives each GPU a part of the micro-batch, with separate statistics"
+    elif ranks == 1:
+        reason = "one rank sees the whole micro-batch"
+    elif setting == "auto":
+        on = True
+        reason = f"auto: with {ranks} ranks, statistics of the whole micro-batch keep the result of one device"
+    else:
+        on, reason = setting == "on", "as configured"
+    return Decision("sync_batchnorm", "sync batchnorm", on, reason)
+
+
+def _batch(given: Given, held: int | None, sync_batchnorm: bool) -> tuple[BatchPlan, Decisions]:
+    t, placement, facts = given.config.training, given.placement, given.facts
+    batch, decisions = resolve_batch(
+        samples=facts.train_samples,
+        ranks=given.readers,
+        devices_per_rank=len(placement.devices) if placement.spec.scatters else 1,
+        batch_size=t.batch_size,
+        accumulate=t.accumulate,
+        global_batch_size=held,
+        tail=t.tail,
+        lanes=t.lanes if t.reproducibility == "exact" else None,
+        has_batchnorm=facts.has_batchnorm and not (facts.loader and facts.loader.batches),
+        sync_batchnorm=sync_batchnorm,
+        even=facts.loader is not None,
+    )
+    if given.config.debug.overfit_batches:
+        few = min(facts.train_samples, given.config.debug.overfit_batches * batch.global_batch)
+        batch = batch.model_copy(update={"samples": few})
+    return batch, decisions
+
+
+def _threads(given: Given, batch: BatchPlan) -> Decision:
+    training, local_ranks = given.config.training, given.local_ranks
+    flops = 6 * given.facts.multiply_adds * batch.batch_size
+    if training.threads is not None:
+        threads, reason = training.threads, "as configured"
+    elif training.reproducibility == "exact":
+        threads, reason = 1, "exact mode: more intra-op threads change the order of sums"
+    elif given.preset is not None:
+        threads, reason = given.preset
+    elif given.placement.accelerator == "cpu" and 0 < flops < SMALL_STEP:
+        threads, reason = 1, f"a step has {flops / 1e6:.2g} MFLOP: more threads would wait longer than they compute"
+    else:
+        threads = max(1, given.cores // local_ranks)
+        reason = f"{given.cores} cores shared by {local_ranks} rank(s) of this node"
+    return Decision("threads", "threads", threads, reason)
+
+
+def _checkpoints(given: Given) -> Decision:
+    config, facts = given.config, given.facts
+    return choose_form(config.checkpoint.sharded, given.placement.spec, facts.parameters, config.optimizer)
+
+
+def _reduction(given: Given) -> list[Decision]:
+    """Of strategies that may reduce gradients in one message or in buckets."""
+    config, facts, placement = given.config, given.facts, given.placement
+    if not placement.spec.has_buckets or config.training.reproducibility == "exact" or facts.loader is not None:
+        return []
+    return [resolve_reduction(config.distributed, facts.joint_bytes, on_cpu=placement.accelerator == "cpu")]
+
+
+def _parameters(given: Given) -> Decision:
+    trained, frozen = given.facts.parameters - given.facts.frozen, given.facts.frozen
+    reason = f"requires_grad is off for the other {frozen:,}" if frozen else "all of the model"
+    return Decision("trained_parameters", "trained parameters", trained, reason, f"{trained:,}")
+
+
+def _reproducibility(given: Given) -> Decision:
+    training = given.config.training
+    reason = "same samples, denominators and schedule on any devices; equal to rounding"
+    if training.reproducibility == "exact":
+        reason = (
+            f"{training.lanes} lanes, each computed alone, summed along one tree: equal bits on any ranks that "
+            f"divide them ({EXACT_COST})"
+        )
+    return Decision("reproducibility", "reproducibility", training.reproducibility, reason)

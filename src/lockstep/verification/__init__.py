@@ -1,0 +1,278 @@
+"""Whether several devices compute what one computes, for the user's own task: both are run and compared."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.config import RunConfig
+from lockstep.engine.task import Task
+from lockstep.errors import UnsupportedError, UsageError
+from lockstep.hardware.world import read_world
+from lockstep.launch.prepare import native_settings, prepare
+from lockstep.verification.diagnose import (
+    FACTOR,
+    Cause,
+    diverged,
+    evidence,
+    experiments,
+    grouping,
+    interrupted,
+    is_rounding,
+    not_finite,
+    other_draws,
+    other_samples,
+    rounds_more,
+    unknown,
+    unmerged,
+    unseeded,
+)
+from lockstep.verification.experiments import Lab, Variant
+from lockstep.verification.report import BLIND, Comparison, Outcome, VerifyReport
+from lockstep.verification.trajectory import BUFFER, ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
+
+__all__ = ["VerifyReport", "verify"]
+
+#: With a larger difference in its first loss, a rearranged batch did not change by rounding alone.
+NOT_ROUNDING = 1e-3
+
+
+def verify(
+    task: Task | type[Task] | str,
+    config: RunConfig | Mapping[str, Any] | None = None,
+    *,
+    steps: int = 24,
+    eval_batches: int = 8,
+    say: Callable[[str], None] = lambda line: None,
+) -> VerifyReport:
+    """Train the same steps on one device and on the chosen ones, and compare the results.
+
+    Half of the steps lie before an epoch's end, so that the short last batch and a validation are among them.
+    What rounding alone changes is measured on one device, with the samples of each micro-batch in other orders.
+    Each run is a complete run of Lockstep, with the user's strategy, loader and precision, in a temporary folder.
+
+    Args:
+        task: an object, a class, or a name as on the command line.
+        config: as for :func:`lockstep.train`; it must name at least two devices (``cpu,cpu`` counts as two).
+        steps: optimizer steps of each run.
+        eval_batches: batches of each validation.
+        say: called with a description of each run before it starts.
+
+    Raises:
+        LockstepError: invalid devices or settings, or a run failed.
+    """
+    if read_world(os.environ).from_outside:
+        raise UnsupportedError(
+            "verify starts its own ranks", why="torchrun or srun has started this process", fix="start it without them"
+        )
+    if steps < 1:
+        raise UsageError(f"invalid value for --steps: {steps}", fix="use at least 1; the default is 24")
+    prepared = prepare(task, native_settings(task, config))
+    plan = prepared.plan
+    if len(plan.placement["devices"]) < 2:
+        raise UsageError(
+            f"verify compares several devices with one, and {', '.join(plan.placement['devices'])} is one",
+            fix="name two or more: --devices gpu:0,gpu:1, or --devices cpu,cpu for two CPU ranks",
+        )
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+        lab = Lab(task, prepared.config, plan, steps, eval_batches, Path(folder), say)
+        return _Verification(lab).report()
+
+
+class _Verification:
+    """The order of the runs, each decided by the results of those before."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+        self._notes: list[str] = []
+        if lab.config.launch.nodes not in (None, "1"):
+            self._notes.append("launch.nodes is ignored: all ranks that were compared are on this machine")
+
+    def report(self) -> VerifyReport:
+        lab = self._lab
+        one, many = lab.run(Variant("one")), lab.run(Variant("many"))
+        configured = Comparison((), one, many, gap_between(one, many))
+        # What is wrong whatever the losses are; then nothing can be said about rounding.
+        cause = other_samples(lab, one, many) or diverged(many) or not_finite(one, many)
+        if cause is not None:
+            return self._conclude(configured, floor_of([], one), configured.gap, [cause])
+        if _identical(one, many):
+            return self._resumed(configured, floor_of([], one), configured.gap, "identical")
+        again = lab.run(Variant("one", repeat=1))
+        cause = unseeded(one, again)
+        if cause is not None:
+            return self._conclude(configured, floor_of([], one), configured.gap, [cause])
+        quiet: tuple[str, ...] = ("dropout",) if "dropout" in one.draws else ()
+        floor = self._floor(quiet, gap_between(one, again))
+        compared = configured
+        if lab.plan.reproducibility == "fast":
+            if floor.parting(compared.gap, FACTOR) is None:
+                return self._resumed(compared, floor, configured.gap, "equal")
+            if quiet:
+                compared = self._compare(quiet)
+                if floor.parting(compared.gap, FACTOR) is None:
+                    return self._resumed(compared, floor, configured.gap, "equal without dropout")
+            if rounds_more(lab.plan) and is_rounding(compared.gap, lab.plan):
+                in_float32 = self._compare(quiet, "32")
+                if floor.parting(in_float32.gap, FACTOR) is None:
+                    return self._resumed(in_float32, floor, compared.gap, "equal in float32")
+        return self._conclude(compared, floor, configured.gap, self._causes(compared, floor, quiet))
+
+    def _resumed(self, compared: Comparison, floor: Floor, as_configured: Gap, outcome: Outcome) -> VerifyReport:
+        """The outcome, unless a run that is interrupted and resumed shows otherwise."""
+        cause = interrupted(self._lab, Variant("many", compared.off, precision=compared.precision), floor)
+        causes = [] if cause is None else [cause]
+        return self._conclude(compared, floor, as_configured, causes, outcome)
+
+    def _compare(self, off: tuple[str, ...], precision: str | None = None) -> Comparison:
+        one = self._lab.run(Variant("one", off, precision=precision))
+        many = self._lab.run(Variant("many", off, precision=precision))
+        return Comparison(off, one, many, gap_between(one, many), precision)
+
+    def _floor(self, quiet: tuple[str, ...], repeated: Gap) -> Floor:
+        """What rounding does: the same samples in each micro-batch, in other orders; on a GPU, repetition too."""
+        base = self._lab.run(Variant("one", quiet))
+        gaps = [repeated]
+        if set(base.draws) - {"dropout"}:
+            self._notes.append(
+                f"the forward pass draws random numbers ({', '.join(base.draws)}), so the noise floor could not be "
+                "measured; the rounding of float32 is used instead"
+            )
+            return floor_of(gaps, base)
+        for arrangement in ("reversed", "shuffled"):
+            arranged = self._lab.run(Variant("one", quiet, trace=arrangement))
+            gap = gap_between(base, arranged)
+            if base.first_other_samples(arranged) is not None:
+                self._notes.append(
+                    f"with the samples of each batch {arrangement} the data set returns other samples: each depends "
+                    "on those read before it, so that run says nothing about rounding"
+                )
+            elif gap.loss[0] > NOT_ROUNDING:
+                self._notes.append(
+                    f"with the samples of each batch {arrangement} the first loss differs by {gap.loss[0]:.1e}: it "
+                    "depends on their order, so that run says nothing about rounding"
+                )
+            else:
+                gaps.append(gap)
+        return floor_of(gaps, base)
+
+    def _causes(self, compared: Comparison, floor: Floor, quiet: tuple[str, ...]) -> list[Cause]:
+        """Likely causes of what lies beyond the floor, the likeliest first."""
+        parting = floor.parting(compared.gap, FACTOR) or ("weights", len(compared.one) - 1)
+        merged = unmerged(compared.one, *parting)
+        if merged is not None:
+            return [merged]
+        found = list(evidence(compared.one, compared.many, self._lab.devices))
+        if any(cause.code == "initial-weights" for cause in found):
+            return found
+        # A wrong count or rate may be there without having made the difference: what an experiment shows comes first.
+        found = [*experiments(self._lab, quiet, floor), *found]
+        if not found:
+            found = list(other_draws(compared.one.draws, self._lab.plan))
+        if not found:
+            cause = grouping(self._lab, quiet, floor)
+            found = [cause] if cause is not None else []
+        return found or [unknown(compared.one, compared.many, *parting)]
+
+    def _conclude(
+        self,
+        comparison: Comparison,
+        floor: Floor,
+        as_configured: Gap,
+        causes: list[Cause],
+        outcome: Outcome = "different",
+    ) -> VerifyReport:
+        plan, lab = self._lab.plan, self._lab
+        if causes:
+            outcome = "not finite" if causes[0].code == "not-finite" else "different"
+        else:
+            self._note_blindness(floor)
+            self._notes += [
+                f"the {cause.code} differs, without effect in these steps: {cause.what}; {cause.fix}"
+                for cause in evidence(comparison.one, comparison.many, lab.devices)
+            ]
+        return VerifyReport(
+            task=plan.task.name,
+            devices=tuple(plan.placement["devices"]),
+            strategy=plan.placement["strategy"],
+            reproducibility=plan.reproducibility,
+            global_batch=plan.batch.global_batch,
+            outcome=outcome,
+            verdict=_verdict(outcome, causes, comparison, floor, as_configured, lab.devices),
+            causes=tuple(causes),
+            notes=tuple(self._notes),
+            comparison=comparison,
+            floor=floor,
+            as_configured=as_configured,
+        )
+
+    def _note_blindness(self, floor: Floor) -> None:
+        blind = np.flatnonzero(floor.values["loss"] * FACTOR > BLIND)
+        if blind.size and floor.values["loss"][0] * FACTOR <= BLIND:
+            self._notes.append(
+                f"from step {int(blind[0]) + 1} on rounding errors have grown so far that the loss says little"
+            )
+
+
+def _identical(one: Trajectory, many: Trajectory) -> bool:
+    same_weights = one.fingerprint == many.fingerprint and np.array_equal(one.loss, many.loss, equal_nan=True)
+    return same_weights and not gap_between(one, many).validation.max(initial=0) > ROUNDING
+
+
+def _verdict(
+    outcome: Outcome,
+    causes: Sequence[Cause],
+    comparison: Comparison,
+    floor: Floor,
+    as_configured: Gap,
+    devices: int,
+) -> str:
+    gap, steps = comparison.gap, len(comparison.gap.loss)
+    apart = (
+        f"over {steps} steps the losses of {devices} devices and one differ by at most {gap.loss.max(initial=0):.1e} "
+        f"(noise floor {floor.values['loss'].max(initial=0):.1e})"
+    )
+    if outcome == "identical":
+        return (
+            f"IDENTICAL: after {steps} steps the weights of {devices} devices and one are equal bit for bit "
+            f"(sha256 {comparison.one.fingerprint[:12]}…)"
+        )
+    if outcome == "equal":
+        return f"EQUAL to rounding: {apart}"
+    if outcome == "equal without dropout":
+        return (
+            f"EQUAL to rounding without dropout: {apart}; with dropout by {as_configured.loss.max():.1e}, since in "
+            "fast mode each rank draws its own masks (--reproducibility exact draws the same on any devices)"
+        )
+    if outcome == "equal in float32":
+        return (
+            f"EQUAL to rounding in float32: {apart}; in the configured precision by {as_configured.loss.max():.1e}, "
+            "whose rounding depends on how a batch is split"
+        )
+    if outcome == "not finite":
+        return "NOT COMPARABLE: the loss is not finite, on one device and on several"
+    other = comparison.one.first_other_samples(comparison.many)
+    if other is not None:
+        return f"DIFFERENT: from step {other} on the samples of {devices} devices are not those of one"
+    found = comparison.many.divergence
+    if causes[0].code == "resume" or found is not None:
+        code = "resume" if found is None else "ranks-diverge"
+        return {
+            "ranks-diverge": f"DIFFERENT: the {devices} ranks do not have the same weights and buffers",
+            "resume": f"DIFFERENT: {devices} devices and one agree, but a resumed run and a whole one do not",
+        }[code]
+    quantity, place = floor.parting(gap, FACTOR) or ("weights", steps - 1)
+    since = f"from step {place + 1} on"
+    if quantity == "validation loss":
+        since = f"in validation {place + 1}"
+    elif quantity.startswith(BUFFER):
+        since = f"after step {comparison.one.merged[place + 1]}"
+    return (
+        f"DIFFERENT: {since} the {quantity} of {devices} devices and one differs by {gap.items()[quantity][place]:.1e} "
+        f"(noise floor {floor.values[quantity][place]:.1e})"
+    )

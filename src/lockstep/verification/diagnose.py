@@ -1,0 +1,346 @@
+"""Why two runs differ: first what they were given, then experiments that remove the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from lockstep.errors import LockstepError
+from lockstep.planning import Plan
+from lockstep.verification.experiments import Lab, Variant
+from lockstep.verification.trajectory import BUFFER, Floor, Gap, Trajectory, gap_between
+
+#: By how many times the noise floor two correct runs may differ. One device and several do not round alike;
+#: real faults are larger by orders of magnitude.
+FACTOR = 30.0
+#: Half the distance from 1 to the next number.
+EPSILON = {"bf16-mixed": 2.0**-8, "16-mixed": 2.0**-11}
+#: A repeated run whose first loss differs by more than this does not differ by rounding in another order.
+UNSEEDED = 1e-4
+
+
+#: What a cause is called, in reports and JSON; docs/same-result.md explains each.
+Code = Literal[
+    "order",
+    "unseeded-data",
+    "stateful-data",
+    "ranks-diverge",
+    "not-finite",
+    "initial-weights",
+    "unseeded-forward",
+    "denominator",
+    "learning-rate",
+    "batchnorm",
+    "precision",
+    "random-draws",
+    "grouping",
+    "buffers",
+    "resume",
+    "validation",
+    "unknown",
+]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why two runs differ: a stable ``code``, what was seen, and how to fix it."""
+
+    code: Code
+    what: str
+    fix: str
+
+    def as_dict(self) -> dict[str, str]:
+        return {"code": self.code, "what": self.what, "fix": self.fix}
+
+
+def other_samples(lab: Lab, one: Trajectory, many: Trajectory) -> Cause | None:
+    """Why the two runs were given other samples, if they were. Runs one device again, up to twice."""
+    if one.first_other_samples(many) is None:
+        return None
+    keyed = (
+        "draw from `random`, `numpy.random` or torch's global generator, which Lockstep seeds for each sample, or in "
+        "`sample(index, rng)` from the generator that is passed in"
+    )
+    if one.first_other_samples(lab.run(Variant("one", repeat=1))) is not None:
+        return Cause(
+            "unseeded-data",
+            "one device that repeats its run gets other samples too: the data set returns something else "
+            "each time, for example random draws in `__getitem__` from an unseeded generator, or the time",
+            keyed,
+        )
+    if one.first_other_samples(lab.run(Variant("one", trace="reversed"))) is not None:
+        return Cause(
+            "stateful-data",
+            "one device that reads the samples of each batch in reverse order gets other samples too: a sample "
+            "depends on those read before it, for example random draws in `__getitem__` from a generator that the data "
+            "set keeps",
+            keyed,
+        )
+    return Cause(
+        "order",
+        "one device always gets the same samples: the data set depends on the rank or the number of ranks "
+        "(a sampler, a shard or padding inside it), or on the process that opened it",
+        "return sample i for index i in every process; Lockstep divides the samples among the ranks",
+    )
+
+
+def diverged(many: Trajectory) -> Cause | None:
+    """Whether the ranks have other weights than each other, though every one of them has a replica."""
+    found = many.divergence
+    if found is None:
+        return None
+    if found.by == "start":
+        return Cause(
+            "initial-weights",
+            f"rank {found.rank} starts from other weights than rank 0, first in {found.parameter}: model() depends on "
+            "the rank or draws random numbers without a seed",
+            "build the same model on every rank, from torch's, NumPy's or Python's global generators",
+        )
+    if found.by == "merge":
+        return Cause(
+            "buffers",
+            f"after step {found.step}, when ranks have merged their buffers, {found.parameter} of rank {found.rank} is "
+            "not that of rank 0",
+            "declare how ranks merge it, in `buffer_reduction` of its module",
+        )
+    by = {
+        "gradient": "its gradient differs too: a hook or callback changes gradients on each rank alone",
+        "optimizer": "its gradient is the same: the optimizer, or a hook inside the step, draws random numbers or "
+        "depends on the rank",
+        "hook": "they agreed before the task's hooks were called: a hook draws random numbers or depends on the rank",
+    }[found.by]
+    return Cause(
+        "ranks-diverge",
+        f"after step {found.step} rank {found.rank} has other weights than rank 0, first in {found.parameter}; {by}",
+        "draw from a generator with the same seed on every rank (torch.Generator().manual_seed(seed + step)), or draw "
+        "on one rank and broadcast it with lockstep.collectives()",
+    )
+
+
+def not_finite(one: Trajectory, many: Trajectory) -> Cause | None:
+    """Whether both runs have lost their numbers: NaN equals NaN, which shows nothing."""
+    steps = min(len(one), len(many))
+    lost = np.flatnonzero(~np.isfinite(one.loss[:steps]) & ~np.isfinite(many.loss[:steps]) & (one.count[:steps] > 0))
+    if not lost.size:
+        return None
+    step = int(lost[0]) + 1
+    return Cause(
+        "not-finite",
+        f"the loss is NaN or infinite at step {step}, on one device too, so from there on nothing can be compared",
+        "lower the learning rate, or find the operator with --set debug.detect_anomaly=true; then verify again",
+    )
+
+
+def unmerged(one: Trajectory, quantity: str, place: int) -> Cause | None:
+    """When a buffer is the first to differ."""
+    if not quantity.startswith(BUFFER):
+        return None
+    name = quantity.removeprefix(BUFFER)
+    return Cause(
+        "buffers",
+        f"the buffer {name} differs after step {one.merged[place + 1]}, though losses, gradients and weights agree: "
+        "ranks change it, and merging it does not give what one device has",
+        "declare how ranks merge it: `buffer_reduction` of its module ('mean', 'sum', 'max' or 'same'), or compute it "
+        "from values that do not depend on how the batch is split",
+    )
+
+
+def interrupted(lab: Lab, variant: Variant, floor: Floor) -> Cause | None:
+    """Whether the run of ``variant``, interrupted and resumed on one device, differs from the whole one."""
+    whole = lab.run(variant)
+    try:
+        found = lab.resumed(variant)
+    except LockstepError as error:
+        return Cause(
+            "resume", f"the run cannot be resumed: {error.what}" + f" ({error.why})" * bool(error.why), error.fix
+        )
+    if found is None:
+        return None
+    step, resumed = found
+    both = whole.then(step, resumed)
+    parting = floor.parting(gap_between(whole, both), FACTOR)
+    exact = lab.plan.reproducibility == "exact" and whole.fingerprint != both.fingerprint
+    if parting is None and not exact and whole.first_other_samples(both) is None:
+        return None
+    first = _first_after_resume(whole, resumed, both, step, parting)
+    return Cause(
+        "resume",
+        f"stopped after step {step} and resumed on one device, {first}",
+        "let the checkpoint restore it: values that training changes belong into the optimizer's state, into buffers "
+        "or into Task.state_dict(), and random numbers come from torch's global generator",
+    )
+
+
+def _first_after_resume(
+    whole: Trajectory, resumed: Trajectory, both: Trajectory, step: int, parting: tuple[str, int] | None
+) -> str:
+    """What differs first, in the order in which one thing follows from another."""
+    other = whole.first_other_samples(both)
+    if other is not None:
+        return f"the samples of step {other} are others"
+    settings = [
+        f"{name} = {values[0]:g} (was {whole.settings[name][step]:g})"
+        for name, values in resumed.settings.items()
+        if name in whole.settings and not np.isclose(values[0], whole.settings[name][step], equal_nan=True)
+    ]
+    if settings:
+        return f"the optimizer's param_groups are not restored: {', '.join(settings)}"
+    if not np.array_equal(resumed.weights[0], whole.weights[step], equal_nan=True):
+        return f"the weights are not those of the checkpoint, first in {whole.furthest_parameter(both, step)}"
+    if not np.allclose(both.lr[step], whole.lr[step], rtol=1e-9, atol=0, equal_nan=True):
+        return f"the learning rate of step {step + 1} is {both.lr[step].tolist()}, not {whole.lr[step].tolist()}"
+    quantity, place = parting or ("weights", len(whole) - 1)
+    draws = sorted(set(whole.draws) - {"dropout"})
+    drawn = f", among them those of {', '.join(draws)}" if draws else ""
+    likely = {
+        "loss": f"state of the task or of the model that no checkpoint keeps, or random numbers{drawn}",
+        "gradient norm": f"state that the backward pass uses and no checkpoint keeps, or random numbers{drawn}",
+        "weights": "state of the optimizer, or of a hook, that no checkpoint keeps",
+        "validation loss": "state that evaluation uses and no checkpoint keeps",
+    }.get(quantity, "a buffer that is not restored, or merged otherwise")
+    when = f"validation {place + 1}" if quantity == "validation loss" else f"step {place + 1}"
+    if quantity.startswith(BUFFER):
+        when = f"step {both.merged[place + 1]}"
+    return f"the {quantity} is the first to differ, at {when}: {likely}"
+
+
+def unseeded(one: Trajectory, again: Trajectory) -> Cause | None:
+    """Whether the same run on one device gives another result when it is repeated."""
+    if one.first_other_samples(again) is not None:
+        return Cause(
+            "unseeded-data",
+            "the data set returns other samples when the same run is repeated: it draws random numbers without a seed",
+            "draw in `sample(index, rng)` from the generator that is passed in",
+        )
+    if not np.array_equal(one.weights[0], again.weights[0]):
+        return Cause(
+            "initial-weights",
+            "a repeated run starts from other weights: model() draws random numbers without a seed",
+            "draw from torch's, NumPy's or Python's global generators, which are seeded before model() is called",
+        )
+    if gap_between(one, again).loss[:1].max(initial=0) > UNSEEDED:
+        return Cause(
+            "unseeded-forward",
+            "the same run, repeated, has another loss at step 1: dropout or another random draw of the forward pass "
+            "has no seed",
+            "draw from torch's global generator (nn.Dropout does), which is seeded at every step",
+        )
+    return None
+
+
+def evidence(one: Trajectory, many: Trajectory, devices: int) -> Iterator[Cause]:
+    """What the two runs were given that should be the same and is not, beside the samples."""
+    steps = min(len(one), len(many))
+    if not np.array_equal(one.weights[0], many.weights[0]):
+        yield Cause(
+            "initial-weights",
+            "the runs start from other weights: model() depends on the rank or on something without a seed",
+            "build the same model on every rank, from torch's, NumPy's or Python's global generators",
+        )
+    counts = np.flatnonzero(one.count[:steps] != many.count[:steps])
+    if counts.size:
+        step = int(counts[0])
+        yield Cause(
+            "denominator",
+            f"at step {step + 1} the loss counts {one.count[step]:g} on one device and {many.count[step]:g} on "
+            f"{devices}, for the same samples: a mean over each micro-batch, averaged again over ranks",
+            "return Loss(sum, count): reduction='sum' and the number of items that were summed",
+        )
+    rates = np.flatnonzero(np.any(~np.isclose(one.lr[:steps], many.lr[:steps], rtol=1e-9, atol=0), axis=1))
+    if rates.size:
+        step = int(rates[0])
+        yield Cause(
+            "learning-rate",
+            f"at step {step + 1} the optimizer's learning rate is {one.lr[step].tolist()} on one device and "
+            f"{many.lr[step].tolist()} on {devices}",
+            "leave it to optimizer.lr_scaling, which the plan shows, and do not scale it in the task",
+        )
+
+
+def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Cause]:
+    """What makes the difference go away when it is switched off in both runs. Runs more variants."""
+    plan = lab.plan
+    if plan.task.has_batchnorm:
+        off = (*quiet, "batchnorm")
+        one, many = lab.run(Variant("one", off)), lab.run(Variant("many", off))
+        if floor.parting(gap_between(one, many), FACTOR) is None:
+            yield _batchnorm()
+    if rounds_more(plan):
+        one, many = (lab.run(Variant(where, quiet, precision="32")) for where in ("one", "many"))
+        if floor.parting(gap_between(one, many), FACTOR) is None:
+            yield Cause(
+                "precision",
+                f"in float32 the runs agree, and at step 1 they differ by more than the rounding of "
+                f"{plan.placement['precision']}",
+                "use precision 32, or look for values near the limits of the precision (overflow, tiny gradients)",
+            )
+
+
+def rounds_more(plan: Plan) -> bool:
+    """Whether the run computes in less than float32."""
+    return str(plan.placement["precision"]) != "32"
+
+
+def is_rounding(gap: Gap, plan: Plan) -> bool:
+    """Whether the first step, which starts from equal weights, differs by no more than the precision's rounding."""
+    apart = max(gap.loss[:1].max(initial=0), gap.grad_norm[:1].max(initial=0))
+    return bool(apart <= 8 * EPSILON[plan.placement["precision"]])
+
+
+def other_draws(draws: tuple[str, ...], plan: Plan) -> Iterator[Cause]:
+    """Random numbers that no experiment can switch off; in exact mode they are the same on any devices."""
+    others = sorted(set(draws) - {"dropout"})
+    if others and plan.reproducibility == "fast":
+        yield Cause(
+            "random-draws",
+            f"the forward pass draws random numbers ({', '.join(others)}), and in fast mode each rank draws its own",
+            "--reproducibility exact draws per lane, the same on any devices",
+        )
+
+
+def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
+    """Whether one device that takes the ranks' parts in turn parts from itself too."""
+    one, parts = lab.run(Variant("one", quiet)), lab.run(Variant("parts", quiet))
+    if floor.parting(gap_between(one, parts), FACTOR) is None:
+        return None
+    return Cause(
+        "grouping",
+        "one device that takes the same samples in smaller micro-batches gets another result: a sample's loss depends "
+        "on which others are in its micro-batch, or on how often loss() has been called (a counter in the task)",
+        "make the loss a sum over samples and its count their number; replace statistics over the batch; read the step "
+        "from Task.context",
+    )
+
+
+def _batchnorm() -> Cause:
+    return Cause(
+        "batchnorm",
+        "with BatchNorm's batch statistics switched off the runs agree: each device normalises by the statistics of "
+        "its part of the batch",
+        "set distributed.sync_batchnorm to auto or on, use reproducibility exact, or a norm without batch statistics",
+    )
+
+
+def unknown(one: Trajectory, many: Trajectory, quantity: str, place: int) -> Cause:
+    """When nothing explains it: what differs first says where to look."""
+    if quantity == "validation loss":
+        return Cause(
+            "validation",
+            f"training agrees and validation {place + 1} does not: evaluation depends on the rank or the number of "
+            "ranks, or its data set draws random numbers",
+            "look in evaluate(), validate() and the validation data for RANK, WORLD_SIZE and random numbers",
+        )
+    where = {
+        "loss": "the loss differs first: the forward pass depends on the rank or the number of ranks",
+        "gradient norm": "the losses agree and the gradients do not: a backward pass that depends on the rank, or a "
+        "hook that changes gradients",
+        "weights": "losses and gradients agree and the weights do not: the optimizer depends on the number of ranks or "
+        f"changes parameters that have no gradient, or a hook changes weights; furthest is "
+        f"{one.furthest_parameter(many, place + 1)}",
+    }
+    return Cause(
+        "unknown", f"{where[quantity]} (step {place + 1})", "look there for RANK, WORLD_SIZE and torch.distributed"
+    )

@@ -1,0 +1,201 @@
+"""Runs for comparison: the same steps of one task on one device or on all, with something switched off."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config import RunConfig
+from lockstep.config.load import merge
+from lockstep.engine.task import Task
+from lockstep.errors import RunError
+from lockstep.launch.api import train
+from lockstep.planning import Plan
+from lockstep.telemetry.rundir import RunDir
+from lockstep.verification.trajectory import Trajectory, read_trajectory
+
+#: Checkpoints that are kept beside the one to resume from.
+MOST_KEPT = 3
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the steps.
+
+    Args:
+        where: on ``one`` device, on ``many`` (as chosen), or on one that takes the ``parts`` of the many in turn.
+        off: what is switched off (``debug.switch_off``).
+        trace: how each micro-batch is arranged (``debug.trace``).
+        precision: another precision than the configured one.
+        repeat: distinguishes runs that should be equal.
+    """
+
+    where: Literal["one", "many", "parts"] = "one"
+    off: tuple[str, ...] = ()
+    trace: str = "on"
+    precision: str | None = None
+    repeat: int = 0
+
+    def describe(self, devices: int) -> str:
+        where = {"one": "1 device", "many": f"{devices} devices", "parts": f"1 device, {devices} parts in turn"}
+        words = [where[self.where], *(f"no {name}" for name in self.off)]
+        words += [f"samples {self.trace}"] if self.trace != "on" else []
+        words += [f"precision {self.precision}"] if self.precision else []
+        words += ["again"] if self.repeat else []
+        return ", ".join(words)
+
+
+@dataclass
+class Lab:
+    """Runs variants of one training and keeps their trajectories.
+
+    Args:
+        config: complete; ``plan`` is its plan on the chosen devices.
+        folder: where the runs go.
+        say: called with a description of each run before it starts.
+    """
+
+    task: Task | type[Task] | str
+    config: RunConfig
+    plan: Plan
+    steps: int
+    eval_batches: int
+    folder: Path
+    say: Callable[[str], None]
+    _done: dict[Variant, tuple[Path, Trajectory]] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        return len(self.plan.placement["devices"])
+
+    def run(self, variant: Variant) -> Trajectory:
+        """The trajectory of ``variant``; each is run once.
+
+        Raises:
+            LockstepError: the run failed. KeyboardInterrupt: it was stopped.
+        """
+        if variant not in self._done:
+            path = self.folder / f"run-{len(self._done) + 1:02}"
+            self._train(variant.describe(self.devices), self._settings(variant, path))
+            self._done[variant] = path, read_trajectory(path)
+        return self._done[variant][1]
+
+    def resumed(self, variant: Variant) -> tuple[int, Trajectory] | None:
+        """The run of ``variant``, resumed on one device from a checkpoint in mid-epoch; it is lost by that.
+
+        Returns:
+            How many steps were finished then, and the steps that followed; ``None``: there is no such checkpoint.
+
+        Raises:
+            LockstepError: the run cannot be resumed, or failed. KeyboardInterrupt: it was stopped.
+        """
+        self.run(variant)
+        path, _ = self._done[variant]
+        store = CheckpointStore(RunDir.open(path).checkpoints)
+        steps = [step for step in store.steps() if step < self.steps and store.manifest(step)["position"]]
+        if not steps:
+            return None
+        step = min(steps, key=lambda step: abs(step - self.steps / 2))
+        store.set_aside_after(step)
+        settings = {
+            "save_dir": str(path),
+            "hardware": self._one_device(),
+            "training": dict(self._batch(Variant("one"))),
+        }
+        self._train(f"{self.devices} devices until step {step}, resumed on 1 device", settings, resume=True)
+        return step, read_trajectory(path)
+
+    def _train(self, description: str, settings: dict[str, Any], *, resume: bool = False) -> None:
+        self.say(description)
+        task = copy.deepcopy(self.task) if isinstance(self.task, Task) else self.task
+        result = train(task, settings, resume=resume)
+        if result.exit_code >= 128:
+            raise KeyboardInterrupt
+        if result.exit_code:
+            raise RunError(f"a run for comparison failed ({description})")
+
+    def _one_device(self) -> dict[str, Any]:
+        return {"selected_devices": [self.plan.placement["devices"][0]], "strategy": "auto"}
+
+    def _saves(self) -> tuple[int, int]:
+        """After which step to save, in mid-epoch near half of the steps, and how many checkpoints to keep."""
+        per_epoch = self.plan.steps_per_epoch
+        first = min(per_epoch, self.steps // 2) or 1
+        ends = {*range(first, self.steps, per_epoch), self.steps}
+
+        def later(step: int) -> int:
+            return len({*ends, *range(step, self.steps, step)} - set(range(step + 1)))
+
+        inside = [step for step in range(1, self.steps) if step not in ends] or [max(1, self.steps - 1)]
+        near = sorted(inside, key=lambda step: (abs(step - self.steps / 2), step))
+        chosen = next((step for step in near if later(step) <= MOST_KEPT), near[-1])
+        return chosen, min(later(chosen), MOST_KEPT) + 1
+
+    def _settings(self, variant: Variant, path: Path) -> dict[str, Any]:
+        """The user's settings with as few changes as possible; the plan's order and global batch stay."""
+        plan, given = self.plan, self.config.model_dump(mode="json", exclude_unset=True)
+        first, (every, keep) = max(0, plan.steps_per_epoch - self.steps // 2), self._saves()
+        changes: dict[str, Any] = {
+            "save_dir": str(path),
+            "training": {
+                "epochs": plan.epochs + self.steps,
+                "max_steps": self.steps,
+                "max_time_s": None,
+                "early_stopping_patience": 0,
+                "threads": plan.threads,
+                **self._batch(variant),
+            },
+            "optimizer": {"base_batch_size": self.config.optimizer.base_batch_size or self.config.training.batch_size},
+            # A number that follows from measured times could differ between two runs.
+            "data": {"num_workers": plan.loader.num_workers},
+            "validation": {
+                "every_epochs": 1,
+                "every_steps": None,
+                "sanity_steps": 0,
+                "batch_size": plan.eval_batch_size,
+            },
+            # Whole: the hashes of two files of weights are compared.
+            "checkpoint": {"every_steps": every, "every_s": None, "keep_last": keep, "sharded": "off"},
+            # Nothing of these runs leaves their folder, and it is removed.
+            "telemetry": {
+                "log_interval": 1,
+                "tensorboard": "off",
+                "progress": "silent",
+                "csv": False,
+                "wandb": False,
+                "mlflow": False,
+                "upload_to": None,
+                "system_metrics": False,
+                "profile": None,
+                "forecast": None,
+                "record_samples": False,
+            },
+            "launch": {"max_restarts": 0, "nodes": None, "rdzv": None},
+            "debug": {
+                "trace": variant.trace,
+                "switch_off": list(variant.off),
+                # Half of the steps before an epoch's end: the short last batch and a validation are among them.
+                "start_position": first * plan.batch.global_batch,
+                "limit_eval_batches": self.eval_batches,
+            },
+        }
+        if variant.where != "many":
+            changes["hardware"] = self._one_device()
+        settings = merge(given, changes)
+        if variant.precision is not None:
+            settings = merge(settings, {"hardware": {"precision": variant.precision}})
+        if isinstance(self.task, Task):
+            settings.pop("task", None)  # the object has its settings
+        return settings
+
+    def _batch(self, variant: Variant) -> Mapping[str, Any]:
+        """One device takes the samples of all devices in one micro-batch, or part by part."""
+        batch = self.plan.batch
+        if variant.where == "many":
+            return {}
+        share = batch.batch_size if variant.where == "parts" else -(-batch.global_batch // batch.accumulate)
+        return {"global_batch_size": batch.global_batch, "batch_size": share, "accumulate": 1}

@@ -1,0 +1,74 @@
+"""Settings of a strategy that is not taken are called so, and a pipeline tells how long its devices wait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lockstep.config import resolve
+from lockstep.hardware.resolve import Placement
+from lockstep.planning import TaskFacts
+from lockstep.planning.batch import BatchPlan
+from lockstep.planning.notes import module_notes, optimizer_notes, strategy_notes
+
+PLACEMENT = Placement("cpu", ("cpu", "cpu"), "ddp", "gloo", 2, 1, "32", {})
+
+
+def notes(strategy: Any, settings: dict[str, Any], accumulate: int = 1) -> str:
+    config = resolve(settings)
+    batch = BatchPlan(samples=100, global_batch=8, batch_size=4, accumulate=accumulate, ranks=2)
+    return " ".join(map(str, strategy_notes(config, replace(PLACEMENT, strategy=strategy), batch)))
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "fsdp"])
+def test_settings_at_their_default_are_not_spoken_of(strategy: str) -> None:
+    assert notes(strategy, {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "words"),
+    [
+        ("ddp", {"fsdp": {"cpu_offload": True}}, "fsdp.cpu_offload has no effect: the strategy is ddp, not fsdp."),
+        ("fsdp", {"distributed": {"bucket_cap_mb": 50}}, "distributed.bucket_cap_mb has no effect"),
+        ("dp", {"training": {"compile": True}}, "training.compile has no effect: dp copies the model"),
+        ("single", {"pipeline": {"in_process": True, "schedule": "gpipe"}}, "pipeline.schedule, pipeline.in_process"),
+        (
+            "ddp",
+            {"distributed": {"bucket_cap_mb": 50}, "training": {"reproducibility": "exact"}},
+            "exact mode sums gradients",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_named(strategy: str, settings: dict[str, Any], words: str) -> None:
+    assert words in notes(strategy, settings)
+
+
+def test_a_pipeline_tells_how_long_its_devices_wait() -> None:
+    assert "With 1 micro-batch a step, the 2 devices of a pipeline wait 50% of the time" in notes("pipeline", {})
+    assert "3 micro-batches a step, the 2 devices of a pipeline wait 25%" in notes("pipeline", {}, 3)
+    assert notes("pipeline", {}, 8) == ""
+    assert "take turns" in notes("pipeline", {"pipeline": {"in_process": True}})
+
+
+def test_settings_that_a_lightning_module_decides_itself_are_named() -> None:
+    def told(settings: dict[str, Any]) -> str:
+        return " ".join(map(str, module_notes(resolve(settings), PLACEMENT)))
+
+    assert told({"training": {"epochs": 3}, "validation": {"every_epochs": 2}}) == ""
+    assert "optimizer.lr, scheduler.warmup_epochs has no effect" in told(
+        {"optimizer": {"lr": 0.5}, "scheduler": {"warmup_epochs": 0}}
+    )
+    sizes = {"training": {"batch_size": 7}, "data": {"num_workers": 2}, "validation": {"batch_size": 9}}
+    assert "training.batch_size, data.num_workers, validation.batch_size has no effect" in told(sizes)
+
+
+def test_settings_beside_a_tasks_own_optimizer_are_named() -> None:
+    config = resolve({"optimizer": {"lr": 0.5, "weight_decay": 0.1, "lr_scaling": "linear", "base_batch_size": 8}})
+    own = TaskFacts(name="toy", train_samples=100, optimizer_lr=0.1)
+    assert [note.text for note in optimizer_notes(config, own)] == [
+        "optimizer.lr, optimizer.weight_decay has no effect: the task makes its own optimizer."
+    ]
+    assert not list(optimizer_notes(resolve({}), own))
+    assert not list(optimizer_notes(config, own.model_copy(update={"optimizer_lr": None})))

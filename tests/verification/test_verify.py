@@ -1,0 +1,124 @@
+"""Two real ranks against one: agreement to rounding is seen as such, and every built-in fault is called by its name."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import StorageError, UsageError
+from lockstep.verification import VerifyReport, verify
+from lockstep.verification.report import write_report
+from tests.e2e.test_train import finish, start
+from tests.toys import Toy
+from tests.verify import parting
+
+TWO: dict[str, Any] = {"hardware": {"selected_devices": ["cpu", "cpu"]}}
+NORM = {"task": {"batchnorm": True}}
+
+
+def run(kind: type[Toy], tmp_path: Path, sections: dict[str, Any]) -> VerifyReport:
+    return verify(kind, {**TWO, "runs_dir": str(tmp_path), **sections}, steps=16)
+
+
+@pytest.mark.parametrize(
+    ("sections", "outcomes"),
+    [
+        pytest.param({}, {"identical", "equal"}, marks=pytest.mark.drill),
+        ({"task": {"batchnorm": True, "dropout": 0.3, "dataset": "augmented"}}, {"equal without dropout"}),
+        ({**NORM, "training": {"reproducibility": "exact"}}, {"identical"}),
+        pytest.param({**NORM, "training": {"accumulate": 2}}, {"identical", "equal"}, marks=pytest.mark.drill),
+        pytest.param(
+            {"hardware": {**TWO["hardware"], "precision": "bf16-mixed"}}, {"equal in float32"}, marks=pytest.mark.drill
+        ),
+    ],
+    ids=["plain", "batchnorm and dropout", "exact", "accumulation", "bf16"],
+)
+def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], outcomes: set[str]) -> None:
+    report = run(Toy, tmp_path, sections)
+    assert report.outcome in outcomes
+    assert (report.exit_code, report.causes) == (0, ())
+    assert len(report.comparison.gap.loss) == 16
+    # 200 samples in windows of 32 or 64: the short last one and the start of the next epoch are among the steps.
+    assert {8, report.global_batch} <= set(report.comparison.one.samples.tolist())
+    if find_spec("matplotlib"):
+        files = write_report(report, tmp_path / "report")
+        assert files[-1].read_bytes().startswith(b"\x89PNG")
+        with pytest.raises(StorageError, match="no folder"):
+            write_report(report, files[0])
+
+
+@pytest.mark.parametrize(
+    ("task", "sections", "cause"),
+    [
+        (Toy, {**NORM, "distributed": {"sync_batchnorm": "off"}}, "batchnorm"),
+        (parting.WrongCountAndDraws, {"task": {"samples": 203}}, "denominator"),
+        (parting.PaddingSampler, {}, "order"),
+        (parting.UnseededAugmentation, {}, "unseeded-data"),
+        (parting.KeptGenerator, {}, "stateful-data"),
+        pytest.param(parting.UnseededDropout, {}, "unseeded-forward", marks=pytest.mark.drill),
+        pytest.param(parting.RankDropout, {}, "random-draws", marks=pytest.mark.drill),
+        pytest.param(parting.ScaledRate, {}, "learning-rate", marks=pytest.mark.drill),
+        pytest.param(parting.HandMadeNorm, {}, "grouping", marks=pytest.mark.drill),
+        (parting.RankValidation, {"training": {"reproducibility": "exact"}}, "validation"),
+        pytest.param(parting.OwnStart, {}, "initial-weights", marks=pytest.mark.drill),
+        pytest.param(parting.OptimizerNoise, {}, "ranks-diverge", marks=pytest.mark.drill),
+        (parting.HookNoise, {}, "ranks-diverge"),
+        (parting.WrongMerge, {}, "buffers"),
+        (parting.Forgetful, {}, "resume"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_parts_is_called_by_its_cause(
+    tmp_path: Path, task: type[Toy], sections: dict[str, Any], cause: str
+) -> None:
+    report = run(task, tmp_path, sections)
+    assert report.outcome == "different"
+    assert report.exit_code == 1
+    assert report.causes[0].code == cause
+    assert report.verdict.startswith("DIFFERENT: ")
+
+
+def test_no_number_in_both_runs_is_not_equality(tmp_path: Path) -> None:
+    report = verify(parting.NotANumber, {**TWO, "runs_dir": str(tmp_path)}, steps=6)
+    assert (report.outcome, report.exit_code) == ("not finite", 1)
+    assert [cause.code for cause in report.causes] == ["not-finite"]
+    assert "step 3" in report.causes[0].what
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        parting.GlobalDraws,
+        pytest.param(parting.Frozen, marks=pytest.mark.drill),
+        pytest.param(parting.Split, marks=pytest.mark.drill),
+        pytest.param(parting.ThawingAll, marks=pytest.mark.drill),
+        pytest.param(parting.InstanceNormed, marks=pytest.mark.drill),
+        pytest.param(parting.StateInGroups, marks=pytest.mark.drill),
+    ],
+)
+def test_ordinary_code_is_equal(tmp_path: Path, task: type[Toy]) -> None:
+    report = verify(task, {**TWO, "runs_dir": str(tmp_path)}, steps=6)
+    assert report.outcome in {"identical", "equal"}, report.findings()
+    assert report.notes == ()
+
+
+def test_the_report_is_written_and_printed(tmp_path: Path) -> None:
+    flags = ("--devices", "cpu,cpu", "--steps", "6", "--json", "--save-dir", "report")
+    process = start("verify", "tests.verification.parting:ScaledRate", *flags, cwd=tmp_path)
+    output = finish(process, code=1)
+    printed = json.loads(output[output.index("{") :])
+    written = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert printed["causes"] == written["causes"]
+    assert written["causes"][0]["code"] == "learning-rate"
+    assert [row["step"] for row in written["steps"]] == [1, 2, 3, 4, 5, 6]
+    assert "likely cause: learning-rate" in (tmp_path / "report" / "report.md").read_text()
+    assert not list(tmp_path.glob("runs*")), "the runs that were compared are gone"
+
+
+def test_one_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="several devices with one"):
+        verify(Toy, {"hardware": {"selected_devices": ["cpu"]}, "runs_dir": str(tmp_path)})
