@@ -1,7 +1,7 @@
 """Refuse the words that the vocabulary of CONTRIBUTING.md replaces: ``python scripts/words.py [PATH...]``.
 
-Of a Python file, the comments and string literals are checked. Default: README, CONTRIBUTING, benchmarks/README and
-``docs``.
+Of a Python file, the comments and string literals are checked. Default: README, CONTRIBUTING, benchmarks/README,
+``docs`` and ``src/lockstep``.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def findings(paths: list[Path]) -> Iterator[str]:
 def main() -> int:
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
     pages += (ROOT / "docs").glob("*.md")
-    named = [
-        file for path in map(Path, sys.argv[1:]) for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
-    ]
-    found = sorted(findings(named or pages))
+    pages += [ROOT / "src" / "lockstep"]
+    paths = [Path(name) for name in sys.argv[1:]] or pages
+    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    found = sorted(findings(files))
     print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
     return 1 if found else 0
 

@@ -1,4 +1,4 @@
-"""The house as a test: imports point one way, heavy libraries wait until they are used, `__all__` is true."""
+"""Imports point one way and in no circle, heavy libraries are imported where they are used, `__all__` is correct."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ FLOORS = (
 #: Parts that people wait for at a prompt, or that plan and look only.
 LIGHT = ("errors", "events", "config", "hardware", "planning", "cli")
 HEAVY = ("torch", "torchmetrics", "lightning", "tensorboard", "matplotlib", "pandas", "scipy")
+
+#: Modules of the project that one module may import, and those that import more: their numbers may only fall.
+MOST_IMPORTS = 15
+MORE_IMPORTS = {
+    "lockstep.bench.measure": 19,
+    "lockstep.cli.bench": 17,
+    "lockstep.engine.inspection": 16,
+    "lockstep.engine.strategies.fsdp": 16,
+    "lockstep.engine.strategies.pipeline": 18,
+    "lockstep.forecast.project": 24,
+    "lockstep.launch.finished.measure": 16,
+    "lockstep.lightning.cli": 16,
+}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -85,6 +99,38 @@ def test_imports_point_down(file: Path) -> None:
         if other not in FLOORS or FLOORS.index(other) > FLOORS.index(own):
             wrong.append(f"{file.relative_to(ROOT)}:{line} imports {module}")
     assert not wrong, f"`{own}` may import what stands before it in FLOORS:\n" + "\n".join(wrong)
+
+
+MODULES = {module_name(file): file for file in FILES}
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Modules of the project that a file imports anywhere: in functions and for type checking, too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in MODULES else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & MODULES.keys() - {module_name(file)}
+
+
+IMPORTS = {name: imported_modules(file) for name, file in MODULES.items()}
+
+
+def test_no_modules_import_each_other() -> None:
+    try:
+        tuple(TopologicalSorter(IMPORTS).static_order())
+    except CycleError as error:
+        pytest.fail(f"an import circle: {' → '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_few_others(module: str) -> None:
+    most = MORE_IMPORTS.get(module, MOST_IMPORTS)
+    assert len(IMPORTS[module]) <= most, f"{module} imports {', '.join(sorted(IMPORTS[module]))}"
 
 
 def declared_names(file: Path) -> list[str] | None:

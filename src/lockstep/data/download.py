@@ -1,7 +1,7 @@
 """One file from the web, whole and verified, however often the line or the process breaks.
 
 The bytes go to ``NAME.part`` beside the target, under a lock that all processes of a node respect; a
-later try goes on where the last one ended (HTTP range requests, RFC 9110 section 14). Only a file whose
+later try resumes where the last one ended (HTTP range requests, RFC 9110 section 14). Only a file whose
 checksum is right takes the target's name.
 """
 
@@ -47,7 +47,7 @@ def download(
     """Fetch ``url`` to ``target`` unless it is there already, and return ``target``.
 
     Processes that ask for the same target wait for the first one. When it succeeds they use its file; when
-    it fails they fail with its error; when it dies they go on from its bytes.
+    it fails they fail with its error; when it dies they resume from its bytes.
 
     Args:
         sha256: what the file must hash to. ``None``: not known; the hash of what came is then written to
@@ -127,12 +127,12 @@ def _lock(target: Path) -> Iterator[_Turn]:
 
 
 class _Interrupted(Exception):
-    """A try ended early; another one may go on."""
+    """A try ended early; another one may resume."""
 
 
 @dataclass
 class _Part:
-    """The bytes that have come so far, and the server's name for the version that they belong to."""
+    """The bytes received so far, and the server's name for the version that they belong to."""
 
     path: Path
 
@@ -160,7 +160,7 @@ class _Part:
 def _fetch(url: str, target: Path, sha256: str | None, size: int | None, patience: Patience) -> None:
     part = _Part(target.with_name(target.name + ".part"))
     if part.size and sha256 is None and part.version is None:
-        part.remove()  # nothing could tell whether the rest belongs to it
+        part.remove()  # it is unknown whether the rest belongs to it
     had_bytes = part.size > 0
     _transfer(url, part, patience)
     found = hash_file(part.path)
@@ -186,7 +186,7 @@ def _fetch(url: str, target: Path, sha256: str | None, size: int | None, patienc
 
 
 def _transfer(url: str, part: _Part, patience: Patience) -> None:
-    """Try until the whole file has come."""
+    """Try until the whole file is received."""
     failures, best = 0, part.size
     while True:
         try:
@@ -198,10 +198,10 @@ def _transfer(url: str, part: _Part, patience: Patience) -> None:
                 raise DataError(
                     f"cannot download {url}",
                     why=f"{failures} tries in a row brought nothing new; the last one: {error}",
-                    fix=f"try again later: the {best} bytes that came are kept, and it goes on after them",
+                    fix=f"try again later: the {best} bytes received are kept, and it resumes after them",
                 ) from None
             wait = patience.backoff_s * 2 ** max(0, failures - 1)
-            _log.info("download of %s broke off at byte %d (%s); going on in %.0f s", url, part.size, error, wait)
+            _log.info("download of %s stopped at byte %d (%s); resuming in %.0f s", url, part.size, error, wait)
             patience.sleep(wait)
 
 
