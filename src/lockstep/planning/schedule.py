@@ -99,7 +99,7 @@ def resolve_schedule(
     schedule = Schedule(**{**config.model_dump(), **sizes}, lr=lr, scale=scale, offset=offset)
     return schedule, [
         Decision("schedule", "schedule", config.name, f"as configured, over {total_steps} optimizer steps"),
-        Decision("warmup", "warm-up", warmup, reason, f"{warmup} steps"),
+        Decision("warmup", "warm-up", warmup, reason, f"{warmup} step" + "s" * (warmup != 1)),
     ]
 
 
