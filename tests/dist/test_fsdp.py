@@ -168,10 +168,7 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
     optimizer = build_optimizer(OptimizerConfig(name=case.optimizer, lr=0.05), model, 0.05)  # type: ignore[arg-type]
     update = Update(model, optimizer, schedule, precision, case.max_norm, sharded)
     replica = Replica(task, model, precision, CPU, 0, rank)
-    if sharded is None:
-        strategy = SingleStrategy(replica)
-    else:
-        strategy = FsdpStrategy(replica, sharded, world_size=ranks)
+    strategy = SingleStrategy(replica) if sharded is None else FsdpStrategy(replica, sharded, world_size=ranks)
     source = Source(data_of(case), Weighted().collate, 0, InOrder())
     found: list[float] = []
     norms: list[float] = []

@@ -11,12 +11,12 @@ from torch import Tensor
 from lockstep.config import FsdpConfig, OptimizerConfig, SchedulerConfig
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, windows
-from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.engine.distributed.dtensor_state import gathered
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Flags, Replica
-from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.optim.step import Update, build_optimizer
+from lockstep.engine.strategies.base import Flags, Replica
+from lockstep.engine.strategies.fsdp import ShardedModel
+from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.hardware.world import World
 from lockstep.planning import BatchPlan
 from lockstep.planning.schedule import resolve_schedule

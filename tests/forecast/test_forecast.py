@@ -90,7 +90,7 @@ def test_a_model_that_does_not_fit_is_sharded() -> None:
         (Wish(()), "numbers of GPUs"),
         (Wish((0,)), "numbers of GPUs"),
         (Wish((10**17,)), "numbers of GPUs"),
-        (Wish((8,), gpu=H100, strategy="single"), "not of single"),
+        (Wish((8,), gpu=H100, strategy="single"), "cannot use strategy single"),
         (Wish((2,), interconnect="measured"), "nothing can be measured"),
         (Wish((2,), interconnect="measured", gpu=H100), "nothing can be measured"),
         (Wish((2,), interconnect="string"), "--interconnect"),
@@ -145,7 +145,7 @@ def test_only_a_forecast_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_forecast(tmp_path / "none")
     (tmp_path / "report.json").write_text('{"kind": "scaling", "rows": []}')
-    with pytest.raises(ConfigError, match="no forecast"):
+    with pytest.raises(ConfigError, match="is not a forecast"):
         read_forecast(tmp_path)
 
 

@@ -199,7 +199,7 @@ def test_the_verb_tells_each_strategy_and_the_largest_batch(capsys: pytest.Captu
 @pytest.mark.parametrize("gpus", ["0", "1000000001"])
 def test_a_wrong_wish_is_refused(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", "autoencoder", "--gpus", gpus]) == 2
-    assert f"--gpus {gpus}" in capsys.readouterr().err
+    assert f"for --gpus: {gpus} (must be 1 to 1,000,000)" in capsys.readouterr().err
 
 
 def test_the_table_names_kinds_and_what_to_take() -> None:

@@ -159,7 +159,7 @@ def test_a_module_that_does_not_show_its_input_is_exported_without_a_program(tmp
     task = {"datamodule": f"{FILE}:Numbered"}
     lockstep.train(f"{FILE}:Unshown", settings(tmp_path, epochs=1) | {"hardware": ONE, "task": task})
     run = RunDir.open(tmp_path / "run")
-    with pytest.raises(DataError, match="does not say what its forward"):
+    with pytest.raises(DataError, match=r"inputs of the module.s forward\(\) are not known"):
         export(run, tmp_path / "out", program=True)
     export(run, tmp_path / "out")
     names = {file.name for file in (tmp_path / "out").iterdir()}
@@ -364,7 +364,7 @@ def test_the_trainers_own_callbacks_profiler_and_sanity_check_are_there(tmp_path
     assert "run_training_epoch" in next((tmp_path / "run" / "logs").glob("*profile*")).read_text()
     run = RunDir.open(tmp_path / "run")
     assert (run.checkpoints / "last").exists(), "the run keeps its checkpoints, not the Trainer"
-    notes = " ".join(run.plan()["notes"])
+    notes = " ".join(note["text"] for note in run.plan()["notes"])
     assert "optimizer.lr has no effect" in notes
     assert "data.num_workers has no effect" in notes
 

@@ -14,7 +14,7 @@ from lockstep.verification import VerifyReport, verify
 from lockstep.verification.report import write_report
 from tests.e2e.test_train import finish, start
 from tests.toys import Toy
-from tests.verify import parting
+from tests.verification import parting
 
 TWO: dict[str, Any] = {"hardware": {"selected_devices": ["cpu", "cpu"]}}
 NORM = {"task": {"batchnorm": True}}

@@ -14,7 +14,7 @@ from lockstep.errors import CheckpointError
 from lockstep.launch.health.stacks import Frame
 
 _CONNECTOR = "lightning/pytorch/trainer/connectors/checkpoint_connector.py"
-_RESTORING = ("resume", "restore", "_restore", "_parse_ckpt_path")
+_RESTORING = ("resume", "restore", "_restore", "read_checkpoint_settings")
 _CLASS_KEYS = ("class_path", "_class_path")
 _CLI = ("lightning/pytorch/cli.py", "lockstep/lightning/cli.py")
 _FIX = "name another checkpoint with --ckpt_path, or leave it out to start a new training"
