@@ -32,7 +32,7 @@ from lockstep.forecast.estimate import Counting
 from lockstep.forecast.measure import gradients_of, take_turns, timed_steps
 from lockstep.forecast.project import blocking_messages, cases, step_of
 from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
-from lockstep.planning.reduction import resolve_reduction
+from lockstep.planning.resolve import resolve_reduction
 
 SIZES = (4096, 65_536, 1 << 20, 4 << 20)
 _MLP = {"task": {"model": "mlp", "hidden": [1024, 1024]}, "training": {"batch_size": 256}}

@@ -16,7 +16,7 @@ from lockstep.bench.lr import Ramp, Smoothed, has_diverged, propose
 from lockstep.bench.lr import conclude as conclude_lr
 from lockstep.bench.results import BenchReport
 from lockstep.bench.step import batch_sizes
-from lockstep.planning.workers import HEADROOM, recommend, worker_counts
+from lockstep.planning.loader import HEADROOM, recommend, worker_counts
 
 RATES = st.dictionaries(st.integers(0, 64), st.floats(1, 1e6), min_size=1)
 

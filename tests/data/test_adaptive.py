@@ -25,7 +25,7 @@ from lockstep.data.loader import make_loader
 from lockstep.data.requests import InOrder, Request, Source
 from lockstep.hardware.host import usable_cores
 from lockstep.planning import LoaderPlan
-from lockstep.planning.workers import worth_trying
+from lockstep.planning.loader import worth_trying
 from tests.toys import Toy
 
 BATCH, BATCHES = 4, 120

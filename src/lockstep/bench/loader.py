@@ -23,7 +23,7 @@ from lockstep.engine.training_data import training_source
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World
 from lockstep.planning import LoaderPlan, Plan
-from lockstep.planning.workers import CLOSE, recommend, worker_counts
+from lockstep.planning.loader import CLOSE, recommend, worker_counts
 
 WARM_UP, STEPS = 3, 12
 #: More epochs than a measurement reads.

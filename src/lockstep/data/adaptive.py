@@ -16,7 +16,7 @@ from lockstep.data.requests import Request, Source
 from lockstep.data.workers import WorkerLoader
 from lockstep.errors import LockstepError
 from lockstep.planning import LoaderPlan
-from lockstep.planning.workers import worth_trying
+from lockstep.planning.loader import worth_trying
 
 #: Each way of loading is timed for at least this many seconds and batches.
 TRIAL_S, TRIAL_BATCHES = 0.1, 8
@@ -56,7 +56,7 @@ class AdaptiveLoader:
     """Times its first batches, and starts up to ``plan.most_workers`` processes if they shorten a step.
 
     The batches are the same either way: each follows from its request alone. Once per loader, a number of processes
-    that :func:`lockstep.planning.workers.worth_trying` expects to help is started and timed; if a step is not shorter
+    that :func:`lockstep.planning.loader.worth_trying` expects to help is started and timed; if a step is not shorter
     with them, or if they fail, they are ended.
     """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.doctor.finding import Finding
 from lockstep.hardware.device import gigabytes
 from lockstep.hardware.host import usable_cores
-from lockstep.planning.workers import automatic_workers
+from lockstep.planning.loader import automatic_workers
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")

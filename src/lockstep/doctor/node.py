@@ -43,7 +43,7 @@ from lockstep.hardware.device import Device
 from lockstep.hardware.nvml import Nvml, open_nvml
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
-from lockstep.planning.workers import automatic_workers
+from lockstep.planning.loader import automatic_workers
 
 
 def examine_node(placement: Placement, world: World, detected: Sequence[Device], runs_dir: Path) -> list[Finding]:

@@ -30,7 +30,7 @@ from lockstep.forecast.memory import MOST, choose_strategy, gigabytes
 from lockstep.forecast.roofline import gpu_machine, seconds
 from lockstep.forecast.scaling import Setting, Step, as_row, step_buckets, with_error_bars
 from lockstep.hardware.host import usable_cores
-from lockstep.planning.reduction import resolve_reduction
+from lockstep.planning.resolve import resolve_reduction
 from lockstep.strategies import auto_strategy, find_strategy
 
 WARM_UP = 5

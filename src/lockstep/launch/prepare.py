@@ -24,7 +24,7 @@ from lockstep.hardware.fits_memory import divide_if_needed
 from lockstep.hardware.host import usable_cores
 from lockstep.planning import Plan, ResumePoint, TaskFacts
 from lockstep.planning import make_plan as compute_plan
-from lockstep.planning.checkpoint import moments_of
+from lockstep.planning.resolve import moments_of
 from lockstep.tasks.registry import configured, find_task, make_task
 from lockstep.tasks.trusted_tasks import class_paths, remember
 

@@ -1,31 +1,133 @@
-"""What follows from a training loader that the user brings (a ``LightningModule``'s): it decides batch and order."""
+"""How data is loaded: the processes of a rank, by a rule or from measured rates, and a user's own training loader."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
-from lockstep.config import RunConfig
+from lockstep.config import DataConfig, RunConfig
 from lockstep.config.sections import TrainingConfig
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.planning.decision import Decision
+from lockstep.planning.plan import LoaderFacts, LoaderPlan, TaskFacts
+
+#: Data should come this much faster than the step takes it, so that a slow batch does not stop it.
+HEADROOM = 1.2
+#: Rates closer than this are the same.
+CLOSE = 0.95
+#: Loader processes of a rank that the first steps may start.
+MOST_WORKERS = 16
+#: What it costs another process to hand over a batch: 1.2 ms and 1 s for each 2 GB, on two cores of a server.
+HANDOVER_S, HANDOVER_BYTES_S = 1.2e-3, 2e9
 
 
-class LoaderFacts(BaseModel):
-    """The user's ``DataLoader``: samples per device, whether it shuffles, whether it leaves out a short last batch.
+class Recommendation(NamedTuple):
+    """``bound``: what limits training with this setting, ``compute`` or ``data``."""
 
-    ``whole_steps``: the module optimizes manually, so that every batch is a step: there is no accumulation.
-    ``batches``: of an epoch of a loader that keeps its own order, on one device.
+    num_workers: int
+    bound: str
+    reason: str
+
+
+def recommend(rates: Mapping[int, float], demand: float) -> Recommendation:
+    """How many loader processes to use, and why: the fewest that keep up with the step, else the fastest.
+
+    Args:
+        rates: samples per second by number of workers; at least one.
+        demand: samples per second that the step would take if it never waited.
     """
+    enough = [workers for workers, rate in sorted(rates.items()) if rate >= HEADROOM * demand]
+    if enough:
+        few = enough[0]
+        return Recommendation(
+            few, "compute", f"{_load(few, rates[few])}, a step needs {demand:,.0f}: more would only take cores from it"
+        )
+    fastest = max(rates.values())
+    best = min(workers for workers, rate in rates.items() if rate >= CLOSE * fastest)
+    if rates[best] >= demand:
+        bound, end = "compute", f"just enough for the {demand:,.0f} that a step needs"
+    else:
+        waits = 1 - rates[best] / demand
+        bound, end = "data", f"a step needs {demand:,.0f}: training waits for data {waits:.0%} of the time"
+    return Recommendation(best, bound, f"{_load(best, rates[best])}, no number is faster; {end}")
 
-    model_config = ConfigDict(frozen=True)
 
-    batch_size: int
-    shuffle: bool
-    drop_last: bool = False
-    whole_steps: bool = False
-    batches: int | None = None
+def _load(workers: int, rate: float) -> str:
+    return f"{workers} worker{' loads' if workers == 1 else 's load'} {rate:,.0f} samples/s"
+
+
+def worker_counts(cores: int) -> list[int]:
+    """0, 1, 2, 4, … up to ``cores``, and ``cores`` itself."""
+    return sorted({0, cores, *(2**power for power in range(cores.bit_length()) if 2**power <= cores)})
+
+
+def automatic_workers(cores: int, local_ranks: int) -> int:
+    """Default loader processes per rank: one per core that a rank does not use itself, at most 4."""
+    return max(0, min(4, cores // local_ranks - 1))
+
+
+def resolve_loader(
+    data: DataConfig, facts: TaskFacts, *, cores: int, local_ranks: int, pin_memory: bool
+) -> tuple[LoaderPlan, Decision]:
+    """The input pipeline of each rank, and the decision on its worker processes.
+
+    Args:
+        cores: CPU cores that this node may use.
+        pin_memory: whether page-locked host memory helps, where ``data`` does not say.
+    """
+    workers, most, reason = _workers(data, facts, cores, local_ranks)
+    loader = LoaderPlan(
+        num_workers=workers,
+        most_workers=most,
+        prefetch_factor=data.prefetch_factor or 2,
+        persistent_workers=most > 0 if data.persistent_workers is None else data.persistent_workers,
+        pin_memory=pin_memory if data.pin_memory is None else data.pin_memory,
+    )
+    shown = f"{workers} worker{'s' * (workers != 1)}" + (f" at first, up to {most}" if most > workers else "")
+    return loader, Decision("workers", "loader", workers, reason, shown)
+
+
+def _workers(data: DataConfig, facts: TaskFacts, cores: int, local_ranks: int) -> tuple[int, int, str]:
+    """Loader processes of each rank: at first, and at most, if the first batches show that they help; and why."""
+    if isinstance(data.num_workers, int):
+        return data.num_workers, data.num_workers, "as configured"
+    if facts.whole_batches:
+        return 0, 0, "the data set returns whole batches from memory"
+    if facts.read_file is not None:
+        return 0, 0, f"worker processes would share the position in {facts.read_file}, which the data set has open"
+    if not facts.opens_files:
+        most = max(0, min(MOST_WORKERS, cores // local_ranks))
+        return 0, most, "worker processes are started if the first steps show that they are faster"
+    # A process that is started after the first sample would share what is open.
+    if facts.quick_samples:
+        return 0, 0, "a sample is made in less time than another process needs to hand it over"
+    workers = automatic_workers(cores, local_ranks)
+    reason = (
+        f"reading opens files; {cores} cores shared by {local_ranks} rank(s), at most 4 each, one left for the step"
+    )
+    return workers, workers, reason
+
+
+def worth_trying(load_s: float, step_s: float, batch_bytes: int, most: int) -> int:
+    """How many loader processes should shorten a step by a fifth or more; 0 where no number does.
+
+    Args:
+        load_s: seconds to load a batch in the training process.
+        step_s: seconds from one batch to the next there, ``load_s`` included.
+        batch_bytes: what a process has to hand over.
+        most: processes that may be started; the cores of the rank.
+    """
+    compute_s = step_s - load_s
+    handed_s = load_s + HANDOVER_S + batch_bytes / HANDOVER_BYTES_S
+
+    def expected(workers: int) -> float:
+        return max(compute_s, handed_s / workers, (compute_s + handed_s) / max(most, 1))
+
+    best = min(map(expected, range(1, most + 1)), default=step_s)
+    if best > 0.8 * step_s:
+        return 0
+    return next(workers for workers in range(1, most + 1) if expected(workers) <= best / CLOSE)
 
 
 def of_loader(decision: Decision, loader: LoaderFacts) -> Decision:

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from lockstep.events import Note
 from lockstep.planning.batch import BatchPlan
 from lockstep.planning.decision import Decision, upgraded
-from lockstep.planning.loader import LoaderFacts
 from lockstep.planning.order import OrderPlan
 from lockstep.planning.schedule import Schedule
 from lockstep.strategies import StrategySpec, find_strategy
@@ -20,6 +19,20 @@ Mode = Literal["min", "max"]
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True)
+
+
+class LoaderFacts(_Frozen):
+    """The user's ``DataLoader``: samples per device, whether it shuffles, whether it leaves out a short last batch.
+
+    ``whole_steps``: the module optimizes manually, so that every batch is a step: there is no accumulation.
+    ``batches``: of an epoch of a loader that keeps its own order, on one device.
+    """
+
+    batch_size: int
+    shuffle: bool
+    drop_last: bool = False
+    whole_steps: bool = False
+    batches: int | None = None
 
 
 class TaskFacts(_Frozen):

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from lockstep.config import RunConfig
+from lockstep.config import CheckpointConfig, DistributedConfig, OptimizerConfig, RunConfig
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import BatchPlan, resolve_batch
-from lockstep.planning.checkpoint import choose_form
-from lockstep.planning.compatibility import refuse_contradictions
 from lockstep.planning.decision import Decision, Decisions, by_key
 from lockstep.planning.horizon import resolve_course
-from lockstep.planning.loader import of_loader, training_of_loader
-from lockstep.planning.monitor import resolve_monitor
+from lockstep.planning.loader import of_loader, resolve_loader, training_of_loader
 from lockstep.planning.notes import (
     batchnorm_notes,
     data_notes,
     module_notes,
     optimizer_notes,
+    refuse_contradictions,
     resume_notes,
     strategy_notes,
 )
 from lockstep.planning.order import order_notes, resolve_order
-from lockstep.planning.plan import Plan, ResumePoint, TaskFacts
-from lockstep.planning.reduction import resolve_reduction
-from lockstep.planning.workers import resolve_loader
+from lockstep.planning.plan import Mode, Plan, ResumePoint, TaskFacts
+from lockstep.strategies import StrategySpec
 
 #: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.
 SMALL_STEP = 5e7
@@ -234,3 +232,97 @@ def _reproducibility(given: Given) -> Decision:
             f"divide them ({EXACT_COST})"
         )
     return Decision("reproducibility", "reproducibility", training.reproducibility, reason)
+
+
+#: To gather 0.4 GB of weights and optimizer state stops all ranks for 0.3 s, 0.9 GB for 1.8 s (two gloo ranks,
+#: ``benchmarks/sharded_checkpoint.py``). Below, files that any tool reads are worth more than the pause.
+SHARDED_FROM_BYTES = 500_000_000
+
+
+def moments_of(optimizer: OptimizerConfig) -> int:
+    """How many numbers the optimizer keeps for each parameter."""
+    return 2 if optimizer.name != "sgd" else 1 if optimizer.momentum else 0
+
+
+def choose_form(setting: str, strategy: StrategySpec, parameters: int, optimizer: OptimizerConfig) -> Decision:
+    """Whether checkpoints are in shards.
+
+    Args:
+        setting: ``checkpoint.sharded``.
+        parameters: of the model, in 32 bits each.
+    """
+    size = 4 * parameters * (1 + moments_of(optimizer))
+    state = f"{size / 1e9:.2g} GB" if size >= 1e8 else f"{size / 1e6:.2g} MB"
+    state += " of weights and optimizer state"
+    sharded = strategy.state == "sharded" and (setting == "on" or (setting == "auto" and size >= SHARDED_FROM_BYTES))
+    if strategy.state != "sharded":
+        reason = f"strategy {strategy.name} keeps all parameters on each rank; checkpoint.sharded is for fsdp"
+    elif setting != "auto":
+        reason = f"as configured; {state}"
+    elif sharded:
+        reason = f"auto: {state}, too much to gather on rank 0"
+    else:
+        reason = f"auto: {state}, small enough to gather on rank 0 (sharded from {SHARDED_FROM_BYTES / 1e9:.2g} GB)"
+    return Decision("checkpoints", "checkpoints", sharded, reason, "sharded" if sharded else "whole")
+
+
+#: Words of a metric's name that is better the lower it is.
+_LOWER_IS_BETTER = {
+    "bce", "brier", "cer", "cost", "deviance", "distance", "divergence", "ece", "eer", "entropy", "fid", "kl", "kld",
+    "losses", "mase", "mcd", "mer", "perplexity", "ppl", "regret", "ter", "wer", "wil",
+}  # fmt: skip
+#: And what such words end with: ``rmse``, ``smape``.
+_LOWER_ENDINGS = ("loss", "error", "errors", "mae", "mape", "mse", "msle", "nll")
+
+
+def natural_mode(monitor: str) -> Mode:
+    """``min`` for losses, errors and their rates, else ``max``; by the words of the name, as ``val_cer`` has two."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", monitor)
+    lower = any(
+        word in _LOWER_IS_BETTER or word.startswith("error") or word.endswith(_LOWER_ENDINGS)
+        for word in map(str.lower, words)
+    )
+    return "min" if lower else "max"
+
+
+def resolve_monitor(config: CheckpointConfig, own: tuple[str, Mode], *, judged: bool) -> tuple[str, Mode, Decision]:
+    """The metric and the mode of a run, and the decision.
+
+    Args:
+        own: the task's metric and its mode.
+        judged: whether there is data to evaluate on.
+    """
+    monitor = config.monitor or own[0]
+    by_name = config.mode is None and monitor != own[0]
+    mode = config.mode or (natural_mode(monitor) if by_name else own[1])
+    better = "lower" if mode == "min" else "higher"
+    reason = "as configured" if config.monitor or config.mode else "the task's own"
+    if by_name:
+        reason += f"; by its name, {better} is better (checkpoint.mode says otherwise)"
+    if not judged:
+        return monitor, mode, Decision("monitor", "monitor", None, "no validation data: no checkpoint is marked best")
+    return monitor, mode, Decision("monitor", "monitor", monitor, reason, f"{monitor} ({mode})")
+
+
+#: DistributedDataParallel's first bucket (torch's ``_DEFAULT_FIRST_BUCKET_BYTES``).
+FIRST_BUCKET_BYTES = 2**20
+
+
+def resolve_reduction(config: DistributedConfig, joint_bytes: int, *, on_cpu: bool) -> Decision:
+    """Whether gradients are reduced in one message.
+
+    Args:
+        joint_bytes: of the gradients that one message can carry; 0 where it cannot.
+    """
+    size, joint = f"{joint_bytes / 1e6:.2g} MB of gradients", False
+    if config.bucket_cap_mb is not None or config.find_unused_parameters:
+        reason = "distributed.bucket_cap_mb or find_unused_parameters is set, which are settings of buckets"
+    elif not on_cpu:
+        reason = "on GPUs the buckets are reduced while the backward runs"
+    elif not joint_bytes:
+        reason = "the parameters are not all contiguous and of one type, float32 or float64"
+    elif joint_bytes > FIRST_BUCKET_BYTES:
+        reason = f"{size} fill more than DDP's first bucket (1 MiB): the others are reduced during the backward"
+    else:
+        joint, reason = True, f"{size} fit in DDP's first bucket (1 MiB): nothing to overlap with the backward"
+    return Decision("one_message", "gradients", joint, reason, "one message" if joint else "buckets")

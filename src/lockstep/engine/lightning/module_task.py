@@ -25,7 +25,7 @@ from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import read_world
-from lockstep.planning.loader import LoaderFacts
+from lockstep.planning.plan import LoaderFacts
 
 #: Arguments of the Trainer that the plan and the run's settings decide.
 DECIDED = {
