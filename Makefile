@@ -14,7 +14,7 @@ TESTS ?= tests
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check coverage lint drills clean browser smoke-oldest
+.PHONY: help setup train test check coverage lint drills clean browser smoke-oldest compat
 
 help: ## show this list
 	@echo "make train    set up, then train the HAR task on every GPU, or on two CPU ranks without one"
@@ -26,6 +26,7 @@ help: ## show this list
 	@echo "make lint     ruff (rules and format), mypy, and the words of the documentation"
 	@echo "make drills   the long repetitions of fault drills and fuzzing"
 	@echo "make smoke-oldest  tests/compat on the oldest supported torch and Lightning, in $(OLDEST)"
+	@echo "make compat   the tests on each torch of COMPAT ($(COMPAT)), CPU builds, in .venv-torch-VERSION"
 	@echo "make clean    remove $(VENV), caches and builds; never a run"
 
 setup: $(STAMP) ## make .venv and install
@@ -79,9 +80,21 @@ smoke-oldest: ## the private names that are used, on the oldest supported versio
 	  $(OLDEST_VERSIONS) -e '.[lightning]' hypothesis pytest pytest-timeout
 	$(OLDEST)/bin/python -m pytest tests/compat
 
+# Needs PyTorch's index of CPU builds. The other packages have the versions of constraints.txt.
+COMPAT ?= 2.9.0 2.11.0 2.13.0
+
+compat: ## the tests on each supported torch
+	@failed=; for version in $(COMPAT); do \
+	  venv=.venv-torch-$$version; echo "torch $$version, in $$venv"; \
+	  $(PYTHON) -m venv $$venv && $$venv/bin/python scripts/gpu/requirements.py --pins >$$venv/pins.txt && \
+	  $$venv/bin/python -m pip install --quiet --disable-pip-version-check --extra-index-url $(TORCH_INDEX) \
+	    -c $$venv/pins.txt "torch==$$version+cpu" -e '.[dev]' && \
+	  $$venv/bin/python -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" $(PYTEST_ARGS) $(TESTS) || failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "error: failed on torch$$failed"; exit 1; }
+
 drills: setup ## long repetitions
 	$(RUN) -m pytest -m drill --timeout 3600 $(PYTEST_ARGS) $(TESTS)
 
 clean: ## remove what can be made again
-	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis htmlcov .coverage .coverage.*
+	rm -rf $(VENV) $(OLDEST) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis htmlcov .coverage .coverage.*
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
