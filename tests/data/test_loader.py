@@ -24,8 +24,7 @@ from torch.utils.data import TensorDataset
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import BucketedOrder
 from lockstep.data.loader import _groups, make_loader
-from lockstep.data.order import Order
-from lockstep.data.randomness import WorkerInit
+from lockstep.data.order import Order, WorkerInit
 from lockstep.data.requests import InOrder, Request, SampleOrder, Source, windows
 from lockstep.errors import SampleError
 from lockstep.planning import BatchPlan, LoaderPlan

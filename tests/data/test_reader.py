@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.data.arrays import ArrayDataset
-from lockstep.data.draws import _Python, generators
-from lockstep.data.reader import Reader
+from lockstep.data.reader import Reader, _Python, generators
 from lockstep.errors import SampleError
 
 

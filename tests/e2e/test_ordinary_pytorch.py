@@ -20,9 +20,8 @@ from torch.utils.data import Subset
 
 from lockstep import Task
 from lockstep.config.load import merge
-from lockstep.data.draws import generators, sample_words
-from lockstep.data.order import Order
-from lockstep.data.randomness import dropout_seed, sample_rng
+from lockstep.data.order import Order, dropout_seed, sample_rng
+from lockstep.data.reader import generators, sample_words
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Context
 from lockstep.hardware.world import World

@@ -6,14 +6,26 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lockstep.hardware import detect_devices, get_available_gpus
-from lockstep.hardware.detect import cuda_precisions, find_devices
+from lockstep.hardware import detect, detect_devices, get_available_gpus
+from lockstep.hardware.detect import (
+    ProbedDevice,
+    TorchBuild,
+    cuda_precisions,
+    find_devices,
+    read_answer,
+    read_torch_build,
+    visible_gpus,
+    worth_probing,
+)
 from lockstep.hardware.device import Device, GpuUser
 from lockstep.hardware.nvml import NvmlGpu
-from lockstep.hardware.probe import ProbedDevice, TorchBuild
 from tests.fakes import FakeNvml
 
 CUDA = TorchBuild(cuda="12.8")
@@ -247,3 +259,97 @@ def test_devices_are_plain_values() -> None:
     again = json.loads(json.dumps(device.as_dict()))
     assert again["users"] == [{"pid": 1, "name": "a", "memory_gb": None}]
     assert device.index == 0
+
+
+def test_the_build_is_read_without_importing() -> None:
+    assert read_torch_build() == TorchBuild(torch.version.cuda, torch.version.hip, torch.version.xpu)
+
+
+def test_the_probe_agrees_with_torch_here() -> None:
+    found = detect.probe()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    expected = torch.accelerator.device_count() if accelerator is not None else 0
+    assert [device.index for device in found] == list(range(expected))
+
+
+def test_a_probe_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('no such library')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(OSError, match="no such library"):
+        detect.probe()
+
+
+def test_a_probe_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(detect, "TIMEOUT_S", 0.5)
+    with pytest.raises(OSError, match=r"within 0\.5 s"):
+        detect.probe()
+
+
+def test_a_file_called_torch_in_the_working_directory_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('not the library')")
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(detect.probe(), list)
+
+
+def test_answers() -> None:
+    line = '[{"kind": "cuda", "index": 0, "name": "X", "total": 2, "free": 1, "uuid": "u", "capability": [8, 6]}]'
+    assert read_answer(f"a library says hello\n{line}\n") == [ProbedDevice("cuda", 0, "X", 2, 1, "u", (8, 6))]
+    assert read_answer("[]") == []
+
+
+@pytest.mark.parametrize("text", ["", "hello", "3", '[{"kind": "cuda"}]', '[{"unknown": 1}]'])
+def test_answers_that_are_none(text: str) -> None:
+    with pytest.raises(OSError, match="not understood"):
+        read_answer(text)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="always worth it there")
+def test_a_cpu_build_is_not_worth_a_probe() -> None:
+    assert not worth_probing(TorchBuild())
+    assert worth_probing(TorchBuild(hip="6.4"))
+    assert worth_probing(TorchBuild(xpu="2025"))
+
+
+UUIDS = ["GPU-aa11", "GPU-aa22", "GPU-bb33"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("none", []),
+        ("NoDevFiles", []),
+        ("0", [0]),
+        ("2,0", [2, 0]),
+        (" 1 , 2 ", [1, 2]),
+        ("+1", [1]),
+        ("1gpu,0", [1, 0]),
+        ("0,-1,2", [0]),
+        ("0,7,2", [0]),
+        ("0,,2", [0]),
+        ("1,1", []),
+        ("GPU-bb33", [2]),
+        ("GPU-bb33,GPU-aa11", [2, 0]),
+        ("GPU-b", [2]),
+        ("GPU-aa", []),
+        ("GPU-bb33,GPU-zz", [2]),
+        ("GPU-bb33,0", [2]),
+        ("GPU-bb33,GPU-bb", []),
+        ("MIG-aa11", None),
+        ("MIG-GPU-aa11/1/0", None),
+    ],
+)
+def test_examples(variable: str | None, expected: list[int] | None) -> None:
+    assert visible_gpus(variable, UUIDS) == expected
+
+
+@given(st.text(alphabet="0123456789,- +GPUMIabx", max_size=20), st.integers(0, 4))
+def test_any_text_gives_distinct_positions_that_exist(variable: str, count: int) -> None:
+    found = visible_gpus(variable, [f"GPU-{index}" for index in range(count)])
+    assert found is None or (len(set(found)) == len(found) and set(found) <= set(range(count)))

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.hardware.detect import find_devices
+from lockstep.hardware.detect import TorchBuild, find_devices
 from lockstep.hardware.device import GpuUser
 from lockstep.hardware.monitor import NO_GPU, USERS_EVERY, Monitor, SystemSource
 from lockstep.hardware.nvml import GpuReading, NvmlGpu
-from lockstep.hardware.probe import TorchBuild
 from tests.fakes import FakeNvml, FakeSource
 
 GPUS = [

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch.nn import functional as F
 
 from lockstep.config import resolve
-from lockstep.data.randomness import sample_rng
+from lockstep.data.order import sample_rng
 from lockstep.data.requests import fetch
 from lockstep.engine.task import DataSettings
 from lockstep.errors import ConfigError, DataError

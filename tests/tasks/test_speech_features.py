@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.signal import get_window, stft
 
-from lockstep.data.randomness import sample_rng
+from lockstep.data.order import sample_rng
 from lockstep.tasks.speech.features import SpecAugment, extract, feature_frames, log_mel, normalise
 
 

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.order import Order, check_slice, shuffled
-from lockstep.data.randomness import derive_key
+from lockstep.data.order import Order, check_slice, derive_key, shuffled
 from lockstep.errors import DataError
 from lockstep.planning.order import check_sizes
 

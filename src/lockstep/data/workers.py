@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from lockstep._compat.torch import child_handler_set, worker_processes
-from lockstep.data.randomness import WorkerInit
+from lockstep.data.order import WorkerInit
 from lockstep.data.requests import Request, Source
 from lockstep.errors import LockstepError
 from lockstep.hardware import parent_death

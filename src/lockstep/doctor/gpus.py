@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from lockstep.doctor.finding import Finding
-from lockstep.hardware.device import Device
+from lockstep.hardware.device import Device, describe
 from lockstep.hardware.nvml import GpuHealth, GpuLink, Nvml
 from lockstep.hardware.resolve import describe_users
-from lockstep.hardware.selection import describe
 
 #: The oldest torch that Lockstep works with.
 OLDEST_TORCH = (2, 9)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lockstep.data.arrays import leaf_of
 from lockstep.data.reader import sample_error
-from lockstep.data.rows import leaf_of
 from lockstep.engine.process.determinism import generators_kept
 from lockstep.errors import DataError, LockstepError, UnsupportedError
 

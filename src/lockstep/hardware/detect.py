@@ -7,16 +7,176 @@ process imports no torch and holds no context on any GPU. ``gpu:i`` is what torc
 from __future__ import annotations
 
 import functools
+import json
 import os
+import re
+import runpy
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from lockstep.hardware.device import Device, GpuUser, gigabytes
 from lockstep.hardware.nvml import Nvml, NvmlGpu, open_nvml
-from lockstep.hardware.probe import ProbedDevice, TorchBuild, probe, read_torch_build, worth_probing
-from lockstep.hardware.visible import visible_gpus
 
 __all__ = ["Device", "GpuUser", "detect_devices", "find_devices", "get_available_gpus"]
+
+
+def visible_gpus(variable: str | None, uuids: Sequence[str]) -> list[int] | None:
+    """Positions in ``uuids`` (bus order) of the visible GPUs, in the order of their indices.
+
+    Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
+
+    Args:
+        variable: the value of ``CUDA_VISIBLE_DEVICES``; ``None`` when it is not set.
+        uuids: every GPU's ``GPU-…`` identifier.
+
+    Returns:
+        ``None`` for MIG slices, which only the CUDA runtime itself can number. As with the driver, the first
+        entry that names no GPU ends the list, and an entry named twice empties it.
+    """
+    if variable is None:
+        return list(range(len(uuids)))
+    entries = [entry.strip() for entry in variable.split(",")]
+    if entries[0].startswith("MIG-"):
+        return None
+    by_uuid = entries[0].startswith("GPU-")
+    found: list[int] = []
+    for entry in entries:
+        position = _by_uuid(entry, uuids) if by_uuid else _by_number(entry, len(uuids))
+        if position is None:
+            break
+        if position in found:
+            return []
+        found.append(position)
+    return found
+
+
+def _by_uuid(entry: str, uuids: Sequence[str]) -> int | None:
+    """A UUID, or a beginning of one that fits only one GPU."""
+    matches = [position for position, uuid in enumerate(uuids) if uuid.startswith(entry)]
+    return matches[0] if entry.startswith("GPU-") and len(matches) == 1 else None
+
+
+def _by_number(entry: str, count: int) -> int | None:
+    # Like C's strtoul, the driver reads "1gpu" as 1.
+    number = re.match(r"\+?\d+", entry)
+    return int(number[0]) if number and int(number[0]) < count else None
+
+
+TIMEOUT_S = 120.0
+
+# Runs in a separate process, so that what torch opens is closed again at once.
+_SCRIPT = """
+import json, torch
+accelerator = torch.accelerator.current_accelerator(check_available=True)
+devices = []
+for index in range(torch.accelerator.device_count() if accelerator is not None else 0):
+    entry = {"kind": accelerator.type, "index": index, "name": accelerator.type}
+    module = getattr(torch, accelerator.type, None)
+    if accelerator.type == "cuda":
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        entry.update(name=properties.name, total=total, free=free, uuid=str(getattr(properties, "uuid", "")),
+                     capability=[properties.major, properties.minor])
+    elif hasattr(module, "get_device_name"):
+        entry["name"] = module.get_device_name(index)
+    devices.append(entry)
+print(json.dumps(devices))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """What the installed torch was built for: versions, or ``None``."""
+
+    cuda: str | None = None
+    hip: str | None = None
+    xpu: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedDevice:
+    """One accelerator as torch numbers it. Memory in bytes."""
+
+    kind: str
+    index: int
+    name: str
+    total: int = 0
+    free: int | None = None
+    uuid: str = ""
+    capability: tuple[int, int] = (0, 0)
+
+
+def read_torch_build() -> TorchBuild:
+    """Read ``torch/version.py`` without importing torch."""
+    spec = find_spec("torch")
+    folder = next(iter(spec.submodule_search_locations or ()), None) if spec else None
+    if folder is None:
+        return TorchBuild()
+    try:
+        values = runpy.run_path(str(Path(folder) / "version.py"))
+    except (OSError, SyntaxError, NameError, ImportError):
+        return TorchBuild()
+    return TorchBuild(cuda=values.get("cuda"), hip=values.get("hip"), xpu=values.get("xpu"))
+
+
+def worth_probing(build: TorchBuild) -> bool:
+    """Whether torch could find an accelerator at all: a probe takes seconds, so not without a reason."""
+    from importlib.metadata import entry_points
+
+    if build.hip or build.xpu or sys.platform == "darwin" or entry_points(group="torch.backends"):
+        return True
+    return build.cuda is not None and _has_cuda_driver()
+
+
+def probe() -> list[ProbedDevice]:
+    """What ``torch.accelerator`` finds, asked in a separate process.
+
+    Raises:
+        OSError: the process failed, took too long, or did not answer; the text says why.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _SCRIPT],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"torch did not answer within {TIMEOUT_S:g} s") from None
+    if done.returncode:
+        raise OSError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return read_answer(done.stdout)
+
+
+def read_answer(text: str) -> list[ProbedDevice]:
+    """The devices in the probe's output; its last line, since libraries may print before it.
+
+    Raises:
+        OSError: it is not an answer.
+    """
+    try:
+        entries = json.loads(text.strip().splitlines()[-1])
+        return [ProbedDevice(**{**entry, "capability": tuple(entry.get("capability", (0, 0)))}) for entry in entries]
+    except (IndexError, ValueError, TypeError) as error:
+        raise OSError(f"torch's answer was not understood: {error}") from None
+
+
+def _has_cuda_driver() -> bool:
+    """Loading the driver's library starts nothing; a context would need its ``cuInit``."""
+    import ctypes
+
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
 
 CPU_PRECISIONS = ("32", "16-mixed", "bf16-mixed")
 

@@ -1,9 +1,14 @@
-"""What a device is: the record that detection makes and everything else reads."""
+"""What a device is, and which of those detected a selection such as ``gpu:0,gpu:1`` or ``all`` means."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from lockstep.errors import DeviceError
+from lockstep.events import Note
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +63,114 @@ class Device:
 def gigabytes(size: float) -> float:
     """Bytes to 1e9 bytes with one decimal: the unit of every memory figure that people see."""
     return round(size / 1e9, 1)
+
+
+_FORM = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,3})")
+#: More ranks than this on one machine are a typing error.
+MAX_DEVICES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Devices of one accelerator, in the order of the ranks, and how they were chosen.
+
+    ``explicit`` is false where the user did not name them.
+    """
+
+    devices: tuple[str, ...]
+    reason: str
+    notes: tuple[Note, ...] = ()
+    explicit: bool = False
+
+
+def parse(names: Iterable[str]) -> tuple[str, ...]:
+    """Check the form of each name: ``cpu``, ``gpu:<index>``, or ``all`` alone.
+
+    Raises:
+        DeviceError: nothing is named, or a name is not of that form.
+    """
+    given = tuple(names)
+    if not given:
+        raise DeviceError("no device is selected", fix="name at least one, for example --devices cpu")
+    if len(given) > MAX_DEVICES:
+        raise DeviceError(f"{len(given)} devices are selected", why=f"at most {MAX_DEVICES} are", fix="name fewer")
+    if given == ("all",):
+        return given
+    for name in given:
+        if name == "all":
+            raise DeviceError(
+                "`all` cannot be combined with other devices",
+                why="it means every GPU, or the CPU on a machine without one",
+                fix="use --devices all",
+            )
+        if not isinstance(name, str) or not _FORM.fullmatch(name):
+            raise DeviceError(
+                f"{name!r} is not a device", why="a device is cpu or gpu:<index>", fix=_nearest_form(str(name))
+            )
+    return given
+
+
+def choose_default(detected: Sequence[Device]) -> Selection:
+    """``gpu:0`` if there is one, else the CPU."""
+    gpus = _gpus(detected)
+    if gpus:
+        return Selection((gpus[0].id,), "default: the first GPU")
+    return Selection(("cpu",), "default: the CPU, as there is no GPU that Lockstep can use")
+
+
+def select(names: tuple[str, ...], detected: Sequence[Device]) -> Selection:
+    """Match parsed names with what is here; ``all`` becomes every GPU, and the CPU is dropped beside a GPU.
+
+    Raises:
+        DeviceError: a device that is not here, or that Lockstep cannot use.
+    """
+    if names == ("all",):
+        gpus = _gpus(detected)
+        if gpus:
+            return Selection(tuple(gpu.id for gpu in gpus), "all: every GPU", explicit=True)
+        return Selection(("cpu",), "all: there is no GPU that Lockstep can use, so the CPU")
+    for name in names:
+        find(name, detected)
+    gpu_names = tuple(name for name in names if name != "cpu")
+    if gpu_names and len(gpu_names) < len(names):
+        note = Note("cpu_ignored", "The CPU is ignored: a run uses GPUs or the CPU, not both.")
+        return Selection(gpu_names, "as selected, without the CPU", (note,), explicit=True)
+    return Selection(names, "as selected", explicit=True)
+
+
+def find(name: str, detected: Sequence[Device]) -> Device:
+    """The detected device of that name.
+
+    Raises:
+        DeviceError: it is not here, or Lockstep cannot use it.
+    """
+    device = next((device for device in detected if device.id == name), None)
+    usable = [device for device in detected if device.supported]
+    fix = f"choose from: {describe(usable)}"
+    if device is None:
+        here = describe(detected)
+        raise DeviceError(f"there is no {name} on this machine", why=f"found: {here}", fix=fix)
+    if not device.supported:
+        raise DeviceError(f"{name} ({device.name}) cannot be used", why=device.note or "not supported yet", fix=fix)
+    return device
+
+
+def describe(devices: Sequence[Device]) -> str:
+    """``cpu (AMD EPYC), gpu:0 (NVIDIA H200)``, or ``nothing``."""
+    return ", ".join(f"{device.id} ({device.name})" for device in devices) or "nothing"
+
+
+def _gpus(detected: Sequence[Device]) -> list[Device]:
+    return [device for device in detected if device.kind == "gpu" and device.supported]
+
+
+def _nearest_form(name: str) -> str:
+    """A hint for common mistakes: ``cuda:1``, ``GPU0``, ``0``, ``gpu``."""
+    number = re.fullmatch(r"\s*(?:cuda|gpu|nvidia)?[\s:_]*(\d{1,4})?\s*", name.lower())
+    if name.strip().isdecimal():
+        return f"name each device: --devices gpu:{int(name)} is one GPU, cpu,cpu two CPU ranks, all every GPU"
+    if number and name.strip():
+        return f"write gpu:{int(number[1] or 0)}"
+    if name.strip().lower() == "cpu":
+        return "write cpu"
+    return "`lockstep devices` lists what is here"

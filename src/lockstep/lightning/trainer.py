@@ -11,8 +11,8 @@ from lightning.pytorch import Trainer
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
+from lockstep.hardware.device import choose_default
 from lockstep.hardware.resolve import resolve_hardware
-from lockstep.hardware.selection import choose_default
 
 _OF_TRAINING = {
     "epochs": "max_epochs",

@@ -8,8 +8,7 @@ from typing import Any
 
 from lockstep.config import json_schema, resolve
 from lockstep.errors import ConfigError
-from lockstep.hardware.device import Device
-from lockstep.hardware.selection import choose_default, parse, select
+from lockstep.hardware.device import Device, choose_default, parse, select
 from lockstep.studio import planning, settings
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex

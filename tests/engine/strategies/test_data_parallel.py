@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from lockstep.config import resolve
-from lockstep.data.randomness import dropout_seed
+from lockstep.data.order import dropout_seed
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.strategies.data_parallel import ScatteredModel, devices_for
 from lockstep.hardware.resolve import resolve_placement

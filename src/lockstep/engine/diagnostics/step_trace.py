@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lockstep.config import DebugConfig
-from lockstep.data.randomness import derive_key
+from lockstep.data.order import derive_key
 from lockstep.data.reader import Indices
 from lockstep.data.requests import Request, Source
 from lockstep.engine.dataset_checks import as_array, feed

@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lockstep._compat.torch import tree_map
-from lockstep.data.order import Order
-from lockstep.data.randomness import derive_key, worker_init
+from lockstep.data.order import Order, derive_key, worker_init
 from lockstep.data.requests import InOrder, SampleOrder
 from lockstep.engine.process.determinism import seeded
 from lockstep.engine.state import TrainState

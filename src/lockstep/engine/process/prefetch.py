@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.nested import mapped
+from lockstep.data.requests import mapped
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

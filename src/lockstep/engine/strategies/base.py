@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.randomness import dropout_seed
+from lockstep.data.order import dropout_seed
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision

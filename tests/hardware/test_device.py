@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import DeviceError
-from lockstep.hardware.selection import MAX_DEVICES, choose_default, parse, select
+from lockstep.hardware.device import MAX_DEVICES, choose_default, parse, select
 from tests.hardware.machines import CPU, MPS, broken_gpu, machine
 
 
