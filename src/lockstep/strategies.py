@@ -30,7 +30,7 @@ class StrategySpec:
         summary: for help and reasons.
         module: import path of the module with ``build(replica, config, plan)``, which returns a
             :class:`lockstep.engine.strategies.base.Strategy`; where ``state`` is not ``replicated``, with
-            ``divide(parts)``, which returns a :class:`lockstep.engine.strategies.partition.Divided`.
+            ``divide(undivided)``, which returns a :class:`lockstep.engine.strategies.partition.Divided`.
         devices: ``one`` or ``many``.
         one_process: one process uses all devices; else each device has its process.
         state: each device has all parameters (``replicated``), a part of every one (``sharded``), or some of the
@@ -42,7 +42,8 @@ class StrategySpec:
         settings: keys that no other strategy reads; the name of a section stands for all of its keys.
         note: printed in the plan of a run that uses it.
         refuses: called with the devices of this node; raises a :class:`LockstepError` where it cannot use them.
-        memory: bytes by kind on one of N devices, from those of an undivided step and N; ``None``: as ``state`` says.
+        memory: called with the bytes by kind (parameters, gradients, …) of a step on one device, and the number of
+            devices; returns the bytes by kind on each of them. ``None``: follows from ``state``.
     """
 
     name: str

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lockstep.config.sections import DataConfig
 from lockstep.errors import ConfigError
-from lockstep.planning.order import LEAST_WINDOW, LEAST_WINDOWS, WINDOW, OrderPlan, order_notes, resolve_order
+from lockstep.planning.order import MIN_WINDOW_SAMPLES, MIN_WINDOWS, WINDOW, OrderPlan, order_notes, resolve_order
 
 BUCKETED = OrderPlan(window=1024, block=128, lanes=8)
 
@@ -35,9 +35,9 @@ def test_bucketing_without_lengths_is_refused():
 def test_default_windows_are_whole_blocks_and_several_make_an_epoch_unless_it_is_short(samples):
     order, _ = resolve(samples=samples)
     assert order.window % order.block == 0
-    assert LEAST_WINDOW <= order.window <= WINDOW
-    assert LEAST_WINDOWS * order.window <= samples or order.window == LEAST_WINDOW
-    assert 2 * LEAST_WINDOWS * order.window > samples or order.window == WINDOW
+    assert MIN_WINDOW_SAMPLES <= order.window <= WINDOW
+    assert MIN_WINDOWS * order.window <= samples or order.window == MIN_WINDOW_SAMPLES
+    assert 2 * MIN_WINDOWS * order.window > samples or order.window == WINDOW
 
 
 def test_given_sizes_are_taken_and_the_other_one_fits():

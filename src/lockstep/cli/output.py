@@ -26,7 +26,7 @@ Sets = Annotated[
         name="--set",
         negative="",
         metavar="KEY=VALUE",
-        help="Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be given again.",
+        help="Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be repeated.",
     ),
 ]
 

@@ -202,12 +202,12 @@ class Settings:
     ] = None
     config: Annotated[
         list[Path] | None,
-        _flag("A YAML file with settings; later files win. May be given again.", _OTHER, metavar="FILE"),
+        _flag("A YAML file with settings; later files win. May be repeated.", _OTHER, metavar="FILE"),
     ] = None
     set: Annotated[
         list[str] | None,
         _flag(
-            "Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be given again.",
+            "Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be repeated.",
             _OTHER,
             metavar="KEY=VALUE",
         ),

@@ -37,8 +37,8 @@ def studio(
         Parameter(
             negative="",
             metavar="FILE.py:CLASS",
-            help="A task of your own to offer beside the built-in ones; a LightningModule with its LightningDataModule "
-            "as FILE.py:MODULE+FILE.py:DATA. May be given again.",
+            help="Another task to offer in the form; a LightningModule with its LightningDataModule "
+            "as FILE.py:MODULE+FILE.py:DATA. May be repeated.",
         ),
     ] = None,
     browser: Annotated[

@@ -39,7 +39,7 @@ class SubmitFlags:
     qos: Annotated[str | None, _flag("SLURM's quality of service. Default: the cluster's.")] = None
     sbatch_option: Annotated[
         list[str] | None,
-        _flag("Any other option of sbatch, e.g. cpus-per-task=8. May be given again.", metavar="NAME=VALUE"),
+        _flag("Any other option of sbatch, e.g. cpus-per-task=8. May be repeated.", metavar="NAME=VALUE"),
     ] = None
     print: Annotated[bool, _flag("Print the batch script and submit nothing.")] = False
 

@@ -1,4 +1,4 @@
-"""Samples that lie in memory (or in a memory map): a batch is one gather per array or column.
+"""Samples in memory (or in a memory map): a batch is one gather per array or column.
 
 Gathered whole, with the values that ``default_collate`` gives: :class:`ArrayDataset`, torch's ``TensorDataset``,
 tensors and arrays themselves, a ``Subset`` or ``ConcatDataset`` of them, and Hugging Face data sets in torch format. A
@@ -36,7 +36,7 @@ class ArrayDataset:
     """
 
     def __init__(self, *arrays: Tensor | npt.NDArray[Any]) -> None:
-        #: Whether no sample is read from a disk, as far as NumPy arrays show it; tensors do not.
+        #: Whether no sample is read from a disk. A memory map is recognised in NumPy arrays, not in tensors.
         self.is_in_memory = not any(map(_is_mapped, arrays))
         self.tensors = tuple(as_tensor(array) for array in arrays)
         if not self.tensors or any(tensor.dim() == 0 for tensor in self.tensors):
@@ -67,7 +67,7 @@ class ArrayDataset:
     def __getitems__(self, indices: Indices) -> tuple[Tensor, ...]:
         """The samples at ``indices`` (each in [0, len)) as one finished batch: a tensor of shape ``(n, …)`` per array.
 
-        ``index_select`` runs without Python's global lock, so a loader's thread can gather beside the step.
+        ``index_select`` runs without Python's global lock, so a loader's thread can gather during the step.
         """
         where = _as_index(indices)
         return tuple(tensor.index_select(0, where) for tensor in self.tensors)

@@ -1,6 +1,6 @@
 """In which order a run visits its samples: shuffled, or bucketed by length. Pure arithmetic.
 
-What is decided here never follows from batch or ranks, so that the order is the same on any devices.
+Nothing here depends on the batch size or the number of ranks, so the order is the same on any devices.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from lockstep.planning.decision import Decision
 #: Samples of a default window: wide enough for little padding, narrow enough to mix a large data set.
 WINDOW = 4096
 #: Windows in an epoch of a smaller data set, at least: with fewer, its batches have the same samples in each.
-LEAST_WINDOWS = 4
-LEAST_WINDOW = 512
+MIN_WINDOWS = 4
+MIN_WINDOW_SAMPLES = 512
 BLOCKS = 8
 
 
 class OrderPlan(BaseModel):
     """Sizes in samples; all ``None`` when the order is a plain shuffle.
 
-    ``window`` samples are sorted by length together, in blocks of ``block``. The items of a step are dealt to
-    ``lanes`` strided parts, so that parts that run at the same time are equal work. A resume keeps all three.
+    ``window`` samples are sorted by length together, in blocks of ``block``. The items of a step are split into
+    ``lanes`` strided parts (virtual ranks), so that parts that run at the same time have equal work.
+    A resume keeps all three.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -86,7 +87,7 @@ def _order(
 
 
 def order_notes(config: DataConfig, order: OrderPlan, global_batch: int) -> Iterator[Note]:
-    """Notes on bucketing settings that have no effect, or less than they could."""
+    """Notes on bucketing settings that have no effect, or reduce padding less than they could."""
     if order.block is None:
         if config.bucket_window or config.bucket_block:
             text = "data.bucket_window and data.bucket_block have no effect: the order is not by length."
@@ -114,7 +115,7 @@ def _sizes(config: DataConfig, samples: int) -> tuple[int, int]:
     window, block = config.bucket_window, config.bucket_block
     if window is None and block is None:
         window = WINDOW
-        while window > LEAST_WINDOW and samples < LEAST_WINDOWS * window:
+        while window > MIN_WINDOW_SAMPLES and samples < MIN_WINDOWS * window:
             window //= 2
     if window is None:
         assert block is not None

@@ -6,7 +6,7 @@ Only rank 0 has sinks. :func:`standard_sinks` puts together what every run has.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -56,6 +56,28 @@ def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> Fanout
     return Fanout(essential=[RunFolderSink(run_dir)], optional=[*optional, *loggers(run_dir, config)])
 
 
+def _wandb(run: RunDir, config: RunConfig) -> Sink:
+    project, mode = config.telemetry.wandb_project, config.telemetry.wandb_mode
+    return BackgroundSink(WandbSink(run.logs, run.read().id, config, project=project, mode=mode))
+
+
+def _mlflow(run: RunDir, config: RunConfig) -> Sink:
+    uri, experiment = config.telemetry.mlflow_uri, config.telemetry.mlflow_experiment
+    return BackgroundSink(MlflowSink(run.logs, run.read().id, config, uri=uri, experiment=experiment))
+
+
+#: The loggers: the setting of ``telemetry`` that asks for each, and how it is made. The setting of one that needs a
+#: package has the package's name.
+LOGGERS: Mapping[str, Callable[[RunDir, RunConfig], Sink]] = {
+    "tensorboard": lambda run, _: TensorBoardSink(run.logs),
+    "csv": lambda run, _: CsvSink(run.logs / "metrics.csv"),
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
+#: Settings of ``telemetry`` that switch every logger off.
+NO_LOGGERS: Mapping[str, Any] = {name: "off" if name == "tensorboard" else False for name in LOGGERS}
+
+
 def check_sinks(config: RunConfig, folder: Path | None) -> None:
     """Whether the loggers and the upload that ``config`` asks for can be made; asked before there is a run, or attempt.
 
@@ -66,11 +88,8 @@ def check_sinks(config: RunConfig, folder: Path | None) -> None:
         ConfigError: a logger is not installed; fsspec does not know ``telemetry.upload_to``, or it is in ``folder``.
     """
     settings = config.telemetry
-    tensorboard_wanted(settings.tensorboard)
-    if settings.wandb:
-        _require("wandb")
-    if settings.mlflow:
-        _require("mlflow")
+    for name in LOGGERS:
+        _is_wanted(name, config)
     if settings.upload_to is not None:
         check_target(settings.upload_to, folder)
 
@@ -82,27 +101,19 @@ def loggers(run_dir: RunDir, config: RunConfig) -> list[Sink]:
         ConfigError: as :func:`check_sinks`.
     """
     check_sinks(config, run_dir.path)
-    settings = config.telemetry
-    found: list[Sink] = []
-    if tensorboard_wanted(settings.tensorboard):
-        found.append(TensorBoardSink(run_dir.logs))
-    if settings.csv:
-        found.append(CsvSink(run_dir.logs / "metrics.csv"))
-    if settings.wandb:
-        run_id, project, mode = run_dir.read().id, settings.wandb_project, settings.wandb_mode
-        found.append(BackgroundSink(WandbSink(run_dir.logs, run_id, config, project=project, mode=mode)))
-    if settings.mlflow:
-        run_id, uri, experiment = run_dir.read().id, settings.mlflow_uri, settings.mlflow_experiment
-        found.append(BackgroundSink(MlflowSink(run_dir.logs, run_id, config, uri=uri, experiment=experiment)))
-    return found
+    return [build(run_dir, config) for name, build in LOGGERS.items() if _is_wanted(name, config)]
 
 
-def _require(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
+def _is_wanted(logger: str, config: RunConfig) -> bool:
+    setting = getattr(config.telemetry, logger)
+    if logger == "tensorboard":
+        return tensorboard_wanted(setting)
+    if setting and logger != "csv" and importlib.util.find_spec(logger) is None:
         raise ConfigError(
-            f"telemetry.{package} is on, but {package} is not installed",
-            fix=f"pip install 'lockstep-train[{package}]', or set telemetry.{package}=false",
+            f"telemetry.{logger} is on, but {logger} is not installed",
+            fix=f"pip install 'lockstep-train[{logger}]', or set telemetry.{logger}=false",
         )
+    return bool(setting)
 
 
 class RunFolderSink:

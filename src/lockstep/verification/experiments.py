@@ -16,6 +16,7 @@ from lockstep.errors import RunError
 from lockstep.launch.api import train
 from lockstep.planning import Plan
 from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.sinks import NO_LOGGERS
 from lockstep.verification.trajectory import Trajectory, read_trajectory
 
 #: Checkpoints that are kept beside the one to resume from.
@@ -163,11 +164,8 @@ class Lab:
             # Nothing of these runs leaves their folder, and it is removed.
             "telemetry": {
                 "log_interval": 1,
-                "tensorboard": "off",
+                **NO_LOGGERS,
                 "progress": "silent",
-                "csv": False,
-                "wandb": False,
-                "mlflow": False,
                 "upload_to": None,
                 "system_metrics": False,
                 "profile": None,

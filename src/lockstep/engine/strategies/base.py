@@ -49,9 +49,12 @@ class Reduced(NamedTuple):
 
 
 class Strategy(Protocol):
-    """``module`` is what is saved, evaluated and optimized: the model, and modules beside it (:class:`.Trained`).
+    """How a step's gradients are computed and reduced.
 
-    ``is_sharded``: each rank has a part of the parameters only, so that reading all is collective.
+    Attributes:
+        module: what is saved, evaluated and optimized: the model, and modules beside it (:class:`.Trained`).
+        is_sharded: each rank has a part of the parameters only, so that reading all is collective.
+        draws: sets the random generators for each sample or micro-batch.
     """
 
     module: nn.Module

@@ -21,15 +21,15 @@ from lockstep.strategies import auto_strategy, find_strategy
 from lockstep.telemetry.progress_board import Activity, pulse
 
 
-def divide(whole: Undivided) -> Divided:
+def divide(undivided: Undivided) -> Divided:
     """Divide a model as the plan's strategy does. Collective.
 
     Raises:
         TaskError, UnsupportedError, ConfigError: it cannot be divided.
     """
-    spec = whole.plan.strategy
-    refuse_modules(whole.model, spec.name)
-    divided: Divided = import_module(spec.module).divide(whole)
+    spec = undivided.plan.strategy
+    refuse_modules(undivided.model, spec.name)
+    divided: Divided = import_module(spec.module).divide(undivided)
     return divided
 
 

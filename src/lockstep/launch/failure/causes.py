@@ -50,7 +50,7 @@ class Cause:
         title: the cause in a clause.
         fix: how to fix it.
         check: how to check that it is this one, or find out more; may be empty.
-        smaller: of a cause that is lack of memory: how a step needs less; empty: in general terms.
+        smaller: for a cause that is lack of memory, how to make a step need less; empty: the general advice is used.
     """
 
     key: CauseKey
@@ -229,7 +229,10 @@ def is_lost_peer(type_name: str, message: str) -> bool:
 
 
 def find_cause(text: str, signal_name: str | None = None) -> Cause | None:
-    """The known cause of a failure, or ``None``. ``text``: ``type: message`` of its error, or its last words."""
+    """The known cause of a failure, or ``None``. ``text``: ``type: message`` of its error, or the end of its output.
+
+    The first pattern that matches wins, and text comes before the signal.
+    """
     for pattern, cause in _BY_TEXT:
         if pattern.search(text):
             return cause
