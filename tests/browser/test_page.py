@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, WebSocketRoute, expect
 
+from lockstep.studio.home import Home
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
 from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, show, used_browser
@@ -26,6 +27,39 @@ def browser(machine_with_gpus: Address, tmp_path_factory: pytest.TempPathFactory
     """One for all tests, in the usual network: the studio with a fake machine is a process beside this one."""
     with used_browser(machine_with_gpus, tmp_path_factory.mktemp("browser")) as browser:
         yield browser
+
+
+def test_the_token_leaves_the_address_and_a_new_one_is_asked_for(open_page: OpenPage, tmp_path: Path) -> None:
+    with studio(tmp_path, []) as address:
+        home = Home(tmp_path / "runs")
+        address.get("/api/tasks")  # its helper process is not left in the middle of its start
+        door = home.write_door(address.url)
+        page = open_page(door.as_uri(), refused=re.compile("/api/.*"))
+        train = page.get_by_role("region", name="Runs")
+        expect(train).to_be_visible()
+        assert page.url.rstrip("/") == address.base
+        assert address.token not in page.evaluate("document.cookie + JSON.stringify([localStorage, sessionStorage])")
+        seen = []
+        while page.go_back() is not None:
+            seen.append(page.url)
+        assert not [url for url in seen if address.token in url]
+        page.goto(address.url)  # once more, with a session
+        expect(train).to_be_visible()
+        assert address.token not in page.url
+        page.goto("data:text/html,<a href='" + address.base + "'>studio</a>")
+        page.get_by_role("link").click()  # a link elsewhere: without the cookie
+        expect(train).to_be_visible()
+        token = home.token(new=True)
+        page.get_by_role("link", name="Doctor").click()  # its first request is refused
+        expect(page.get_by_role("alert")).to_contain_text("token has changed")
+        page.get_by_role("button", name="Enter the token").click()
+        expect(page.get_by_text("your session has expired")).to_be_visible()
+        for given in ("wrong", token):
+            page.get_by_label("Token").fill(given)
+            page.get_by_role("button", name="Open").click()
+            if given == "wrong":
+                expect(page.get_by_role("alert")).to_contain_text("not the studio's token")
+        expect(page.get_by_role("heading", name="Doctor")).to_be_visible()
 
 
 def test_every_fate_and_the_list_of_runs(server: Address, open_page: OpenPage) -> None:

@@ -117,7 +117,7 @@ class Studio:
         said = []
         for line in process.stdout:
             said.append(line)
-            found = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=\S+", line)
+            found = re.search(r"http://127\.0\.0\.1:(\d+)/#token=\S+", line)
             if found:
                 break
         else:

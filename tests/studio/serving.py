@@ -37,7 +37,7 @@ class Address:
 
     @property
     def base(self) -> str:
-        return self.url.partition("/?")[0]
+        return self.url.partition("/#")[0]
 
     @property
     def token(self) -> str:

@@ -50,7 +50,7 @@ def test_the_browser_is_given_a_private_file_and_finds_a_listener(run_cli: Any, 
     token = (tmp_path / "runs" / ".studio" / "token").read_text()
     assert token not in " ".join(told["words"])
     assert told["url"] in result.out
-    assert told["url"].endswith(f"/?token={token}")
+    assert told["url"].endswith(f"/#token={token}")
     assert told["mode"] == 0o600
 
 

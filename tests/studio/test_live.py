@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from websockets.sync.client import ClientConnection
 
@@ -240,3 +241,25 @@ def test_a_tab_hears_why_something_is_refused(address: Address, run: RunDir) -> 
         page.ask(type="range", run="run-0000000a", stream="dreams", request=5)
         page.until(lambda: page.messages[-1].get("code") == "NOT_FOUND")
         assert (page.messages[-1]["run"], page.messages[-1]["request"]) == ("run-0000000a", 5)
+
+
+def test_a_tab_that_asks_and_never_reads_takes_little_memory(address: Address, run: RunDir) -> None:
+    with run.steps_file.open("w") as file:
+        for number in range(20_000):
+            file.write(json.dumps(step(number + 1, scalars={str(name): 0.5 for name in range(20)})) + "\n")
+    wanted = {"type": "range", "run": "run-0000000a", "stream": "steps", "points": 20_000}
+    with address.live() as other, address.live(max_queue=1) as tab:
+        other.send(json.dumps({"type": "subscribe", "run": "run-0000000a"}))
+        while not isinstance(other.recv(timeout=WAIT_S), bytes):
+            pass
+        tab.send(json.dumps({"type": "subscribe", "run": "run-0000000a"}))
+        before = psutil.Process().memory_info().rss
+        for _ in range(400):  # the answers have 700 MB
+            tab.send(json.dumps(wanted))
+        time.sleep(3)
+        grown = psutil.Process().memory_info().rss - before
+        assert grown < 150 << 20, grown
+        other.send('{"type": "ping"}')
+        while other.recv(timeout=WAIT_S) != '{"type":"pong"}':
+            pass
+        tab.socket.shutdown(2)

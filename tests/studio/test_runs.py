@@ -257,6 +257,7 @@ def test_two_trained_runs_are_compared(address: Address, tmp_path: Path) -> None
 def test_the_report_is_a_page_that_may_do_nothing(
     address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = {module.partition(".")[0] for module in sys.modules}
     run = RunDir.create(tmp_path / "runs" / "run-0000000a", resolve(), run_id="run-0000000a", command=["lockstep"])
     for step in (1, 2):
         run.append_step({"attempt": 1, "step": step, "loss": 1 / step, "lr": 0.1})
@@ -271,10 +272,12 @@ def test_the_report_is_a_page_that_may_do_nothing(
     assert "<script" not in answer.text
     assert not (run.path / "report").exists(), "a run folder is only read"
     assert address.call("GET", "/api/runs/run-0000000b/report", 404)["code"] == "RUN_NOT_FOUND"
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
+    assert sorted(entry.name for entry in (tmp_path / "runs/.studio").glob("report*")) == []
+    assert "matplotlib" not in {module.partition(".")[0] for module in sys.modules} - before, "another process draws"
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     refused = address.call("GET", "/api/runs/run-0000000a/report", 422)
-    assert refused["code"] == "NOT_SUPPORTED"
+    assert refused["code"] == "REPORT_FAILED"
     assert "lockstep-train[report]" in refused["fix"]
     headers["Sec-Fetch-Dest"] = "document"  # a tab of its own, where a person reads it
     page = httpx.get(f"{address.base}/api/runs/run-0000000a/report", headers=headers, trust_env=False)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from lockstep.config import resolve
+from lockstep.config import load, resolve
+from lockstep.studio.home import Home
 from lockstep.telemetry.rundir import RunDir
 from tests.hardware.machines import machine
 from tests.studio.serving import Address, studio
@@ -62,22 +63,45 @@ def make_run(folder: Path, name: str = "run-00000001", status: str = "completed"
     return run
 
 
-def test_the_token_becomes_a_cookie(address: Address) -> None:
+def test_the_token_is_exchanged_once_for_a_session_of_this_port(address: Address, folder: Path) -> None:
+    cookie, kept = f"lockstep_studio_{address.port}", folder / "runs/.studio/sessions.json"
     with httpx.Client(base_url=address.base, trust_env=False) as client:
         locked = client.get("/")
         assert locked.status_code == 401
-        assert "token" in locked.text
-        for path in ("/api/runs", "/docs", "/openapi.json", "/static/index.html", "/nothing"):
+        assert "Token" in locked.text
+        for path in ("/api/runs", "/docs", "/openapi.json", "/static/index.html", "/nothing", "/static/app/api.js"):
             assert client.get(path).status_code == 401, path
-        assert client.get("/?token=wrong").status_code == 401
-        answer = client.get(f"/?token={address.token}")
-        cookie = answer.headers["set-cookie"]
-        assert "HttpOnly" in cookie
-        assert "SameSite=Strict" in cookie
+        assert client.get(f"/?token={address.token}").status_code == 401, "an address is kept in histories and logs"
+        for body in ({"token": "wrong"}, {"token": None}, {}, [], "x"):
+            assert client.post("/api/session", json=body).json()["code"] == "UNAUTHORISED"
+        answer = client.post("/api/session", json={"token": address.token})
+        given = answer.headers["set-cookie"]
+        assert given.startswith(f"{cookie}=")
+        for part in ("HttpOnly", "SameSite=Strict", "Max-Age=2592000"):
+            assert part in given
+        name = given.partition("=")[2].partition(";")[0]
+        assert address.token not in given
         assert client.get("/api/runs").json() == {"status": "ok", "data": {"runs": [], "problems": []}}
         assert client.get("/docs").status_code == 200
-    other = httpx.get(f"{address.base}/api/runs", cookies={f"lockstep_studio_{address.port}": "x"}, trust_env=False)
-    assert other.json()["code"] == "UNAUTHORISED"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert name not in kept.read_text()
+
+    def enters(port: int, value: str) -> bool:
+        headers = {"Cookie": f"lockstep_studio_{port}={value}"}
+        return httpx.get(f"http://127.0.0.1:{port}/api/runs", headers=headers, trust_env=False).status_code == 200
+
+    assert enters(address.port, name)
+    assert not enters(address.port, address.token), "the token itself is no session"
+    assert not enters(address.port, "x")
+    with studio(folder, machine(0)) as other:
+        assert not enters(other.port, name), "a session of another port"
+    sessions = json.loads(kept.read_text())
+    kept.write_text(json.dumps(dict.fromkeys(sessions, 1.0)))
+    assert not enters(address.port, name), "it has expired"
+    kept.write_text(json.dumps(sessions))
+    assert enters(address.port, name)
+    assert Home(folder / "runs").token(new=True) != address.token
+    assert not enters(address.port, name), "a new token ends every session"
 
 
 def test_the_policy_of_every_answer(address: Address) -> None:
@@ -158,8 +182,17 @@ def test_nobody_leaves_the_runs_folder(address: Address, folder: Path) -> None:
         assert raw(address, "GET", f"/api/runs/{run.path.name}/log?name={name}")[0] == 404
     (run.logs / "rank-0.log").symlink_to(folder / "secret.txt")
     assert address.get(f"/api/runs/{run.path.name}/log?name=rank-0.log")["lines"] == []
-    address.call("DELETE", f"/api/runs/{run.path.name}")
-    assert not run.path.exists()
+    (folder / "secrets").mkdir()
+    (folder / "secrets/rank-0.log").write_text("secret")
+    linked = make_run(folder, "run-00000002")
+    linked.logs.rmdir()
+    linked.logs.symlink_to(folder / "secrets")
+    assert address.get(f"/api/runs/{linked.path.name}")["logs"] == []
+    assert address.get(f"/api/runs/{linked.path.name}/log")["lines"] == []
+    for one in (run, linked):
+        address.call("DELETE", f"/api/runs/{one.path.name}")
+        assert not one.path.exists()
+    assert (folder / "secrets/rank-0.log").exists()
 
 
 def test_what_the_studio_keeps_is_private(address: Address, folder: Path) -> None:
@@ -217,6 +250,24 @@ def test_a_key_cannot_smuggle_another_setting_into_the_command(address: Address,
                 assert address.call(method, path, 422, json=body)["code"] == "INVALID_CONFIG", (path, key)
             assert not address.call("POST", "/api/plan", json=body)["run"]["enabled"]
     assert sorted(entry.name for entry in (folder / "runs").iterdir()) == [".studio"]
+
+
+def test_a_start_takes_settings_from_a_file_and_keys_of_the_task_only(address: Address, folder: Path) -> None:
+    bad = {"task": "har", "config": {"task": {"nothing": "x"}, "hardware": {"selected_devices": ["cpu"]}}}
+    assert "no setting 'nothing'" in address.post("/api/runs", bad, 422)["message"]
+    many = {"task": "har", "config": {"hardware": {"selected_devices": ["cpu"] * 1024}}}
+    for path, more in (("runs", {}), ("preview", {}), ("scaling", {"devices": ["cpu"] * 1024})):
+        assert "too many" in address.post(f"/api/{path}", many | more, 422)["message"]
+    assert "too many" in address.post("/api/plan", many)["run"]["reason"]
+    name = "n=1 #: {x}\n- !!python/name:os.system"
+    body = {"task": "har", "id": "run-00000001", "name": name, "config": {
+        "hardware": {"selected_devices": ["cpu"]}, "data": {"data_dir": "/nowhere: # {at}"}}}  # fmt: skip
+    address.post("/api/runs", body, 202)
+    started = json.loads((folder / "runs/.studio/starts/run-00000001/start.json").read_text())
+    file = started["arguments"][-1]
+    assert started["arguments"] == ["train", "har", "--save-dir", str(folder / "runs/run-00000001"), "--config", file]
+    assert load([Path(file)])["data"]["data_dir"] == "/nowhere: # {at}"
+    assert "/nowhere: # {at}" in address.wait_for("run-00000001", "failed")["error"]
 
 
 def test_labels_of_a_foreign_run_are_bounded(address: Address, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -133,3 +134,25 @@ def test_columns_that_come_later_and_go(tmp_path: Path) -> None:
     assert np.isnan(columns["b"]).tolist() == [True, True, False]
     assert columns.between(2, None) == (1, 3)
     assert columns.between(None, 1) == (0, 1)
+
+
+def test_a_sparse_file_of_20_gb_takes_little_memory_and_few_reads(tmp_path: Path) -> None:
+    file, rows = tmp_path / "steps.jsonl", [b'{"attempt": 1, "step": %d, "loss": 0.5}\n' % step for step in (1, 2)]
+    with file.open("wb") as stream:
+        stream.write(rows[0])
+        stream.seek(20 << 30)
+        stream.write(b"\n" + rows[1])
+    tail, polls = Tail(file, "step"), 1
+    tracemalloc.start()
+    try:
+        assert tail.sample() is not None
+        while tail.poll() and tail.behind:
+            polls += 1
+        while tail.behind:
+            tail.poll()
+            polls += 1
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tail.columns["step"].tolist() == [1.0, 2.0]
+    assert (polls < 20, peak < 64 << 20) == (True, True), (polls, peak)

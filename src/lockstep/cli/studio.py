@@ -41,6 +41,9 @@ def studio(
             "as FILE.py:MODULE+FILE.py:DATA. May be repeated.",
         ),
     ] = None,
+    new_token: Annotated[
+        bool, Parameter(negative="", help="Replace the token and end every session. Default: off.")
+    ] = False,
     browser: Annotated[
         bool, Parameter(negative="--no-browser", help="Open the page in a browser. Default: on.")
     ] = True,
@@ -70,7 +73,7 @@ def studio(
         flags=flag_table(),
         verbs=tuple(name for name, _, _ in VERBS),
     )
-    server = Server(options, port=port, detect=detect_devices)
+    server = Server(options, port=port, detect=detect_devices, new_token=new_token)
     say(f"Lockstep studio: {server.url}", sys.stdout)
     say(f"runs in {options.runs_dir.resolve()}; Ctrl-C ends the studio; runs continue", sys.stdout)
     sys.stdout.flush()

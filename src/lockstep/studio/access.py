@@ -1,16 +1,21 @@
-"""Access control: the Host, the Origin and the token of every request, HTTP and WebSocket."""
+"""Access control: the Host, the Origin and the session of every request, HTTP and WebSocket."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
+import time
 from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
-from lockstep.studio.pages import message_page
+from lockstep.errors import RunFolderError
+from lockstep.studio.home import Home, write_private
+from lockstep.studio.pages import enter_page
 from lockstep.studio.problems import ApiError, body_of
+from lockstep.telemetry.files import read_json
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,23 +40,60 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-_LOCKED = (
-    "Open the address that `lockstep studio` printed when it started, the one with ?token=…, once in this browser. "
-    "The browser remembers it."
-)
+#: What the page that asks for the token needs; it shows nothing of a run.
+_PUBLIC = {"/static/app/enter.js", "/static/styles/base.css", "/static/vendor/inter.woff2", "/static/icon.svg"}
+SESSION_S = 30 * 86_400
+_MAX_SESSIONS = 100
+
+
+class Sessions:
+    """Browsers that have shown the token: random ids, of which the file has hashes.
+
+    A hash covers the port and the token too: an id is worth nothing to another port or after a change of the token.
+    """
+
+    def __init__(self, home: Home, port: int) -> None:
+        self._home = home
+        self._port = port
+        self._file = home.path / "sessions.json"
+
+    def is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode("utf-8", "replace"), self._home.token().encode())
+
+    def begin(self) -> str:
+        """The id of a new session. Raises :class:`StorageError`."""
+        name = secrets.token_urlsafe(32)
+        kept = sorted(self._read().items(), key=lambda one: one[1])[1 - _MAX_SESSIONS :]
+        write_private(self._file, json.dumps({**dict(kept), self._hash(name): time.time() + SESSION_S}))
+        return name
+
+    def knows(self, name: str) -> bool:
+        return self._read().get(self._hash(name), 0.0) > time.time()
+
+    def _hash(self, name: str) -> str:
+        return hashlib.sha256(f"{self._port} {self._home.token()} {name}".encode("utf-8", "replace")).hexdigest()
+
+    def _read(self) -> dict[str, float]:
+        try:
+            kept = read_json(self._file, max_bytes=1 << 20)
+            return {key: end for key, end in kept.items() if isinstance(end, float) and end > time.time()}
+        except (RunFolderError, AttributeError):
+            return {}
 
 
 class Guard:
     """ASGI middleware around the whole application.
 
+    A browser exchanges the token for a session, whose id is a cookie; scripts send the token as
+    ``Authorization: Bearer``.
+
     Args:
-        token: what the start URL, the cookie or an ``Authorization: Bearer`` header must hold.
         cookie: the cookie's name; cookies are shared between ports, so the name contains the port.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str, cookie: str) -> None:
+    def __init__(self, app: ASGIApp, *, sessions: Sessions, cookie: str) -> None:
         self._app = app
-        self._token = token
+        self._sessions = sessions
         self._cookie = cookie
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,14 +103,15 @@ class Guard:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         try:
             _check_place(headers)
-            if scope["type"] == "http" and scope["path"] == "/" and self._token_in(scope["query_string"]):
-                await self._welcome(send)
-                return
-            self._check_token(headers)
             if scope["type"] == "http":
                 _check_body(scope["method"], headers)
+                if (scope["method"], scope["path"]) == ("POST", "/api/session"):
+                    await self._enter(receive, send)
+                    return
+            if scope["path"] not in _PUBLIC:
+                self._check(headers)
         except ApiError as error:
-            await _refuse(scope, send, error)
+            await self._refuse(scope, headers, send, error)
             return
 
         async def send_with_headers(message: Message) -> None:
@@ -80,35 +123,48 @@ class Guard:
 
         await self._app(scope, receive, send_with_headers)
 
-    def _token_in(self, query: bytes) -> bool:
-        given = parse_qs(query.decode("latin-1")).get("token", [""])[0]
-        return self._is_token(given)
-
-    def _is_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
-
-    def _check_token(self, headers: Mapping[str, str]) -> None:
+    def _check(self, headers: Mapping[str, str]) -> None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._is_token(given.strip()):
+        if scheme.lower() == "bearer" and self._sessions.is_token(given.strip()):
             return
-        try:
-            cookies = SimpleCookie(headers.get("cookie", ""))
-        except CookieError:
-            cookies = SimpleCookie()
-        morsel = cookies.get(self._cookie)
-        if morsel is None or not self._is_token(morsel.value):
+        name = self._session(headers)
+        if not name or not self._sessions.knows(name):
             raise ApiError(
                 "UNAUTHORISED",
                 401,
-                "the studio's token is missing or wrong",
+                "the studio's token has changed, or your session has expired" if name else "the token is missing",
                 fix="open the address that `lockstep studio` printed when it started",
             )
 
-    async def _welcome(self, send: Send) -> None:
-        # A page that refreshes, not a redirect: after a click on a link elsewhere, a browser would not send a
-        # SameSite=Strict cookie with the redirected request.
-        cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Strict; Path=/; Max-Age=31536000"
-        await _answer(send, 200, message_page([], url="/").encode(), "text/html; charset=utf-8", {"set-cookie": cookie})
+    def _session(self, headers: Mapping[str, str]) -> str:
+        try:
+            return SimpleCookie(headers.get("cookie", ""))[self._cookie].value
+        except (CookieError, KeyError):
+            return ""
+
+    async def _enter(self, receive: Receive, send: Send) -> None:
+        """Exchange the token for a session."""
+        content, more = b"", True
+        while more and len(content) < 1000:
+            message = await receive()
+            content, more = content + message.get("body", b""), bool(message.get("more_body"))
+        try:
+            given = json.loads(content)["token"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            given = ""
+        if not self._sessions.is_token(str(given)):
+            raise ApiError("UNAUTHORISED", 401, "this is not the studio's token", fix="copy it from the terminal")
+        cookie = f"{self._cookie}={self._sessions.begin()}; HttpOnly; SameSite=Strict; Path=/; Max-Age={SESSION_S}"
+        await _answer(send, 200, b'{"status":"ok","data":null}', "application/json", {"set-cookie": cookie})
+
+    async def _refuse(self, scope: Scope, headers: Mapping[str, str], send: Send, error: ApiError) -> None:
+        if scope["type"] == "http" and scope["path"] == "/" and error.status == 401:
+            page = enter_page(error.what if self._session(headers) else "")
+            await _answer(send, error.status, page.encode(), "text/html; charset=utf-8", {})
+            return
+        prefix = "websocket." if scope["type"] == "websocket" else ""
+        body = json.dumps(body_of(error)).encode()
+        await _answer(send, error.status, body, "application/json", {}, prefix=prefix)
 
 
 def _check_place(headers: Mapping[str, str]) -> None:
@@ -139,18 +195,6 @@ def _check_body(method: str, headers: Mapping[str, str]) -> None:
         raise ApiError("INVALID_REQUEST", 411, "the request has no length", fix="send Content-Length")
     if length is not None and (not length.isdigit() or int(length) > MAX_BODY_BYTES):
         raise ApiError("BODY_TOO_LARGE", 413, f"a request is at most {MAX_BODY_BYTES} bytes", fix="send less")
-
-
-async def _refuse(scope: Scope, send: Send, error: ApiError) -> None:
-    wants_page = scope["type"] == "http" and scope["path"] == "/" and error.status == 401
-    if wants_page:
-        body, kind = message_page([_LOCKED]).encode(), "text/html; charset=utf-8"
-    else:
-        body, kind = json.dumps(body_of(error)).encode(), "application/json"
-    if scope["type"] == "websocket":
-        await _answer(send, error.status, body, kind, {}, prefix="websocket.")
-    else:
-        await _answer(send, error.status, body, kind, {})
 
 
 async def _answer(

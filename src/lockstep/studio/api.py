@@ -263,9 +263,9 @@ def _job_routes(router: APIRouter, studio: Studio) -> None:
     def measure(body: ScalingBody) -> Response:
         studio.forms.check_devices(body.devices)
         config = merge(body.config, {"hardware": {"selected_devices": body.devices}})
-        wanted = studio.forms.wanted(PlanBody(task=body.task, config=config))
-        words = ["bench", "scaling", *studio.forms.train_words(wanted)[1:]]
-        return ok(studio.begin_job("scaling", [*words, "--runs-dir", str(studio.home.runs_dir), "--json"]), 202)
+        wanted = studio.forms.startable(PlanBody(task=body.task, config=config))
+        words = ["bench", "scaling", wanted.task, "--runs-dir", str(studio.home.runs_dir), "--json"]
+        return ok(studio.begin_job("scaling", words, config=wanted.mapping()), 202)
 
     @router.get("/jobs", summary="Jobs started here, newest first")
     def jobs() -> Response:

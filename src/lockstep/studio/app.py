@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.staticfiles import StaticFiles
 
 from lockstep.errors import LockstepError
-from lockstep.studio.access import Guard
+from lockstep.studio.access import Guard, Sessions
 from lockstep.studio.api import make_router, unknown_address
 from lockstep.studio.live import Hub
 from lockstep.studio.pages import api_page, error_page
@@ -26,7 +26,7 @@ from lockstep.telemetry.records import versions
 STATIC = Path(__file__).parent / "static"
 
 
-def make_app(studio: Studio, *, token: str, cookie: str) -> Any:
+def make_app(studio: Studio, port: int) -> Any:
     """The ASGI application of one studio."""
     hub = Hub(studio.index, studio.jobs, studio.hello)
 
@@ -50,7 +50,7 @@ def make_app(studio: Studio, *, token: str, cookie: str) -> Any:
     app.include_router(make_router(studio, hub))
     _pages(app)
     _problems(app)
-    return Guard(app, token=token, cookie=cookie)
+    return Guard(app, sessions=Sessions(studio.home, port), cookie=f"lockstep_studio_{port}")
 
 
 def _pages(app: FastAPI) -> None:

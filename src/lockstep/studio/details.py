@@ -24,7 +24,8 @@ def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> di
     """Everything that the page shows of a run, its summary included."""
     config = or_else(run.config, None)
     record = run.read() if os.path.lexists(run.run_file) else None
-    words = list(record.command[1:]) if record is not None else []
+    words = start.shown if start else []
+    words = words or (list(record.command[1:]) if record is not None else [])
     return {
         **summary,
         "config": config.model_dump(mode="json") if config else None,
@@ -49,6 +50,8 @@ def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> di
 
 def log_names(run: RunDir) -> list[str]:
     """Text files in ``logs``; the command's own output first."""
+    if run.logs.is_symlink():  # it may lead anywhere
+        return []
     names = [name for name in names_in(run.logs) if name.endswith(".log") and not name.startswith(".")]
     return sorted(names, key=lambda name: (name != "output.log", name))
 

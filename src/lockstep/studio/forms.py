@@ -73,7 +73,8 @@ class Forms:
         }
 
     def check_devices(self, names: Sequence[str]) -> None:
-        """Raises :class:`DeviceError` for devices that this machine does not have."""
+        """Raises :class:`LockstepError` for devices that this machine does not have, and too many CPU ranks."""
+        settings.check_ranks(names)
         select(parse(names), self.devices())
 
     def tasks(self) -> dict[str, Any]:
@@ -99,6 +100,19 @@ class Forms:
         wanted = settings.check(body.task, body.config, self._tasks, self._home)
         if body.name:
             wanted.settings["name"] = body.name
+        return wanted
+
+    def startable(self, body: PlanBody) -> Wanted:
+        """:meth:`wanted`, with the task's own settings checked against its schema. Raises :class:`LockstepError`."""
+        wanted = self.wanted(body)
+        schema = self._described(wanted.task)["schema"]
+        unknown = (wanted.settings.get("task") or {}).keys() - schema.get("properties", {}).keys() - {"datamodule"}
+        if unknown and not schema.get("additionalProperties"):
+            raise ConfigError(
+                f"the task has no setting {min(unknown)!r:.100}",
+                why=f"{wanted.task} knows {', '.join(schema.get('properties', {})) or 'none'}",
+                fix="check its spelling",
+            )
         return wanted
 
     def train_words(self, wanted: Wanted) -> list[str]:
@@ -135,8 +149,11 @@ class Forms:
 
     def defaults_of(self, task: str) -> Mapping[str, Any]:
         """The task's own default settings. Raises :class:`LockstepError` when it cannot be used."""
-        described = next(one for one in self._planner.tasks(self._tasks.names) if one["name"] == task)
+        defaults: Mapping[str, Any] = self._described(task)["defaults"]
+        return defaults
+
+    def _described(self, task: str) -> Mapping[str, Any]:
+        described: Mapping[str, Any] = next(one for one in self._planner.tasks(self._tasks.names) if one["name"] == task)
         if (error := described["error"]) is not None:
             raise ApiError("TASK_NOT_USABLE", 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))
-        defaults: Mapping[str, Any] = described["defaults"]
-        return defaults
+        return described

@@ -64,13 +64,15 @@ class Home:
             raise ApiError("JOB_NOT_FOUND", 404, f"there is no job {name[:100]!r}", fix="reload the page")
         return self.jobs / name
 
-    def token(self) -> str:
+    def token(self, *, new: bool = False) -> str:
         """The studio's secret: that of the last start, so that open pages still work after a restart, or a new one.
 
         Raises:
             StorageError: it cannot be written.
         """
         file = self.path / "token"
+        if new:
+            file.unlink(missing_ok=True)
         try:
             if not file.is_symlink() and file.stat().st_mode & 0o077 == 0 and file.stat().st_uid == os.getuid():
                 text = file.read_text(encoding="ascii").strip()
@@ -79,7 +81,7 @@ class Home:
         except (OSError, ValueError):
             pass
         text = secrets.token_urlsafe(32)
-        _write_private(file, text)
+        write_private(file, text)
         return text
 
     def write_door(self, url: str) -> Path:
@@ -89,12 +91,12 @@ class Home:
             StorageError: it cannot be written.
         """
         file = self.path / "open.html"
-        _write_private(file, message_page([], url))
+        write_private(file, message_page([], url))
         return file
 
 
-def _write_private(file: Path, text: str) -> None:
-    """Raises :class:`StorageError`."""
+def write_private(file: Path, text: str) -> None:
+    """Write what only this user may read. Raises :class:`StorageError`."""
     try:
         file.unlink(missing_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -8,7 +8,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from lockstep.errors import RunFolderError, StorageError
 from lockstep.studio.home import Home, iso, remove_folder
 from lockstep.studio.problems import ApiError
-from lockstep.studio.processes import Identity, is_alive, reap, send, start_detached
+from lockstep.studio.processes import Identity, is_alive, reap, send, start_detached, with_config
 from lockstep.studio.reading import last_lines
 from lockstep.studio.settings import command_text
 from lockstep.telemetry.files import names_in, read_bytes, read_json, storage_error, write_json
@@ -46,8 +46,14 @@ class Jobs:
         self._reported: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def begin(self, kind: str, arguments: Sequence[str], *, run: str | None = None) -> dict[str, Any]:
-        """Start ``lockstep`` with ``arguments``, which must print one JSON document. Raises :class:`LockstepError`."""
+    def begin(
+        self, kind: str, arguments: Sequence[str], *, run: str | None = None, config: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Start ``lockstep`` with ``arguments``, which must print one JSON document. Raises :class:`LockstepError`.
+
+        Args:
+            config: settings that the command reads from a file.
+        """
         self._prune()
         name = f"job-{secrets.token_hex(4)}"
         folder = self._home.job(name)
@@ -57,6 +63,7 @@ class Jobs:
             raise storage_error(error, folder) from error
         process = None
         try:
+            arguments = with_config(arguments, config, folder)
             process = start_detached(arguments, folder / "stdout", folder / "stderr")
             job = _Job(
                 kind=kind, run=run, arguments=list(arguments), pid=process.pid, created=process.created, at=time.time()
@@ -136,7 +143,7 @@ def _describe(name: str, job: _Job, folder: Path, running: bool) -> dict[str, An
         "ended_at": None if running else iso(_modified(folder)),
         "command_text": command_text(job.arguments),
         "result": result,
-        "error": _error(lines) if failed else None,
+        "error": error_of(lines) if failed else None,
         "output": "\n".join(lines),
     }
 
@@ -148,7 +155,7 @@ def _result(file: Path) -> Any:
         return None
 
 
-def _error(lines: list[str]) -> dict[str, str]:
+def error_of(lines: list[str]) -> dict[str, str]:
     """The command's own error block: what, why and fix."""
     found = {"code": "RUN_FAILED", "message": "", "why": "", "fix": ""}
     for line in lines:

@@ -10,7 +10,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lockstep.errors import RunFolderError, StorageError
 from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.studio.home import Home, remove_folder
 from lockstep.studio.problems import in_progress
-from lockstep.studio.processes import Identity, is_alive, send, start_detached, works_on
+from lockstep.studio.processes import Identity, is_alive, send, start_detached, with_config, works_on
 from lockstep.studio.reading import last_lines
 from lockstep.telemetry.files import read_json, storage_error, write_json
 from lockstep.telemetry.rundir import RunDir
@@ -45,6 +45,8 @@ class Start(BaseModel):
     devices: list[str] = []
     #: Where its output begins in the file, in bytes: earlier starts wrote to the same one.
     output_from: int = 0
+    #: The command as a person would type it, where ``arguments`` name a configuration file instead.
+    shown: list[str] = []
 
     @property
     def process(self) -> Identity:
@@ -88,9 +90,13 @@ class Starts:
         self._home = home
 
     def begin(
-        self, name: str, arguments: Sequence[str], *, task: str, attempt_before: int, devices: list[str]
-    ) -> Start:
+        self, name: str, arguments: Sequence[str], *, task: str, attempt_before: int, devices: list[str],
+        config: Mapping[str, Any] | None = None, shown: Sequence[str] = (),
+    ) -> Start:  # fmt: skip
         """Start the command of run ``name``, whose output goes to its ``output.log``.
+
+        Args:
+            config: settings that the command reads from a file: a word of a command could be read as another setting.
 
         Raises:
             ApiError: its last start is still running.
@@ -110,6 +116,7 @@ class Starts:
         output_from = output.stat().st_size if output.exists() else 0
         process = None
         try:
+            arguments = with_config(arguments, config, folder)
             process = start_detached(arguments, output)
             start = Start(
                 arguments=list(arguments),
@@ -120,6 +127,7 @@ class Starts:
                 attempt_before=attempt_before,
                 devices=devices,
                 output_from=output_from,
+                shown=list(shown) or (before.shown if before is not None else []),
             )
             write_json(folder / "start.json", start.model_dump())
         except BaseException:

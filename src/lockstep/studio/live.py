@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ LIST_S = 1.0
 MAX_SUBSCRIPTIONS = 20
 #: The studio's own page sends none.
 MAX_BAD_MESSAGES = 20
+#: Answers that wait for a tab to read; a part of a long run may have some megabytes.
+MAX_UNSENT = 8
 _log = logging.getLogger(__name__)
 
 
@@ -108,6 +110,9 @@ class Hub:
                 if message["type"] == "websocket.disconnect":
                     return
                 await self._receive(tab, message.get("text"))
+                # A tab that asks and never reads: it is not listened to until it has taken what it asked for.
+                while len(tab.outbox) > MAX_UNSENT and not sender.done():
+                    await asyncio.sleep(TICK_S)
                 if tab.bad_messages > MAX_BAD_MESSAGES:
                     await socket.close(1008)
                     return
@@ -250,17 +255,20 @@ class Hub:
                 # A slow tab gets fewer, larger messages; nothing queues up for it.
                 await asyncio.sleep(TICK_S / 2)
 
-    def _news(self, tab: Tab) -> list[dict[str, Any] | bytes]:
+    def _news(self, tab: Tab) -> Iterator[dict[str, Any] | bytes]:
+        """What to send, made while it is sent: the frames of one run at a time."""
         news, tab.outbox = tab.outbox, []
+        yield from news
         if tab.watches_runs and self._listed:
-            news += self._news_of_list(tab)
+            yield from self._news_of_list(tab)
         for name, subscription in list(tab.subscriptions.items()):
             try:
-                news += _news_of_run(name, subscription)
+                news = _news_of_run(name, subscription)
             except Exception:
                 _log.exception("run %s cannot be sent", name)
                 self._give_up(subscription.feed)
-        return news
+                continue
+            yield from news
 
     def _news_of_list(self, tab: Tab) -> list[dict[str, Any] | bytes]:
         versions, problems = self._versions, self._problems

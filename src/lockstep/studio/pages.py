@@ -14,6 +14,11 @@ def message_page(lines: Sequence[str], url: str = "") -> str:
     return render(__package__, "message.html", lines=lines, url=url)
 
 
+def enter_page(problem: str) -> str:
+    """The page that exchanges the token, from the address or from its field, for a session."""
+    return render(__package__, "enter.html", problem=problem)
+
+
 def error_page(error: LockstepError) -> str:
     lines = [error.what, error.why, f"Fix: {error.fix}" if error.fix else ""]
     return message_page([line for line in lines if line])

@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from lockstep.config.load import to_yaml
 from lockstep.errors import StorageError
+from lockstep.telemetry.files import write_text
 from lockstep.telemetry.heartbeat import CREATED_TOLERANCE_S, age_difference_s
 
 _children: dict[int, subprocess.Popen[bytes]] = {}
@@ -54,6 +57,14 @@ def start_detached(arguments: Sequence[str], out: Path, err: Path | None = None)
         return Identity(process.pid, psutil.Process(process.pid).create_time())
     except psutil.Error:  # it has ended already
         return Identity(process.pid, 0.0)
+
+
+def with_config(arguments: Sequence[str], config: Mapping[str, Any] | None, folder: Path) -> list[str]:
+    """``arguments`` that read ``config``, if any, from a file in ``folder``. Raises :class:`StorageError`."""
+    if config is None:
+        return list(arguments)
+    write_text(folder / "config.yaml", to_yaml(config))
+    return [*arguments, "--config", str(folder / "config.yaml")]
 
 
 def reap() -> None:

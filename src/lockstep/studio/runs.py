@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunFolderError
-from lockstep.report.write import write_report
 from lockstep.studio import details, settings
 from lockstep.studio.forms import Forms
 from lockstep.studio.home import Home, remove_folder
 from lockstep.studio.index import RunIndex
-from lockstep.studio.jobs import Jobs
+from lockstep.studio.jobs import Jobs, error_of
 from lockstep.studio.launch_records import Labels, Starts
 from lockstep.studio.problems import ApiError, in_progress, run_not_found
 from lockstep.studio.reading import last_lines
 from lockstep.studio.schemas import LabelBody, ResumeBody, StartBody
 from lockstep.telemetry.rundir import new_run_id
 from lockstep.telemetry.summary import LIVE
+
+#: How long drawing a report may take.
+REPORT_S = 300.0
 
 
 class Runs:
@@ -30,21 +36,22 @@ class Runs:
         self._starts = starts
         self._jobs = jobs
         self._forms = forms
-        self._drawing = threading.Lock()
         #: Held from checking a run until it is started or deleted.
         self._changing = threading.Lock()
 
     def start(self, body: StartBody) -> dict[str, Any]:
         """Start the command of a new run; returns at once. Raises :class:`LockstepError`."""
-        wanted = self._forms.wanted(body)
+        wanted = self._forms.startable(body)
         chosen = self._forms.place(wanted)
         name = body.id or new_run_id()
         folder = self._home.run(name)
-        words = [*self._forms.train_words(wanted), "--save-dir", str(folder)]
+        words, shown = ["train", wanted.task, "--save-dir", str(folder)], self._forms.train_words(wanted)
         with self._changing:
             if os.path.lexists(folder):
                 raise in_progress(name, "it has been started already")
-            self._starts.begin(name, words, task=wanted.task, attempt_before=0, devices=chosen)
+            self._starts.begin(
+                name, words, task=wanted.task, attempt_before=0, devices=chosen, config=wanted.mapping(), shown=shown
+            )
         self._starts.label(name, Labels(body.name or None, tuple(body.tags) if body.tags else None))
         return self._index.summary(name)
 
@@ -166,12 +173,20 @@ class Runs:
         return {"name": chosen, "lines": found, "truncated": truncated, "names": names}
 
     def report(self, name: str) -> bytes:
-        """The page that ``lockstep report`` writes of this run, as it is now.
+        """The page that ``lockstep report`` writes of this run, as it is now; a process draws it, for some minutes at most.
 
         Raises:
-            UnsupportedError: matplotlib is not installed. RunFolderError, StorageError: it cannot be made.
+            ApiError: it cannot be made.
         """
         run = self._index.run(name)
-        with self._drawing:
-            page, *_ = write_report([str(run.path)], self._home.runs_dir, self._home.start(run.path.name) / "report")
+        with tempfile.TemporaryDirectory(dir=self._home.path, prefix="report-") as place:
+            command = [sys.executable, "-P", "-m", "lockstep", "report", str(run.path), "--out", place]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=REPORT_S, check=False)
+                said = error_of(done.stderr.splitlines())
+            except (OSError, subprocess.TimeoutExpired) as error:
+                said = {"message": "the report could not be drawn", "why": str(error), "fix": "run `lockstep report`"}
+            page = Path(place) / "report.html"
+            if not page.exists():
+                raise ApiError("REPORT_FAILED", 422, said["message"], why=said["why"], fix=said["fix"])
             return page.read_bytes()

@@ -21,12 +21,15 @@ _MAX_MESSAGE_BYTES = 64 << 10
 class Server:
     """One studio on one port. ``url`` holds the token."""
 
-    def __init__(self, options: Options, *, port: int | None, detect: Callable[..., Any]) -> None:
+    def __init__(
+        self, options: Options, *, port: int | None, detect: Callable[..., Any], new_token: bool = False
+    ) -> None:
         """Take the port and make what the studio keeps; answers begin with :meth:`run`.
 
         Args:
             port: 0 lets the system choose; ``None`` takes the usual one, or any if it is taken.
             detect: ``detect(refresh=…)`` gives the machine's devices.
+            new_token: end every session and replace the token.
 
         Raises:
             UsageError: the port is taken. StorageError: the runs folder cannot be written.
@@ -35,11 +38,11 @@ class Server:
         try:
             self.port: int = self._socket.getsockname()[1]
             self.studio = Studio(options, detect)
-            self.token = self.studio.home.token()
+            self.token = self.studio.home.token(new=new_token)
         except BaseException:
             self._socket.close()
             raise
-        app = make_app(self.studio, token=self.token, cookie=f"lockstep_studio_{self.port}")
+        app = make_app(self.studio, self.port)
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -61,7 +64,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"{self.base}/?token={self.token}"
+        return f"{self.base}/#token={self.token}"
 
     def write_door(self) -> str:
         """The address of a file that leads to :attr:`url`, for a browser's command line. Raises StorageError."""

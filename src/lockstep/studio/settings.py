@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ REFUSED = {
     "task.trainer": "it names objects of Lightning's Trainer",
 }
 
+#: Processes of one run on the CPU: each imports torch, so a thousand would take the machine down.
+MOST_CPU_RANKS = 64
 #: A browser keeps larger whole numbers only rounded.
 _LARGEST_EXACT = 2**53 - 1
 
@@ -80,7 +82,9 @@ def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home)
         settings = merge(settings, {"task": {"datamodule": data_module}})
     if settings.get("init_from") is not None:
         settings["init_from"] = run_in(settings["init_from"], home)
-    return Wanted(task, _as_read(settings, resolve(settings, {"task": {"name": task}})), home.runs_dir)
+    read = resolve(settings, {"task": {"name": task}})
+    check_ranks(read.hardware.selected_devices or ())
+    return Wanted(task, _as_read(settings, read), home.runs_dir)
 
 
 def _as_read(given: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
@@ -93,6 +97,16 @@ def _as_read(given: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
         key: {name: read[key][name] for name in value} if isinstance(value, Mapping) else read[key]
         for key, value in given.items()
     }
+
+
+def check_ranks(devices: Sequence[str]) -> None:
+    """Raises :class:`ConfigError` for more processes on the CPU than the page starts."""
+    if (ranks := sum(device == "cpu" for device in devices)) > MOST_CPU_RANKS:
+        raise ConfigError(
+            f"{ranks} ranks on the CPU are too many",
+            why=f"the page starts at most {MOST_CPU_RANKS}",
+            fix="select fewer, or start this run from a terminal",
+        )
 
 
 def for_page(value: Any) -> Any:

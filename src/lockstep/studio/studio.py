@@ -77,7 +77,9 @@ class Studio:
             "verbs": sorted(self.options.verbs),
         }
 
-    def begin_job(self, kind: str, words: Sequence[str], *, run: str | None = None) -> dict[str, Any]:
+    def begin_job(
+        self, kind: str, words: Sequence[str], *, run: str | None = None, config: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Start a command whose result is a JSON document. Raises :class:`LockstepError`."""
         if words[0] not in self.options.verbs:
             raise ApiError("NOT_SUPPORTED", 422, f"this version has no `lockstep {words[0]}`", fix="upgrade Lockstep")
@@ -87,4 +89,4 @@ class Studio:
             if summary["starting"]:
                 raise in_progress(run)
             run = summary["id"]
-        return self.jobs.begin(kind, words, run=run)
+        return self.jobs.begin(kind, words, run=run, config=config)

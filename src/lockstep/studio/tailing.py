@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -45,6 +46,7 @@ class Tail:
                     self._file = (status.st_dev, status.st_ino)
                     self.restart(self._attempts)
                 if status.st_size > self._offset:
+                    self._offset = _next_data(file.fileno(), self._offset)
                     file.seek(self._offset)
                     content = file.read(CHUNK_BYTES)
                     self._offset += len(content)
@@ -67,11 +69,13 @@ class Tail:
                 size = os.fstat(file.fileno()).st_size
                 if size < LARGE_BYTES:
                     return None
-                lines = []
+                lines, room = [], 16 * CHUNK_BYTES
                 for position in range(0, size, size // _SAMPLE_LINES):
-                    file.seek(position)
+                    file.seek(_next_data(file.fileno(), position))
                     file.readline(CHUNK_BYTES)  # rest of a line
-                    lines.append(file.readline(CHUNK_BYTES))
+                    line = file.readline(CHUNK_BYTES)
+                    if line.startswith(b"{") and (room := room - len(line)) > 0:
+                        lines.append(line)
         except OSError:
             return None
         picture = Columns(self.columns.x)
@@ -106,6 +110,14 @@ class Tail:
 
     def _limit(self, attempt: int) -> float:
         return min((step for later, step in self._attempts.items() if later > attempt), default=np.inf)
+
+
+def _next_data(file: int, offset: int) -> int:
+    """The next offset that is not in a hole of a sparse file, or its end."""
+    try:
+        return max(offset, os.lseek(file, offset, os.SEEK_DATA))
+    except OSError as error:
+        return os.fstat(file).st_size if error.errno == errno.ENXIO else offset
 
 
 def _append_increasing(target: Columns, columns: Mapping[str, Column]) -> None:

@@ -1,5 +1,10 @@
 // The server's REST interface: one envelope, one error shape.
 
+import { signal } from "./html.js";
+
+/** Whether the server no longer knows this page: its token has changed, or the session has expired. */
+export const locked = signal(false);
+
 /** An error of the server: `code`, `message`, `why` and `fix`, as on the command line. */
 export class ApiError extends Error {
   constructor({ code, message, why = "", fix = "" }, status) {
@@ -24,6 +29,7 @@ async function call(method, path, body, signal) {
     if (error.name === "AbortError") throw error;
     throw new ApiError({ code: "OFFLINE", message: "The studio does not answer.", fix: "Runs continue without it. Start it again with `lockstep studio`." }, 0);
   }
+  if (answer.status === 401) locked.value = true;
   let envelope;
   try {
     envelope = await answer.json();

@@ -1,6 +1,7 @@
 // The WebSocket of this tab: the list of runs, and the data of those that are shown.
 
 import { batch, signal } from "./html.js";
+import { get } from "./api.js";
 import { decode, Stream } from "./columns.js";
 import { tellError } from "./ui.js";
 
@@ -114,6 +115,7 @@ export function connect() {
     for (const resolve of ranges.values()) resolve(null);
     ranges.clear();
     failures += 1;
+    get("/studio").then(() => {}, () => {}); // says whether this page is locked out
     setTimeout(connect, Math.min(LONGEST_WAIT_MS, 250 * 2 ** Math.min(failures, 6)));
   };
 }

@@ -1,6 +1,7 @@
 // The page: the top bar and one of four views.
 
 import { html, render, signal, useEffect } from "./html.js";
+import { locked } from "./api.js";
 import { loadCatalogue, refreshDevices, studio, trouble } from "./catalogue.js";
 import { Compare } from "./compare.js";
 import { Configuration } from "./configuration.js";
@@ -71,8 +72,9 @@ function Page() {
     <a class="skip" href="#content" onClick=${skip}>Skip to the content</a>
     <${Bar} />
     <div>
-      ${connection.value === "lost" && html`<p class="banner" role="status">The studio does not answer. Runs continue without it. This page reconnects automatically.</p>`}
-      ${trouble.value && html`<div class="row" style=${{ padding: "8px 16px" }}><span class="grow"><${Problem} error=${trouble.value} /></span><${Button} onClick=${loadCatalogue}>Try again<//></div>`}
+      ${locked.value && html`<p class="banner" role="alert">The studio's token has changed, or this session has expired. <${Button} kind="small" onClick=${() => location.reload()}>Enter the token<//></p>`}
+      ${connection.value === "lost" && !locked.value && html`<p class="banner" role="status">The studio does not answer. Runs continue without it. This page reconnects automatically.</p>`}
+      ${trouble.value && !locked.value && html`<div class="row" style=${{ padding: "8px 16px" }}><span class="grow"><${Problem} error=${trouble.value} /></span><${Button} onClick=${loadCatalogue}>Try again<//></div>`}
     </div>
     <main id="content" tabindex="-1"><${View} /></main>
     <${Toasts} />

@@ -2,6 +2,9 @@
 
 import { computed, signal } from "./html.js";
 
+// The address that the studio printed, opened in a browser that has a session: the token leaves it.
+if (location.hash.startsWith("#token=")) history.replaceState(null, "", location.pathname);
+
 const hash = signal(location.hash);
 addEventListener("hashchange", () => (hash.value = location.hash));
 
