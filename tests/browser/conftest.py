@@ -72,7 +72,9 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     complaints: list[str] = []
     contexts: list[BrowserContext] = []
 
-    def open_page(url: str, viewport: ViewportSize = WIDE, refused: str | re.Pattern[str] | None = None, **context: object) -> Page:
+    def open_page(
+        url: str, viewport: ViewportSize = WIDE, refused: str | re.Pattern[str] | None = None, **context: object
+    ) -> Page:
         contexts.append(browser.new_context(viewport=viewport, **context))  # type: ignore[arg-type]
         page = contexts[-1].new_page()
         page.set_default_timeout(PATIENCE_MS)
