@@ -153,7 +153,8 @@ class Forms:
         return defaults
 
     def _described(self, task: str) -> Mapping[str, Any]:
-        described: Mapping[str, Any] = next(one for one in self._planner.tasks(self._tasks.names) if one["name"] == task)
+        all_tasks = self._planner.tasks(self._tasks.names)
+        described: Mapping[str, Any] = next(one for one in all_tasks if one["name"] == task)
         if (error := described["error"]) is not None:
             raise ApiError("TASK_NOT_USABLE", 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))
         return described

@@ -173,7 +173,7 @@ class Runs:
         return {"name": chosen, "lines": found, "truncated": truncated, "names": names}
 
     def report(self, name: str) -> bytes:
-        """The page that ``lockstep report`` writes of this run, as it is now, drawn by a process of at most some minutes.
+        """The page that ``lockstep report`` writes of this run, as it is now, drawn by another process.
 
         Raises:
             ApiError: it cannot be made.
