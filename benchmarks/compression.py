@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.bench.rank import Rank
 from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import RunConfig
-from lockstep.engine.process.process_group import join
+from lockstep.engine.process.runtime import join
 
 STEPS = 5
 WIDTHS = (128, 512, 1024, 2048)

@@ -30,7 +30,7 @@ from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import FsdpConfig, RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part
-from lockstep.engine.process.process_group import join
+from lockstep.engine.process.runtime import join
 from lockstep.engine.strategies.fsdp import ShardedModel
 
 RANKS, LAYERS = 2, 8

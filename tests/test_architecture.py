@@ -44,7 +44,7 @@ MORE_IMPORTS = {
     "lockstep.cli.bench": 17,
     "lockstep.engine.inspection": 16,
     "lockstep.engine.strategies.fsdp": 16,
-    "lockstep.engine.strategies.pipeline": 18,
+    "lockstep.engine.strategies.pipeline": 17,
     "lockstep.forecast.project": 24,
     "lockstep.launch.finished.measure": 16,
     "lockstep.lightning.cli": 16,

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.config.load import merge
-from lockstep.engine.strategies.p2p import Line
 from lockstep.engine.strategies.pipeline import schedule
-from lockstep.engine.strategies.stages import as_inputs, inputs_of, shares, stages_of
+from lockstep.engine.strategies.stages import Line, as_inputs, inputs_of, shares, stages_of
 from lockstep.errors import LockstepError, TaskError
 from lockstep.tasks.autoencoder import AutoencoderTask
 from lockstep.tasks.har.task import HarTask

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import DistributedConfig, HardwareConfig
-from lockstep.engine.process.determinism import rank_device
+from lockstep.engine.process.runtime import rank_device
 from lockstep.errors import ConfigError, DeviceError, UnsupportedError, UsageError
 from lockstep.hardware.device import Device, GpuUser
 from lockstep.hardware.resolve import CONTEXT, Placement, divide_if_needed, resolve_hardware, resolve_placement

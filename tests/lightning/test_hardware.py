@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
-from lockstep.engine.lightning.ddp import SharedDDPStrategy, shared_ddp
+from lockstep.engine.lightning.cluster import SharedDDPStrategy, shared_ddp
 from lockstep.errors import ConfigError, DeviceError, UnsupportedError
 from lockstep.hardware.device import Device
 from lockstep.hardware.resolve import resolve_hardware

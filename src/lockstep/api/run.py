@@ -14,7 +14,7 @@ from lockstep.telemetry.rundir import RunDir
 if TYPE_CHECKING:
     from torch import nn
 
-    from lockstep.engine.result import RunResult
+    from lockstep.engine.state import RunResult
     from lockstep.engine.task import Task
     from lockstep.planning import Plan
 

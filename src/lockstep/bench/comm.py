@@ -19,9 +19,8 @@ from lockstep.bench.results import BenchReport
 from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.process.determinism import rank_device
 from lockstep.engine.process.prefetch import finish
-from lockstep.engine.process.process_group import join
+from lockstep.engine.process.runtime import join, rank_device
 from lockstep.errors import UsageError
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World

@@ -171,7 +171,7 @@ def _class_of(value: Any) -> str:
 
 
 def _without_values(value: Any) -> Any:
-    """What :class:`lockstep.checkpoint.host.HostBuffers` makes of a state, with empty tensors."""
+    """What :class:`lockstep.checkpoint.writer.HostBuffers` makes of a state, with empty tensors."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.device.type == "meta":
             raise TypeError(f"a tensor of {value.layout} on {value.device}")

@@ -17,7 +17,7 @@ from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.run_claim import create_folder
 
 if TYPE_CHECKING:
-    from lockstep.engine.result import RunResult
+    from lockstep.engine.state import RunResult
 
 TASK = "har"
 TOGETHER = "several devices train together only if their processes reach each other"

@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.process.determinism import rank_device
 from lockstep.engine.process.prefetch import finish
+from lockstep.engine.process.runtime import rank_device
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.launch.local.worker import Rank

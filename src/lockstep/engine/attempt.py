@@ -10,9 +10,9 @@ from lockstep.config import RunConfig
 from lockstep.engine.build import build, hooks_after, hooks_before
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.rank_context import joined
-from lockstep.engine.result import RunResult
 from lockstep.engine.resume import load_latest
 from lockstep.engine.run_log import RunLog
+from lockstep.engine.state import RunResult
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.data.arrays import leaf_of
 from lockstep.data.reader import sample_error
-from lockstep.engine.process.determinism import generators_kept
+from lockstep.engine.process.runtime import generators_kept
 from lockstep.errors import DataError, LockstepError, UnsupportedError
 
 #: Samples that a fingerprint reads.

@@ -23,8 +23,8 @@ from lockstep.data.loader import make_loader
 from lockstep.data.requests import InOrder, Request, Source
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.determinism import generators_kept
 from lockstep.engine.process.prefetch import to_device, to_host
+from lockstep.engine.process.runtime import generators_kept
 from lockstep.engine.strategies.base import SeededDraws, check_loss
 from lockstep.engine.task import Metrics, Task
 from lockstep.engine.trained import Callbacks, bare

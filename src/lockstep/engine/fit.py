@@ -18,8 +18,8 @@ from lockstep.engine.evaluate import train_mode
 from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.parts import Parts
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.result import EndedBy, RunResult
 from lockstep.engine.run_log import RunLog
+from lockstep.engine.state import EndedBy, RunResult
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import walk
 from lockstep.engine.validation import Validation

@@ -25,7 +25,7 @@ from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.groups import check_optimizer
 from lockstep.engine.optim.step import scheduler_of
-from lockstep.engine.process.determinism import generators_kept
+from lockstep.engine.process.runtime import generators_kept
 from lockstep.engine.strategies.small_ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model

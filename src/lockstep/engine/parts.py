@@ -9,9 +9,8 @@ from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.agreement import check_start
 from lockstep.engine.distributed.sync_batchnorm import convert
-from lockstep.engine.optim.build import build_update, untrained_note
-from lockstep.engine.optim.step import Update
-from lockstep.engine.process.determinism import seed_everything
+from lockstep.engine.optim.step import Update, build_update, untrained_note
+from lockstep.engine.process.runtime import seed_everything
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import load_initial_weights, restore, restored_state
 from lockstep.engine.state import TrainState

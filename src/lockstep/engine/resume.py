@@ -19,7 +19,7 @@ from lockstep.data.order import ORDER_VERSION
 from lockstep.engine.dataset_checks import same_data
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.step import Update
-from lockstep.engine.process.determinism import check_pins, pins
+from lockstep.engine.process.runtime import check_pins, pins
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Task

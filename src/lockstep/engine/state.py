@@ -1,10 +1,12 @@
-"""Where a run stands: counters, the running epoch's sums, and what 'best' has been so far."""
+"""Where a run stands: counters, the running epoch's sums, and what 'best' has been so far; how it ended."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -62,3 +64,29 @@ def judge(state: TrainState, metrics: Mapping[str, float], value: float, mode: s
     state.best_metric = {name: v for name, v in metrics.items() if name.startswith("val_")}
     state.evaluations_without_gain = 0
     return True
+
+
+class EndedBy(StrEnum):
+    """Why a run ended: all steps done or early stopping, a signal, or ``training.max_time_s``."""
+
+    COMPLETED = "completed"
+    SIGNAL = "signal"
+    TIME = "time"
+
+    @property
+    def status(self) -> str:
+        """The status of a run in ``run.json``."""
+        return "completed" if self is EndedBy.COMPLETED else "stopped"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How an attempt ended. ``metrics`` are the final ones: ``val_…`` of the last evaluation and ``test_…``."""
+
+    status: str
+    exit_code: int
+    run_dir: Path
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    best_epoch: int | None = None
+    best_metric: dict[str, float] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from lockstep.data.order import Order
 from lockstep.data.reader import Collate, Indices
 from lockstep.data.requests import SampleOrder, Source, Window, windows
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.process.determinism import seeded
+from lockstep.engine.process.runtime import seeded
 from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import DataError
 from lockstep.hardware.world import World

@@ -19,7 +19,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.inspection import blueprint
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import build_optimizer
-from lockstep.engine.process.determinism import seeded
+from lockstep.engine.process.runtime import seeded
 from lockstep.engine.strategies.fsdp import blocks_of, checkpoint_activations
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model

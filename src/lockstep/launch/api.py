@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig
-from lockstep.engine.result import RunResult
+from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
 from lockstep.errors import RunFolderError
 from lockstep.hardware import read_world

@@ -25,8 +25,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 from torch import distributed
 
 from lockstep._compat.lightning_cli import OpenCLI
+from lockstep.engine.lightning.cluster import shared_ddp
 from lockstep.engine.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
-from lockstep.engine.lightning.ddp import shared_ddp
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.world import read_world

@@ -9,7 +9,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.lightning.module_task import ModuleTask
-from lockstep.engine.result import RunResult
+from lockstep.engine.state import RunResult
 from lockstep.errors import ConfigError
 from lockstep.launch.api import train
 from lockstep.launch.run_claim import overrides_of

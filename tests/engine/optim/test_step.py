@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint.host import to_host
+from lockstep.checkpoint.writer import to_host
 from lockstep.config import OptimizerConfig
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update, build_optimizer

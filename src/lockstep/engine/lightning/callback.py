@@ -18,8 +18,8 @@ from lockstep.engine.lightning.checkpoint_io import save
 from lockstep.engine.lightning.dataloaders import Step, epoch_steps
 from lockstep.engine.optim.step import match_layouts
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.result import EndedBy
 from lockstep.engine.run_log import RunLog
+from lockstep.engine.state import EndedBy
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags
 from lockstep.planning import BatchPlan
 from lockstep.telemetry.progress_board import Activity, pulse

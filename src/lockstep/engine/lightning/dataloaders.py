@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from lockstep._compat.torch import tree_map
 from lockstep.data.order import Order, derive_key, worker_init
 from lockstep.data.requests import InOrder, SampleOrder
-from lockstep.engine.process.determinism import seeded
+from lockstep.engine.process.runtime import seeded
 from lockstep.engine.state import TrainState
 from lockstep.errors import DataError, UnsupportedError
 from lockstep.hardware.world import World

@@ -17,9 +17,9 @@ from lockstep.engine.lightning.cluster import KeptSignals, profiler, quiet_train
 from lockstep.engine.lightning.dataloaders import evaluation_loader, replaced_loaders, training_loader
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.result import RunResult
 from lockstep.engine.resume import judge_afresh, load_initial_weights, restored_state
 from lockstep.engine.run_log import RunLog
+from lockstep.engine.state import RunResult
 from lockstep.errors import UnsupportedError
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import RandomSampler
 
 from lockstep.config import RunConfig
 from lockstep.engine.lightning.dataloaders import defines, orders, own_batches
-from lockstep.engine.process.determinism import seeded
+from lockstep.engine.process.runtime import seeded
 from lockstep.engine.task import Datasets, Task, TaskConfig
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.hardware.detect import detect_devices

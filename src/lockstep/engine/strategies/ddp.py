@@ -25,7 +25,7 @@ from lockstep.engine.strategies.base import (
     Strategy,
     check_change,
 )
-from lockstep.engine.strategies.ranks import RanksStrategy
+from lockstep.engine.strategies.single import RanksStrategy
 from lockstep.engine.strategies.small_ddp import FlatStrategy
 from lockstep.engine.task import Task
 from lockstep.planning import Plan

@@ -26,14 +26,14 @@ from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.determinism import rank_device
 from lockstep.engine.process.prefetch import to_device
+from lockstep.engine.process.runtime import rank_device
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica
-from lockstep.engine.strategies.p2p import Line
 from lockstep.engine.strategies.partition import Divided, Through, Undivided, pick
 from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.strategies.stages import (
     Inputs,
+    Line,
     PlacedModel,
     as_inputs,
     ask,

@@ -18,7 +18,7 @@ from lockstep._compat.torch import broadcast_module, check_shapes, foreach_copy_
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.staging import wait
 from lockstep.engine.strategies.base import Flags, Reduced, Replica, check_change
-from lockstep.engine.strategies.ranks import RanksStrategy
+from lockstep.engine.strategies.single import RanksStrategy
 
 #: A sum over up to 4,096 ranks of numbers below this stays below 2²⁴, and so is exact in float32.
 _DIGIT = 2.0**12

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.distributed.collectives import Collectives, shared
-from lockstep.engine.process.determinism import rank_device, runtime
+from lockstep.engine.process.runtime import rank_device, runtime
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import open_data
 from lockstep.hardware import World

@@ -11,7 +11,7 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import evaluate, evaluation
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.determinism import rank_device
+from lockstep.engine.process.runtime import rank_device
 from lockstep.engine.resume import load_weights, restoring
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.build import divide

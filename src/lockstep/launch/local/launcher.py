@@ -108,7 +108,7 @@ def _start_ranks(launch: Launch, start: int) -> dict[int, subprocess.Popen[bytes
             "TORCHELASTIC_RUN_ID": os.environ.get(environment.LAUNCH_ID, str(os.getpid())),
             "TORCHELASTIC_RESTART_COUNT": str(start),
             "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
-            # Every rank finds the store there, rank 0 too, which serves it (engine/process/process_group.py).
+            # Every rank finds the store there, rank 0 too, which serves it (engine/process/runtime.py).
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         return {

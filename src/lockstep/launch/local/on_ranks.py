@@ -94,7 +94,7 @@ def _result_file(folder: RunDir, rank: int) -> Path:
 
 def _call(rank: Rank) -> int:
     """Run the function of :func:`run_on_ranks` as one of its ranks."""
-    from lockstep.engine.process.process_group import serve_store  # torch
+    from lockstep.engine.process.runtime import serve_store  # torch
 
     serve_store()
     function, arguments = pickle.loads((rank.folder.path / _CALL_FILE).read_bytes())

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.engine.attempt import run_attempt
-from lockstep.engine.result import RunResult
+from lockstep.engine.state import RunResult
 from lockstep.errors import LockstepError, RunFolderError, StorageError
 from lockstep.hardware import World, parent_death
 from lockstep.launch.failure import records

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.config import RunConfig
 from lockstep.engine.attempt import run_attempt
-from lockstep.engine.result import RunResult
+from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
 from lockstep.hardware import World, parent_death
 from lockstep.launch.failure.records import Restart

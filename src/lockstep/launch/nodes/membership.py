@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous as find_store
 
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.process.determinism import rank_device
+from lockstep.engine.process.runtime import rank_device
 from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous

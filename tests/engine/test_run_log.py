@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.policy import SavePolicy, retained
+from lockstep.engine.run_log import SavePolicy, retained
 
 
 class Clock:

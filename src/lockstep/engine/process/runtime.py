@@ -1,22 +1,92 @@
-"""The process-wide state that training needs, set on entry and restored on exit."""
+"""The process-wide state that training needs, set on entry and restored on exit: threads, seeds, determinism, the
+memory allocator and the process group.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from lockstep.engine.process.malloc import kept_memory
-from lockstep.engine.process.process_group import join
 from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
-from lockstep.hardware.world import World
+from lockstep.hardware.world import STORE_FD, World
 from lockstep.planning import Plan
+
+
+def join(backend: str | None, device: torch.device, world: World, timeout_s: float) -> bool:
+    """Initialize the process group of several ranks, unless it exists; return whether this call did."""
+    if world.size == 1 or dist.is_initialized():
+        return False
+    timeout = timedelta(seconds=timeout_s)
+    serve_store()
+    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    # The agent's store survives a restart of the ranks, with the addresses of the ranks before.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend=backend,
+        store=PrefixStore(f"start-{start}", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    return True
+
+
+#: Stores that :func:`serve_store` has opened; they stay open until this process ends.
+_served: list[Store] = []
+
+
+def serve_store() -> None:
+    """On rank 0 of a single node: serve the store on the socket of ``MASTER_PORT`` that the launcher opened."""
+    server = os.environ.pop(STORE_FD, None)
+    if server is not None:
+        port = int(os.environ["MASTER_PORT"])
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": int(server)}
+        _served.append(dist.TCPStore("127.0.0.1", port, **options))  # type: ignore[attr-defined]
+
+
+#: Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20
+_LARGEST_INT = 2**31 - 1
+#: Whoever sets one of these wants something else.
+_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+
+
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Let glibc keep what a step frees for the next one; what is left goes back to the system at the end.
+
+    By default it returns the memory of large tensors to the kernel, and each step gets it again page by page, or
+    not, as the history of the process has it: with HAR's CNN a step took up to 40 % longer in some processes than in
+    others (``benchmarks/peers.py --models cnn``). Blocks of more than 32 MiB, the largest threshold that mallopt(3)
+    takes, still go back. glibc has no call that makes it adjust its thresholds again, so they stay after the end.
+
+    Without glibc, and where its variables are set, nothing happens.
+    """
+    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(libc, "mallopt") or any(name in os.environ for name in _VARIABLES):
+        yield
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    libc.mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
+    try:
+        yield
+    finally:
+        libc.malloc_trim(0)
+
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
