@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 import lockstep
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig, resolve
-from lockstep.config.names import SHORT_NAMES
+from lockstep.config.load import SHORT_NAMES
 
 
 def test_the_typed_keywords_are_the_short_names() -> None:

@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import RunConfig, dump, load, resolve
-from lockstep.config.load import RENAMED, _report_renamed, all_keys, merge, parse_set, parse_yaml, read_file
+from lockstep.config.load import (
+    RENAMED,
+    SHORT_NAMES,
+    _report_renamed,
+    all_keys,
+    from_keywords,
+    merge,
+    nested,
+    parse_set,
+    parse_yaml,
+    read_file,
+)
 from lockstep.errors import ConfigError
 
 
@@ -253,3 +264,39 @@ def test_a_renamed_setting_is_accepted_under_its_old_name(capsys: pytest.Capture
     assert resolve(both).telemetry.system_metrics, "the current name is the one that counts"
     keys = all_keys(RunConfig)
     assert all(old not in keys and new in keys for old, new in RENAMED.items())
+
+
+def test_every_short_name_is_a_setting() -> None:
+    assert {key for key in SHORT_NAMES.values() if not key.startswith("task.")} <= set(all_keys(RunConfig))
+
+
+def test_dotted_keys_are_merged_into_sections() -> None:
+    settings = {"optimizer.name": "sgd", "optimizer": {"lr": 0.1}, "training.epochs": 3, "save_dir": "x"}
+    assert nested(settings) == {
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "training": {"epochs": 3},
+        "save_dir": "x",
+    }
+
+
+def test_keywords_are_short_names_keys_and_top_level_names() -> None:
+    config = resolve(from_keywords({"lr": 0.5, "devices": "cpu,cpu", "optimizer.momentum": 0.5, "name": "mine"}))
+    assert (config.optimizer.lr, config.optimizer.momentum, config.name) == (0.5, 0.5, "mine")
+    assert config.hardware.selected_devices == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("epoch", "did you mean epochs?"),
+        ("max_epochs", "did you mean epochs?"),
+        ("learning_rate", "did you mean lr?"),
+        ("accumulate", "did you mean grad_accum_steps?"),
+        ("momentum", '"optimizer.momentum"'),
+        ("quux", "docs/configuration.md"),
+    ],
+)
+def test_an_unknown_keyword_is_one_error_with_a_suggestion(name: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown setting '{name}'") as caught:
+        from_keywords({name: 1})
+    assert fix in caught.value.fix

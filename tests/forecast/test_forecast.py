@@ -19,8 +19,8 @@ from lockstep.forecast.measure import MEETINGS
 from lockstep.forecast.project import Wish, forecast
 from lockstep.forecast.scaling import Setting
 from lockstep.hardware.host import usable_cores
-from lockstep.launch.saved_forecast import read_forecast
 from lockstep.report.score import in_words, score
+from lockstep.telemetry.records import read_forecast
 from tests.toys import Toy
 
 H100 = "NVIDIA H100 80GB HBM3"

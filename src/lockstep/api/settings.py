@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from lockstep.config import Precision, RunConfig, Strategy
-from lockstep.config.load import merge
-from lockstep.config.names import from_keywords, nested
+from lockstep.config.load import from_keywords, merge, nested
 
 
 class Settings(TypedDict, total=False):

@@ -17,7 +17,7 @@ from cyclopts import Group, Parameter
 
 from lockstep.api.settings import weights_folder
 from lockstep.cli.output import DEFAULT_RUNS_DIR
-from lockstep.config.names import SHORT_NAMES, nested
+from lockstep.config.load import SHORT_NAMES, nested
 from lockstep.errors import UsageError
 from lockstep.strategies import strategies
 
@@ -293,7 +293,7 @@ def to_mapping(
 def _refuse_unknown_code(sets: Sequence[str], task: str | None, mapping: dict[str, Any]) -> None:
     """Raises :class:`TaskError` when a file names a class that the command line does not, nor has before."""
     from lockstep.config import load
-    from lockstep.tasks.trusted_tasks import class_paths, require_known
+    from lockstep.tasks.registry import class_paths, require_known
 
     section, given = mapping["task"], load(sets=sets).get("task")
     if isinstance(section, dict):

@@ -24,12 +24,11 @@ from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.launch.prepare import settle
-from lockstep.launch.saved_forecast import read_forecast
 from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
-from lockstep.tasks.registry import FROM_PARTS, make_task
-from lockstep.tasks.trusted_tasks import require_known
+from lockstep.tasks.registry import FROM_PARTS, make_task, require_known
 from lockstep.telemetry.files import storage_error, write_json
+from lockstep.telemetry.records import read_forecast
 from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
 from lockstep.telemetry.scalars import flattened
 

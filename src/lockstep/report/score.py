@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.launch.saved_forecast import read_forecast
+from lockstep.telemetry.records import read_forecast
 from lockstep.telemetry.rundir import RunDir
 
 

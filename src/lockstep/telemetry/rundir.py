@@ -20,7 +20,6 @@ from lockstep.config import RunConfig
 from lockstep.config.load import MAX_CONFIG_BYTES
 from lockstep.errors import RunFolderError, StorageError
 from lockstep.planning.decision import upgraded
-from lockstep.telemetry.config_snapshot import NO_CONFIG, frozen_text, parse_frozen
 from lockstep.telemetry.creation import make_folder
 from lockstep.telemetry.files import (
     JsonLines,
@@ -38,12 +37,14 @@ from lockstep.telemetry.files import (
     write_text,
 )
 from lockstep.telemetry.heartbeat import Beat, Heartbeat, announce, is_alive, read_beat
-from lockstep.telemetry.layout import Layout
 from lockstep.telemetry.records import (
     FORMAT_VERSION,
+    NO_CONFIG,
     RunRecord,
+    frozen_text,
     new_run_id,
     newest_per_epoch,
+    parse_frozen,
     parse_record,
     surviving,
     utc_now,
@@ -61,6 +62,47 @@ __all__ = [
     "utc_now",
     "write_json",
 ]
+
+
+class _In:
+    """The path of a name in the run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layout: Layout, kind: type[Layout]) -> Path:
+        return layout.path / self._name
+
+
+class Layout:
+    """Paths of one run folder; they need not exist."""
+
+    run_file = _In("run.json")
+    config_file = _In("config.yaml")
+    #: Of LightningCLI; only its runs have one.
+    cli_config_file = _In("cli_config.yaml")
+    heartbeat_file = _In("heartbeat.json")
+    metrics_file = _In("metrics.json")
+    steps_file = _In("steps.jsonl")
+    evaluations_file = _In("evaluations.jsonl")
+    ranks_file = _In("ranks.jsonl")
+    profile = _In("profile")
+    plan_file = _In("plan.json")
+    task_file = _In("task.pkl")
+    forecast_file = _In("forecast.json")
+    slurm_file = _In("slurm.json")
+    attempts = _In("attempts")
+    checkpoints = _In("checkpoints")
+    pictures = _In("pictures")
+    logs = _In("logs")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def samples_file(self, rank: int) -> Path:
+        """Where ``rank`` writes ``{"attempt", "step", "epoch" (from 1), "indices"}``, a line before each step."""
+        return self.path / f"samples-rank{rank}.jsonl"
+
 
 #: How long a run may stay pending after its creator ended: the time to hand it over to a launcher.
 PENDING_GRACE_S = 15.0

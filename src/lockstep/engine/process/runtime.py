@@ -1,6 +1,4 @@
-"""The process-wide state that training needs, set on entry and restored on exit: threads, seeds, determinism, the
-memory allocator and the process group.
-"""
+"""The process-wide state of training, set on entry and restored on exit: threads, seeds, memory, process group."""
 
 from __future__ import annotations
 

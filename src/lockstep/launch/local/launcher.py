@@ -31,7 +31,7 @@ from lockstep.errors import LockstepError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import STORE_FD
 from lockstep.launch.local import environment, signals
-from lockstep.launch.local.launch import MONITOR_INTERVAL_S, Launch
+from lockstep.launch.local.supervisor import MONITOR_INTERVAL_S, Launch
 from lockstep.telemetry.progress_board import PULSES, PulseBoard
 from lockstep.telemetry.rundir import RunDir
 

@@ -36,8 +36,7 @@ from lockstep.hardware.network import address_towards, choose_interface, is_this
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.health.joint_hang import NodeStatus
 from lockstep.launch.local import environment, signals
-from lockstep.launch.local.launch import MONITOR_INTERVAL_S, Launch
-from lockstep.launch.local.supervisor import Supervisor
+from lockstep.launch.local.supervisor import MONITOR_INTERVAL_S, Launch, Supervisor
 from lockstep.launch.nodes.command import Nodes, bring_last_lines, refuse
 from lockstep.launch.nodes.liveness import HEARTBEAT_S, SILENCE_S, NodeHandler, Peers, await_server, open_store
 from lockstep.telemetry.rundir import new_run_id
