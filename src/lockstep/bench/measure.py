@@ -29,8 +29,8 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import open_data, training_source, walk
 from lockstep.hardware.world import World
-from lockstep.launch.task_transport import load_task
 from lockstep.planning import Plan
+from lockstep.tasks.registry import load_task
 
 #: Samples whose floating-point operations are counted.
 COUNTED = 8

@@ -23,7 +23,7 @@ from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local import worker
 from lockstep.launch.local.on_ranks import run_on_ranks, temporary_folder
 from lockstep.launch.run_claim import create_folder
-from lockstep.launch.task_transport import pack_task
+from lockstep.tasks.registry import pack_task
 from lockstep.telemetry.files import read_jsonl
 
 #: How long a rank may take to end after a stop.
@@ -64,7 +64,7 @@ class Trials:
         Args:
             function: one that can be imported.
             config: of the trial; where its files go is decided here.
-            task: what the ranks shall find with :func:`lockstep.launch.task_transport.load_task`.
+            task: what the ranks shall find with :func:`lockstep.tasks.registry.load_task`.
             threads: intra-op threads of each rank.
 
         Raises:

@@ -23,7 +23,7 @@ from lockstep.launch.local.on_ranks import run_on_ranks, temporary_folder
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import place
 from lockstep.launch.run_claim import plan_of, task_again, warn
-from lockstep.launch.task_transport import load_task, pack_task
+from lockstep.tasks.registry import load_task, pack_task
 from lockstep.telemetry.rundir import RunDir
 
 #: How long a rank may take to end after a stop: it has nothing to save.

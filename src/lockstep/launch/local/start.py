@@ -27,7 +27,7 @@ from lockstep.launch.local.environment import LAUNCH_ID, THREADS, for_launcher
 from lockstep.launch.local.rank_output import Relay
 from lockstep.launch.local.signals import StopRequest, exit_code, held_back
 from lockstep.launch.prepare import Prepared
-from lockstep.launch.task_transport import pack_task
+from lockstep.tasks.registry import pack_task
 from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir, read_json, write_json
 from lockstep.telemetry.sinks import standard_sinks

@@ -12,8 +12,8 @@ from lockstep.launch.failure.report import restarted
 from lockstep.launch.local.worker import Rank, main
 from lockstep.launch.nodes.command import train_as_node_rank
 from lockstep.launch.run_claim import resume_point, warn
-from lockstep.launch.task_transport import load_task
 from lockstep.planning import Plan
+from lockstep.tasks.registry import load_task
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import standard_sinks
 
