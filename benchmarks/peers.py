@@ -195,7 +195,8 @@ def main() -> None:
         stem = f"{report['date']}-peers" + ("" if options.device == "cpu" else "-gpu")
         write_json(options.out / f"{stem}.json", report)
         (options.out / f"{stem}.md").write_text(table(report), encoding="utf-8")
-        draw(report, options.out / f"{stem}.png")
+        if find_spec("matplotlib"):
+            draw(report, options.out / f"{stem}.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""Loops of one process that take turns in blocks of steps on one device, so that neighbours can be compared.
+
+A side is a function that trains and calls ``tick()`` after each step. It runs in a thread that stands still unless it
+has its turn; Lockstep's own loop runs in the main thread and gives turns from a hook of its task.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+
+class Ended(BaseException):
+    """Raised in a side's ``tick()`` when no more turns follow."""
+
+
+def finish() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+class Side(threading.Thread):
+    """One loop. ``error``: how it failed, if it did."""
+
+    def __init__(self, name: str, train: Callable[[Callable[[], None]], None], block: int) -> None:
+        super().__init__(name=name, daemon=True)
+        self._train, self._block = train, block
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._steps, self._ends, self._began, self._seconds = 0, False, 0.0, 0.0
+        self.error: str | None = None
+        self.start()
+
+    def run(self) -> None:
+        self._wait()
+        try:
+            if not self._ends:
+                self._train(self.tick)
+                self.error = "it has ended before the others"
+        except Ended:
+            pass
+        except Exception:
+            self.error = traceback.format_exc()
+        self._done.release()
+
+    def tick(self) -> None:
+        """A step is done."""
+        self._steps += 1
+        if self._steps % self._block == 0:
+            finish()
+            self._seconds = time.perf_counter() - self._began
+            self._done.release()
+            self._wait()
+            if self._ends:
+                raise Ended
+
+    def _wait(self) -> None:
+        self._go.acquire()
+        self._began = time.perf_counter()
+
+    def block(self) -> float | None:
+        """Seconds a step of its next block; ``None`` once it has failed."""
+        if self.error is None:
+            self._go.release()
+            self._done.acquire()
+        return None if self.error else self._seconds / self._block
+
+    def close(self) -> None:
+        if self.error is None:
+            self._ends = True
+            self._go.release()
+        self.join(30)
+
+
+class Turns:
+    """Called by Lockstep's loop after each of its blocks: times it, and lets each side run one.
+
+    ``warm_up``: rounds that are not counted, in which things are compiled.
+    """
+
+    def __init__(self, sides: dict[str, Callable[[Callable[[], None]], None]], block: int, warm_up: int) -> None:
+        self._block, self._warm_up = block, warm_up
+        self.sides = {name: Side(name, train, block) for name, train in sides.items()}
+        self.seconds: dict[str, list[float]] = {name: [] for name in ("lockstep", *sides)}
+        self._rounds, self._began = 0, 0.0
+
+    def __call__(self) -> None:
+        finish()
+        own = (time.perf_counter() - self._began) / self._block
+        found = {"lockstep": own, **{name: side.block() for name, side in self.sides.items()}}
+        if self._rounds >= self._warm_up:
+            for name, seconds in found.items():
+                if seconds is not None:
+                    self.seconds[name].append(seconds)
+        self._rounds += 1
+        finish()
+        self._began = time.perf_counter()
+
+    def close(self) -> None:
+        for side in self.sides.values():
+            side.close()

@@ -1,0 +1,90 @@
+"""The check of a machine with a GPU, as a dry run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gloo import ROOT
+
+
+def check(out: Path, *arguments: str, script: str = "check.sh", minutes: str = "8") -> subprocess.CompletedProcess[str]:
+    command = ["sh", str(ROOT / "scripts" / "gpu" / script), minutes, "--out", str(out), *arguments]
+    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_each_step_is_written_and_a_failure_does_not_end_the_check(tmp_path: Path) -> None:
+    done = check(tmp_path, "--device", "gpu:7", "--quick", "--only", "devices,train_one,doctor")
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("devices", "train_one", "doctor")}
+    assert {name: result["status"] for name, result in found.items()} == {
+        "devices": "ok", "train_one": "failed", "doctor": "failed"
+    }  # fmt: skip
+    assert found["devices"]["report"]
+    assert "gpu:7" in (tmp_path / "train_one.md").read_text()
+    table = (tmp_path / "report.md").read_text()
+    assert "| make train on gpu:7 | failed |" in table
+    assert f"    {found['train_one']['command']}\n" in table
+    assert found["train_one"]["command"] in done.stdout
+
+    again = check(tmp_path, "--device", "cpu", "--quick", "--only", "devices,train_one", "--resume")
+    assert again.returncode == 0, again.stdout
+    assert "Detection ..." not in again.stdout
+    assert "| Detection | ok |" in (tmp_path / "report.md").read_text()
+    assert "samples/s" in json.loads((tmp_path / "train_one.json").read_text())["detail"]
+
+
+def test_what_does_not_fit_the_time_is_named(tmp_path: Path) -> None:
+    done = check(tmp_path, "--device", "cpu", "--quick", "--only", "verify,tests", minutes="0.05")
+    assert done.returncode == 0
+    assert (tmp_path / "report.md").read_text().count("| no time |") == 2
+    assert "verify har --devices cpu,cpu" in done.stdout
+
+
+@pytest.mark.parametrize("script", ["check.sh", "check_many.sh"])
+def test_steps_are_listed_and_unknown_ones_refused(tmp_path: Path, script: str) -> None:
+    listed = check(tmp_path, "--list", "--device", "gpu:0,gpu:1", script=script)
+    assert [line.split()[0] for line in listed.stdout.splitlines()][:2] == ["devices", "doctor"]
+    refused = check(tmp_path, "--device", "cpu", "--only", "nothing", script=script)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: there is no step nothing. fix: one of devices, ")
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("script", ["check.sh", "check_many.sh"])
+def test_all_steps(tmp_path: Path, script: str) -> None:
+    done = check(tmp_path, "--device", "cpu", "--quick", script=script)
+    assert done.returncode == 0, done.stdout
+    assert " failed " not in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_all_workloads(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from gpu.catalogue import SPECS
+    finally:
+        sys.path.pop(0)
+    for name in (*SPECS, "har30", "exact", "checkpoint", "forecast"):
+        file = tmp_path / f"{name}.json"
+        command = [
+            sys.executable,
+            "benchmarks/gpu_workloads.py",
+            name,
+            "--device",
+            "cpu",
+            "--quick",
+            "--json",
+            str(file),
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(file.read_text())["title"] in done.stdout
