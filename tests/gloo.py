@@ -12,16 +12,17 @@
     def test_add() -> None:
         assert run_ranks(add, 2, 10) == [21, 21]
 
-Each rank is an interpreter of its own (as with the start method "spawn"), so the function must be
-importable, or something that cloudpickle can carry. The rendezvous is a file: no port is taken.
+Each rank is a process, forked from a server that has imported torch, as "forkserver" of multiprocessing does it: the
+import takes longer than most tests. The function must be importable, or something that cloudpickle can pickle. The
+rendezvous is a file: no port is taken.
 """
 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +30,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +77,23 @@ def run_ranks(
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.join()
         return [_outcome(folder, rank)[1] for rank in range(ranks)]
 
 
-def _start(folder: Path, rank: int, ranks: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    environ = clean_environment(PYTHONPATH=os.pathsep.join(path or str(Path.cwd()) for path in sys.path), **env)
+def _start(folder: Path, rank: int, ranks: int, env: dict[str, str]) -> BaseProcess:
+    environ = clean_environment(**env)
     if sys.platform == "linux":
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    command = [sys.executable, "-m", "tests.gloo", str(folder), str(rank), str(ranks)]
-    with (folder / f"rank-{rank}.log").open("wb") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["tests.gloo_imports"])
+    (folder / f"rank-{rank}.log").touch()
+    process = server.Process(target=_run, args=(folder, rank, ranks, environ))
+    process.start()
+    return process
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
+def _wait(processes: list[BaseProcess], folder: Path, timeout_s: float) -> None:
     """Until all ranks have ended well; raises as soon as it is clear that they will not."""
     deadline = time.monotonic() + START_S
     started = False
@@ -97,11 +102,11 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: flo
         if not started and all((folder / f"started-{rank}").exists() for rank in range(len(processes))):
             started, deadline = True, time.monotonic() + timeout_s
         for rank, process in enumerate(processes):
-            if process.poll() not in (None, 0) and rank not in failed:
+            if process.exitcode not in (None, 0) and rank not in failed:
                 if not failed:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                 failed.append(rank)
-        running = [rank for rank, process in enumerate(processes) if process.poll() is None]
+        running = [rank for rank, process in enumerate(processes) if process.exitcode is None]
         if not running or time.monotonic() > deadline:
             break
         time.sleep(0.01)
@@ -134,6 +139,22 @@ def _outcome(folder: Path, rank: int) -> tuple[Exception | None, Any, float, str
 
 def _log(folder: Path, rank: int) -> str:
     return (folder / f"rank-{rank}.log").read_text(errors="replace")[-4000:]
+
+
+def _run(folder: Path, rank: int, ranks: int, environ: dict[str, str]) -> None:
+    """The process of a rank."""
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(ROOT)
+    with (folder / f"rank-{rank}.log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    exit_code = _main(folder, rank, ranks)
+    # Native threads of torch may outlive the group, and abort the process while the interpreter ends.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _main(folder: Path, rank: int, ranks: int) -> int:
@@ -171,10 +192,3 @@ def _main(folder: Path, rank: int, ranks: int) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    exit_code = _main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    # Native threads of torch may outlive the group, and abort the process while the interpreter ends.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)

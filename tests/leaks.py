@@ -118,8 +118,10 @@ def _descendants() -> list[psutil.Process]:
         for pid in psutil.pids():
             if pid not in found and pid != os.getpid() and _has_mark(pid, mark):
                 found[pid] = psutil.Process(pid)
-    # One resource tracker a process, alive until its end, is multiprocessing's design.
-    return [p for pid, p in found.items() if pid != getattr(tracker, "_pid", None) and _alive(p)]
+    # One resource tracker and one fork server a process, alive until its end, are multiprocessing's design.
+    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    kept = {getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None)}
+    return [p for pid, p in found.items() if pid not in kept and _alive(p)]
 
 
 def _has_mark(pid: int, mark: str) -> bool:

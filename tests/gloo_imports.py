@@ -1,0 +1,11 @@
+"""What the server imports from which tests' ranks are forked (see tests/gloo.py)."""
+
+import cloudpickle  # noqa: F401
+import pytest  # noqa: F401  # the main module of the tests' own process
+import torch.distributed  # noqa: F401
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torchmetrics  # noqa: F401
+
+import lockstep.engine.attempt  # noqa: F401
