@@ -2,10 +2,6 @@
 
 import cloudpickle  # noqa: F401
 import pytest  # noqa: F401  # the main module of the tests' own process
-import torch.distributed  # noqa: F401
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
 import torchmetrics  # noqa: F401
 
 import lockstep.engine.attempt  # noqa: F401
