@@ -190,5 +190,3 @@ def _main(folder: Path, rank: int, ranks: int) -> int:
         distributed.barrier()
         distributed.destroy_process_group()
     return 0
-
-
