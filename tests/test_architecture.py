@@ -42,7 +42,7 @@ MOST_IMPORTS = 15
 MORE_IMPORTS = {
     "lockstep.bench.measure": 19,
     "lockstep.cli.bench": 17,
-    "lockstep.engine.inspection": 16,
+    "lockstep.engine.inspection": 17,
     "lockstep.engine.strategies.fsdp": 16,
     "lockstep.engine.strategies.pipeline": 17,
     "lockstep.forecast.project": 24,

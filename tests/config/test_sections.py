@@ -72,7 +72,7 @@ def test_values_as_people_write_them(section: str, key: str, given: Any, expecte
         ("optimizer", "lr", "fast"),
         ("optimizer", "betas", [0.9, 1.0]),
         ("optimizer", "betas", [0.9]),
-        ("optimizer", "name", "lion"),
+        ("optimizer", "name", "lyon"),
         ("hardware", "precision", "8"),
         ("hardware", "precision", True),
         ("hardware", "strategy", "horovod"),
@@ -144,7 +144,7 @@ def test_an_older_configurations_engine_is_accepted_or_said_to_be_gone() -> None
 
 
 def test_settings_of_one_optimizer_or_schedule_name_it_in_the_schema() -> None:
-    for section, expected in ((OptimizerConfig, {"momentum": ["sgd"]}), (SchedulerConfig, {"power": ["poly"]})):
+    for section, expected in ((OptimizerConfig, {"nesterov": ["sgd"]}), (SchedulerConfig, {"power": ["poly"]})):
         properties = section.model_json_schema()["properties"]
         named = {name: field["applies_to"] for name, field in properties.items() if "applies_to" in field}
         assert expected.items() <= named.items()

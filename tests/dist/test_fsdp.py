@@ -22,8 +22,9 @@ from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part
 from lockstep.engine.distributed.sync_batchnorm import convert
+from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import Update, build_optimizer
+from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import writing
 from lockstep.engine.resume import load_shared, load_weights
 from lockstep.engine.strategies.base import Flags, Replica

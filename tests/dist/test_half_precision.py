@@ -12,8 +12,9 @@ from lockstep.config import FsdpConfig, OptimizerConfig, SchedulerConfig
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.dtensor_state import gathered
+from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import Update, build_optimizer
+from lockstep.engine.optim.step import Update
 from lockstep.engine.strategies.base import Flags, Replica
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.engine.strategies.single import SingleStrategy

@@ -17,7 +17,7 @@ from lockstep.bench.workload import Subject
 from lockstep.cli.main import main
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import fetch
-from lockstep.engine.optim.step import build_optimizer
+from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.errors import TaskError, UnsupportedError, UsageError
 from lockstep.forecast.estimate import Counting, estimate_memory, print_memory
 from lockstep.forecast.footprint import count_step

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from lockstep import Loss
 from lockstep.bench.workload import Subject
 from lockstep.data.requests import Request, Window
+from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import build_optimizer
 from lockstep.engine.strategies.base import Flags
 from lockstep.engine.strategies.pipeline import PipelineModel
 from lockstep.engine.strategies.stages import stages_of

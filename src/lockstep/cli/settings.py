@@ -293,12 +293,11 @@ def to_mapping(
 def _refuse_unknown_code(sets: Sequence[str], task: str | None, mapping: dict[str, Any]) -> None:
     """Raises :class:`TaskError` when a file names a class that the command line does not, nor has before."""
     from lockstep.config import load
-    from lockstep.tasks.registry import class_paths, require_known
+    from lockstep.tasks.registry import class_paths, named_in, require_known
 
-    section, given = mapping["task"], load(sets=sets).get("task")
-    if isinstance(section, dict):
-        by_set = class_paths(given) if isinstance(given, dict) else set()
-        require_known(section, "the configuration", class_paths({"name": task}) | by_set)
+    if isinstance(mapping["task"], dict):
+        given = class_paths({"name": task}) | class_paths(named_in(load(sets=sets)))
+        require_known(named_in(mapping), "the configuration", given)
 
 
 def _aliases(settings: Settings, ranks_are_given: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from lockstep.config.load import dump, json_schema, load, resolve
 from lockstep.config.sections import (
+    AveragingConfig,
     CheckpointConfig,
     DataConfig,
     DebugConfig,
@@ -23,6 +24,7 @@ from lockstep.config.sections import (
 )
 
 __all__ = [
+    "AveragingConfig",
     "CheckpointConfig",
     "DataConfig",
     "DebugConfig",

@@ -169,20 +169,47 @@ class TrainingConfig(Section):
         return self
 
 
+#: Optimizers by name; others are named by their class.
+OPTIMIZERS = ("adamw", "adam", "sgd", "muon", "adafactor", "lion")
+
+
+def _optimizer(value: str) -> str:
+    place, _, name = value.rpartition("." if value.startswith("torch.optim.") else ":")
+    if value not in OPTIMIZERS and not (place and name.isidentifier()):
+        raise ValueError(f"input should be {', '.join(OPTIMIZERS)}, or a class as package.module:Class")
+    return value
+
+
 class OptimizerConfig(Section):
-    name: Literal["adamw", "adam", "sgd"] = Field(
-        default="adamw", description="the optimizer; a task may define another"
+    name: Annotated[str, AfterValidator(_optimizer)] = Field(
+        default="adamw",
+        description=f"{', '.join(OPTIMIZERS)}, or any class as package.module:Class; muon: for matrices of hidden "
+        "layers, adamw for all else. A task may define another",
+        json_schema_extra={"enum": list(OPTIMIZERS)},
     )
     lr: float = Field(default=1e-3, gt=0, description="learning rate; used unchanged unless lr_scaling is set")
     weight_decay: float = Field(
         default=1e-4, ge=0, description="decoupled from the gradient in adamw, added to it in adam and sgd"
     )
-    betas: tuple[float, float] = Field(
-        default=(0.9, 0.999), description="adam and adamw", json_schema_extra=_applies_to("adam", "adamw")
+    weight_decay_on: Literal["all", "matrices"] = Field(
+        default="all", description="matrices: norms and biases (less than two dimensions) have no weight decay"
     )
-    eps: float = Field(default=1e-8, gt=0, description="adam and adamw", json_schema_extra=_applies_to("adam", "adamw"))
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd", json_schema_extra=_applies_to("sgd"))
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999),
+        description="adam, adamw, lion, and muon's adamw",
+        json_schema_extra=_applies_to("adam", "adamw", "muon", "lion"),
+    )
+    eps: float = Field(
+        default=1e-8,
+        gt=0,
+        description="adam, adamw, and muon's adamw",
+        json_schema_extra=_applies_to("adam", "adamw", "muon"),
+    )
+    momentum: float = Field(
+        default=0.9, ge=0, lt=1, description="sgd and muon", json_schema_extra=_applies_to("sgd", "muon")
+    )
     nesterov: bool = Field(default=False, description="sgd", json_schema_extra=_applies_to("sgd"))
+    options: dict[str, Any] = Field(default={}, description="further arguments of the optimizer's class, by name")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         default="none", description="scale lr with the global batch, relative to base_batch_size"
     )
@@ -199,8 +226,12 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant"] = Field(
-        default="cosine", description="learning-rate schedule after warm-up"
+    name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant", "wsd", "onecycle", "plateau"] = (
+        Field(
+            default="cosine",
+            description="learning-rate schedule after warm-up; wsd: warm-up, stable, decay; plateau: lower when the "
+            "monitored metric does not improve",
+        )
     )
     warmup_epochs: float | None = Field(
         default=None,
@@ -210,7 +241,9 @@ class SchedulerConfig(Section):
     warmup_steps: int | None = Field(
         default=None, ge=0, description="linear warm-up, in optimizer steps; overrides warmup_epochs"
     )
-    min_lr: float = Field(default=1e-6, ge=0, description="final value of cosine and poly; a lower bound for all")
+    min_lr: float = Field(
+        default=1e-6, ge=0, description="final value of cosine, poly, wsd and onecycle; a lower bound for all"
+    )
     step_epochs: float = Field(
         default=10.0, gt=0, description="step: multiply by gamma every N epochs", json_schema_extra=_applies_to("step")
     )
@@ -223,8 +256,17 @@ class SchedulerConfig(Section):
         default=0.1,
         gt=0,
         le=1,
-        description="step and multistep: the factor",
-        json_schema_extra=_applies_to("step", "multistep"),
+        description="step, multistep and plateau: the factor",
+        json_schema_extra=_applies_to("step", "multistep", "plateau"),
+    )
+    decay_share: float = Field(
+        default=0.2, gt=0, le=1, description="wsd: share of the run that decays", json_schema_extra=_applies_to("wsd")
+    )
+    patience: int = Field(
+        default=3,
+        ge=0,
+        description="plateau: evaluations without improvement before the rate is lowered",
+        json_schema_extra=_applies_to("plateau"),
     )
     power: float = Field(default=1.0, gt=0, description="poly: the exponent", json_schema_extra=_applies_to("poly"))
     decay: float = Field(
@@ -244,7 +286,38 @@ class SchedulerConfig(Section):
     @field_validator("name", mode="before")
     @classmethod
     def _none(cls, value: object) -> object:
-        return "constant" if value in (None, "none") else value
+        others = {None: "constant", "none": "constant", "polynomial": "poly", "one-cycle": "onecycle"}
+        return others.get(value, value) if isinstance(value, str | None) else value
+
+
+class AveragingConfig(Section):
+    name: Literal["none", "ema", "swa"] = Field(
+        default="none",
+        description="averaged weights, which are evaluated, saved and exported; ema: moving average, swa: mean of the "
+        "last part of the run",
+    )
+    decay: float = Field(
+        default=0.999,
+        gt=0,
+        lt=1,
+        description="share of the average kept per update",
+        json_schema_extra=_applies_to("ema"),
+    )
+    warmup: bool = Field(
+        default=True,
+        description="a shorter average at the start: the decay of update n is at most (1 + n) / (10 + n)",
+        json_schema_extra=_applies_to("ema"),
+    )
+    start_share: float = Field(
+        default=0.75,
+        ge=0,
+        lt=1,
+        description="share of the run after which averaging begins",
+        json_schema_extra=_applies_to("swa"),
+    )
+    every_steps: int = Field(
+        default=1, ge=1, description="update every N optimizer steps", json_schema_extra=_applies_to("ema", "swa")
+    )
 
 
 def _workers(value: object) -> object:
@@ -489,6 +562,7 @@ class RunConfig(Section):
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    averaging: AveragingConfig = Field(default_factory=AveragingConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig)

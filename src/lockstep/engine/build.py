@@ -73,6 +73,8 @@ def hooks_after(fit: Fit) -> list[Hook[StepResult]]:
         return step.flags is not None and step.flags.save > 0 and not step.epoch_ended
 
     hooks = [Hook("sum the loss", _always, fit.count)]
+    if rank.config.averaging.name != "none":
+        hooks.append(Hook("average the weights", _always, lambda step: fit.parts.update.averages.update(step.step)))
     if fit.parts.callbacks:
         hooks.append(Hook("on_step_end", _always, lambda step: fit.callback("on_step_end")))
     for number, (do, every) in enumerate(fit.task.hooks()):

@@ -101,6 +101,7 @@ class Fit:
         self.checkpoints.save()
         self.checkpoints.wait()
         final = dict(parts.state.best_metric)
+        parts.update.averages.swap()  # what is tested now is what is saved
         if log.ended_by is EndedBy.COMPLETED and self.datasets.test is not None:
             final |= self.validation.test(self.checkpoints.load_best())
         pulse.at(Activity.ENDING)

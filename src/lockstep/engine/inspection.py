@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lockstep._compat.torch import compiler_not_imported
+from lockstep.config import RunConfig
 from lockstep.data.bucketed import check_lengths, hash_lengths
 from lockstep.data.reader import Reader
 from lockstep.engine.dataset_checks import check_dataset, examined, read_sample
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.groups import check_optimizer
-from lockstep.engine.optim.step import scheduler_of
+from lockstep.engine.optim.optimizers import build_optimizer, scheduler_of
 from lockstep.engine.process.runtime import generators_kept
 from lockstep.engine.strategies.small_ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
@@ -70,6 +71,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         val_samples=0 if datasets.val is None else len(datasets.val),
         test_samples=0 if datasets.test is None else len(datasets.test),
         parameters=sum(p.numel() for p in model.parameters()),
+        vectors=sum(p.numel() for p in model.parameters() if p.dim() < 2),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
         has_batchnorm=has_batchnorm(model),
         whole_batches=_gives_whole_batches(task, datasets.train),
@@ -139,6 +141,12 @@ def on_meta(task: Task) -> nn.Module:
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError("the model has no trainable parameters", fix="leave requires_grad on for some parameters")
     return model
+
+
+def check_configured_optimizer(task: Task, config: RunConfig) -> None:
+    """Raise what a rank would where the configured optimizer cannot be made for the task's model."""
+    if config.optimizer.name not in ("adamw", "adam", "sgd") or config.optimizer.options:
+        build_optimizer(config.optimizer, blueprint(task), config.optimizer.lr)
 
 
 def optimizer_facts(task: Task, model: nn.Module) -> tuple[float | None, bool]:

@@ -54,7 +54,7 @@ class Validation:
     def run(self) -> dict[str, float]:
         """The numbers among the metrics of the validation data, named ``val_…``; the task's remarks are emitted."""
         self._parts.strategy.check_buffers()
-        with evaluation(self._task, self._module, self._parts.callbacks):
+        with self._parts.update.averages.in_use(), evaluation(self._task, self._module, self._parts.callbacks):
             values = self._evaluate(self._datasets.val, self._chunks)
             self._show()
         return {f"val_{name}": value for name, value in values.items() if isinstance(value, float | int)}

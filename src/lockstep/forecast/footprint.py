@@ -17,8 +17,8 @@ from lockstep._compat.fake_tensors import FakeTensorMode, replace_tensors, unset
 from lockstep._compat.torch import tree_leaves, tree_map
 from lockstep.config import RunConfig
 from lockstep.engine.inspection import blueprint
+from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import build_optimizer
 from lockstep.engine.process.runtime import seeded
 from lockstep.engine.strategies.fsdp import blocks_of, checkpoint_activations
 from lockstep.engine.task import Task

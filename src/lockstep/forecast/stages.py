@@ -17,8 +17,8 @@ from torch import Tensor
 from lockstep._compat.fake_tensors import FakeTensorMode
 from lockstep._compat.torch import tree_leaves
 from lockstep.config import RunConfig
+from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import build_optimizer
 from lockstep.engine.strategies.pipeline import Answer
 from lockstep.engine.strategies.stages import Inputs, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge
-from lockstep.engine.inspection import inspect_task, on_meta, trial_of
+from lockstep.engine.inspection import check_configured_optimizer, inspect_task, on_meta, trial_of
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.strategies.stages import stages_of
 from lockstep.engine.task import Datasets, Task
@@ -76,8 +76,8 @@ def settle(
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
     section = {"name": _absolute(name), **built.config.model_dump(mode="json")}
-    remember(class_paths(section))
     whole = resolve(kind.defaults, {**given, "task": section})
+    remember(class_paths({**section, "optimizer": whole.optimizer.name}))
     if isinstance(built, ModuleTask):
         if importlib.util.find_spec("lightning") is None:
             raise UnsupportedError(
@@ -167,6 +167,8 @@ def plan_for(
         devices: what the machine has; ``None`` looks.
     """
     facts = inspect_task(task, datasets, config.task.name)
+    if facts.optimizer_lr is None and facts.loader is None:
+        check_configured_optimizer(task, config)
     if facts.opens_files:  # a worker must open them itself: through ours, all would share one position
         datasets = open_datasets(task, config)
     if _may_divide(config, placement, facts):

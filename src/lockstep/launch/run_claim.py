@@ -26,7 +26,7 @@ from lockstep.errors import ConfigError, RunFolderError
 from lockstep.launch.prepare import settle
 from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
-from lockstep.tasks.registry import FROM_PARTS, make_task, require_known
+from lockstep.tasks.registry import FROM_PARTS, make_task, named_in, require_known
 from lockstep.telemetry.files import storage_error, write_json
 from lockstep.telemetry.records import read_forecast
 from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
@@ -192,7 +192,7 @@ def _refuse_edits(file: Path, old: Mapping[str, Any], edited: Mapping[str, Any],
 
 def refuse_unknown_code(run: RunDir) -> None:
     """Raises :class:`TaskError` when the run's task is a class that the user has never named on this machine."""
-    require_known(run.config().task.model_dump(), f"run {run.read().id}")
+    require_known(named_in(run.config().model_dump()), f"run {run.read().id}")
 
 
 def warn(message: str) -> None:

@@ -141,7 +141,21 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
     """Raises :class:`ConfigError` or :class:`UnsupportedError` when settings are incompatible with the strategy."""
     if config.training.reproducibility == "exact":
         _check_exact(config, placement)
-    spec = placement.spec
+    if config.scheduler.name == "plateau" and not facts.val_samples and not facts.loader and not facts.own_schedule:
+        raise ConfigError(
+            "scheduler.name=plateau needs validation data",
+            why="it lowers the learning rate when the monitored metric of evaluations does not improve",
+            fix="return validation data from datasets(), or choose another schedule, such as cosine",
+        )
+    if config.averaging.name != "none" and (facts.loader is not None or placement.spec.state == "staged"):
+        what = "a LightningModule" if facts.loader is not None else f"strategy {placement.strategy}"
+        own = "add lightning.pytorch.callbacks.EMAWeightAveraging to its Trainer"
+        raise UnsupportedError(
+            f"averaging.name={config.averaging.name} is incompatible with {what}",
+            why="Lightning's Trainer trains it" if facts.loader is not None else "no rank has all of the weights",
+            fix=own if facts.loader is not None else "use another strategy, or averaging.name=none",
+        )
+    spec, optimizer = placement.spec, config.optimizer.name
     if spec.divides:
         _refuse(
             f"strategy {spec.name}",
@@ -151,6 +165,10 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
                 "fsdp.cpu_offload on the CPU": (
                     "fsdp" in spec.settings and config.fsdp.cpu_offload and placement.accelerator == "cpu",
                     "there is no other memory to move anything to",
+                ),
+                f"optimizer.name={optimizer}": (
+                    spec.state == "sharded" and optimizer in ("muon", "adafactor") and facts.optimizer_lr is None,
+                    "it needs whole matrices, and each rank has rows of them",
                 ),
             },
             fix="leave one of them out",

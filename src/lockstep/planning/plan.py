@@ -49,6 +49,7 @@ class TaskFacts(_Frozen):
     ``read_file``: a file that the data set has open, whose position moves when a sample is read, so that worker
     processes would move it for each other. ``opens_files``: reading samples has opened files or connections,
     which stay open.
+    ``vectors``: parameters that are no part of a matrix, as those of norms and biases.
     ``joint_bytes``: of the gradients, where one message can carry them; else 0.
     ``multiply_adds``: of a sample's forward pass, rather too many; 0: not known.
     """
@@ -58,6 +59,7 @@ class TaskFacts(_Frozen):
     val_samples: int = 0
     test_samples: int = 0
     parameters: int = 0
+    vectors: int = 0
     frozen: int = 0
     has_batchnorm: bool = False
     whole_batches: bool = False

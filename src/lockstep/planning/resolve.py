@@ -102,6 +102,8 @@ def make_plan(
         ordered,
         *course.decisions,
         _parameters(given),
+        *_weight_decay(given),
+        *_averaging(given, course.schedule.total_steps),
     ]
     decisions += [_reproducibility(given), synced, _threads(given, batch), loaded, _checkpoints(given), judging]
     if facts.loader is None:
@@ -223,6 +225,28 @@ def _parameters(given: Given) -> Decision:
     return Decision("trained_parameters", "trained parameters", trained, reason, f"{trained:,}")
 
 
+def _weight_decay(given: Given) -> list[Decision]:
+    """Which parameters the configured optimizer decays."""
+    config, facts = given.config.optimizer, given.facts
+    if not config.weight_decay or facts.optimizer_lr is not None or facts.loader is not None:
+        return []
+    on, vectors = config.weight_decay_on, f"{facts.vectors:,} of norms and biases"
+    without = f"optimizer.weight_decay_on is matrices: the {vectors} have none"
+    reason = without if on == "matrices" else f"on all parameters, the {vectors} included"
+    return [Decision("weight_decay", "weight decay", config.weight_decay, reason)]
+
+
+def _averaging(given: Given, steps: int) -> list[Decision]:
+    config = given.config.averaging
+    if config.name == "none":
+        return []
+    how = f"decay {config.decay:g}{', less at the start' if config.warmup else ''}"
+    if config.name == "swa":
+        how = f"the mean from step {round(config.start_share * steps) + 1} on"
+    reason = f"as configured: {how}; evaluated, judged, saved and exported"
+    return [Decision("averaging", "averaged weights", config.name, reason)]
+
+
 def _reproducibility(given: Given) -> Decision:
     training = given.config.training
     reason = "same samples, denominators and schedule on any devices; equal to rounding"
@@ -241,7 +265,7 @@ SHARDED_FROM_BYTES = 500_000_000
 
 def moments_of(optimizer: OptimizerConfig) -> int:
     """How many numbers the optimizer keeps for each parameter."""
-    return 2 if optimizer.name != "sgd" else 1 if optimizer.momentum else 0
+    return {"sgd": int(optimizer.momentum > 0), "lion": 1, "adafactor": 0}.get(optimizer.name, 2)
 
 
 def choose_form(setting: str, strategy: StrategySpec, parameters: int, optimizer: OptimizerConfig) -> Decision:

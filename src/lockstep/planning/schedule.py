@@ -20,6 +20,8 @@ from lockstep.planning.decision import Decision
 
 #: Default length of the warm-up, in epochs.
 WARMUP_EPOCHS = 2
+#: Of ``onecycle``: the share of the run in which the rate rises, and what it is divided by at the start.
+ONE_CYCLE_RISE, ONE_CYCLE_START = 0.3, 25.0
 
 
 class Schedule(BaseModel):
@@ -33,7 +35,7 @@ class Schedule(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant"]
+    name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant", "wsd", "onecycle", "plateau"]
     lr: float
     scale: float = 1.0
     total_steps: int
@@ -46,6 +48,8 @@ class Schedule(BaseModel):
     power: float = 1.0
     decay: float = 0.96
     decay_steps: int = 10_000
+    decay_share: float = 0.2
+    patience: int = 3
     offset: int = 0
 
     @property
@@ -55,9 +59,21 @@ class Schedule(BaseModel):
 
     def at(self, step: int) -> float:
         step += self.offset
+        if self.name == "onecycle":
+            return self._one_cycle(step)
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         return max(self._floor, self._after_warmup(step))
+
+    def _one_cycle(self, step: int) -> float:
+        """From a 25th of the rate up to it and down to the floor, both as a cosine; as torch's ``OneCycleLR``.
+
+        Smith and Topin 2018, https://arxiv.org/abs/1708.07120; momentum stays as it is.
+        """
+        top = max(1, self.warmup_steps) - 1
+        start, end = (self.lr / ONE_CYCLE_START, self.lr) if step < top else (self.lr, self._floor)
+        share = step / top if step < top else min(1.0, (step - top) / max(1, self.total_steps - 1 - top))
+        return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
 
     @property
     def _floor(self) -> float:
@@ -72,6 +88,9 @@ class Schedule(BaseModel):
             return self._floor + (self.lr - self._floor) * 0.5 * (1 + math.cos(math.pi * share))
         if self.name == "poly":
             return float(self._floor + (self.lr - self._floor) * (1 - share) ** self.power)
+        if self.name == "wsd":  # Hu et al. 2024, https://arxiv.org/abs/2404.06395, with a linear decay
+            left = (self.total_steps - step) / (self.decay_share * self.total_steps)
+            return self._floor + (self.lr - self._floor) * max(0.0, min(1.0, left))
         if self.name == "step":
             return float(self.lr * self.gamma ** math.floor(epoch / self.step_epochs))
         if self.name == "multistep":
@@ -87,6 +106,8 @@ def resolve_schedule(
     """The schedule of a run, and the decisions about it and its warm-up."""
     if config.warmup_steps is not None:
         warmup, reason = config.warmup_steps, "as configured"
+    elif config.warmup_epochs is None and config.name == "onecycle":
+        warmup, reason = round(ONE_CYCLE_RISE * total_steps), f"onecycle rises for {ONE_CYCLE_RISE:.0%} of the run"
     elif config.warmup_epochs is None:
         warmup = min(round(WARMUP_EPOCHS * steps_per_epoch), total_steps // 10)
         reason = f"{WARMUP_EPOCHS} epochs of {steps_per_epoch} steps, at most a tenth of the run"
@@ -97,8 +118,13 @@ def resolve_schedule(
         warmup, reason = total_steps, f"{reason}; limited to the {total_steps} steps of the run"
     sizes = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch, "warmup_steps": warmup}
     schedule = Schedule(**{**config.model_dump(), **sizes}, lr=lr, scale=scale, offset=offset)
+    reason_of = {
+        "wsd": f", constant, then down to {config.min_lr:g} in the last {config.decay_share:.0%}",
+        "plateau": f", times {config.gamma:g} after more than {config.patience} evaluations without improvement",
+    }
+    over = f"as configured, over {total_steps} optimizer steps{reason_of.get(config.name, '')}"
     return schedule, [
-        Decision("schedule", "schedule", config.name, f"as configured, over {total_steps} optimizer steps"),
+        Decision("schedule", "schedule", config.name, over),
         Decision("warmup", "warm-up", warmup, reason, f"{warmup} step" + "s" * (warmup != 1)),
     ]
 

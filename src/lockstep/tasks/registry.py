@@ -200,11 +200,11 @@ def _import_module(name: str) -> Any:
 
 
 def class_paths(task: Mapping[str, Any]) -> set[str]:
-    """The class paths in the section ``task`` of a configuration: its name, and a data module's.
+    """The class paths in the section ``task`` of a configuration: its name, a data module's, and ``optimizer``.
 
     Files are named by their whole paths; built-in tasks have none.
     """
-    named = (task.get("name"), task.get("datamodule"))
+    named = (task.get("name"), task.get("datamodule"), task.get("optimizer"))
     return {_whole(name) for name in named if isinstance(name, str) and ":" in name}
 
 
@@ -244,7 +244,16 @@ def _naming(task: Mapping[str, Any]) -> str:
     command = ["lockstep", "plan", _whole(str(name))]
     if isinstance(data, str) and ":" in data:
         command += ["--set", f"task.datamodule={_whole(data)}"]
+    if isinstance(task.get("optimizer"), str) and ":" in task["optimizer"]:
+        command += ["--set", f"optimizer.name={task['optimizer']}"]
     return shlex.join(command)
+
+
+def named_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``task`` of a configuration, and as ``optimizer`` the name of its optimizer."""
+    task, optimizer = config.get("task"), config.get("optimizer")
+    section = dict(task) if isinstance(task, Mapping) else {}
+    return {**section, "optimizer": optimizer.get("name")} if isinstance(optimizer, Mapping) else section
 
 
 def _whole(name: str) -> str:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.writer import to_host
 from lockstep.config import OptimizerConfig
+from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import Update, build_optimizer
+from lockstep.engine.optim.step import Update
 from lockstep.errors import TaskError
 from lockstep.planning import Schedule
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from lockstep.checkpoint.writer import to_host
 from lockstep.config import OptimizerConfig
+from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import Update, build_optimizer
+from lockstep.engine.optim.step import Update
 from lockstep.engine.resume import load_weights
 from lockstep.planning import Schedule
 
@@ -207,3 +208,30 @@ def test_the_rates_of_all_groups_follow_the_schedule_and_its_scale_also_after_a_
     resumed.load_state_dict(update.state_dict())
     for one in (update, resumed):
         assert take(one, 1) == pytest.approx([0.1, 0.01])
+
+
+def test_plateau_lowers_the_rate_of_its_schedule_and_resumes() -> None:
+    def made() -> Update:
+        model = nn.Linear(3, 1)
+        plateau = Schedule(
+            name="plateau", lr=0.1, total_steps=100, steps_per_epoch=10, warmup_steps=2, gamma=0.5, patience=1
+        )
+        optimizer = build_optimizer(OptimizerConfig(), model, 0.1)
+        return Update(model, optimizer, plateau, Precision("32", CPU, 0.125), None, mode="max")
+
+    def rates(update: Update, values: list[float]) -> list[float]:
+        found = []
+        for value in values:
+            update.judge(value)
+            update._set_lr(50)
+            found.append(update.lr)
+        return found
+
+    update = made()
+    update._set_lr(0)
+    assert update.lr == pytest.approx(0.05)  # warm-up
+    assert rates(update, [0.5, 0.6, 0.6]) == pytest.approx([0.1] * 3)
+    resumed = made()
+    resumed.load_state_dict(update.state_dict())
+    assert rates(resumed, [0.6, 0.6, 0.6, 0.7]) == rates(update, [0.6, 0.6, 0.6, 0.7])
+    assert update.lr == pytest.approx(0.025)

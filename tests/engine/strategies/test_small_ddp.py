@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lockstep.config import OptimizerConfig, RunConfig
 from lockstep.data.requests import Request, Window
+from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import Update, build_optimizer
+from lockstep.engine.optim.step import Update
 from lockstep.engine.strategies.base import Flags, Replica
 from lockstep.engine.strategies.build import build_strategy
 from lockstep.engine.strategies.small_ddp import FlatStrategy, joint_bytes, pack, unpack

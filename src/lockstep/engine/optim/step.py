@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep._compat.torch import (
     amp_unscale_,
     compiler_not_imported,
     foreach_mul_,
     foreach_norm,
-    note_step,
     takes_found_inf,
 )
-from lockstep.config import OptimizerConfig, RunConfig
+from lockstep.config import AveragingConfig, RunConfig
+from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.fused_adam import Stepper
 from lockstep.engine.optim.groups import (
     check_belongs,
@@ -32,38 +32,13 @@ from lockstep.engine.optim.groups import (
     sparse_layers,
     untrained,
 )
+from lockstep.engine.optim.optimizers import build_optimizer, scheduler_of
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
 from lockstep.errors import TaskError
 from lockstep.planning import Plan, Schedule
-
-if TYPE_CHECKING:
-    from lockstep.engine.strategies.partition import Divided
-
-
-def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Optimizer:
-    """The configured optimizer over all parameters, fused where torch has a fused kernel.
-
-    Frozen ones have no gradient, and are left alone until they are unfrozen.
-    """
-    parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
-    fused = all(p.device.type in {"cpu", "cuda"} and p.is_floating_point() for p in parameters)
-    fused = fused and not sparse_layers(model)
-    if config.name == "sgd":
-        # A parameter that is divided among ranks is a DTensor, for which torch has no such kernel.
-        fused = fused and not any(hasattr(p, "device_mesh") for p in parameters)
-        return SGD(
-            parameters,
-            lr=lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            nesterov=config.nesterov,
-            fused=fused,
-        )
-    kind = AdamW if config.name == "adamw" else Adam
-    return kind(parameters, lr=lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused)
 
 
 def match_layouts(optimizer: Optimizer) -> None:
@@ -90,25 +65,28 @@ def _dense(parameter: nn.Parameter) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def scheduler_of(task: Task, optimizer: Optimizer) -> Scheduler | None:
-    """The task's own scheduler of ``optimizer``.
+class _Plateau:
+    """torch's ``ReduceLROnPlateau`` of a factor: what the schedule's rate is multiplied by."""
 
-    Raises:
-        TaskError: it is none of torch's.
-    """
-    made = task.scheduler(optimizer)
-    if made is None:
-        return None
-    by_metric = isinstance(made, ReduceLROnPlateau)
-    found = made if isinstance(made, Scheduler) else Scheduler(made, "metric" if by_metric else "step")
-    if not isinstance(found.scheduler, LRScheduler) or found.interval not in ("step", "epoch", "metric"):
-        raise TaskError(
-            "the task's scheduler() did not return a scheduler",
-            why=f"it returned {type(made).__name__}, of {type(found.scheduler).__name__} and {found.interval!r}",
-            fix="return one of torch.optim.lr_scheduler, or lockstep.Scheduler(one, 'step', 'epoch' or 'metric')",
-        )
-    note_step(optimizer)
-    return found
+    def __init__(self, schedule: Schedule, mode: Literal["min", "max"]) -> None:
+        self._optimizer = SGD([torch.zeros(1)], lr=1.0)
+        settings: dict[str, Any] = {"factor": schedule.gamma, "patience": schedule.patience}
+        least = schedule.min_lr / schedule.lr
+        self._torch = ReduceLROnPlateau(self._optimizer, mode, min_lr=min(1.0, least), **settings)
+
+    @property
+    def factor(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def judge(self, value: float) -> None:
+        self._torch.step(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor, "best": float(self._torch.best), "bad": self._torch.num_bad_epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.param_groups[0]["lr"] = state["factor"]
+        self._torch.best, self._torch.num_bad_epochs = state["best"], state["bad"]
 
 
 class Update:
@@ -122,6 +100,8 @@ class Update:
     ``lr``: that of the first group that has one.
     ``divided``: the model, where this process or its devices have parts of it.
     ``scheduler``: sets the rates of all groups, instead of ``schedule``.
+    ``mode``: whether the monitored metric is best at its ``min`` or ``max``, for schedule ``plateau``.
+    ``averages``: of the weights; :meth:`state_dict` is called while they are in use.
     """
 
     def __init__(
@@ -133,8 +113,12 @@ class Update:
         max_norm: float | None,
         divided: Divided | None = None,
         scheduler: Scheduler | None = None,
+        mode: Literal["min", "max"] = "min",
+        averages: Averages | None = None,
     ) -> None:
         self.divided = divided
+        self.averages = averages or Averages(AveragingConfig(), model, 0)
+        self._plateau = _Plateau(schedule, mode) if schedule.name == "plateau" and scheduler is None else None
         self._scheduler = scheduler
         self.optimizer = optimizer
         # Frozen ones too: they may be unfrozen, and have no gradient until then.
@@ -195,6 +179,8 @@ class Update:
 
     def judge(self, value: float) -> None:
         """Step a scheduler that steps by the monitored metric, whose ``value`` is the same on every rank."""
+        if self._plateau is not None:
+            self._plateau.judge(value)
         if self._scheduler is not None and self._scheduler.interval == "metric":
             self._scheduler.scheduler.step(value)  # type: ignore[arg-type]
 
@@ -295,6 +281,7 @@ class Update:
             self._adopt_groups()
         if self._scheduler is None:
             lr, base_lr = self._schedule.at(step), self._schedule.base_lr
+            lr = lr if self._plateau is None else lr * self._plateau.factor
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * (group["initial_lr"] / base_lr)
         self.lr = float(self.optimizer.param_groups[self._shown]["lr"])
@@ -323,6 +310,8 @@ class Update:
             "precision": self.precision.state_dict(),
             "skipped": self.skipped,
             "scheduler": None if self._scheduler is None else self._scheduler.scheduler.state_dict(),
+            "averages": self.averages.trained(),
+            "plateau": None if self._plateau is None else self._plateau.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -339,6 +328,9 @@ class Update:
         if scheduler is not None and self._scheduler is not None:
             self._scheduler.scheduler.load_state_dict(scheduler)
             keep = ("lr", "initial_lr")
+        self.averages.restore(state.get("averages"))
+        if self._plateau is not None and state.get("plateau") is not None:
+            self._plateau.load_state_dict(state["plateau"])
         restore_changed(self.optimizer, self._settings, state.get("settings"), keep=keep)
         self._groups = len(self.optimizer.param_groups)
         self.precision.load_state_dict(state["precision"])
@@ -372,7 +364,8 @@ def build_update(
         divided.adopt(optimizer)
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
     max_norm = config.training.max_grad_norm
-    return Update(model, optimizer, plan.schedule, precision, max_norm, divided, scheduler)
+    averages = Averages(config.averaging, model, plan.total_steps)
+    return Update(model, optimizer, plan.schedule, precision, max_norm, divided, scheduler, plan.mode, averages)
 
 
 def _optimizer(task: Task, model: nn.Module, config: RunConfig, plan: Plan) -> tuple[Optimizer, Scheduler | None]:

@@ -1,0 +1,94 @@
+"""Averaged weights: an exponential moving average (EMA), or the mean of the last part of a run (SWA).
+
+Polyak and Juditsky 1992; Izmailov et al. 2018, https://arxiv.org/abs/1803.05407. Evaluations and checkpoints have the
+averages as the model's weights; the weights that are trained are in the training state of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from lockstep.config import AveragingConfig
+
+
+class Averages:
+    """Averages of trained parameters and floating-point buffers, such as BatchNorm's statistics.
+
+    All ranks have the same weights, so each averages what it has. Without averaging, methods do nothing.
+    """
+
+    def __init__(self, config: AveragingConfig, model: nn.Module, total_steps: int) -> None:
+        self._config, self._model = config, model
+        self._start = round(config.start_share * total_steps) if config.name == "swa" else 0
+        self._updates = 0
+        self._averaged: dict[str, Tensor] = {}
+        if config.name == "ema":
+            self._averaged = {name: value.detach().clone() for name, value in _averageable(model).items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after ``step`` optimizer steps."""
+        config = self._config
+        if config.name == "none" or step <= self._start or step % config.every_steps:
+            return
+        weights = _averageable(self._model)
+        for name in weights.keys() - self._averaged.keys():  # the first update of SWA, or unfrozen since
+            self._averaged[name] = weights[name].detach().clone()
+        averaged, current = [self._averaged[name] for name in weights], [value.detach() for value in weights.values()]
+        if config.name == "swa":
+            get_swa_multi_avg_fn()(averaged, current, torch.tensor(self._updates))
+        else:
+            early = (1 + self._updates) / (10 + self._updates) if config.warmup else 1.0
+            get_ema_multi_avg_fn(min(config.decay, early))(averaged, current, self._updates)
+        self._updates += 1
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange averages and weights, in place; called twice, all is as before."""
+        weights = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        for name, average in self._averaged.items():
+            weight = weights[name].detach()
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """The model has its averaged weights inside."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    def trained(self) -> dict[str, Any] | None:
+        """For a checkpoint, called while the averages are in use: the weights that are trained."""
+        return {"updates": self._updates, "trained": dict(self._averaged)} if self._config.name != "none" else None
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Resume from ``state`` (:meth:`trained`) of a checkpoint, whose averages the model has now."""
+        named = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        saved = {} if state is None else state["trained"]
+        if self._config.name != "none":
+            self._updates = 0 if state is None else state["updates"]
+            names = saved if self._config.name == "swa" else {**_averageable(self._model), **saved}
+            self._averaged = {name: named[name].detach().clone() for name in names}
+        for name, value in saved.items():
+            if hasattr(named[name], "device_mesh"):  # divided among ranks
+                from lockstep.engine.distributed.dtensor_state import divided_like
+
+                value = divided_like(value, named[name])
+            named[name].detach().copy_(value)
+
+
+def _averageable(model: nn.Module) -> dict[str, Tensor]:
+    saved = model.state_dict().keys()
+    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return named | {name: b for name, b in model.named_buffers() if name in saved and b.is_floating_point()}

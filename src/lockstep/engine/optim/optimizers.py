@@ -1,0 +1,195 @@
+"""The configured optimizer of a model: torch's, Lion, any class by its path, and Muon with AdamW beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep._compat.torch import note_step
+from lockstep.config import OptimizerConfig
+from lockstep.config.sections import OPTIMIZERS
+from lockstep.engine.optim.groups import check_optimizer, sparse_layers
+from lockstep.engine.task import Scheduler, Task
+from lockstep.errors import ConfigError, TaskError, UnsupportedError
+
+Groups = list[dict[str, Any]]
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Optimizer:
+    """The configured optimizer over all parameters, fused where torch has a fused kernel.
+
+    Frozen ones have no gradient, and are left alone until they are unfrozen.
+
+    Raises:
+        ConfigError: there is no such class, or it does not take ``optimizer.options``.
+        UnsupportedError: it needs a closure, or this torch does not have it.
+    """
+    parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
+    fused = all(p.device.type in {"cpu", "cuda"} and p.is_floating_point() for p in parameters)
+    fused = fused and not sparse_layers(model)
+    if config.name == "muon":
+        return _muon(config, model, parameters, lr, fused=fused)
+    make: Callable[..., Optimizer]
+    settings: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
+    if config.name == "sgd":
+        # A parameter that is divided among ranks is a DTensor, for which torch has no such kernel.
+        fused = fused and not any(hasattr(p, "device_mesh") for p in parameters)
+        make, settings = SGD, {**settings, "momentum": config.momentum, "nesterov": config.nesterov, "fused": fused}
+    elif config.name in ("adam", "adamw"):
+        make = AdamW if config.name == "adamw" else Adam
+        settings |= {"betas": config.betas, "eps": config.eps, "fused": fused}
+    elif config.name == "lion":
+        make, settings = Lion, {**settings, "betas": config.betas}
+    else:
+        make = Adafactor if config.name == "adafactor" else _find(config.name)
+        taken = signature(make).parameters
+        settings = {name: value for name, value in settings.items() if name in taken or "kwargs" in taken}
+    return _made(config, make, _decayed(config, parameters), settings, model)
+
+
+def _made(
+    config: OptimizerConfig, make: Callable[..., Optimizer], groups: Any, settings: dict[str, Any], model: nn.Module
+) -> Optimizer:
+    try:
+        made = make(groups, **{**settings, **config.options})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the optimizer {config.name} cannot be made with these settings",
+            why=f"{type(error).__name__}: {error}",
+            fix="change optimizer.options, or the setting that it names",
+        ) from None
+    if config.name not in OPTIMIZERS:
+        check_optimizer(made, model)
+    return made
+
+
+def _decayed(config: OptimizerConfig, parameters: list[nn.Parameter]) -> Any:
+    """``parameters``, in two groups where norms and biases have no weight decay."""
+    kinds = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+    if config.weight_decay_on == "all" or not all(kinds):
+        return parameters
+    return [{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}]
+
+
+def _find(path: str) -> Callable[..., Optimizer]:
+    place, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        found: Any = getattr(import_module(place), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"there is no optimizer {path}", why=str(error), fix="name a class as package.module:Class, or install it"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise ConfigError(f"{path} is not an optimizer", fix="name a subclass of torch.optim.Optimizer")
+    return found
+
+
+class Lion(Optimizer):
+    """Sign of an interpolated momentum, with decoupled weight decay.
+
+    Algorithm 2 of Chen et al. 2023, https://arxiv.org/abs/2302.06675. Its rate is 3 to 10 times lower than AdamW's.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        for group in self.param_groups:
+            one, two = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                momentum: Tensor = state.setdefault("exp_avg", torch.zeros_like(parameter))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(torch.lerp(parameter.grad, momentum, one).sign_(), alpha=-group["lr"])
+                momentum.lerp_(parameter.grad, 1 - two)
+
+
+class Several(Optimizer):
+    """Optimizers for different parameters as one: its groups and its state are theirs."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self._parts: Sequence[Optimizer] = ()
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._parts = parts
+        self._share()
+
+    def _share(self) -> None:
+        start = 0
+        for part in self._parts:
+            stop = start + len(part.param_groups)
+            part.param_groups, part.state, start = self.param_groups[start:stop], self.state, stop
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; one that is added later is the last optimizer's."""
+        if self._parts:
+            self._parts[-1].add_param_group(param_group)
+        super().add_param_group(param_group)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step of each."""
+        for part in self._parts:
+            part.step()
+
+
+def _muon(
+    config: OptimizerConfig, model: nn.Module, parameters: list[nn.Parameter], lr: float, *, fused: bool
+) -> Optimizer:
+    """Torch's Muon for the matrices of hidden layers, AdamW for embeddings, the output layer, norms and biases.
+
+    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; its updates are scaled to those of AdamW (Liu et al.
+    2025, https://arxiv.org/abs/2502.16982), so that one rate serves both.
+    """
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        raise UnsupportedError("this torch has no Muon", fix="use torch 2.9 or newer, or optimizer.name=adamw")
+    layers = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.Linear))]
+    outer = {id(m.weight) for m in layers if isinstance(m, nn.Embedding) or m is layers[-1]}
+    hidden = [p for p in parameters if p.dim() == 2 and id(p) not in outer]
+    chosen = set(map(id, hidden))
+    others = _decayed(config, [p for p in parameters if id(p) not in chosen])
+    same: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
+    parts: list[Optimizer] = []
+    if hidden:
+        settings = {**same, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
+        parts.append(_made(config, muon, hidden, settings, model))
+    if others:
+        parts.append(AdamW(others, betas=config.betas, eps=config.eps, fused=fused, **same))
+    return parts[0] if len(parts) == 1 else Several(parts)
+
+
+def scheduler_of(task: Task, optimizer: Optimizer) -> Scheduler | None:
+    """The task's own scheduler of ``optimizer``.
+
+    Raises:
+        TaskError: it is none of torch's.
+    """
+    made = task.scheduler(optimizer)
+    if made is None:
+        return None
+    by_metric = isinstance(made, ReduceLROnPlateau)
+    found = made if isinstance(made, Scheduler) else Scheduler(made, "metric" if by_metric else "step")
+    if not isinstance(found.scheduler, LRScheduler) or found.interval not in ("step", "epoch", "metric"):
+        raise TaskError(
+            "the task's scheduler() did not return a scheduler",
+            why=f"it returned {type(made).__name__}, of {type(found.scheduler).__name__} and {found.interval!r}",
+            fix="return one of torch.optim.lr_scheduler, or lockstep.Scheduler(one, 'step', 'epoch' or 'metric')",
+        )
+    note_step(optimizer)
+    return found

@@ -1,0 +1,104 @@
+"""Averaged weights: against torch's AveragedModel, over a resume, and on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from lockstep.errors import UnsupportedError
+from lockstep.launch.prepare import prepare
+from tests.attempts import attempt
+from tests.gloo import run_ranks
+from tests.toys import Toy
+
+EMA = {"name": "ema", "decay": 0.9, "warmup": False}
+SWA = {"name": "swa", "start_share": 0.5}
+RUN: dict[str, Any] = {
+    "training": {"epochs": 4, "global_batch_size": 16, "early_stopping_patience": 0},
+    "scheduler": {"name": "constant", "warmup_epochs": 0},
+    "checkpoint": {"keep_last": 9},
+}
+
+
+class Watched(Toy):
+    """Averages its weights with torch, too."""
+
+    reference: AveragedModel
+    start, function = 0, staticmethod(get_ema_multi_avg_fn(0.9))
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        type(self).reference = AveragedModel(model, multi_avg_fn=self.function, use_buffers=True)
+        if not self.start:
+            type(self).reference.update_parameters(model)
+        return model
+
+    def hooks(self) -> Any:
+        def average(step: Any, model: nn.Module) -> None:
+            if step.step > self.start:
+                self.reference.update_parameters(model)
+
+        return [(average, 1)]
+
+
+class WatchedSwa(Watched):
+    function = staticmethod(get_swa_multi_avg_fn())
+
+
+@pytest.mark.parametrize(("task", "averaging"), [(Watched, EMA), (WatchedSwa, SWA)], ids=["ema", "swa"])
+def test_the_averages_are_those_of_torch_and_survive_a_resume(
+    tmp_path: Path, task: type[Watched], averaging: dict[str, Any]
+) -> None:
+    if averaging is SWA:
+        task.start = prepare(task, RUN).plan.total_steps // 2
+    saved, _ = attempt(task, tmp_path / "whole", averaging=averaging, **RUN)
+    expected = dict(task.reference.module.state_dict())
+    torch.testing.assert_close(saved, expected)
+    plain, _ = attempt(Toy, tmp_path / "plain", **RUN)
+    assert any(not torch.equal(saved[name], value) for name, value in plain.items())
+    if averaging is EMA:  # the start of SWA follows from the length of the run
+        short = {**RUN, "training": {**RUN["training"], "max_steps": 7}}
+        attempt(Toy, tmp_path / "parts", averaging=EMA, **short)
+        long = {**RUN, "training": {**RUN["training"], "max_steps": None}}
+        resumed, _ = attempt(Toy, tmp_path / "parts", resume=True, averaging=EMA, **long)
+        assert all(torch.equal(resumed[name], value) for name, value in saved.items())
+
+
+def on_ranks(rank: int, size: int, folder: Path) -> list[dict[str, Tensor]]:
+    exact = {**RUN, "training": {**RUN["training"], "reproducibility": "exact"}}
+    sharded: dict[str, Any] = {"averaging": EMA, "hardware": {"strategy": "fsdp"}}
+    return [
+        attempt(Toy, folder / "exact", rank, size, averaging=EMA, **exact)[0],
+        attempt(Toy, folder / "fsdp", rank, size, **sharded, **RUN)[0],
+        attempt(Toy, folder / "fsdp", rank, size, resume=True, **sharded, **longer())[0],
+    ]
+
+
+def longer() -> dict[str, Any]:
+    return {**RUN, "training": {**RUN["training"], "epochs": 6}}
+
+
+def test_two_ranks_have_the_averages_of_one(tmp_path: Path) -> None:
+    (exact, sharded, resumed), _ = run_ranks(on_ranks, 2, tmp_path)
+    settings = {**RUN, "training": {**RUN["training"], "reproducibility": "exact"}}
+    alone, _ = attempt(Toy, tmp_path / "alone", averaging=EMA, **settings)
+    assert all(torch.equal(exact[name], value) for name, value in alone.items())
+    torch.testing.assert_close(sharded, attempt(Toy, tmp_path / "fast", averaging=EMA, **RUN)[0], rtol=1e-5, atol=1e-6)
+    whole, _ = attempt(Toy, tmp_path / "longer", averaging=EMA, **longer())
+    torch.testing.assert_close(resumed, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pipeline_refuses_them() -> None:
+    hardware = {"strategy": "pipeline", "selected_devices": ["cpu", "cpu"]}
+    with pytest.raises(UnsupportedError, match="=ema is incompatible with strategy pipeline"):
+        prepare("autoencoder", {"averaging": EMA, "hardware": hardware})
+
+
+def test_the_plan_says_what_is_averaged() -> None:
+    decision = prepare(Toy, {"averaging": SWA, **RUN}).plan.decisions["averaging"]
+    assert decision.value == "swa" and decision.reason
