@@ -48,6 +48,11 @@ TOKEN_VARIABLE = "LOCKSTEP_TEST_TOKEN"
 GRACE_S = 3.0
 #: How long ranks may take to import torch and find each other, on a busy machine.
 START_S = 90.0
+#: What ranks are forked with.
+IMPORTS = [
+    *("cloudpickle", "pytest", "torchmetrics", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("torch.distributed.tensor", "lockstep.engine.attempt"),
+]
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
@@ -86,7 +91,7 @@ def _start(folder: Path, rank: int, ranks: int, env: dict[str, str]) -> BaseProc
     if sys.platform == "linux":
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.gloo_imports"])
+    server.set_forkserver_preload(IMPORTS)
     (folder / f"rank-{rank}.log").touch()
     process = server.Process(target=_run, args=(folder, rank, ranks, environ))
     process.start()
