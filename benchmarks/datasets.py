@@ -8,7 +8,7 @@
 
 hand0, hand1, hand2   the hand-written loop; its DataLoader has that many workers
 lockstep              ``lockstep.train`` with its defaults
-lockstep0, lockstep1  the same with 0 and with 1 loader process: the better one is Lockstep's best
+lockstep0, lockstep1, lockstep2  the same with that many loader processes: the best one is Lockstep's best
 
 All train the MLP with 561 inputs, batch 32, one thread, and take turns in blocks of steps as in ``peers.py``. Ratios
 are between blocks of one round; what is reported is the median over rounds. ``--quick`` runs two short rounds.
@@ -28,7 +28,7 @@ from pace.catalogue import DATASETS, present
 from pace.pacer import started
 from report import header, ratios, write_json
 
-SIDES = {"hand0": 0, "hand1": 1, "hand2": 2, "lockstep": None, "lockstep0": 0, "lockstep1": 1}
+SIDES = {"hand0": 0, "hand1": 1, "hand2": 2, "lockstep": None, "lockstep0": 0, "lockstep1": 1, "lockstep2": 2}
 
 
 def contest(dataset: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def contest(dataset: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]
                 seconds[side].append(contestants[side].block().wall)
     middle = {side: statistics.median(found) for side, found in seconds.items()}
     by_hand = min(("hand0", "hand1", "hand2"), key=lambda side: middle[side])
-    own = min(("lockstep0", "lockstep1"), key=lambda side: middle[side])
+    own = min(("lockstep0", "lockstep1", "lockstep2"), key=lambda side: middle[side])
     return {
         **{"dataset": dataset, "ranks": ranks},
         "us_per_step": {side: round(value * 1e6, 1) for side, value in middle.items()},

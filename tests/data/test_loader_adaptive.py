@@ -83,7 +83,21 @@ def test_processes_are_kept_if_steps_are_faster_with_them(
     assert places[-1] == ends_in
     ((workers, text),) = said
     assert (workers == 0) == ("in the training process" in text.partition(":")[0]) == (ends_in == 0)
-    assert ("worker processes failed" in text) == (in_worker is None)
+    assert ("failed (" in text) == (in_worker is None)
+    assert not multiprocessing.active_children()
+
+
+def test_more_processes_are_tried_while_they_help() -> None:
+    plan = LoaderPlan(num_workers=0, most_workers=2, prefetch_factor=2, persistent_workers=True, pin_memory=False)
+    source, said = Source(Waiting(0.02, 0.015), default_collate, 3, InOrder()), list[tuple[int, str]]()
+    with contextlib.closing(
+        make_loader(source, requests(), plan, 0, largest=BATCH, settled=lambda *found: said.append(found))
+    ) as loader:
+        indices = [int(index) for batch in loader for index in batch[0]]
+    assert indices == [index for request in requests() for index in range(request.start, request.stop)]
+    ((workers, text),) = said
+    assert workers == 2
+    assert "with 1 worker process," in text
     assert not multiprocessing.active_children()
 
 

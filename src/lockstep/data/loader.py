@@ -62,8 +62,8 @@ class AdaptiveLoader:
     """Times its first batches, and starts up to ``plan.most_workers`` processes if they shorten a step.
 
     The batches are the same either way: each follows from its request alone. Once per loader, a number of processes
-    that :func:`lockstep.planning.loader.worth_trying` expects to help is started and timed; if a step is not shorter
-    with them, or if they fail, they are ended.
+    that :func:`lockstep.planning.loader.worth_trying` expects to help is started and timed, then twice as many while
+    that shortens a step. The best number is kept; if a step is not shorter with any, or if they fail, they are ended.
     """
 
     def __init__(
@@ -111,38 +111,76 @@ class AdaptiveLoader:
     def _tried(
         self, workers: int, alone: _Pace, requests: Iterator[Request]
     ) -> Generator[Any, None, Iterator[Request]]:
-        """Batches by ``workers`` processes; returns the requests that are left when they do not help, or fail."""
+        """Batches by ``workers`` processes, or twice as many while that helps; returns what is left when none help."""
+        times, best = {0: alone.step_s}, 0
+        most, compute_s = self._plan.most_workers, alone.step_s - alone.load_s
+
+        def stays(step_s: float) -> bool:
+            """Whether the present number of processes is the best; called once it is timed."""
+            nonlocal best
+            if workers in times:
+                return True
+            times[workers] = step_s
+            if step_s > (1 - GAIN) * times[best]:
+                return False
+            best = workers
+            stays = workers == most or (1 - GAIN) * step_s < compute_s
+            if stays:
+                self._settle(best, times, alone)
+            return stays
+
+        while workers:
+            left, error = yield from self._by(workers, requests, stays)
+            requests = iter(()) if left is None else left
+            if left is None:
+                break
+            if error is not None:  # they were not asked for: without them, the run is slower at most
+                why = (str(error) or type(error).__name__).splitlines()[0]
+                self._settled(0, f"Data are loaded in the training process: {_several(workers)} failed ({why}).")
+                return requests
+            if best != workers:
+                self._settle(best, times, alone)
+                workers = best
+            else:
+                workers = min(2 * workers, most)
+        return requests
+
+    def _by(
+        self, workers: int, requests: Iterator[Request], stays: Callable[[float], bool]
+    ) -> Generator[Any, None, tuple[Iterator[Request] | None, Exception | None]]:
+        """Batches by ``workers`` processes until these fail or do not stay; returns the requests left, and the error."""
         plan = self._plan.model_copy(update={"num_workers": workers})
         asked: deque[Request] = deque()
         pace, enough = _Pace(workers * plan.prefetch_factor + WARM_UP), False
-        several = f"{workers} worker process{'es' * (workers > 1)}"
-        loading = f"a step takes {_ms(alone.step_s)} with {_ms(alone.load_s)} of loading in the training process"
         with contextlib.closing(WorkerLoader(self._source, _noted(requests, asked), plan, self._rank)) as loader:
             batches, before = iter(loader), time.perf_counter()
             while True:
                 try:
                     batch = next(batches)
                 except StopIteration:
-                    break
+                    return None, None
                 except LockstepError:
                     raise
-                except Exception as error:  # they were not asked for: without them, the run is slower at most
-                    why = (str(error) or type(error).__name__).splitlines()[0]
-                    self._settled(0, f"Data are loaded in the training process: {several} failed ({why}).")
-                    break
+                except Exception as error:
+                    return chain(asked, requests), error
                 request = asked.popleft()
                 yield batch
                 if enough:
                     continue
                 now = time.perf_counter()
                 enough, before = pace.add(request, 0.0, now - before), now
-                if enough and pace.step_s > (1 - GAIN) * alone.step_s:
-                    found = f"{_ms(pace.step_s)} with {several}"
-                    self._settled(0, f"Data are loaded in the training process: {loading}, {found}.")
-                    break
-                if enough:
-                    self._settled(workers, f"Data are loaded by {several}: {loading}, {_ms(pace.step_s)} with them.")
-        return chain(asked, requests)
+                if enough and not stays(pace.step_s):
+                    return chain(asked, requests), None
+
+    def _settle(self, best: int, times: dict[int, float], alone: _Pace) -> None:
+        where = f"by {_several(best)}" if best else "in the training process"
+        found = ", ".join(f"{_ms(step_s)} with {_several(workers)}" for workers, step_s in times.items() if workers)
+        loading = f"{_ms(alone.step_s)} with {_ms(alone.load_s)} of loading in the training process"
+        self._settled(best, f"Data are loaded {where}: a step takes {loading}, {found}.")
+
+
+def _several(workers: int) -> str:
+    return f"{workers} worker process{'es' * (workers > 1)}"
 
 
 def _noted(requests: Iterator[Request], asked: deque[Request]) -> Iterator[Request]:
