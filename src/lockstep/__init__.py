@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lockstep.api.train import verify as verify
     from lockstep.config import RunConfig as RunConfig
     from lockstep.data.arrays import ArrayDataset as ArrayDataset
+    from lockstep.data.mixture import Mixture as Mixture
     from lockstep.data.order import Order as Order
     from lockstep.engine.distributed.collectives import collectives as collectives
     from lockstep.engine.task import Callback as Callback
@@ -42,6 +43,7 @@ _HOMES = {
     "Datasets": "lockstep.engine.task",
     "LockstepError": "lockstep.errors",
     "Loss": "lockstep.engine.task",
+    "Mixture": "lockstep.data.mixture",
     "Order": "lockstep.data.order",
     "Run": "lockstep.api.run",
     "RunConfig": "lockstep.config",
@@ -68,6 +70,7 @@ __all__ = [
     "Datasets",
     "LockstepError",
     "Loss",
+    "Mixture",
     "Order",
     "Run",
     "RunConfig",

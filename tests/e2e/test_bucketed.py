@@ -15,6 +15,7 @@ from lockstep.data.requests import windows
 from lockstep.engine.training_data import training_source
 from lockstep.errors import ConfigError
 from lockstep.launch.api import resume
+from lockstep.planning import OrderPlan
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_exact import fingerprint
 from tests.gloo import ROOT
@@ -66,7 +67,7 @@ def dealt(ranks: int) -> dict[tuple[int, int], list[int]]:
     """What every rank should have got in every step."""
     task = Sequences()
     plan = lockstep.make_plan(task, {"hardware": {"selected_devices": ["cpu"] * ranks}})
-    source = training_source(task, task.train_data, plan)
+    source = training_source(task, task.datasets(), plan)
     walks = [windows(plan.batch, rank=rank, epoch=0, position=0, epochs=2, ghosts=False) for rank in range(ranks)]
     return {
         (step, rank): [i for request in window.requests for i in source.indices(request).tolist()]
@@ -82,7 +83,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 def test_the_plan_says_how_samples_are_ordered(alone: RunDir) -> None:
     plan = alone.plan()
-    assert plan["order"] == {"window": 512, "block": 64, "lanes": 8}
+    assert plan["order"] == OrderPlan(window=512, block=64, lanes=8).model_dump()
     assert plan["decisions"]["order"]["value"] == "bucketed"
     manifest = json.loads((alone.checkpoints / "last" / "manifest.json").read_text())
     assert manifest["order"] == plan["order"]

@@ -25,7 +25,7 @@ def planned(**settings: Any) -> tuple[Sequences, Plan]:
 
 
 def epoch_of(task: Sequences, plan: Plan, epoch: int = 0) -> np.ndarray:
-    source = training_source(task, task.train_data, plan)
+    source = training_source(task, lockstep.Datasets(task.train_data), plan)
     return source.indices(Request(epoch, 0, 0, plan.batch.samples, window=(0, plan.batch.samples)))
 
 
@@ -42,7 +42,7 @@ def test_the_order_depends_neither_on_batch_nor_on_ranks() -> None:
 
 def test_overfitting_takes_a_fixed_part_of_the_data_in_order_of_length() -> None:
     task, plan = planned(debug={"overfit_batches": 5}, data={"bucket_window": 120, "bucket_block": 60})
-    source = training_source(task, task.train_data, plan)
+    source = training_source(task, lockstep.Datasets(task.train_data), plan)
     assert plan.batch.samples == 120
     epochs = [source.order.slice(epoch, 0, 120) for epoch in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1])
@@ -56,7 +56,7 @@ def test_lengths_that_change_are_noticed() -> None:
     before = inspect_task(task, task.datasets(), "it")
     task.train_data.lengths = task.train_data.lengths + 1
     with pytest.raises(DataError, match="other lengths than before"):
-        training_source(task, task.train_data, plan)
+        training_source(task, lockstep.Datasets(task.train_data), plan)
     after = inspect_task(task, lockstep.Datasets(task.train_data), "it")
     assert after.fingerprint != before.fingerprint
     task.train_data.lengths = task.train_data.lengths[1:]

@@ -18,7 +18,14 @@ from torch.utils.data import (
 )
 
 from lockstep.data.workers import child_signal_kept
-from lockstep.engine.lightning.dataloaders import SharedBatches, epoch_steps, evaluation_loader, orders
+from lockstep.engine.lightning.dataloaders import (
+    SharedBatches,
+    epoch_steps,
+    evaluation_loader,
+    orders,
+    training_loader,
+)
+from lockstep.engine.state import TrainState
 from lockstep.errors import ConfigError, DataError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.planning.batch import BatchPlan, resolve_batch
@@ -138,7 +145,6 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (DataLoader(numbers(4), sampler=WeightedRandomSampler([1.0] * 4, 4)), "WeightedRandomSampler"),
         (DataLoader(Stream()), "iterable"),
         ([DataLoader(numbers(4)), DataLoader(numbers(4))], "ConcatDataset"),
         (DataLoader(numbers(4), batch_sampler=[[0, 1], [2, 3]]), "list"),
@@ -149,6 +155,21 @@ def test_a_loader_whose_order_cannot_be_lockstep_s_is_refused(loader: Any, words
     with pytest.raises(UnsupportedError, match=words):
         orders(loader, 2)
     assert not orders(loader, 1)
+
+
+def test_torchs_weighted_sampler_is_taken_over_on_any_number_of_ranks() -> None:
+    sampler = WeightedRandomSampler([0.0, 1.0, 3.0, 0.0], 24)
+    loader = DataLoader(numbers(4), batch_size=2, sampler=sampler)
+    assert orders(loader, 3)
+    drawn = []
+    for ranks in (1, 3):
+        plan = BatchPlan(samples=24, global_batch=6, batch_size=6 // ranks, accumulate=1, ranks=ranks)
+        worlds = [World(rank, ranks, rank, ranks) for rank in range(ranks)]
+        loaders = [training_loader(loader, plan, 7, world, TrainState()) for world in worlds]
+        steps = zip(*(mine.batch_sampler for mine in loaders), strict=True)  # type: ignore[union-attr]
+        drawn.append([index for step in steps for batch in step for index in batch])
+    assert drawn[0] == drawn[1]
+    assert set(drawn[0]) == {1, 2}
 
 
 @pytest.mark.parametrize("own", [{"sampler": WeightedRandomSampler([1.0] * 4, 4)}, {"batch_sampler": OWN_BATCHES}])

@@ -163,7 +163,7 @@ def measure_loader(rank: Rank, step: Case, endless: Plan, counts: Sequence[int],
         row = measure(site, step)
         needed = row["mean_ms"] - row["parts_ms"]["data"]
         rank.report({"demand": step.plan.batch.global_batch / needed * 1e3})
-        source = training_source(site.task, site.datasets.train, endless)
+        source = training_source(site.task, site.datasets, endless)
         for workers in counts:
             rate = loading_rate(source, endless, workers, seconds, device=site.device, check=rank.check)
             rank.report(

@@ -344,6 +344,17 @@ class DataConfig(Section):
         default=None, description="keep workers between epochs; unset: chosen by the plan"
     )
     pin_memory: bool | None = Field(default=None, description="page-locked host memory; unset: on for GPUs")
+    sampling: Literal["auto", "uniform", "weighted", "balanced"] = Field(
+        default="auto",
+        description="uniform: every sample once an epoch; weighted: by the task's weights; balanced: every class "
+        "equally often, by the labels; auto: weighted when the task gives weights",
+    )
+    replacement: bool | None = Field(
+        default=None, description="whether a weighted epoch may have a sample several times; unset: yes"
+    )
+    epoch_samples: int | None = Field(
+        default=None, ge=1, description="samples of an epoch; unset: as many as the training set has"
+    )
     bucketing: Switch = Field(
         default="auto",
         description="order samples by length, which reduces padding; auto: on when the task gives lengths",

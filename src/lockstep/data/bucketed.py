@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.order import Order, check_slice, derive_key, shuffled
+from lockstep.data.sampling import SampleOrder
 from lockstep.errors import DataError
 from lockstep.planning.order import check_sizes
 
@@ -30,7 +31,7 @@ class BucketedOrder:
 
     Args:
         order: the order that the windows are cut from.
-        lengths: one number per sample, in any unit: shape [samples]. A memory map stays one.
+        lengths: one number per sample, in any unit: shape [samples of the data set]. A memory map stays one.
         window: samples sorted together, a multiple of ``block``; stored with the run.
         block: samples that stay together in order of length; stored with the run.
 
@@ -39,10 +40,11 @@ class BucketedOrder:
         DataError: ``lengths`` is not one number per sample.
     """
 
-    def __init__(self, order: Order, lengths: Sequence[float] | NDArray[Any], window: int, block: int) -> None:
+    def __init__(self, order: SampleOrder, lengths: Sequence[float] | NDArray[Any], window: int, block: int) -> None:
         check_sizes(window, block)
-        self._lengths = check_lengths(lengths, order.samples)
-        self.order = order
+        self._lengths = check_lengths(lengths, order.samples if type(order) is Order else len(lengths))
+        self.order, self.samples, self.repeats = order, order.samples, order.repeats
+        self.seed = order.seed
         self.window = window
         self.block = block
         self._cache: tuple[int, int, NDArray[np.int64]] | None = None

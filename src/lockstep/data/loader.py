@@ -148,7 +148,7 @@ class AdaptiveLoader:
     def _by(
         self, workers: int, requests: Iterator[Request], stays: Callable[[float], bool]
     ) -> Generator[Any, None, tuple[Iterator[Request] | None, Exception | None]]:
-        """Batches by ``workers`` processes until these fail or do not stay; returns the requests left, and the error."""
+        """Batches by ``workers`` processes until these fail or do not stay; returns the requests left and the error."""
         plan = self._plan.model_copy(update={"num_workers": workers})
         asked: deque[Request] = deque()
         pace, enough = _Pace(workers * plan.prefetch_factor + WARM_UP), False

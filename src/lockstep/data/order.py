@@ -120,6 +120,9 @@ class Order:
         DataError: there are no samples, or more than ``MAX_SAMPLES``.
     """
 
+    #: No sample is seen twice in an epoch.
+    repeats = False
+
     def __init__(self, samples: int, seed: int) -> None:
         if not 1 <= samples <= MAX_SAMPLES:
             raise DataError(
@@ -183,10 +186,16 @@ def shuffled(count: int, key: int) -> NDArray[np.int64]:
     Sorts the outputs of the SplitMix64 generator, which are all different, so that no tie favours
     an order. (``Generator.permutation`` would tie the order of a run to a version of NumPy.)
     """
-    words = np.arange(1, count + 1, dtype=np.uint64)
+    words = words_of(np.arange(count, dtype=np.uint64), key)
+    return np.argsort(_mix(words, np.empty_like(words)), kind="stable").astype(np.int64, copy=False)
+
+
+def words_of(places: _WORDS, key: int) -> _WORDS:
+    """The states of the SplitMix64 generator with seed ``key`` after ``places`` numbers."""
+    words = places + np.uint64(1)
     words *= _GOLDEN
     words += np.uint64(key)
-    return np.argsort(_mix(words, np.empty_like(words)), kind="stable").astype(np.int64, copy=False)
+    return words
 
 
 def mixed(words: _WORDS) -> _WORDS:

@@ -240,11 +240,13 @@ class Reader:
     def gives_whole_batches(self) -> bool:
         """Whether a batch is one gather from memory. May read a sample."""
         if self._gather is None and self._has_items and self._gives_list is None:
-            self._item(0, 0)
+            self._item(0, 0, 0)
         return self.gathers_tensors or self._gives_list is False
 
-    def batch(self, epoch: int, indices: Indices, position: int) -> Any:
+    def batch(self, epoch: int, indices: Indices, position: int, keys: Indices | None = None) -> Any:
         """The samples ``indices`` as a batch, which begins at ``position`` of ``epoch``.
+
+        ``keys``: what the draws of samples are keyed by, in place of their indices, where one may occur twice.
 
         Raises:
             SampleError: the data set failed, or ``collate``.
@@ -256,18 +258,26 @@ class Reader:
                 self._gather = None
         samples, batches = self._drawn or (_ALL, _ALL)
         if samples or batches:
-            return self._seeded(epoch, indices, position, samples, batches, notes=self._drawn is None)
+            return self._seeded(epoch, indices, keys, position, samples, batches, notes=self._drawn is None)
         every = generators()
         before = [generator.mark() for generator in every]
-        batch = self._collated(self._samples(epoch, indices), indices)
+        batch = self._collated(self._samples(epoch, indices, keys), indices)
         if [generator.mark() for generator in every] == before:
             return batch
         for generator, mark in zip(every, before, strict=True):
             generator.reset(mark)
-        return self._seeded(epoch, indices, position, _ALL, _ALL, notes=True)
+        return self._seeded(epoch, indices, keys, position, _ALL, _ALL, notes=True)
 
     def _seeded(
-        self, epoch: int, indices: Indices, position: int, samples: Places, batches: Places, *, notes: bool
+        self,
+        epoch: int,
+        indices: Indices,
+        keys: Indices | None,
+        position: int,
+        samples: Places,
+        batches: Places,
+        *,
+        notes: bool,
     ) -> Any:
         """The batch with ``samples`` seeded before each sample, and ``batches`` too before it is collated.
 
@@ -281,7 +291,7 @@ class Reader:
         try:
             marks = [generator.mark() for generator in unsown[0]]
             outside = [(generator, generator.mark()) for generator in unsown[1]]
-            items = self._samples(epoch, indices, samples, by_samples if notes else None)
+            items = self._samples(epoch, indices, keys, samples, by_samples if notes else None)
             missed = [generator.mark() for generator in unsown[0]] != marks
             words = batch_words(self._seed, epoch, position)
             for place in both:
@@ -300,11 +310,16 @@ class Reader:
         elif missed:
             for generator, mark in outside:
                 generator.reset(mark)
-            return self._seeded(epoch, indices, position, _ALL, _ALL, notes=True)
+            return self._seeded(epoch, indices, keys, position, _ALL, _ALL, notes=True)
         return batch
 
     def _samples(
-        self, epoch: int, indices: Indices, seeded: Places = frozenset(), drawn: set[int] | None = None
+        self,
+        epoch: int,
+        indices: Indices,
+        keys: Indices | None,
+        seeded: Places = frozenset(),
+        drawn: set[int] | None = None,
     ) -> list[Any] | None:
         """The samples, each after ``seeded`` have been seeded for it; ``None``: they are read as a whole.
 
@@ -319,14 +334,14 @@ class Reader:
             except Exception:
                 pass
         items: list[Any] = []
-        words = sample_words(self._seed, epoch, indices) if seeded else []
+        words = sample_words(self._seed, epoch, indices if keys is None else keys) if seeded else []
         pairs = [(place, generators()[place]) for place in seeded]
         for number, index in enumerate(numbers):
             for place, generator in pairs:
                 generator.seed(words[number][place])
             sown = [generator.mark() for _, generator in pairs] if drawn is not None else []
             try:
-                items.append(self._item(epoch, index))
+                items.append(self._item(epoch, index, index if keys is None else int(keys[number])))
             except LockstepError:
                 raise
             except Exception as error:
@@ -338,11 +353,11 @@ class Reader:
                 return None
         return items
 
-    def _item(self, epoch: int, index: int) -> Any:
+    def _item(self, epoch: int, index: int, key: int) -> Any:
         if self._has_sample:
             leaf, at = leaf_of(self._dataset, index)
             if hasattr(leaf, "sample"):
-                return leaf.sample(at, sample_rng(self._seed, epoch, index))
+                return leaf.sample(at, sample_rng(self._seed, epoch, key))
             return leaf[at]
         if not self._has_items:
             return self._dataset[index]

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -19,13 +19,8 @@ from torch import Tensor
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import deal
 from lockstep.data.reader import Collate, Indices, Reader
+from lockstep.data.sampling import SampleOrder
 from lockstep.planning import BatchPlan
-
-
-class SampleOrder(Protocol):
-    """A pure function from positions of an epoch to sample indices."""
-
-    def slice(self, epoch: int, start: int, stop: int) -> Indices: ...
 
 
 class Request(NamedTuple):
@@ -122,7 +117,8 @@ class Source:
         """The batch of ``request``; () for one without samples (an empty lane)."""
         if request.start == request.stop:
             return ()
-        return self.reader.batch(request.epoch, self.indices(request), request.start)
+        keys = self.places(request) if self.order.repeats else None
+        return self.reader.batch(request.epoch, self.indices(request), request.start, keys)
 
     @cached_property
     def reader(self) -> Reader:
@@ -136,6 +132,13 @@ class Source:
         first, stop = request.window
         dealt = deal(stop - first, self.lanes)[request.start - first : request.stop - first]
         return self.order.slice(request.epoch, first, stop)[dealt]
+
+    def places(self, request: Request) -> Indices:
+        """The positions of those samples in the epoch: shape [size]."""
+        if self.lanes is None or request.window is None:
+            return np.arange(request.start, request.stop)
+        first, stop = request.window
+        return first + deal(stop - first, self.lanes)[request.start - first : request.stop - first]
 
     @property
     def gathers(self) -> bool:
@@ -165,6 +168,8 @@ class Source:
 
 class InOrder:
     """The order of evaluation: index order."""
+
+    samples, seed, repeats = 2**62, 0, False
 
     def slice(self, epoch: int, start: int, stop: int) -> Indices:
         return np.arange(start, stop, dtype=np.int64)

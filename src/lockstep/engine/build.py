@@ -44,7 +44,7 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
         Validation(rank, task, datasets, parts),
         Checkpoints(rank, task, parts, log),
         trace,
-        trace.source(training_source(task, datasets.train, rank.plan)),
+        trace.source(training_source(task, datasets, rank.plan)),
         scalars={},
     )
 

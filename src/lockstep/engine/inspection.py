@@ -77,6 +77,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         whole_batches=_gives_whole_batches(task, datasets.train),
         quick_samples=opens_files and has_quick_samples(datasets.train),
         lengths=lengths,
+        sampling=None if datasets.weights is None else datasets.weights.facts,
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
         optimizer_lr=lr,
         own_schedule=scheduled,

@@ -139,7 +139,7 @@ def check_fits(manifest: dict[str, Any], plan: Plan) -> None:
         raise CheckpointError(
             f"the run's order is {order}; that of the plan is {plan.order}",
             why="in another order samples would repeat and others would be left out",
-            fix="leave data.bucketing, data.bucket_window and data.bucket_block as they were",
+            fix="leave the weights and the settings of data (sampling, bucketing, epoch_samples) as they were",
         )
     if manifest.get("seed") != plan.seed:
         raise CheckpointError(

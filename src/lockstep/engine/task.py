@@ -38,11 +38,15 @@ class Datasets:
     Draws from ``random``, ``numpy.random`` and torch's global generator inside ``[i]`` are keyed by (seed, epoch,
     index), so that augmentation is the same for any number of ranks and workers. A data set may offer
     ``sample(index, rng)`` instead, which is faster: ``rng`` is a NumPy generator with that key.
+
+    ``weights``: how often each training sample is drawn, in proportion: one number for each; a function that returns
+    them for an epoch, from 0; or torch's ``WeightedRandomSampler``, of which weights, length and replacement are taken.
     """
 
     train: Any
     val: Any = None
     test: Any = None
+    weights: Any = None
 
 
 @dataclass(frozen=True)

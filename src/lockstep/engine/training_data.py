@@ -8,11 +8,12 @@ from typing import Any, cast
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from lockstep.config import RunConfig
+from lockstep.config import DataConfig, RunConfig
 from lockstep.data.bucketed import BucketedOrder, check_lengths, hash_lengths
 from lockstep.data.order import Order
 from lockstep.data.reader import Collate, Indices
-from lockstep.data.requests import SampleOrder, Source, Window, windows
+from lockstep.data.requests import Source, Window, windows
+from lockstep.data.sampling import SampleOrder, Sampling, resolve_sampling
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.process.runtime import seeded
 from lockstep.engine.task import Datasets, DataSettings, Task
@@ -47,20 +48,26 @@ def open_datasets(task: Task, config: RunConfig) -> Datasets:
     """``task.datasets()`` under the run's seed; its data are prepared on this node."""
     task.data = data_settings(config)
     with seeded(config.training.seed):
-        return task.datasets()
+        given = task.datasets()
+    if not hasattr(given, "train") or not hasattr(given.train, "__len__"):
+        return given
+    data = DataConfig() if hasattr(task, "loader_facts") else config.data  # a module's loaders decide
+    sampling = resolve_sampling(given.train, getattr(given, "weights", None), data)
+    return Datasets(getattr(given.train, "joined", given.train), given.val, given.test, sampling)
 
 
 def data_settings(config: RunConfig) -> DataSettings:
     return DataSettings(config.data.data_dir, config.data.download, config.training.seed)
 
 
-def training_source(task: Task, dataset: Any, plan: Plan) -> Source:
-    """Batches of ``dataset`` in the order of the run.
+def training_source(task: Task, datasets: Datasets, plan: Plan) -> Source:
+    """Batches of the training data in the order of the run.
 
     Raises:
-        DataError: the lengths of the samples are not those that the plan was made with.
+        DataError: the weights or the lengths of the samples are not those that the plan was made with.
     """
-    return Source(dataset, collate_of(task), plan.seed, _order(task, plan), plan.order.lanes)
+    order = _order(task, datasets.weights, plan)
+    return Source(datasets.train, collate_of(task), plan.seed, order, plan.order.lanes)
 
 
 def walk(plan: Plan, world: World, *, epoch: int = 0, position: int = 0) -> Iterator[Window]:
@@ -86,13 +93,14 @@ class _Subset:
 
     def __init__(self, indices: Indices, order: SampleOrder) -> None:
         self._indices, self._order = indices, order
+        self.samples, self.seed, self.repeats = order.samples, order.seed, order.repeats
 
     def slice(self, epoch: int, start: int, stop: int) -> Indices:
         return self._indices[self._order.slice(epoch, start, stop)]
 
 
-def _order(task: Task, plan: Plan) -> SampleOrder:
-    whole = Order(plan.task.train_samples, plan.seed)
+def _order(task: Task, sampling: Sampling | None, plan: Plan) -> SampleOrder:
+    whole = _sampled(sampling, plan)
     if plan.overfit_samples is None:
         return _bucketed(whole, _lengths(task, plan), plan) if plan.order.bucketed else whole
     subset, order = whole.slice(0, 0, plan.overfit_samples), Order(plan.overfit_samples, plan.seed)
@@ -101,7 +109,22 @@ def _order(task: Task, plan: Plan) -> SampleOrder:
     return _Subset(subset, order)
 
 
-def _bucketed(order: Order, lengths: NDArray[Any], plan: Plan) -> BucketedOrder:
+def _sampled(sampling: Sampling | None, plan: Plan) -> SampleOrder:
+    """The order before it is bucketed; its weights must be those of the plan, as lengths must be."""
+    planned = plan.order
+    if planned.sampling is None and planned.positions is None:
+        return Order(plan.task.train_samples, plan.seed)
+    found = None if sampling is None else sampling.facts.digest
+    if sampling is None or found != (planned.digest or ""):
+        raise DataError(
+            f"the training set is to be {planned.sampling}; its weights here are not those of the plan",
+            why=f"their hash was {planned.digest}, here it is {found}",
+            fix="let the weights of Task.datasets() depend on the data and the epoch alone",
+        )
+    return sampling.order(planned.positions or sampling.facts.positions, plan.seed)
+
+
+def _bucketed(order: SampleOrder, lengths: NDArray[Any], plan: Plan) -> BucketedOrder:
     window, block = plan.order.window, plan.order.block
     assert window is not None
     assert block is not None

@@ -46,7 +46,7 @@ class TrainingOrder(Callback):
         # The Trainer may ask for its loader again, and has what fits by then.
         self._accumulate = self._accumulate or trainer.accumulate_grad_batches
         self._batch, decisions = resolve_batch(
-            samples=len(loader.dataset),
+            samples=len(loader.sampler),
             ranks=self._world.size,
             devices_per_rank=1,
             batch_size=loader.batch_size,

@@ -22,12 +22,27 @@ MIN_WINDOW_SAMPLES = 512
 BLOCKS = 8
 
 
+class SamplingFacts(BaseModel):
+    """How the task's samples are chosen, where that is not each of them once an epoch.
+
+    ``kind``: for people. ``digest``: a hash of the weights. ``positions``: of an epoch; ``most``: that it can have.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    digest: str
+    positions: int
+    most: int | None = None
+
+
 class OrderPlan(BaseModel):
     """Sizes in samples; all ``None`` when the order is a plain shuffle.
 
     ``window`` samples are sorted by length together, in blocks of ``block``. The items of a step are split into
     ``lanes`` strided parts (virtual ranks), so that parts that run at the same time have equal work.
-    A resume keeps all three.
+    ``sampling``: how samples are chosen, with a ``digest`` of the weights; ``positions``: of an epoch. A resume keeps
+    all of it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -35,42 +50,77 @@ class OrderPlan(BaseModel):
     window: int | None = None
     block: int | None = None
     lanes: int | None = None
+    sampling: str | None = None
+    digest: str | None = None
+    positions: int | None = None
 
     @property
     def bucketed(self) -> bool:
         return self.window is not None
 
     def __str__(self) -> str:
+        text = self.sampling or "shuffled"
+        text += f", {self.positions} samples an epoch" if self.positions else ""
+        text += f" (weights {self.digest})" if self.digest else ""
         if not self.bucketed:
-            return "shuffled"
-        return f"bucketed by length in windows of {self.window} samples and blocks of {self.block}"
+            return text
+        by_length = f"bucketed by length in windows of {self.window} samples and blocks of {self.block}"
+        return by_length if text == "shuffled" else f"{text}, {by_length}"
 
 
 def resolve_order(
-    config: DataConfig, *, samples: int, lengths: bool, lanes: int, held: OrderPlan | None
+    config: DataConfig,
+    *,
+    samples: int,
+    lengths: bool,
+    lanes: int,
+    held: OrderPlan | None,
+    sampling: SamplingFacts | None = None,
 ) -> tuple[OrderPlan, Decision]:
     """The order of a run, and the decision.
 
     Args:
         samples: of the training set.
+        sampling: how they are chosen; ``None``: each once an epoch.
         lengths: whether the task gives the length of each.
         held: that of the run, on resume.
 
     Raises:
         ConfigError: sizes that do not fit, lengths that are missing, or a change of the order on resume.
     """
-    order, reason = _order(config, samples, lengths, lanes, held)
-    return order, Decision("order", "order", "bucketed" if order.bucketed else "shuffled", reason, str(order))
+    chosen, given = _sampled(config, samples, sampling)
+    order, reason = _order(config, chosen.positions or samples, lengths, lanes, chosen, held)
+    reason = f"{given}; {reason}" if given else reason
+    return order, Decision(
+        "order", "order", "bucketed" if order.bucketed else order.sampling or "shuffled", reason, str(order)
+    )
+
+
+def _sampled(config: DataConfig, samples: int, sampling: SamplingFacts | None) -> tuple[OrderPlan, str]:
+    """How samples are chosen, before bucketing, and why; all ``None`` where each is seen once an epoch."""
+    positions = config.epoch_samples or (sampling.positions if sampling else samples)
+    if sampling is not None and sampling.most is not None and positions > sampling.most:
+        raise ConfigError(
+            f"an epoch of {positions} samples cannot be drawn without replacement",
+            why=f"{sampling.most} samples have a weight above 0",
+            fix=f"set data.replacement=true, or data.epoch_samples to at most {sampling.most}",
+        )
+    length = None if positions == samples else positions
+    why = "data.epoch_samples" if config.epoch_samples and length else ""
+    if sampling is None or not sampling.digest:
+        return OrderPlan(positions=length), why
+    why = f"{'data.sampling' if config.sampling != 'auto' else 'as the training data say'}{why and ' and '}{why}"
+    return OrderPlan(sampling=sampling.kind, digest=sampling.digest, positions=length), why
 
 
 def _order(
-    config: DataConfig, samples: int, lengths: bool, lanes: int, held: OrderPlan | None
+    config: DataConfig, samples: int, lengths: bool, lanes: int, chosen: OrderPlan, held: OrderPlan | None
 ) -> tuple[OrderPlan, str]:
     if held is not None:
-        _check_held(config, samples, held)
+        _check_held(config, samples, chosen, held)
         return held, "as the run began: another order would repeat some samples and leave others out"
     if config.bucketing == "off":
-        return OrderPlan(), "data.bucketing is off"
+        return chosen, "data.bucketing is off"
     if not lengths:
         if config.bucketing == "on":
             raise ConfigError(
@@ -78,12 +128,14 @@ def _order(
                 why="an order by length needs one number per training sample",
                 fix="return them from Task.lengths(), or set data.bucketing=auto",
             )
-        return OrderPlan(), "auto: the task gives no lengths of its samples"
+        return chosen, "auto: the task gives no lengths of its samples"
     window, block = _sizes(config, samples)
     given = config.bucket_window or config.bucket_block
     sizes = "sizes as configured" if given else f"the default sizes for {samples} samples"
     asked = "data.bucketing is on" if config.bucketing == "on" else "auto: the task gives the lengths of its samples"
-    return OrderPlan(window=window, block=block, lanes=lanes), f"{asked}; {sizes}, on any devices"
+    return chosen.model_copy(
+        update={"window": window, "block": block, "lanes": lanes}
+    ), f"{asked}; {sizes}, on any devices"
 
 
 def order_notes(config: DataConfig, order: OrderPlan, global_batch: int) -> Iterator[Note]:
@@ -126,20 +178,21 @@ def _sizes(config: DataConfig, samples: int) -> tuple[int, int]:
     return window, block
 
 
-def _check_held(config: DataConfig, samples: int, held: OrderPlan) -> None:
+def _check_held(config: DataConfig, samples: int, chosen: OrderPlan, held: OrderPlan) -> None:
     asked = held
     if held.bucketed and config.bucketing == "off":
-        asked = OrderPlan()
+        asked = held.model_copy(update={"window": None, "block": None, "lanes": None})
     elif held.bucketed:
         sizes = {"window": config.bucket_window or held.window, "block": config.bucket_block or held.block}
         asked = held.model_copy(update=sizes)
     elif config.bucketing == "on":
         window, block = _sizes(config, samples)
-        asked = OrderPlan(window=window, block=block)
+        asked = held.model_copy(update={"window": window, "block": block})
+    asked = asked.model_copy(update={name: getattr(chosen, name) for name in ("sampling", "digest", "positions")})
     if asked != held:
         raise ConfigError(
             f"the run's order is {held}; asked for is {asked}",
             why="in another order samples would repeat and others would be left out",
-            fix="leave data.bucketing, data.bucket_window and data.bucket_block as they were, or start a new run "
-            "with --init-from",
+            fix="leave the weights and the settings of data (sampling, bucketing, epoch_samples) as they were, or "
+            "start a new run with --init-from",
         )

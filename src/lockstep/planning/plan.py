@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from lockstep.events import Note
 from lockstep.planning.batch import BatchPlan
 from lockstep.planning.decision import Decision, upgraded
-from lockstep.planning.order import OrderPlan
+from lockstep.planning.order import OrderPlan, SamplingFacts
 from lockstep.planning.schedule import Schedule
 from lockstep.strategies import StrategySpec, find_strategy
 
@@ -40,7 +40,7 @@ class TaskFacts(_Frozen):
 
     ``whole_batches``: a batch is one gather. ``quick_samples``: of data that reading opens, a sample is made in less
     time than another process needs to hand it over. ``lengths``: a hash of the lengths of the training samples, if the
-    task gives them.
+    task gives them. ``sampling``: how they are chosen.
     ``loader``: the training loader that a ``LightningModule`` brings.
     ``optimizer_lr``: the learning rate of the task's own optimizer, if it has one: of the first group whose is not 0.
     ``own_schedule``: the task makes a scheduler for its optimizer.
@@ -65,6 +65,7 @@ class TaskFacts(_Frozen):
     whole_batches: bool = False
     quick_samples: bool = False
     lengths: str | None = None
+    sampling: SamplingFacts | None = None
     loader: LoaderFacts | None = None
     optimizer_lr: float | None = None
     own_schedule: bool = False

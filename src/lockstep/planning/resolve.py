@@ -82,14 +82,15 @@ def make_plan(
         config = config.model_copy(update={"training": training})
     given = Given(config, placement, facts, cores, preset)
     synced = _sync_batchnorm(given)
-    batch, sized = _batch(given, held, bool(synced.value))
     order, ordered = resolve_order(
-        config.data,
+        config.data if facts.loader is None else config.data.model_copy(update={"epoch_samples": None}),
         samples=facts.train_samples,
         lengths=facts.lengths is not None,
         lanes=config.training.lanes,
         held=resume.order if resume else None,
+        sampling=facts.sampling,
     )
+    batch, sized = _batch(given, order.positions or facts.train_samples, held, bool(synced.value))
     course = resolve_course(config, batch, resume, facts)
     on_gpu = placement.accelerator == "gpu"
     loader, loaded = resolve_loader(config.data, facts, cores=cores, local_ranks=given.local_ranks, pin_memory=on_gpu)
@@ -168,10 +169,10 @@ def _sync_batchnorm(given: Given) -> Decision:
     return Decision("sync_batchnorm", "sync batchnorm", on, reason)
 
 
-def _batch(given: Given, held: int | None, sync_batchnorm: bool) -> tuple[BatchPlan, Decisions]:
+def _batch(given: Given, samples: int, held: int | None, sync_batchnorm: bool) -> tuple[BatchPlan, Decisions]:
     t, placement, facts = given.config.training, given.placement, given.facts
     batch, decisions = resolve_batch(
-        samples=facts.train_samples,
+        samples=samples,
         ranks=given.readers,
         devices_per_rank=len(placement.devices) if placement.spec.scatters else 1,
         batch_size=t.batch_size,
@@ -184,7 +185,7 @@ def _batch(given: Given, held: int | None, sync_batchnorm: bool) -> tuple[BatchP
         even=facts.loader is not None,
     )
     if given.config.debug.overfit_batches:
-        few = min(facts.train_samples, given.config.debug.overfit_batches * batch.global_batch)
+        few = min(samples, given.config.debug.overfit_batches * batch.global_batch)
         batch = batch.model_copy(update={"samples": few})
     return batch, decisions
 

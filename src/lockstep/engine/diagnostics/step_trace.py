@@ -80,13 +80,18 @@ class TracedSource(Source):
         return batch.batch if request.ghost else batch
 
     def indices(self, request: Request) -> Indices:
-        indices = super().indices(request)
+        return self._arranged(super().indices(request), request)
+
+    def places(self, request: Request) -> Indices:
+        return self._arranged(super().places(request), request)
+
+    def _arranged(self, values: Indices, request: Request) -> Indices:
         if self.arrangement == "reversed":
-            return indices[::-1].copy()
+            return values[::-1].copy()
         if self.arrangement == "shuffled":
             key = derive_key("arrangement", self.seed, request.epoch, request.start)
-            return np.random.default_rng(key).permutation(indices)
-        return indices
+            return np.random.default_rng(key).permutation(values)
+        return values
 
     @property
     def gathers(self) -> bool:

@@ -12,11 +12,20 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from lockstep._compat.torch import tree_map
+from lockstep.config import DataConfig
 from lockstep.data.order import Order, derive_key, worker_init
-from lockstep.data.requests import InOrder, SampleOrder
+from lockstep.data.requests import InOrder
+from lockstep.data.sampling import SampleOrder, resolve_sampling
 from lockstep.engine.process.runtime import seeded
 from lockstep.engine.state import TrainState
 from lockstep.errors import DataError, UnsupportedError
@@ -223,13 +232,17 @@ def training_loader(
     """
     if not orders(loader, world.size):
         return OwnOrder(loader, batch, seed, state)
-    samples = len(loader.dataset)
+    samples = len(loader.sampler)
     if samples != batch.samples:
         raise DataError(
             f"the training set has {samples} samples here, and had {batch.samples} when the run was planned",
             fix="let the data module make the same data in every process",
         )
     order: SampleOrder = Order(samples, seed) if isinstance(loader.sampler, RandomSampler) else InOrder()
+    if isinstance(loader.sampler, WeightedRandomSampler):
+        sampling = resolve_sampling(loader.dataset, loader.sampler, DataConfig())
+        assert sampling is not None
+        order = sampling.order(samples, seed)
     batches = OrderedBatches(batch, order, world.rank, state)
     return SeededLoader(loader, seed, world.rank, lambda: state.epoch, batch_sampler=batches)
 
@@ -240,7 +253,7 @@ def orders(loader: Any, ranks: int) -> bool:
     Raises:
         UnsupportedError, DataError: several ranks cannot share them; or there are none.
     """
-    own = _own_order(loader)
+    own = _own_order(loader, RandomSampler, SequentialSampler, WeightedRandomSampler)
     if own is None:
         from lockstep.engine.dataset_checks import check_dataset
 
@@ -250,19 +263,19 @@ def orders(loader: Any, ranks: int) -> bool:
             f"several devices cannot share the samples of this training loader: it {own}",
             why="Lockstep's order shows every sample once an epoch, on any number of ranks, and resumes anywhere",
             fix="use one device; or one torch.utils.data.DataLoader of a map-style data set (ConcatDataset joins "
-            "several) with batch_size and no sampler: weights can be part of the loss or the data set",
+            "several) with batch_size and no sampler but torch's WeightedRandomSampler",
         )
     return own is None
 
 
-def _own_order(loader: Any) -> str | None:
-    """What decides the order of a loader's samples, where it is more than ``shuffle``."""
+def _own_order(loader: Any, *kinds: type) -> str | None:
+    """What decides the order of a loader's samples, where it is none of ``kinds`` of samplers."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return f"is a {type(loader).__name__}"
     if isinstance(loader.dataset, IterableDataset):
         return "has an iterable data set"
     sampler: Any = loader.sampler
-    known = isinstance(sampler, (RandomSampler, SequentialSampler))
+    known = isinstance(sampler, kinds)
     redrawn = isinstance(sampler, RandomSampler) and (
         sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
     )
@@ -277,7 +290,7 @@ def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
     Raises:
         UnsupportedError: a loader that cannot be shared out. DataError: fewer samples than ranks.
     """
-    own = _own_order(loader)
+    own = _own_order(loader, RandomSampler, SequentialSampler)
     if own is not None:
         if world.size == 1:
             return loader

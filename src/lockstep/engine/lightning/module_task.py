@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn
 
 from pydantic import Field, field_validator
 from torch import nn
-from torch.utils.data import RandomSampler
+from torch.utils.data import SequentialSampler, WeightedRandomSampler
 
 from lockstep.config import RunConfig
 from lockstep.engine.lightning.dataloaders import defines, orders, own_batches
@@ -191,11 +191,12 @@ class ModuleTask(Task):
             if orders(loader, ranks):
                 self._facts = LoaderFacts(
                     batch_size=loader.batch_size,
-                    shuffle=isinstance(loader.sampler, RandomSampler),
+                    shuffle=not isinstance(loader.sampler, SequentialSampler),
                     drop_last=loader.drop_last,
                     whole_steps=whole_steps,
                 )
-                return Datasets(loader.dataset)
+                weighted = isinstance(loader.sampler, WeightedRandomSampler)
+                return Datasets(loader.dataset, weights=loader.sampler if weighted else None)
             training, size = self.planned.training, getattr(loader, "batch_size", None) or 1
             batches = own_batches(loader, training.max_steps and training.max_steps * training.accumulate)
             self._facts = LoaderFacts(batch_size=size, shuffle=False, whole_steps=whole_steps, batches=batches)

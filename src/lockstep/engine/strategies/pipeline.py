@@ -63,7 +63,7 @@ def divide(whole: Undivided) -> Divided:
     if collectives.is_main and len(stages) > parts:
         size = min(plan.batch.batch_size, plan.batch.samples)
         request = Request(0, 0, 0, size, window=(0, size))
-        batch = training_source(task, datasets.train, plan).batch(request)
+        batch = training_source(task, datasets, plan).batch(request)
         precision = Precision(plan.placement["precision"], device, plan.pre_scale)
         seconds = measure(stages, task.loss, batch, device, precision)
     seconds = collectives.broadcast(seconds)

@@ -1,0 +1,198 @@
+"""Mixtures of data sets: how often each is seen is exact to within one sample, from the first step on.
+
+Position p takes its part from a table of one period, which is scheduled by earliest deadline: the j-th sample of a
+part with share w may come after position (j-1)/w and must have come by ⌈j/w⌉. Such a schedule exists for shares that
+sum to 1 and earliest deadline first finds it (Baruah, Cohen, Plaxton and Varvel, "Proportionate progress",
+Algorithmica 15, 1996; one processor), so after every p samples each part has had pw ± 1 of them. The n-th sample that
+a part gives is a function of n alone: its own order, epoch after epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Mapping
+from fractions import Fraction
+from math import lcm
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset
+
+from lockstep.data.order import check_slice, derive_key
+from lockstep.data.sampling import Cycled, SampleOrder
+from lockstep.errors import DataError
+from lockstep.planning.order import SamplingFacts
+
+Indices = NDArray[np.int64]
+Shares = Mapping[str, float]
+#: The longest period of the table: shares are fractions with this common denominator, at most.
+PERIOD = 65_536
+
+
+class Stage(NamedTuple):
+    """From position ``start`` of the run on: the part at each place of a period, and its samples before that place."""
+
+    start: int
+    parts: NDArray[np.int64]
+    before: NDArray[np.int64]
+    each: NDArray[np.int64]
+
+
+class Mixture(ConcatDataset[Any]):
+    """Several training sets, each seen as often as its share says; every part is shuffled in its own epochs.
+
+    Example::
+
+        Datasets(train=Mixture({"web": web, "books": books}, {"web": 0.7, "books": 0.3}))
+
+    Args:
+        parts: map-style data sets by name, each of one kind of samples.
+        shares: how often each is seen; they are divided by their sum. A share of 0 leaves a part out.
+        stages: other shares from a number of samples on, counted from the start of the run: ``{1_000_000: {…}}``. In
+            samples, since the order of a run does not depend on its batch size.
+
+    An epoch has as many samples as all parts together, unless ``data.epoch_samples`` says otherwise.
+
+    Raises:
+        DataError: an empty part, or shares that are not those of the parts, negative, or all 0.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], shares: Shares, stages: Mapping[int, Shares] | None = None) -> None:
+        if not parts:
+            raise DataError(
+                "a mixture names no data set", fix='Mixture({"a": first, "b": second}, {"a": 0.7, "b": 0.3})'
+            )
+        for name, part in parts.items():
+            if not hasattr(part, "__len__") or len(part) == 0:
+                raise DataError(f"the part {name!r} of a mixture is empty or has no length", fix="leave it out")
+        super().__init__(parts.values())
+        self.names = tuple(parts)
+        #: The exact shares of each stage, by its first position.
+        self.stages = {0: _fractions(shares, self.names)}
+        for start, later in sorted((stages or {}).items()):
+            if start <= 0:
+                raise DataError(f"a stage of a mixture begins at {start}", fix="give the samples before it, from 1")
+            self.stages[start] = _fractions(later, self.names)
+
+    @property
+    def joined(self) -> ConcatDataset[Any]:
+        """The parts, one after the other."""
+        return ConcatDataset(self.datasets)
+
+    def sampling(self) -> MixtureSampling:
+        return MixtureSampling(self)
+
+
+class MixtureSampling:
+    """How a mixture's samples are chosen."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        self._sizes = [len(part) for part in mixture.datasets]
+        self._names, self._shares = mixture.names, mixture.stages
+        shown = "; ".join(
+            (f"from sample {start:,}: " if start else "")
+            + ", ".join(f"{name} {float(share):.4g}" for name, share in zip(mixture.names, shares, strict=True))
+            for start, shares in mixture.stages.items()
+        )
+        text = repr((self._names, self._sizes, self._shares))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.facts = SamplingFacts(kind=f"mixture of {shown}", digest=digest, positions=len(mixture))
+
+    def order(self, positions: int, seed: int) -> SampleOrder:
+        return MixtureOrder(self._names, self._sizes, self._shares, positions, seed)
+
+
+class MixtureOrder:
+    """The order of a mixture: indices count through its parts, one after the other."""
+
+    repeats = True
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        sizes: list[int],
+        shares: Mapping[int, tuple[Fraction, ...]],
+        samples: int,
+        seed: int,
+    ) -> None:
+        self.samples, self.seed = samples, seed
+        self._offsets = np.cumsum([0, *sizes])
+        self._parts = [Cycled(size, size, derive_key("part", seed, place)) for place, size in enumerate(sizes)]
+        self._stages = [Stage(start, *_period(given)) for start, given in shares.items()]
+        #: What each part has given before each stage.
+        self._given = [np.zeros(len(names), np.int64)]
+        for stage, following in zip(self._stages, self._stages[1:], strict=False):
+            self._given.append(self._given[-1] + _counts(stage, following.start - stage.start))
+
+    def slice(self, epoch: int, start: int, stop: int) -> Indices:
+        check_slice(self.samples, epoch, start, stop)
+        first, last = epoch * self.samples + start, epoch * self.samples + stop
+        found = np.empty(stop - start, np.int64)
+        ends = [stage.start for stage in self._stages[1:]] + [last]
+        for stage, given, end in zip(self._stages, self._given, ends, strict=True):
+            low, high = max(first, stage.start), min(last, end)
+            if low < high:
+                found[low - first : high - first] = self._of(stage, given, low - stage.start, high - stage.start)
+        return found
+
+    def _of(self, stage: Stage, given: Indices, start: int, stop: int) -> Indices:
+        rounds, places = np.divmod(np.arange(start, stop), len(stage.parts))
+        parts = stage.parts[places]
+        number = given[parts] + rounds * stage.each[parts] + stage.before[places]
+        found = np.empty(stop - start, np.int64)
+        for part in np.unique(parts).tolist():
+            mine = np.flatnonzero(parts == part)
+            first = int(number[mine[0]])
+            found[mine] = self._offsets[part] + self._parts[part].run(first, first + len(mine))
+        return found
+
+
+def _fractions(shares: Shares, names: tuple[str, ...]) -> tuple[Fraction, ...]:
+    """The shares in the order of ``names``, exact, with a common denominator of at most :data:`PERIOD`."""
+    if set(shares) != set(names):
+        raise DataError(
+            f"the shares of a mixture are those of {', '.join(shares) or 'nothing'}",
+            why=f"its parts are {', '.join(names)}",
+            fix="give each part one share, and no other",
+        )
+    for name, share in shares.items():
+        if not (isinstance(share, int | float | Fraction) and 0 <= share < float("inf")):
+            raise DataError(f"the share of {name!r} in a mixture is {share}", fix="give a finite number from 0")
+    total = sum(Fraction(str(share)) for share in shares.values())
+    if not total:
+        raise DataError("all shares of a mixture are 0", why="nothing can be drawn", fix="give one of them more")
+    exact = [Fraction(str(shares[name])) / total for name in names]
+    if lcm(*(share.denominator for share in exact)) <= PERIOD:
+        return tuple(exact)
+    # The largest remainders are rounded up, so that the sum stays 1.
+    counts = [int(share * PERIOD) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place] * PERIOD)
+    for place in by_remainder[: PERIOD - sum(counts)]:
+        counts[place] += 1
+    return tuple(Fraction(count, PERIOD) for count in counts)
+
+
+def _period(shares: tuple[Fraction, ...]) -> tuple[Indices, Indices, Indices]:
+    length = lcm(*(share.denominator for share in shares))
+    each = [int(share * length) for share in shares]
+    parts, before, given = np.empty(length, np.int64), np.empty(length, np.int64), [0] * len(shares)
+    waiting = [(0, place) for place, count in enumerate(each) if count]  # by release
+    heapq.heapify(waiting)
+    ready: list[tuple[int, int]] = []  # by deadline
+    for position in range(length):
+        while waiting and waiting[0][0] <= position:
+            place = heapq.heappop(waiting)[1]
+            heapq.heappush(ready, (-(-(given[place] + 1) * length // each[place]), place))
+        place = heapq.heappop(ready)[1]
+        parts[position], before[position] = place, given[place]
+        given[place] += 1
+        heapq.heappush(waiting, (given[place] * length // each[place], place))
+    return parts, before, np.array(each)
+
+
+def _counts(stage: Stage, positions: int) -> Indices:
+    rounds, rest = divmod(positions, len(stage.parts))
+    counts: Indices = rounds * stage.each + np.bincount(stage.parts[:rest], minlength=len(stage.each))
+    return counts
