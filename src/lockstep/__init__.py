@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lockstep.data.arrays import ArrayDataset as ArrayDataset
     from lockstep.data.mixture import Mixture as Mixture
     from lockstep.data.order import Order as Order
+    from lockstep.data.packing import Packed as Packed
     from lockstep.engine.distributed.collectives import collectives as collectives
     from lockstep.engine.task import Callback as Callback
     from lockstep.engine.task import Datasets as Datasets
@@ -45,6 +46,7 @@ _HOMES = {
     "Loss": "lockstep.engine.task",
     "Mixture": "lockstep.data.mixture",
     "Order": "lockstep.data.order",
+    "Packed": "lockstep.data.packing",
     "Run": "lockstep.api.run",
     "RunConfig": "lockstep.config",
     "RunResult": "lockstep.api.run:Run",
@@ -72,6 +74,7 @@ __all__ = [
     "Loss",
     "Mixture",
     "Order",
+    "Packed",
     "Run",
     "RunConfig",
     "RunResult",

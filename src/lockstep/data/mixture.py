@@ -89,7 +89,7 @@ class MixtureSampling:
     """How a mixture's samples are chosen."""
 
     def __init__(self, mixture: Mixture) -> None:
-        self._sizes = [len(part) for part in mixture.datasets]
+        self._sizes = np.diff([0, *mixture.cumulative_sizes]).tolist()
         self._names, self._shares = mixture.names, mixture.stages
         shown = "; ".join(
             (f"from sample {start:,}: " if start else "")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lockstep.data.arrays import leaf_of
+from lockstep.data.arrays import leaf_of, leaves
 from lockstep.data.reader import sample_error
 from lockstep.engine.process.runtime import generators_kept
 from lockstep.errors import DataError, LockstepError, UnsupportedError
@@ -46,6 +46,11 @@ def check_dataset(dataset: Any, split: str) -> None:
         raise DataError(
             f"the {split} data set is empty", fix="check data.data_dir, or return None for a split that you lack"
         )
+
+
+def remarks_of(dataset: Any) -> tuple[str, ...]:
+    """What the plan should say of the data sets behind ``dataset``: their ``remark``."""
+    return tuple(leaf.remark for leaf in leaves(dataset) if isinstance(getattr(leaf, "remark", None), str))
 
 
 def fingerprint(dataset: Any) -> str:

@@ -21,7 +21,7 @@ from lockstep._compat.torch import compiler_not_imported
 from lockstep.config import RunConfig
 from lockstep.data.bucketed import check_lengths, hash_lengths
 from lockstep.data.reader import Reader
-from lockstep.engine.dataset_checks import check_dataset, examined, read_sample
+from lockstep.engine.dataset_checks import check_dataset, examined, read_sample, remarks_of
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.groups import check_optimizer
@@ -77,6 +77,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         whole_batches=_gives_whole_batches(task, datasets.train),
         quick_samples=opens_files and has_quick_samples(datasets.train),
         lengths=lengths,
+        remarks=remarks_of(datasets.train),
         sampling=None if datasets.weights is None else datasets.weights.facts,
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
         optimizer_lr=lr,

@@ -97,7 +97,8 @@ def resume_notes(resume: ResumePoint, batch: BatchPlan) -> Iterator[Note]:
 
 
 def data_notes(facts: TaskFacts, resume: ResumePoint | None, workers: int) -> Iterator[Note]:
-    """On what a resume cannot compare, and what it was asked to accept."""
+    """What data sets say of themselves; what a resume cannot compare, and what it was asked to accept."""
+    yield from (Note("data", remark) for remark in facts.remarks)
     if facts.unstable:
         yield Note(
             "samples_vary",

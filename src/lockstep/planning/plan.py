@@ -40,7 +40,7 @@ class TaskFacts(_Frozen):
 
     ``whole_batches``: a batch is one gather. ``quick_samples``: of data that reading opens, a sample is made in less
     time than another process needs to hand it over. ``lengths``: a hash of the lengths of the training samples, if the
-    task gives them. ``sampling``: how they are chosen.
+    task gives them. ``sampling``: how they are chosen. ``remarks``: what their data sets say of themselves.
     ``loader``: the training loader that a ``LightningModule`` brings.
     ``optimizer_lr``: the learning rate of the task's own optimizer, if it has one: of the first group whose is not 0.
     ``own_schedule``: the task makes a scheduler for its optimizer.
@@ -66,6 +66,7 @@ class TaskFacts(_Frozen):
     quick_samples: bool = False
     lengths: str | None = None
     sampling: SamplingFacts | None = None
+    remarks: tuple[str, ...] = ()
     loader: LoaderFacts | None = None
     optimizer_lr: float | None = None
     own_schedule: bool = False

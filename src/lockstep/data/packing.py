@@ -1,0 +1,138 @@
+"""Token sequences packed into windows of one length, before any sample is dealt to a rank.
+
+Sequences are cut into pieces of at most a window, and each piece is put into the first open window that has room
+(first-fit, with a bounded number of open windows). What is in which window follows from the lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.errors import DataError
+
+Ints = NDArray[np.int64]
+
+
+class Packed:
+    """Windows of token sequences; sample ``i`` is a dictionary of int64 tensors of shape ``[window]``.
+
+    ``tokens``: the sequences, one after the other, then ``pad``. ``documents``: 1, 2, … for the tokens of each
+    sequence in the window, 0 for padding. ``positions``: from 0 in each sequence.
+
+    Args:
+        dataset: sequences of token numbers: a map-style data set, or one whose samples have them as ``tokens(sample)``.
+        window: tokens of a window.
+        tokens: what takes the sequence from a sample; a name means that field. ``None``: the sample is the sequence.
+        lengths: tokens of each sample, if known; else the data set's ``lengths``, else every sample is read once.
+        open_windows: how many windows may wait for a piece that fits.
+
+    Raises:
+        DataError: an empty data set, a sequence that is none, or lengths that are not those of the samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        window: int,
+        *,
+        tokens: str | Callable[[Any], Any] | None = None,
+        lengths: Sequence[int] | Ints | None = None,
+        open_windows: int = 64,
+        pad: int = 0,
+    ) -> None:
+        if window < 1 or open_windows < 1:
+            raise DataError(f"windows of {window} tokens, {open_windows} of them open", fix="give two numbers from 1")
+        self.dataset, self.window, self.pad, self._take = dataset, window, pad, tokens
+        given = getattr(dataset, "lengths", None) if lengths is None else lengths
+        if given is None:
+            given = [len(self._tokens(index)) for index in range(len(dataset))]
+        self._lengths = np.asarray(given, dtype=np.int64)
+        if self._lengths.shape != (len(dataset),) or (self._lengths < 0).any():
+            what = f"lengths of shape {self._lengths.shape} do not fit {len(dataset)} sequences"
+            raise DataError(what, fix="give one number from 0 for each")
+        self._documents, self._starts, self._sizes, self._first = packed(self._lengths, window, open_windows)
+        if not len(self):
+            raise DataError(
+                "there are no tokens to pack", why=f"{len(dataset)} sequences have none", fix="check the data"
+            )
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    @property
+    def waste(self) -> float:
+        """The share of all positions that is padding."""
+        return 1 - float(self._sizes.sum()) / (len(self) * self.window)
+
+    @property
+    def remark(self) -> str:
+        """For the plan."""
+        return f"{len(self._lengths)} sequences are packed into {len(self)} windows of {self.window} tokens; " + (
+            f"{self.waste:.2%} of them is padding."
+        )
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = np.full(self.window, self.pad, np.int64)
+        documents, positions = np.zeros((2, self.window), np.int64)
+        place = 0
+        for number, piece in enumerate(range(self._first[index], self._first[index + 1]), start=1):
+            start, size = int(self._starts[piece]), int(self._sizes[piece])
+            whole = self._tokens(int(self._documents[piece]))
+            mine = slice(place, place + size)
+            tokens[mine], documents[mine], positions[mine] = whole[start : start + size], number, np.arange(size)
+            place += size
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "documents": torch.from_numpy(documents),
+            "positions": torch.from_numpy(positions),
+        }
+
+    def _tokens(self, index: int) -> Any:
+        sample = self.dataset[index]
+        found = self._take(sample) if callable(self._take) else sample if self._take is None else sample[self._take]
+        known = getattr(self, "_lengths", None)
+        if not hasattr(found, "__len__") or isinstance(found, str | dict):
+            what = f"sample {index} is no sequence of tokens but {type(found).__name__}"
+            raise DataError(
+                what, why="only numbers can be packed", fix="give Packed(…, tokens=…) what takes them from it"
+            )
+        if known is not None and len(found) != known[index]:
+            what = f"sequence {index} has {len(found)} tokens, not {known[index]}"
+            raise DataError(what, why="the windows were packed for the other length", fix="give the right lengths")
+        return found
+
+
+def packed(lengths: Ints, window: int, open_windows: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """The pieces by window: the sequence of each, its start there, its size; and the first piece of each window."""
+    counts = -(-lengths // window)
+    documents = np.repeat(np.arange(len(lengths)), counts)
+    number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = number * window
+    sizes = np.minimum(lengths[documents] - starts, window)
+    free, names = np.zeros(open_windows, np.int64), np.zeros(open_windows, np.int64)
+    of_window, used = np.empty(len(sizes), np.int64), 0
+    for piece, size in enumerate(sizes.tolist()):
+        place = int(np.argmax(free >= size))
+        if free[place] < size:
+            place = int(np.argmin(free))  # the fullest window is closed
+            free[place], names[place], used = window, used, used + 1
+        free[place] -= size
+        of_window[piece] = names[place]
+    order = np.argsort(of_window, kind="stable")
+    first = np.searchsorted(of_window[order], np.arange(used + 1))
+    return documents[order], starts[order], sizes[order], first
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Which positions may attend to which: shape ``[…, window]`` to ``[…, window, window]``, within documents only.
+
+    It has no causal part; padding attends to nothing.
+    """
+    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+    return same & (documents > 0).unsqueeze(-1)
