@@ -84,7 +84,7 @@ def test_a_mixture_of_packed_sequences_is_the_same_on_any_number_of_ranks() -> N
     ("sequences", "given", "words"),
     [
         ([[]], {}, "no tokens to pack"),
-        (["text"], {}, "no sequence of tokens but str"),
+        (["text"], {}, "not a sequence of tokens but str"),
         ([[1, 2]], {"lengths": [3, 3]}, "do not fit 1 sequences"),
     ],
 )

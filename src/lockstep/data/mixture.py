@@ -1,7 +1,7 @@
 """Mixtures of data sets: how often each is seen is exact to within one sample, from the first step on.
 
 Position p takes its part from a table of one period, which is scheduled by earliest deadline: the j-th sample of a
-part with share w may come after position (j-1)/w and must have come by ⌈j/w⌉. Such a schedule exists for shares that
+part with share w may come after position (j-1)/w and must come by ⌈j/w⌉. Such a schedule exists for shares that
 sum to 1 and earliest deadline first finds it (Baruah, Cohen, Plaxton and Varvel, "Proportionate progress",
 Algorithmica 15, 1996; one processor), so after every p samples each part has had pw ± 1 of them. The n-th sample that
 a part gives is a function of n alone: its own order, epoch after epoch.

@@ -98,7 +98,7 @@ class Packed:
         found = self._take(sample) if callable(self._take) else sample if self._take is None else sample[self._take]
         known = getattr(self, "_lengths", None)
         if not hasattr(found, "__len__") or isinstance(found, str | dict):
-            what = f"sample {index} is no sequence of tokens but {type(found).__name__}"
+            what = f"sample {index} is not a sequence of tokens but {type(found).__name__}"
             raise DataError(
                 what, why="only numbers can be packed", fix="give Packed(…, tokens=…) what takes them from it"
             )
