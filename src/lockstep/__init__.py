@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lockstep.api.fit import fit as fit
     from lockstep.api.run import Run as Run
     from lockstep.api.run import Run as RunResult
+    from lockstep.api.session import Session as Session
     from lockstep.api.train import plan as make_plan
     from lockstep.api.train import plan as plan
     from lockstep.api.train import train as train
@@ -51,6 +52,7 @@ _HOMES = {
     "RunConfig": "lockstep.config",
     "RunResult": "lockstep.api.run:Run",
     "Scheduler": "lockstep.engine.task",
+    "Session": "lockstep.api.session",
     "StrategySpec": "lockstep.strategies",
     "Task": "lockstep.engine.task",
     "TaskConfig": "lockstep.engine.task",
@@ -79,6 +81,7 @@ __all__ = [
     "RunConfig",
     "RunResult",
     "Scheduler",
+    "Session",
     "StrategySpec",
     "Task",
     "TaskConfig",

@@ -142,12 +142,17 @@ class Run:
             RunFolderError: the run is still running, or ``task`` is missing. CheckpointError: no checkpoint is valid.
         """
         from lockstep.launch import api as launch
+        from lockstep.launch.session.script import resume_session
 
+        given = mapping_of(config, settings)
+        if resume_session(self._dir, given, None) is not None:
+            self._result = None
+            return self
         self._task = task or self._task
         self._result = launch.resume(
             self._dir,
             task=self._task,
-            overrides=mapping_of(config, settings),
+            overrides=given,
             rescale_batch=rescale_batch,
             accept_data=accept_data,
         )

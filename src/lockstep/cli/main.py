@@ -64,6 +64,7 @@ VERBS = (
     ("memory", _BEFORE, "Predict the memory of each device, by strategy, and the largest batch that fits."),
     ("forecast", _BEFORE, "Predict throughput and scaling efficiency on more GPUs than you have."),
     ("train", _RUNNING, "Train a task."),
+    ("run", _RUNNING, "Run a script that has its own loop, on one or several devices."),
     ("resume", _RUNNING, "Resume a run, on the same or different devices."),
     ("stop", _RUNNING, "Stop a run after saving a checkpoint."),
     ("top", _RUNNING, "Watch the devices and a run's progress, live in the terminal."),

@@ -44,6 +44,10 @@ def resume(
     found = find(run, runs_dir)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch import api as launcher
+        from lockstep.launch.session.script import resume_session
 
+    code = resume_session(found, overrides, devices)
+    if code is not None:
+        return code
     how: dict[str, Any] = {"devices": devices, "rescale_batch": rescale_batch, "accept_data": accept_data}
     return launcher.resume(found, overrides=overrides, **how).exit_code

@@ -64,11 +64,12 @@ def run_attempt(
                 log = fit.log
                 return fit.run(hooks_before(fit), hooks_after(fit))
         except BaseException as error:
-            _record_failure(sink, log, error)
+            record_failure(sink, log, error)
             raise
 
 
-def _record_failure(sink: Sink, log: RunLog | None, error: BaseException) -> None:
+def record_failure(sink: Sink, log: RunLog | None, error: BaseException) -> None:
+    """Emit that the run has failed."""
     text = str(error) if isinstance(error, LockstepError) else "".join(traceback.format_exception(error))
     step, elapsed_s = (log.state.step, log.elapsed_s) if log else (0, 0.0)
     # The folder may be what failed; then the first error is the one to report.

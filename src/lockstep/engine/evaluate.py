@@ -89,7 +89,7 @@ def evaluate(
             found.clear()
 
         place = (0, 1) if together else (collectives.rank, collectives.size)
-        rounds = list(_rounds(len(dataset), batch_size, *place, chunks, ghosts))
+        rounds = list(rank_chunks(len(dataset), batch_size, *place, chunks, ghosts))
         source = Source(dataset, collate_of(task), seed, InOrder())
         if source.is_at_hand or source.reader.gathers:  # to start processes for it takes longer than its rows
             loader = loader.model_copy(update={"num_workers": 0, "most_workers": 0, "persistent_workers": False})
@@ -267,7 +267,7 @@ def _merging() -> dict[Any, Callable[[Tensor, Tensor], Tensor]]:
     return {data.dim_zero_sum: torch.add, data.dim_zero_max: torch.maximum, data.dim_zero_min: torch.minimum}
 
 
-def _rounds(
+def rank_chunks(
     samples: int, batch_size: int, rank: int, ranks: int, chunks: int | None, ghosts: bool
 ) -> Iterator[Request]:
     """This rank's chunk of every round; an empty one, or a ghost, when the round has none for it."""
@@ -302,11 +302,12 @@ def _chunk(
         return None
     loss, rows = check_loss(found[0]), found[1]
     if checked:
-        _check_rows(rows, request.size)
+        check_rows(rows, request.size, "the task's evaluate()")
     return float(loss.total), float(loss.count), to_host(rows)
 
 
-def _check_rows(rows: Any, size: int) -> None:
+def check_rows(rows: Any, size: int, source: str) -> None:
+    """Raise :class:`TaskError` unless each of ``rows``, which ``source`` returned, has ``size`` rows or entries."""
     wrong = None if isinstance(rows, (tuple, list)) else rows
     for row in rows if wrong is None else ():
         fits = row.dim() > 0 if isinstance(row, Tensor) else isinstance(row, (list, tuple))
@@ -315,10 +316,10 @@ def _check_rows(rows: Any, size: int) -> None:
     if wrong is not None:
         shape = tuple(wrong.shape) if isinstance(wrong, Tensor) else type(wrong).__name__
         raise TaskError(
-            "the task's evaluate() must return a tuple of tensors with one row per sample, or lists with one entry",
+            f"{source} must return a tuple of tensors with one row per sample, or lists with one entry",
             why=f"for {size} samples it returned {shape}",
-            fix="return for example (logits, labels), each with the batch as its first dimension, or override merge() "
-            "to return something else",
+            fix="return for example (logits, labels), each with the batch as its first dimension"
+            + (", or override merge() to return something else" if "evaluate" in source else ""),
         )
 
 

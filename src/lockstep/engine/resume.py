@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,24 @@ from lockstep.engine.state import TrainState
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.planning import OrderPlan, Plan
+from lockstep.telemetry.rundir import RunDir
 
 T = TypeVar("T")
 
 
-def load_latest(rank: RankContext, *, in_pieces: bool = False) -> Snapshot | None:
+class Reads(Protocol):
+    """A rank that reads checkpoints."""
+
+    @property
+    def run_dir(self) -> RunDir: ...
+
+    @property
+    def collectives(self) -> Collectives: ...
+
+    def note(self, key: str, text: str, level: Literal["info", "warning"] = "info") -> None: ...
+
+
+def load_latest(rank: Reads, *, in_pieces: bool = False) -> Snapshot | None:
     """The latest valid checkpoint, for all ranks; damaged ones after it are set aside. Collective.
 
     ``in_pieces``: see :func:`load_shared`.

@@ -63,6 +63,11 @@ def retained(steps: Collection[int], keep_last: int, best: int | None) -> set[in
     return {*newest, best} & set(steps) if best is not None else set(newest)
 
 
+def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """What a loop logs, as numbers; a tensor has one value."""
+    return {name: float(v.detach().item() if isinstance(v, Tensor) else v) for name, v in values.items()}
+
+
 class LossMeter:
     """Sums of loss and count over an epoch, without a host sync on a GPU and without tensor work on a CPU.
 
@@ -108,6 +113,7 @@ class RunLog:
 
     Attributes:
         losses: sums of the current epoch; the driver adds to it.
+        total: steps of the run.
         ended_by: why the run ends after the current step; ``None`` while it continues.
     """
 
@@ -116,7 +122,7 @@ class RunLog:
         self.state = state
         self.losses = LossMeter(rank.device, state.epoch_loss, state.epoch_count)
         self.ended_by: EndedBy | None = None
-        self._rank, self._total = rank, rank.plan.total_steps
+        self._rank, self.total = rank, rank.plan.total_steps
         self._policy = SavePolicy(checkpoint.every_steps, checkpoint.every_s, step=state.step)
         self._pins = pins(rank.device, rank.plan)
         self._started, self._earlier_s = time.monotonic(), state.elapsed_s
@@ -136,17 +142,22 @@ class RunLog:
         return self._earlier_s + time.monotonic() - self._started
 
     @property
+    def is_completed(self) -> bool:
+        """Whether the run ends because all is done."""
+        return self.ended_by is EndedBy.COMPLETED
+
+    @property
     def _patience(self) -> int:
         return self._rank.config.training.early_stopping_patience
 
     def is_logged(self, step: int) -> bool:
-        return step % self._rank.config.telemetry.log_interval == 0 or step >= self._total
+        return step % self._rank.config.telemetry.log_interval == 0 or step >= self.total
 
     def start(self, notes: Iterable[str] = (), warnings: Iterable[str] = ()) -> None:
         """Report that the attempt starts; where nothing is left to train, ``ended_by`` is set."""
         rank, state = self._rank, self.state
-        rank.heartbeat(state.step, self._total)
-        where = (rank.run_dir.path, rank.attempt, state.step, self._total, rank.plan.as_dict())
+        rank.heartbeat(state.step, self.total)
+        where = (rank.run_dir.path, rank.attempt, state.step, self.total, rank.plan.as_dict())
         rank.sink.emit(RunStarted(*where, position=lambda: state.step))
         for known in rank.plan.notes:
             rank.sink.emit(known)
@@ -155,7 +166,7 @@ class RunLog:
         for warning in warnings:
             rank.note("warning", warning, "warning")
         # Every step, or until early stopping, in an earlier attempt.
-        if state.step >= self._total or 0 < self._patience <= state.evaluations_without_gain:
+        if state.step >= self.total or 0 < self._patience <= state.evaluations_without_gain:
             self.ended_by = EndedBy.COMPLETED
             rank.note(
                 "nothing_left",
@@ -185,7 +196,7 @@ class RunLog:
     def step(self, samples: int, waited_s: float) -> None:
         """A step is done: ``samples`` over all ranks, ``waited_s`` seconds of it spent waiting for input."""
         self._speed.add(samples, waited_s)
-        self._rank.heartbeat(self.state.step, self._total)
+        self._rank.heartbeat(self.state.step, self.total)
         pulse.at(Activity.HOOKS, self.state.step)
 
     def time_own_work(self) -> None:
@@ -244,7 +255,7 @@ class RunLog:
         """Refuse to continue when too many steps had no finite gradient. Equal on all ranks: all raise, or none."""
         (step, skipped), state = self._skipped_before, self.state
         steps = state.step - step
-        if steps < min(100, self._total):
+        if steps < min(100, self.total):
             return
         self._skipped_before = state.step, state.skipped_steps
         share = (state.skipped_steps - skipped) / steps
@@ -264,7 +275,7 @@ class RunLog:
         """
         if self.ended_by is not None:
             return
-        if self.state.step >= self._total:
+        if self.state.step >= self.total:
             self.ended_by = EndedBy.COMPLETED
         elif flags and flags.stop:
             self.ended_by = EndedBy.SIGNAL

@@ -188,7 +188,7 @@ def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
     torchrun sets ``OMP_NUM_THREADS`` to 1 where the user has not, so it is ignored there.
     """
     named = os.environ.get("OMP_NUM_THREADS", "")
-    if named.isdecimal() and int(named) and not read_world(os.environ).from_outside:
+    if named.isdecimal() and int(named) and read_world(os.environ).launcher == "none":
         return int(named), "OMP_NUM_THREADS"
     here = torch.get_num_threads()
     if placement.world_size == 1 and here < cores:

@@ -99,7 +99,7 @@ class Update:
     ``optimizer``: made with the rates before scaling; those of all groups follow the schedule.
     ``lr``: that of the first group that has one.
     ``divided``: the model, where this process or its devices have parts of it.
-    ``scheduler``: sets the rates of all groups, instead of ``schedule``.
+    ``scheduler``: sets the rates of all groups, instead of ``schedule``. Without both the caller sets them.
     ``mode``: whether the monitored metric is best at its ``min`` or ``max``, for schedule ``plateau``.
     ``averages``: of the weights; :meth:`state_dict` is called while they are in use.
     """
@@ -108,7 +108,7 @@ class Update:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        schedule: Schedule,
+        schedule: Schedule | None,
         precision: Precision,
         max_norm: float | None,
         divided: Divided | None = None,
@@ -125,7 +125,7 @@ class Update:
         self._parameters = list(model.parameters()) if divided is None else divided.parameters()
         self._schedule = schedule
         self.precision = precision
-        self._max_norm = max_norm
+        self.max_norm = max_norm
         # A stage of a pipeline may have none.
         device = self._parameters[0].device if self._parameters else precision.seed().device
         # Where gradients are on several devices, what concerns all of them is a number on the host.
@@ -191,7 +191,7 @@ class Update:
             count, divisor = self._divide(gradients, count, divisor)
             self.after_backward()
             gradients = self._gradients()
-        want_norm = want_norm or self._max_norm is not None or self._several
+        want_norm = want_norm or self.max_norm is not None or self._several
         if self._on_host:
             self._apply_on_host(gradients, float(count), divisor, want_norm)
         else:
@@ -217,8 +217,8 @@ class Update:
         if want_norm:
             self.grad_norm = norm = self._norm(gradients).item() * factor
             found = not math.isfinite(norm)
-            if self._max_norm is not None and not found:
-                factor *= min(1.0, self._max_norm / (norm + 1e-6))
+            if self.max_norm is not None and not found:
+                factor *= min(1.0, self.max_norm / (norm + 1e-6))
             if not found:
                 foreach_mul_(gradients, factor)
         elif math.isfinite(factor):
@@ -247,8 +247,8 @@ class Update:
         if want_norm:
             norm = self._norm(gradients) * factor
             self.grad_norm = norm if counted is None else torch.where(counted, norm, 0.0)
-            if self._max_norm is not None:
-                factor = factor * (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
+            if self.max_norm is not None:
+                factor = factor * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
             factor = torch.where(torch.isfinite(norm), factor, torch.nan)
         # The kernel tests what it reads, not what it writes: a count of 0 makes the factor infinite.
         self._found_inf.copy_(~torch.isfinite(factor))
@@ -279,7 +279,7 @@ class Update:
     def _set_lr(self, step: int) -> None:
         if len(self.optimizer.param_groups) != self._groups:
             self._adopt_groups()
-        if self._scheduler is None:
+        if self._scheduler is None and self._schedule is not None:
             lr, base_lr = self._schedule.at(step), self._schedule.base_lr
             lr = lr if self._plateau is None else lr * self._plateau.factor
             for group in self.optimizer.param_groups:

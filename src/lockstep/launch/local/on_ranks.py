@@ -47,6 +47,7 @@ def run_on_ranks(
     threads: int | None = None,
     stop_grace_s: float = 30.0,
     hang_timeout_s: float = 60.0,
+    max_restarts: int = 0,
     redirect: bool = True,
 ) -> list[Any]:
     """Call ``function(rank, *arguments)`` on ``ranks`` new processes; the results in rank order.
@@ -55,7 +56,7 @@ def run_on_ranks(
         function: takes a :class:`lockstep.launch.local.worker.Rank` first; its result can be pickled.
         folder: where the ranks keep their logs.
         threads: intra-op threads of each rank; ``None``: as :func:`lockstep.launch.local.start.launch` decides.
-        stop_grace_s, hang_timeout_s: as for that function.
+        stop_grace_s, hang_timeout_s, max_restarts: as for that function.
         redirect: print what ranks print to standard error: standard output may be wanted as JSON.
 
     Raises:
@@ -74,6 +75,7 @@ def run_on_ranks(
                     ranks,
                     environ={THREADS: str(threads)} if threads else None,
                     stop_grace_s=stop_grace_s,
+                    max_restarts=max_restarts,
                     hang_timeout_s=hang_timeout_s,
                     worker_module=__name__,
                 )
@@ -85,11 +87,17 @@ def run_on_ranks(
     if code:
         report = read_failure(folder)
         raise report.as_error() if report else RankFailed(f"the ranks ended with exit code {code}")
-    return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(ranks)]
+    return [_result(_result_file(folder, rank)) for rank in range(ranks)]
 
 
 def _result_file(folder: RunDir, rank: int) -> Path:
     return folder.path / f"result-{rank}.pkl"
+
+
+def _result(file: Path) -> Any:
+    content = file.read_bytes()
+    file.unlink()
+    return pickle.loads(content)
 
 
 def _call(rank: Rank) -> int:
@@ -98,8 +106,14 @@ def _call(rank: Rank) -> int:
 
     serve_store()
     function, arguments = pickle.loads((rank.folder.path / _CALL_FILE).read_bytes())
-    _result_file(rank.folder, rank.world.rank).write_bytes(pickle.dumps(function(rank, *arguments)))
-    return 0
+    try:
+        result, code = function(rank, *arguments), 0
+    except SystemExit as end:
+        if not hasattr(end, "is_stop"):
+            raise
+        result, code = None, int(end.code or 0)
+    _result_file(rank.folder, rank.world.rank).write_bytes(pickle.dumps(result))
+    return code
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def _train_on_ranks(prepared: Prepared, run: RunDir) -> RunResult:
         _record(run, failure.format() if failure else f"the launcher ended with exit code {code}")
         if failure is not None:
             raise failure.as_error()
-    return _result_of(run, code)
+    return result_of(run, code)
 
 
 def _record(run: RunDir, error: str) -> None:
@@ -99,7 +99,7 @@ def _record(run: RunDir, error: str) -> None:
         run.update(status="failed", error=error)
 
 
-def _result_of(run: RunDir, exit_code: int) -> RunResult:
+def result_of(run: RunDir, exit_code: int) -> RunResult:
     """The result of an attempt that other processes made, from the run folder."""
     record = run.read()
     beat = run.progress()

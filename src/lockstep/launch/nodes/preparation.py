@@ -90,7 +90,7 @@ def prepare_together(
     if keeping.found:
         task = task_of_run(task, config, as_given=request.as_given)
         team.together(lambda: claim.enter_context(claimed(run)), here=keeps)
-    placement = _place(team, config, world)
+    placement = place_together(team, config, world)
     _prepare_data(team, task, config)
     datasets = team.together(lambda: open_datasets(task, config))
     assert datasets is not None
@@ -147,7 +147,7 @@ def with_own_settings(shared: RunConfig, own: RunConfig) -> RunConfig:
     return RunConfig.model_validate(result)
 
 
-def _place(team: Team, config: RunConfig, world: World) -> Placement:
+def place_together(team: Team, config: RunConfig, world: World) -> Placement:
     """This node's placement, with the devices of all nodes in it. Collective."""
     placement = team.together(lambda: place(config, world))
     assert placement is not None

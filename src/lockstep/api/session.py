@@ -1,0 +1,400 @@
+"""Training in a loop of your own, on any number of devices."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast, overload
+
+from lockstep.api.settings import Settings, mapping_of
+from lockstep.config import RunConfig, resolve
+from lockstep.config.load import merge
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from lockstep.engine.session.saving import Stateful
+
+T = TypeVar("T")
+
+#: What a loop decides itself.
+_DEFAULTS: Mapping[str, Any] = {
+    "training": {"max_grad_norm": None, "early_stopping_patience": 0},
+    "scheduler": {"name": "constant", "warmup_steps": 0},
+}
+
+
+class Session:
+    """A rank of a run whose loop you write: data order, gradient sums, log, checkpoints and resume are Lockstep's.
+
+    Example::
+
+        session = lockstep.Session(global_batch_size=64, seed=0)
+        model, optimizer = session.prepare(model, optimizer)
+        for epoch in session.epochs(10):
+            for x, y in session.batches(train_set):
+                session.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+                session.step(optimizer)
+            for logits, y in session.evaluate(val_set, lambda batch: (model(batch[0]), batch[1])):
+                accuracy.update(logits, y)
+            session.log(accuracy=accuracy.compute())
+
+    ``python script.py`` trains on one device. ``lockstep run script.py --devices gpu:0,gpu:1``, ``torchrun`` and
+    ``srun`` start one process for each device. The loop runs in all of them: every rank makes the same calls in the
+    same order.
+
+    Args:
+        config: further settings, by key (``{"checkpoint.every_s": 600}``), nested as in a YAML file, or as a
+            :class:`RunConfig`. Settings of the command line override those of the script.
+        resume: resume the unfinished run in ``save_dir``; if there is none, start one.
+        settings: common settings by their short names, as of :func:`lockstep.train`. ``max_grad_norm`` is off, and the
+            learning rate is your optimizer's.
+
+    Raises:
+        UsageError: a setting is wrong, or the devices do not fit the number of processes.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig | Mapping[str, Any] | None = None,
+        *,
+        resume: bool = False,
+        **settings: Unpack[Settings],
+    ) -> None:
+        from lockstep.engine.process.determinism import rank_device, seed_everything
+        from lockstep.engine.session.current import close_open_session, opened
+        from lockstep.launch.session.join import join_session, settings_of_launch
+        from lockstep.launch.session.loop import Loop
+
+        close_open_session(None)
+        given = merge(mapping_of(config, settings), settings_of_launch())
+        given = merge(given, {"task": {"name": Path(sys.argv[0]).name or "session"}})
+        whole = resolve(_DEFAULTS, given)
+        self._ending = ExitStack()
+        try:
+            joined = join_session(whole, resume=resume, ending=self._ending)
+            device = rank_device(joined.placement.devices, joined.world)
+        except BaseException:
+            self._ending.close()
+            raise
+        seed_everything(whole.training.seed)
+        self._joined, self._loop = joined, Loop(joined, whole, given, device)
+        opened(self)
+        atexit.register(self.close)
+        self._ending.callback(atexit.unregister, self.close)
+        self._hook, sys.excepthook = sys.excepthook, self._on_exception
+
+    # Who this is.
+
+    @property
+    def rank(self) -> int:
+        return self._joined.world.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._joined.world.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._loop.device
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self._joined.run.path
+
+    @property
+    def step_count(self) -> int:
+        """Finished steps of the run: global batches, earlier attempts included."""
+        return self._loop.state.step
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close(error)
+
+    # What is trained.
+
+    @overload
+    def prepare(self, one: T, /) -> T: ...
+
+    @overload
+    def prepare(self, one: T, two: Any, /, *more: Any, **named: Any) -> tuple[Any, ...]: ...
+
+    @overload
+    def prepare(self, **named: Any) -> Any: ...
+
+    def prepare(self, *things: Any, **named: Any) -> Any:
+        """Take modules, optimizers and schedulers: what the loop trains; returns them, in the order given. Collective.
+
+        Modules are moved to the rank's device and get rank 0's weights, and keep their type, methods and parameters; no
+        wrapper is around them. Schedulers are stepped by :meth:`step`, and prepared optimizers by nothing else.
+
+        Args:
+            things: in checkpoints and logs they are ``model``, ``model_2``, ``optimizer``, …
+            named: the same, under names: ``prepare(generator=g, critic=d)``.
+
+        Raises:
+            TaskError: something else, such as a ``DataLoader``; or the loop has begun.
+        """
+        self._loop.refuse_late("prepare")
+        for name, thing in [*((None, thing) for thing in things), *named.items()]:
+            module = self._loop.prepared.add(thing, name)
+            if module is not None and self.size > 1:
+                from lockstep._compat.torch import broadcast_module, check_shapes
+
+                check_shapes(list(module.parameters()))
+                broadcast_module(module)
+        found = (*things, *named.values())
+        return found[0] if len(found) == 1 else found
+
+    def checkpoint(self, **things: Stateful) -> None:
+        """Keep the state of ``things`` in every checkpoint, too: an average of weights, a scheduler, a replay buffer.
+
+        Args:
+            things: by name, with ``state_dict`` and ``load_state_dict``; when the run resumes, they are restored by
+                :meth:`epochs`, or here if it has been called.
+
+        Raises:
+            TaskError: one has no such methods. CheckpointError: the checkpoint has none of that name, or another form.
+        """
+        self._loop.register(things)
+
+    # The loop.
+
+    def epochs(self, number: int | None = None) -> Iterator[int]:
+        """The epochs of the run, from 0; a run that is resumed begins with the one that it was in. Collective.
+
+        At the end of each one its row is written and a checkpoint saved.
+
+        Args:
+            number: how many; ``None``: ``training.epochs``. ``--set training.epochs=N`` overrides it.
+        """
+        return self._loop.epochs(number)
+
+    def batches(
+        self, dataset: Any, *, accumulate: int | None = None, collate: Callable[[Sequence[Any]], Any] | None = None
+    ) -> Iterator[Any]:
+        """This rank's part of each global batch of ``dataset``, on its device; the order is the same for any ranks.
+
+        The last, smaller batch is split over the ranks as well. A rank for which nothing is left gets a sample that
+        counts nothing, so that all ranks run the body equally often.
+
+        Args:
+            dataset: map-style: ``len()`` and ``[i]``. Draws inside ``[i]`` are keyed by (seed, epoch, index).
+            accumulate: micro-batches of a step: the body runs once for each, and :meth:`step` acts on the last one.
+                ``None``: ``training.accumulate``, and as many as ``batch_size`` needs.
+            collate: samples to a batch; ``None``: torch's ``default_collate``.
+
+        Raises:
+            TaskError: outside :meth:`epochs`, or of a ``DataLoader``. UnsupportedError: the data set is iterable.
+            SystemExit: after a checkpoint, when SIGINT or SIGTERM asked for a stop, or ``max_time_s`` is over.
+        """
+        return self._loop.batches(dataset, accumulate, collate)
+
+    def backward(
+        self,
+        total: Tensor,
+        count: Tensor | float | None = None,
+        *,
+        weight: Tensor | float | None = None,
+        models: Iterable[nn.Module] | nn.Module | None = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Add the gradients of ``total``, a *sum* of losses over ``count`` items of this rank's batch.
+
+        A step's gradient is Σ total / Σ count over ranks, micro-batches and the calls since the step before. A second
+        term of the same items, such as a penalty, takes ``count=0``. Losses and gradients that you look at before
+        :meth:`step` are sums of this rank alone; see :meth:`reduce`.
+
+        Args:
+            total: shape ().
+            count: how many items (samples, tokens) it sums.
+            weight: instead of ``count``, for a loss that is a mean by nature: how many items it is the mean of.
+            models: prepared modules, or parts of them, that get gradients; ``None``: all that the loss depends on.
+
+        Raises:
+            TaskError: ``total`` is a mean; neither or both of ``count`` and ``weight``; outside :meth:`batches`.
+        """
+        from lockstep.engine.session.losses import checked_loss
+
+        training = self._loop.running("backward()")
+        total, items = checked_loss(total, count, weight, training.samples, checks=training.checks_losses)
+        training.backward(total, items, models, retain_graph=retain_graph, create_graph=create_graph)
+
+    def step(self, optimizer: Optimizer, *, max_norm: float | None = None) -> bool:
+        """Sum the gradients over ranks, divide, clip, step the optimizer and its prepared scheduler, clear. Collective.
+
+        A step whose gradient is not finite leaves the weights as they are, on all ranks.
+
+        Args:
+            max_norm: clip the gradient to this norm; ``None``: ``training.max_grad_norm``, which is off by default.
+
+        Returns:
+            Whether this was the last micro-batch of the step; before it, nothing is done.
+
+        Raises:
+            TaskError: without a :meth:`backward` before it, or for an optimizer that was not prepared.
+        """
+        return self._loop.running("step()").step(optimizer, max_norm)
+
+    def reduce(self, optimizer: Optimizer) -> bool:
+        """Make ``p.grad`` the gradient of the mean loss over all ranks, without a step. Collective.
+
+        For algorithms that look at the gradient first, such as SAM; clear it with ``optimizer.zero_grad()``, or take
+        the step. Returns as :meth:`step`.
+        """
+        return self._loop.running("reduce()").reduce_only(optimizer)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The run's precision, for the forward pass; nothing where it is 32."""
+        return self._loop.autocast()
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Random numbers on the rank's device that depend on seed, step and micro-batch alone."""
+        return self._loop.running("generator").generator
+
+    @property
+    def rows(self) -> slice:
+        """Where the samples of this rank's batch are among those of all ranks, as :meth:`gather` orders them."""
+        return self._loop.running("rows").rows
+
+    def log(self, **values: float | Tensor) -> None:
+        """Log numbers: in the body of a loop over batches with the step's row, after it with the epoch's.
+
+        After a loop over batches a name gets the prefix ``val_`` unless it begins with ``train_``, ``val_`` or
+        ``test_``; after the last epoch ``test_``. The best checkpoint is that of the best ``val_loss``, or
+        ``checkpoint.monitor``. The values of rank 0 are logged.
+        """
+        self._loop.log(values)
+
+    def evaluate(
+        self,
+        dataset: Any,
+        predict: Callable[[Any], Any],
+        *,
+        batch_size: int | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+    ) -> Iterator[tuple[Any, ...]]:
+        """The rows of ``predict(batch)`` for each batch of ``dataset``: every sample once, in index order. Collective.
+
+        Every rank predicts a part, and gets the rows of all, so that each can compute the same metric. Modules are in
+        evaluation mode, and nothing has a gradient.
+
+        Args:
+            predict: returns a tensor with a row for each sample, or a tuple of such tensors or of lists.
+            batch_size: samples of a batch; ``None``: ``validation.batch_size``, else the run's. The batches are the
+                same on any number of ranks.
+
+        Returns:
+            An iterator over the rows of a batch, each a tuple, in host memory.
+        """
+        return self._loop.evaluate(dataset, predict, batch_size, collate)
+
+    # Between ranks.
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks in rank order, [n_r, ...] → [Σ n_r, ...], with a gradient. Collective.
+
+        Ranks may have different numbers of rows. :attr:`rows` tells where this rank's samples are.
+        """
+        from lockstep.engine.session.between_ranks import gather_rows
+
+        return gather_rows(rows, counts=self._loop.run is None or not self._loop.run.training.is_ghost)
+
+    @overload
+    def all_reduce(self, value: float, operation: Literal["sum", "mean", "min", "max"] = "sum") -> float: ...
+
+    @overload
+    def all_reduce(self, value: Tensor, operation: Literal["sum", "mean", "min", "max"] = "sum") -> Tensor: ...
+
+    def all_reduce(self, value: Any, operation: Literal["sum", "mean", "min", "max"] = "sum") -> Any:
+        """``value`` reduced over ranks: a number, or a tensor of one shape; ``sum`` and ``mean`` have a gradient."""
+        from torch import Tensor
+
+        from lockstep.engine.session.between_ranks import reduce_tensor
+
+        if isinstance(value, Tensor):
+            return reduce_tensor(value, operation)
+        return getattr(self._joined.collectives, operation)(float(value))[0]
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """``source``'s value on every rank: anything that can be pickled. Collective."""
+        return cast(T, self._joined.collectives.broadcast(value, source))
+
+    @contextmanager
+    def main_first(self, *, per_node: bool = False) -> Iterator[None]:
+        """Rank 0 (or the first one of each node) runs the body before the others: a download, for example."""
+        with self._joined.collectives.main_first(per_node=per_node):
+            yield
+
+    def print(self, *values: Any, **how: Any) -> None:
+        """``print`` on rank 0 alone."""
+        if self.is_main:
+            print(*values, **how)
+
+    # Starting and ending.
+
+    @staticmethod
+    def launch(
+        function: Callable[..., T],
+        *arguments: Any,
+        config: RunConfig | Mapping[str, Any] | None = None,
+        resume: bool = False,
+        **settings: Unpack[Settings],
+    ) -> T:
+        """Call ``function(*arguments)``, which makes a session, on new processes: from a notebook, for example.
+
+        Args:
+            function: sent by value, with what it refers to, if it lives in a notebook or a script.
+            config: as of a session, and over that of the session that ``function`` makes; so are the other keywords.
+            resume: resume the unfinished run in ``save_dir``, if there is one.
+            settings: ``devices="gpu:0,gpu:1"`` says how many ranks there are.
+
+        Returns:
+            What it returned on rank 0.
+
+        Raises:
+            LockstepError: a rank failed; which one and why. KeyboardInterrupt: the run was stopped.
+        """
+        from lockstep.launch.session.script import call_on_ranks
+
+        return cast(T, call_on_ranks(function, arguments, mapping_of(config, settings), resume=resume))
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with contextlib.suppress(BaseException):  # the first error is the one to report
+            self.close(error)
+        self._hook(kind, error, trace)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run: save, and record how it ended. Called at the end of the script. Collective without ``error``.
+
+        Args:
+            error: what ended the loop, if it failed.
+        """
+        from lockstep.engine.session.current import closed, leave
+
+        if not closed(self):
+            return
+        sys.excepthook = self._hook
+        error = None if isinstance(error, SystemExit) and not error.code else error
+        try:
+            self._loop.finish(error)
+        finally:
+            leave(self._ending, error)

@@ -1,0 +1,110 @@
+"""The batches of a session: one loader per data set, which reads ahead over the ends of epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, cast
+
+from torch.utils.data import default_collate
+
+from lockstep.data.loader import make_loader
+from lockstep.data.order import Order
+from lockstep.data.requests import Source, Window, windows
+from lockstep.engine.fit import TimedBatches
+from lockstep.engine.process.prefetch import SideStream, to_device
+from lockstep.engine.session.training import Training
+from lockstep.planning import BatchPlan
+from lockstep.telemetry.files import JsonLines
+
+
+class DataFeed:
+    """Batches of one data set in the order of the run, for one rank.
+
+    Args:
+        batch: sizes of its windows, and its samples.
+        source: of indices and batches.
+    """
+
+    def __init__(self, training: Training, source: Source, batch: BatchPlan) -> None:
+        self._training, self.source, self.batch = training, source, batch
+        self._loader: Any = None
+        self._batches: TimedBatches | None = None
+        self._next = (-1, -1)
+        rank, device = training.rank, training.rank.device
+        records = rank.config.telemetry.record_samples
+        self._samples = JsonLines(rank.run_dir.samples_file(rank.world.rank)) if records else None
+        self._side = SideStream(device) if device.type == "cuda" else None
+
+    @classmethod
+    def of(cls, training: Training, dataset: Any, collate: Any, accumulate: int | None) -> DataFeed:
+        """Batches of ``dataset`` in a shuffled order.
+
+        Args:
+            accumulate: micro-batches of a step; ``None``: as the plan has them.
+        """
+        plan = training.rank.plan
+        batch = plan.batch.model_copy(update={"samples": len(dataset)})
+        if accumulate is not None and accumulate != batch.accumulate:
+            share = -(-batch.global_batch // batch.ranks)
+            batch = batch.model_copy(update={"accumulate": accumulate, "batch_size": -(-share // accumulate)})
+        order = Order(len(dataset), plan.seed)
+        return cls(
+            training, Source(dataset, collate or cast(Any, default_collate), plan.seed, order, plan.order.lanes), batch
+        )
+
+    def _windows(self, epoch: int, position: int, epochs: int) -> Iterator[Window]:
+        return windows(
+            self.batch,
+            rank=self._training.rank.world.rank,
+            epoch=epoch,
+            position=position,
+            epochs=epochs,
+            ghosts=self._training.rank.collectives.size > 1,
+        )
+
+    def walk(self, epoch: int, position: int) -> Iterator[Any]:
+        """This rank's micro-batches from ``position`` to the end of ``epoch``, on its device.
+
+        The window is counted when the loop asks for the batch after it: then its body is done.
+        """
+        training, rank = self._training, self._training.rank
+        batches = self._at(epoch, position)
+        for window in self._windows(epoch, position, epoch + 1):
+            training.begin_window(window)
+            if self._samples is not None:
+                self._record(window, self._samples)
+            for place, request in enumerate(window.requests):
+                batch = next(batches)
+                batch = self._side(batch) if self._side is not None else to_device(batch, rank.device)
+                with training.micro_batch(request, place):
+                    yield batch
+            over = self.batch.window(window.stop) is None
+            self._next = (epoch + 1, 0) if over else (epoch, window.stop)
+            training.end_window(window, batches.waited_s(), epoch_over=over)
+            if training.log.ended_by is not None:
+                return
+
+    def _record(self, window: Window, file: JsonLines) -> None:
+        """Append the indices of this rank's samples to its file (``telemetry.record_samples``)."""
+        indices = [i for r in window.requests if not r.ghost for i in self.source.indices(r).tolist()]
+        place = {"attempt": self._training.rank.attempt, "step": self._training.state.step + 1}
+        file.append({**place, "epoch": window.epoch + 1, "stage": self._training.stage, "indices": indices})
+
+    def _at(self, epoch: int, position: int) -> TimedBatches:
+        """The loader's batches from there; the loader before continues where it stands there."""
+        if self._batches is None or self._next != (epoch, position):
+            self.close()
+            plan, rank = self._training.rank.plan, self._training.rank
+            requests = chain.from_iterable(w.requests for w in self._windows(epoch, position, plan.epochs))
+            self._loader = make_loader(
+                self.source, requests, plan.loader, rank.world.rank, largest=self.batch.batch_size
+            )
+            self._batches = TimedBatches(iter(self._loader))
+        self._next = (-1, -1)
+        return self._batches
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+        self._loader = self._batches = None

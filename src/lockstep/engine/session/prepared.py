@@ -1,0 +1,178 @@
+"""What a session trains: the modules, optimizers and schedulers that were given to ``prepare``, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from lockstep._compat.torch import note_step
+from lockstep.engine.trained import Trained
+from lockstep.errors import TaskError
+
+
+class Models(Trained):
+    """Several models by name, moved, trained and saved together. Keys of the state dict begin with ``<name>.``."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        nn.Module.__init__(self)
+        self.models = nn.ModuleDict(models)
+
+    def _parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self.models.items():
+            yield f"{prefix}{name}.", module
+
+
+class Owned(nn.Module):
+    """The parameters that one optimizer trains, by their names in the models."""
+
+    def __init__(self, models: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__()
+        self.models = models
+        self._known = {id(parameter) for parameter in parameters_of(optimizer)}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.models.named_parameters(prefix, recurse, remove_duplicate):
+            if id(parameter) in self._known:
+                yield name, parameter
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class Prepared:
+    """Modules, optimizers and schedulers by name: ``model``, ``optimizer``, ``scheduler``, the next ones ``model_2``.
+
+    Args:
+        device: of this rank; modules are moved there in place, so that optimizers keep their parameters.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.models: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.schedulers: dict[str, LRScheduler] = {}
+
+    def add(self, thing: Any, name: str | None = None) -> nn.Module | None:
+        """Take a module, an optimizer or a scheduler; the module, if it is one that was not known.
+
+        Raises:
+            TaskError: it is something else, or cannot be trained.
+        """
+        if isinstance(thing, nn.Module):
+            known = any(thing is model for model in self.models.values())
+            if known:
+                return None
+            _refuse_unready(thing)
+            self.models[self._name("model", name)] = thing.to(self._device)
+            return thing
+        if isinstance(thing, Optimizer):
+            if not any(thing is one for one in self.optimizers.values()):
+                self.optimizers[self._name("optimizer", name)] = thing
+                note_step(thing)
+        elif isinstance(thing, LRScheduler):
+            if not any(thing is one for one in self.schedulers.values()):
+                self.schedulers[self._name("scheduler", name)] = thing
+        else:
+            _refuse(thing)
+        return None
+
+    def _name(self, kind: str, name: str | None) -> str:
+        """``name`` or the next one of ``kind``. Raises :class:`TaskError`."""
+        taken = {*self.models, *self.optimizers, *self.schedulers}
+        number = len(getattr(self, f"{kind}s")) + 1
+        name = name or (kind if number == 1 else f"{kind}_{number}")
+        if name in taken or not name.isidentifier():
+            raise TaskError(f"prepare() was given {name!r} twice", fix="use a different keyword for each")
+        return name
+
+    def container(self) -> nn.Module:
+        """The model, or all of them as one module."""
+        return next(iter(self.models.values())) if len(self.models) == 1 else Models(self.models)
+
+    def check(self) -> None:
+        """Raise :class:`TaskError` where an optimizer could not train what it has."""
+        if not self.models or not self.optimizers:
+            raise TaskError(
+                f"the session has no {'optimizer' if self.models else 'model'}",
+                why="its weights must be equal on all ranks, and are saved",
+                fix="call model, optimizer = session.prepare(model, optimizer) before the loop",
+            )
+        known = {id(parameter) for parameter in self.container().parameters()}
+        owner: dict[int, str] = {}
+        for name, optimizer in self.optimizers.items():
+            strange = [tuple(p.shape) for p in parameters_of(optimizer) if id(p) not in known]
+            if strange:
+                raise TaskError(
+                    f"{name} has {len(strange)} parameter(s) of no prepared model: shapes "
+                    + ", ".join(map(str, strange[:3])),
+                    why="they would be neither reduced over ranks nor saved",
+                    fix="give prepare() the modules that have them too, and make the optimizer from their parameters "
+                    "before or after, but not from a copy",
+                )
+            for parameter in parameters_of(optimizer):
+                if owner.setdefault(id(parameter), name) != name:
+                    raise TaskError(
+                        f"{owner[id(parameter)]} and {name} share a parameter of shape {tuple(parameter.shape)}",
+                        why="each optimizer divides its gradients by the count of its own backward calls",
+                        fix="use one optimizer with several parameter groups",
+                    )
+
+    def optimizer_name(self, optimizer: Any) -> str:
+        """Raises :class:`TaskError` where it was not prepared."""
+        for name, known in self.optimizers.items():
+            if known is optimizer:
+                return name
+        raise TaskError(
+            f"step() was given {type(optimizer).__name__}, which was not prepared",
+            fix="call optimizer = session.prepare(optimizer) together with the models whose parameters it has",
+        )
+
+    def parameters(self, models: Iterable[nn.Module] | nn.Module) -> list[nn.Parameter]:
+        """The trained parameters of ``models``. Raises :class:`TaskError`: they belong to no prepared module."""
+        known = {id(p) for p in self.container().parameters()}
+        chosen = [models] if isinstance(models, nn.Module) else list(models)
+        found = [p for model in chosen for p in model.parameters() if p.requires_grad]
+        if not found or any(id(p) not in known for p in found):
+            raise TaskError(
+                "backward() was given models without prepared, trained parameters",
+                why=f"of {', '.join(type(model).__name__ for model in chosen)}",
+                fix="pass prepared models or parts of them, as models=[critic]",
+            )
+        return found
+
+
+def _refuse_unready(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or is_lazy(parameter):
+            raise TaskError(
+                f"the parameter {name} of {type(model).__name__} has no values yet",
+                why="it is on the meta device, or of a lazy module",
+                fix="make the module's values before prepare(): call it once with a batch, or use to_empty() and a "
+                "checkpoint",
+            )
+
+
+def _refuse(thing: Any) -> None:
+    kind = type(thing).__name__
+    if isinstance(thing, DataLoader):
+        raise TaskError(
+            "prepare() was given a DataLoader",
+            why="the session makes the batches, since their order must not depend on the number of ranks",
+            fix="leave it out, and write `for batch in session.batches(loader.dataset)`, with "
+            "collate=loader.collate_fn if it has its own",
+        )
+    raise TaskError(
+        f"prepare() was given a {kind}",
+        why="it takes modules, optimizers and schedulers of torch",
+        fix="give anything else with a state_dict to session.checkpoint(name=...)",
+    )

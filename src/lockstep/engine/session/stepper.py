@@ -1,0 +1,278 @@
+"""One optimizer of a session: the sums of its backward calls, their reduction over ranks, and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep._compat.torch import foreach_mul_
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.step import Update
+from lockstep.engine.session.buckets import GradientBuckets
+from lockstep.engine.session.prepared import Owned, parameters_of
+from lockstep.engine.strategies.base import Flags
+from lockstep.engine.task import Scheduler
+from lockstep.errors import TaskError, UnsupportedError
+
+#: A sum over up to 4,096 ranks of numbers below this stays below 2²⁴, and so is exact in float32.
+_DIGIT = 2.0**12
+#: Where numbers are in the tail of the last bucket: total, three digits of the count, then these, then the flags.
+_TOUCHED, _SQUARES, _UNUSED, _FLAGS = 4, 5, 6, 7
+NUMBERS = _FLAGS + len(Flags._fields)
+
+
+class Sums(NamedTuple):
+    """Of an optimizer's backward calls, over all ranks. ``flags``: ``None`` where they were not read."""
+
+    total: Tensor | float
+    count: Tensor | float  # type: ignore[assignment]  # hides tuple.count()
+    flags: Flags | None
+
+
+class _Call(NamedTuple):
+    """A backward call: its sums on this rank, and whether it gave the optimizer's parameters a gradient here."""
+
+    total: Tensor
+    count: Tensor | float  # type: ignore[assignment]
+    touched: bool
+
+
+class SharedPrecision(Precision):
+    """One loss scale for all optimizers: a backward pass may be stepped by several. It changes between windows only."""
+
+    _found: tuple[Tensor, Tensor | None] | None = None
+
+    def update(self, found_inf: Tensor, counted: Tensor | None = None) -> None:
+        found = found_inf.clone()
+        if self._found is not None:
+            found, counted = torch.maximum(found, self._found[0].to(found.device)), None
+        self._found = found, counted
+
+    def settle(self) -> None:
+        """The window is over."""
+        if self._found is not None:
+            super().update(*self._found)
+            self._found = None
+
+
+class Stepper:
+    """Adds up what backward calls leave in the gradients of ``optimizer``, and applies it.
+
+    A step's gradient is Σ totals / Σ counts, over ranks and micro-batches, of the calls since the step before that
+    reached this optimizer's parameters on any rank.
+
+    Args:
+        group: of all ranks, for gradients alone; ``None`` on one rank.
+        cap_bytes: as for :class:`GradientBuckets`.
+        scheduler: stepped after the optimizer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        models: nn.Module,
+        optimizer: Optimizer,
+        precision: SharedPrecision,
+        collectives: Collectives,
+        group: dist.ProcessGroup | None,
+        *,
+        device: torch.device,
+        max_norm: float | None,
+        cap_bytes: int,
+        left: Callable[[], None],
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self.name, self.optimizer, self._device = name, optimizer, device
+        self._max_norm, self._scheduler = max_norm, scheduler
+        self._collectives, self._group = collectives, group
+        self._settings: dict[str, Any] = {"numbers": NUMBERS, "device": device, "cap_bytes": cap_bytes, "left": left}
+        self.update = Update(Owned(models, optimizer), optimizer, None, precision, max_norm, scheduler=scheduler)
+        self._calls: list[_Call] = []
+        #: Sums whose gradients are divided already.
+        self.held: Sums | None = None
+        self._fired: list[Tensor] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._buckets: GradientBuckets | None = None
+        self._window, self._reads = -1, False
+        #: Which backward call of a window was the last one before the step, as far as is known.
+        self._last_call = 0
+        self._now = 0
+        self._at: int | None = None
+        self._follow()
+
+    def _follow(self) -> None:
+        """Hook the parameters that are trained now."""
+        self.close()
+        self._parameters = parameters_of(self.optimizer)
+        self._requires_grad = [p.requires_grad for p in self._parameters]
+        self._trained = [p for p in self._parameters if p.requires_grad]
+        if self._group is not None:
+            self._buckets = GradientBuckets(self._trained, self._group, **self._settings)
+        hook: Any = self._fired.append
+        if self._buckets is not None and self._buckets.overlaps:
+            hook = self._ready
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._trained]
+
+    def _ready(self, parameter: Tensor) -> None:
+        self._fired.append(parameter)
+        assert self._buckets is not None
+        self._buckets.ready(parameter)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def begin_window(self) -> None:
+        """Before a window: follow parameters that were frozen or unfrozen.
+
+        Raises:
+            UnsupportedError: the optimizer has other parameters than before.
+        """
+        now = parameters_of(self.optimizer)
+        if len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True)):
+            raise UnsupportedError(
+                f"the parameters of {self.name} changed after prepare()",
+                why=f"it had {len(self._parameters)}, now {len(now)}: new ones are reduced over ranks by no one",
+                fix="make all parameter groups before session.prepare(); freeze and unfreeze with requires_grad_()",
+            )
+        if [p.requires_grad for p in now] != self._requires_grad:
+            self._follow()
+
+    def before_backward(self, window: int, call: int, *, last: bool) -> None:
+        """Before the backward call number ``call`` of this micro-batch, counted from 1.
+
+        Args:
+            last: it is the last micro-batch of its window.
+
+        Raises:
+            TaskError: gradients are left over from another window.
+        """
+        if self._calls and all(p.grad is None for p in self._trained):
+            self._forget()  # by zero_grad()
+        if self._buckets is not None and self._buckets.is_launched:
+            self._buckets.discard()  # another call follows after all: the sum is made again
+        self._now = call
+        self._window = self._window if self._calls else window
+        if self._buckets is not None and last and call == self._last_call:
+            self._buckets.arm()
+
+    def after_backward(self, window: int, total: Tensor, count: Tensor | float, flags: Callable[[], Flags]) -> None:
+        touched = bool(self._fired)
+        if touched and self._calls and self._window != window:
+            raise TaskError(
+                f"backward() added to gradients of {self.name} that are left from an earlier batch",
+                why="they have been used by no step, so this step would use them as well",
+                fix=f"call {self.name}.zero_grad() before, or backward(..., models=[...]) for the models that the loss "
+                "is for; to accumulate over batches, use session.batches(..., accumulate=N)",
+            )
+        self._fired.clear()
+        self._calls.append(_Call(total, count, touched))
+        if self._buckets is not None and self._buckets.is_armed:
+            self._buckets.launch(self._numbers(flags()))
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._calls)
+
+    def _forget(self) -> None:
+        self._calls, self.held = [], None
+        if self._buckets is not None:
+            self._buckets.discard()
+
+    def _local(self) -> tuple[Any, Any]:
+        """Sums of total and count over the calls that touched the parameters here."""
+        calls = [call for call in self._calls if call.touched]
+        return sum(call.total for call in calls), sum(call.count for call in calls)
+
+    def _numbers(self, flags: Flags) -> list[Any]:
+        total, count = self._local()
+        high, rest = _divided(count, _DIGIT * _DIGIT)
+        middle, low = _divided(rest, _DIGIT)
+        touched = float(sum(call.touched for call in self._calls))
+        unused = float(touched > 0 and any(p.grad is None for p in self._trained))
+        if self._device.type == "cpu":
+            total = float(total)
+        return [total, high, middle, low, touched, touched * touched, unused, *flags]
+
+    def reduce(self, flags: Flags, *, reads: bool) -> Sums:
+        """Sum gradients and numbers over ranks and micro-batches. Collective.
+
+        Args:
+            reads: whether the flags are read, which waits for a GPU.
+        """
+        self._last_call = self._now
+        if self._buckets is None:
+            total, count = self._local()
+            return Sums(total, count, flags)
+        if not self._buckets.is_launched:
+            self._buckets.launch(self._numbers(flags))
+        used = [p.grad is not None for p in self._trained]
+        tail = self._buckets.wait()
+        if not (reads or self._reads or self._device.type == "cpu"):
+            # Zeros stand in for a gradient that no rank has, until numbers are read again.
+            total, high, middle, low, *_ = tail.double()
+            return Sums(total, (high * _DIGIT + middle) * _DIGIT + low, None)
+        numbers = tail.tolist()
+        if numbers[_UNUSED]:
+            self._reads = True
+            self._leave_out(used)
+        count = (numbers[1] * _DIGIT + numbers[2]) * _DIGIT + numbers[3]
+        if self._collectives.size * numbers[_SQUARES] != numbers[_TOUCHED] ** 2:
+            count = self._count_anywhere()
+        agreed = Flags(*numbers[_FLAGS:])
+        return Sums(numbers[0], count, agreed)
+
+    def _count_anywhere(self) -> float:
+        """The count of calls that reached the parameters on some ranks only. Collective."""
+        everyone = self._collectives.all_gather([(float(call.count), call.touched) for call in self._calls])
+        calls = zip(*everyone, strict=True)
+        return sum(sum(c for c, _ in ranks) for ranks in calls if any(touched for _, touched in ranks))
+
+    def _leave_out(self, used: Sequence[bool]) -> None:
+        """Remove zeros of parameters without a gradient on any rank: an optimizer leaves those alone."""
+        assert self._buckets is not None
+        for parameter, one in zip(self._trained, self._buckets.used_anywhere(used), strict=True):
+            parameter.grad = parameter.grad if one else None
+
+    def apply(self, sums: Sums, step: int, max_norm: float | None, *, want_norm: bool) -> None:
+        """Divide, clip, and step optimizer and scheduler, unless the gradient is not finite; then clear it."""
+        self.update.max_norm = self._max_norm if max_norm is None else max_norm
+        scheduler = None if self._scheduler is None else self._scheduler.scheduler
+        if scheduler is not None and self._at not in (None, scheduler.last_epoch):
+            raise TaskError(
+                "a prepared scheduler was stepped by the loop, too",
+                why="session.step() steps it after the optimizer",
+                fix="remove scheduler.step(); give one that steps by epoch to "
+                "session.checkpoint(scheduler=...) instead of prepare()",
+            )
+        self.update.apply(step, sums.count, 1.0, want_norm=want_norm)
+        self._at = None if scheduler is None else scheduler.last_epoch
+        self.clear()
+
+    def hold(self, sums: Sums) -> None:
+        """Divide the reduced gradients now; the step applies them as they are."""
+        count = float(sums.count)
+        if count:
+            factor = 1.0 / (self.update.precision.seed_value() * count)
+            foreach_mul_([p.grad for p in self._trained if p.grad is not None], factor)
+        self.held = sums._replace(count=1.0 / self.update.precision.seed_value()) if count else sums
+
+    def clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._calls, self.held = [], None
+
+
+def _divided(count: Any, by: float) -> tuple[Any, Any]:
+    """Quotient and remainder; of a tensor without reading it."""
+    if isinstance(count, Tensor):
+        high = torch.floor(count.double() / by)
+        return high, count.double() - high * by
+    return count // by, count % by

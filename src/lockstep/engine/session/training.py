@@ -1,0 +1,281 @@
+"""What a session's loop drives: windows and micro-batches, backward calls, steps, epochs, log and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep._compat.torch import backward, default_store
+from lockstep.data.randomness import dropout_seed
+from lockstep.data.requests import Request, Window
+from lockstep.engine.distributed.buffers import Buffers
+from lockstep.engine.distributed.sync_batchnorm import convert, ghost
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
+from lockstep.engine.session.prepared import Prepared
+from lockstep.engine.session.saving import SessionCheckpoints, Stateful
+from lockstep.engine.session.stepper import SharedPrecision, Stepper
+from lockstep.engine.session.steppers import build_steppers
+from lockstep.engine.state import TrainState
+from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, SeededDraws
+from lockstep.errors import CollectiveError, TaskError
+from lockstep.telemetry.progress_board import Activity, pulse
+
+#: Windows of an attempt in which losses are checked to be sums.
+CHECKED_WINDOWS = 2
+
+
+class Training:
+    """The prepared models and optimizers of one rank, and where its loop is.
+
+    Attributes:
+        stage: how many loops over batches the epoch has finished.
+        loops: how many have begun, in this attempt.
+        place: of the current micro-batch in its window; -1 outside.
+        scalars: what the loop has logged since the last row.
+    """
+
+    def __init__(
+        self, rank: RankContext, prepared: Prepared, registered: Mapping[str, Stateful], state: TrainState
+    ) -> None:
+        self.rank, self.prepared, self.state = rank, prepared, state
+        prepared.check()
+        self.module: nn.Module = prepared.container()
+        plan, size = rank.plan, rank.collectives.size
+        if plan.sync_batchnorm:
+            convert(self.module, None)
+        self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
+        self.steppers = build_steppers(rank, prepared, self.module, self.precision, self._look_who_left)
+        self.log = RunLog(rank, state, timed=self.module.parameters)
+        self._losses = {name: LossMeter(rank.device) for name in self.steppers}
+        self._buffers = Buffers(self.module, rank.device, "ranks" if size > 1 else "alone")
+        self._draws = SeededDraws(plan.seed, [rank.device], everything=state.draws_seeded)
+        self.generator = torch.Generator(rank.device)
+        self.stage, self.loops, self.place, self.calls = 0, 0, -1, 0
+        self._has_stepped, self._checked = False, 0
+        parts = self.module, self.steppers, self._buffers, self._draws
+        self.checkpoints = SessionCheckpoints(rank, self.log, *parts, registered, lambda: {"stage": self.stage})
+        self.window: Window | None = None
+        self.is_ghost = False
+        self._flags: Flags | None = None
+        self._row: dict[str, float] = {}
+        self.scalars: dict[str, Any] = {}
+
+    def close(self) -> None:
+        for stepper in self.steppers.values():
+            stepper.close()
+
+    # Windows and micro-batches.
+
+    def begin_window(self, window: Window) -> None:
+        pulse.at(Activity.STEP, self.state.step)
+        self.window, self._flags, self._has_stepped = window, None, False
+        for stepper in self.steppers.values():
+            stepper.begin_window()
+        self._buffers.begin()
+
+    @contextlib.contextmanager
+    def micro_batch(self, request: Request, place: int) -> Iterator[None]:
+        """One run of the loop's body."""
+        part = request.part if self.rank.plan.batch.lanes else self.rank.world.rank + (place << 16)
+        self.place, self.calls, self.is_ghost = place, 0, request.ghost
+        self._buffers.rewind()
+        self._draws(self.state.step, part)
+        self.generator.manual_seed(dropout_seed(self.rank.plan.seed, self.state.step, part, 0, "session"))
+        with contextlib.ExitStack() as around:
+            if request.ghost:
+                around.enter_context(ghost(self.module))
+                around.enter_context(self._buffers.untouched())
+            yield
+        self.place = -1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last micro-batch of its window."""
+        return self.window is not None and self.place == len(self.window.requests) - 1
+
+    def end_window(self, window: Window, waited_s: float, *, epoch_over: bool) -> None:
+        """Count the window, log, and save where that is due; sets ``log.ended_by`` where ranks agreed to stop."""
+        state, log = self.state, self.log
+        state.step += 1
+        state.micro_step += len(window.requests)
+        state.samples_seen += window.size
+        state.position, state.epoch = window.stop, window.epoch
+        self.precision.settle()
+        self._checked += 1
+        self._buffers.end(window)
+        self.window = None
+        log.step(window.size, waited_s)
+        if log.is_logged(state.step):
+            self._log_step()
+        log.agreed(self._flags)
+        if self._flags is not None and self._flags.save and not epoch_over:
+            self.checkpoints.save()
+        if log.ended_by is None and log.is_logged(state.step + 1):
+            log.time_own_work()
+
+    def _log_step(self) -> None:
+        first, *others = self.steppers
+        update = self.steppers[first].update
+        norm = None if update.grad_norm is None else float(update.grad_norm)
+        scalars = as_numbers(self.scalars)
+        for name in others:
+            total, count = self._losses[name].read()
+            self._losses[name].reset()
+            if count:
+                scalars[f"{name}_loss"] = total / count
+        skipped = sum(stepper.update.skipped for stepper in self.steppers.values())
+        self.log.log_step(update.lr, norm, scalars, skipped=skipped, without_items=None)
+
+    @property
+    def samples(self) -> int:
+        """Of this micro-batch."""
+        window = self.window
+        return 0 if window is None or self.place < 0 else window.requests[self.place].size
+
+    @property
+    def checks_losses(self) -> bool:
+        """Whether losses are looked at closely: in the first steps of an attempt."""
+        return self._checked < CHECKED_WINDOWS
+
+    @property
+    def rows(self) -> slice:
+        """Where this rank's samples are among those of all ranks in the current micro-batch."""
+        self._inside("rows")
+        assert self.window is not None
+        sizes = [
+            share[self.place][1] - share[self.place][0] if self.place < len(share) else 0
+            for share in self.rank.plan.batch.split(self.window.size)
+        ]
+        start = sum(sizes[: self.rank.world.rank])
+        return slice(start, start + sizes[self.rank.world.rank])
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the body out of every speed."""
+        self.log.pause()
+        try:
+            yield
+        finally:
+            self.log.unpause()
+            pulse.at(Activity.HOOKS)
+
+    # Backward calls and steps.
+
+    def backward(
+        self, total: Tensor, count: Tensor | float, models: Iterable[nn.Module] | nn.Module | None, **how: Any
+    ) -> None:
+        self._inside("backward")
+        inputs = None if models is None else self.prepared.parameters(models)
+        self.calls += 1
+        for stepper in self.steppers.values():
+            stepper.before_backward(self.state.step, self.calls, last=self.is_last)
+        if total.dtype in (torch.float16, torch.bfloat16):
+            total = total.float()
+        seed = self.precision.seed().to(total.dtype)
+        if self.is_ghost:
+            seed, count = torch.zeros_like(seed), 0.0
+        if inputs is None and not any(how.values()) and type(total) is Tensor:
+            backward(total, seed)
+        else:
+            torch.autograd.backward(total, seed, inputs=inputs, **how)
+        value = torch.zeros_like(total) if self.is_ghost else total.detach()
+        for stepper in self.steppers.values():
+            stepper.after_backward(self.state.step, value, count, self._requests)
+
+    def _requests(self) -> Flags:
+        return self.log.requests(self.state.step + 1)
+
+    def reduce(self, stepper: Stepper) -> Any:
+        """The gradients of ``stepper`` over all ranks and micro-batches, not yet divided. Collective."""
+        reads = self.state.step % FLAG_INTERVAL == 0
+        sums = stepper.held or stepper.reduce(self._requests(), reads=reads)
+        if sums.flags is not None:
+            self._flags = sums.flags
+        return sums
+
+    def step(self, optimizer: Any, max_norm: float | None) -> bool:
+        self._inside("step")
+        stepper = self.steppers[self.prepared.optimizer_name(optimizer)]
+        if not stepper.is_pending:
+            raise TaskError(
+                f"step({stepper.name}) without a backward() before it",
+                why="there is no gradient of this batch: backward() was not called, or the gradients were used or "
+                "cleared after it",
+                fix="call session.backward(total, count) before session.step(optimizer), and no optimizer.zero_grad() "
+                "between them",
+            )
+        if not self.is_last:
+            return False
+        sums = self.reduce(stepper)
+        self._has_stepped = True
+        (self.log.losses if stepper.name == next(iter(self.steppers)) else self._losses[stepper.name]).add(
+            sums.total, sums.count
+        )
+        stepper.apply(sums, self.state.step, max_norm, want_norm=self.log.is_logged(self.state.step + 1))
+        return True
+
+    def reduce_only(self, optimizer: Any) -> bool:
+        """Make ``p.grad`` the mean gradient over all ranks; :meth:`step` may follow."""
+        self._inside("reduce")
+        stepper = self.steppers[self.prepared.optimizer_name(optimizer)]
+        if not self.is_last:
+            return False
+        stepper.hold(self.reduce(stepper))
+        return True
+
+    def _inside(self, call: str) -> None:
+        if self.window is None or self.place < 0:
+            raise TaskError(
+                f"{call}() was called outside a loop over session.batches()",
+                why="the session divides gradients by what the batches of a step count",
+                fix="call it in the body of `for batch in session.batches(train_set):`",
+            )
+
+    # Ranks that leave the loop.
+
+    def left(self) -> None:
+        """This rank left a loop over batches before its end: the others may be waiting for it."""
+        if self.rank.collectives.size > 1:
+            note = json.dumps([self.loops, self.state.step + self._has_stepped])
+            with contextlib.suppress(RuntimeError):  # the store is gone, and so are they
+                default_store().set(self._note(self.rank.world.rank), note)
+        self.window, self.place = None, -1
+
+    def _note(self, rank: int) -> str:
+        return f"lockstep/rank {rank} left in attempt {self.rank.attempt}"
+
+    def _look_who_left(self) -> None:
+        """Raise :class:`CollectiveError` where a rank left this loop before the step that this rank is in."""
+        store, me = default_store(), self.rank.world.rank
+        for rank in range(self.rank.collectives.size):
+            note = json.loads(store.get(self._note(rank))) if store.check([self._note(rank)]) else [-1, 0]
+            if rank != me and note[0] == self.loops and note[1] <= self.state.step:
+                raise CollectiveError(
+                    f"rank {rank} left the loop over batches after step {note[1]}, and rank {me} waits for it in step "
+                    f"{self.state.step + 1}",
+                    why="every rank must take the same steps; a break, a return or an error depended on the rank",
+                    fix="decide on a value that all ranks share, such as session.all_reduce(flag, 'max')",
+                )
+
+    # Epochs.
+
+    def end_epoch(self, logged: Mapping[str, float]) -> bool:
+        """Write the epoch's row; whether ``logged`` is the best so far."""
+        log, plan = self.log, self.rank.plan
+        loss, speed = log.epoch_so_far()
+        logged = self.rank.collectives.broadcast(dict(logged))
+        rates = {"lr": next(iter(self.steppers.values())).update.lr, "samples_per_s": speed.samples_per_s}
+        improved = log.judge(logged, logged[plan.monitor]) if plan.monitor in logged else False
+        log.epoch({"train_loss": loss, **logged, **rates, "duration_s": speed.seconds}, improved, ended=True)
+        self.stage = 0
+        return improved
+
+    def restore(self, trainer: Mapping[str, Any]) -> None:
+        """Restore optimizers and schedulers, and where the loop was. Raises :class:`CheckpointError`."""
+        self.stage = self.checkpoints.restore(trainer)["stage"]

@@ -1,0 +1,163 @@
+"""Starting ranks for a session: each runs a script, or calls a function, that makes a ``lockstep.Session``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import resolve
+from lockstep.config.load import merge
+from lockstep.engine.session.current import Stopped, close_open_session, forget, was_made
+from lockstep.errors import LockstepError, RunFolderError, TaskError, UsageError
+from lockstep.hardware import World, detect_devices, resolve_placement
+from lockstep.launch.failure import records
+from lockstep.launch.failure.report import read_failure
+from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
+from lockstep.launch.local.worker import Rank
+from lockstep.launch.run_claim import claimed, create_folder, existing_run
+from lockstep.launch.session.join import Started, started_as
+from lockstep.launch.session.record import Script, script_of
+from lockstep.telemetry.rundir import RunDir
+
+
+def run_script(
+    path: Path, arguments: Sequence[str], given: Mapping[str, Any], *, resume: bool = False
+) -> tuple[RunDir, int]:
+    """Run a script on every device that ``given`` names, a process for each; the run and the exit code.
+
+    Raises:
+        UsageError: there is no such script, or a setting is wrong. LockstepError: a rank failed, or the folder cannot
+            be used.
+    """
+    if not path.is_file():
+        raise UsageError(f"there is no script {path}", fix="write `lockstep run path/to/script.py`")
+    script = Script(str(path.resolve()), tuple(arguments), str(Path.cwd()), given)
+    return _start(_run_script, (script.path, script.arguments), script, resume=resume)
+
+
+def resume_session(run: RunDir, overrides: Mapping[str, Any], devices: str | None) -> int | None:
+    """Resume ``run``, if it is a script's with a session, and return the exit code; else ``None``.
+
+    Args:
+        overrides: settings that change, nested.
+    """
+    script = script_of(run)
+    if script is None:
+        return None
+    changes = merge(overrides, {} if devices is None else {"hardware": {"selected_devices": devices}})
+    given = merge(merge(script.given, changes), {"save_dir": str(run.path)})
+    with contextlib.chdir(script.folder):
+        return run_script(Path(script.path), script.arguments, given, resume=True)[1]
+
+
+def call_on_ranks(
+    function: Callable[..., Any], arguments: Sequence[Any], given: Mapping[str, Any], resume: bool
+) -> Any:
+    """Call ``function(*arguments)`` on every device that ``given`` names; what rank 0 returns.
+
+    Raises:
+        LockstepError: a setting is wrong, or a rank failed. KeyboardInterrupt: the run was stopped.
+    """
+    results: list[Any] = []
+    _, code = _start(_call_function, (function, tuple(arguments)), None, given, resume=resume, results=results)
+    if code:
+        raise RanksStopped(code)
+    return results[0]
+
+
+def _start(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    script: Script | None,
+    given: Mapping[str, Any] | None = None,
+    *,
+    resume: bool,
+    results: list[Any] | None = None,
+) -> tuple[RunDir, int]:
+    given = given or (script.given if script else {})
+    name = Path(script.path).name if script else getattr(arguments[0], "__name__", "function")
+    given = merge({"task": {"name": name}}, given)
+    config = resolve(given)
+    placement = resolve_placement(config.hardware, config.distributed, World(), detect_devices(), in_process=False)
+    with contextlib.ExitStack() as claim:
+        run = existing_run(config, resume)
+        if run is not None:
+            claim.enter_context(claimed(run))
+        found, run = run is not None, run or create_folder(config)
+        if script is not None:
+            script.keep(run)
+        try:
+            code = 0
+            found_results = run_on_ranks(
+                _as_rank,
+                (function, tuple(arguments), dict(given), found),
+                folder=run,
+                ranks=placement.world_size,
+                threads=config.training.threads or max(1, len(os.sched_getaffinity(0)) // placement.world_size),
+                stop_grace_s=config.launch.stop_grace_s,
+                hang_timeout_s=config.launch.hang_timeout_s,
+                redirect=False,
+            )
+            if results is not None:
+                results += found_results
+        except RanksStopped as end:
+            code = end.exit_code
+        except LockstepError as error:
+            _record(run, error)
+            raise
+    return run, code
+
+
+def _record(run: RunDir, error: LockstepError) -> None:
+    with contextlib.suppress(RunFolderError):
+        if run.read().status in {"stopped", "completed"}:
+            return
+    failure = read_failure(run)
+    records.clear_spare(run.logs)
+    with contextlib.suppress(LockstepError):  # the folder may be what failed
+        run.update(status="failed", error=failure.format() if failure else str(error))
+
+
+# --- in a rank -----------------------------------------------------------------------------------
+
+
+def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool]) -> Any:
+    """Call ``function(*arguments)`` with its sessions on ``rank``."""
+    function, arguments, given, found = call
+    started_as(Started(rank.folder, rank.world, rank.stop, given, found))
+    forget()
+    try:
+        result = function(*arguments)
+    except Stopped:
+        raise
+    except BaseException as error:
+        close_open_session(error)
+        raise
+    close_open_session(None)
+    if not was_made():
+        raise TaskError(
+            "no lockstep.Session was made",
+            why="each rank has run all of it, with all samples, and the ranks have not shared anything",
+            fix="make one: session = lockstep.Session(global_batch_size=64); see docs/own-loop.md",
+        )
+    return result
+
+
+def _call_function(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(*arguments)
+
+
+def _run_script(path: str, arguments: tuple[str, ...]) -> None:
+    """As ``python path arguments``."""
+    sys.argv[:] = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end, Stopped) or end.code not in (None, 0):
+            raise

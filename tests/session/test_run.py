@@ -1,0 +1,109 @@
+"""One loop on one device, on the ranks of ``lockstep run`` and of torchrun; killed, and resumed on other numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.telemetry.rundir import RunDir
+from tests.session.scripts import CLASSIFIER, numbers, run, start
+
+LOCKSTEP = ("-m", "lockstep")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=3")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("session")
+    (folder / "script.py").write_text(CLASSIFIER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> str:
+    return run("script.py", cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def on_two(folder: Path) -> str:
+    return run(*LOCKSTEP, "run", "script.py", "--devices", "cpu,cpu", "--save-dir", "two", cwd=folder)
+
+
+def losses(run: RunDir) -> list[float]:
+    return [row["loss"] for row in run.steps()]
+
+
+def test_the_numbers_of_one_process_are_those_of_two_ranks(folder: Path, alone: str, on_two: str) -> None:
+    one, two = RunDir.open(next((folder / "runs").iterdir())), RunDir.open(folder / "two")
+    assert losses(one) == pytest.approx(losses(two), abs=1e-5)
+    assert len(losses(one)) == 18
+    for word in ("weights", "average"):
+        assert numbers(alone, word) == pytest.approx(numbers(on_two, word), abs=1e-5)
+    assert [row["val_accuracy"] for row in one.epochs()] == [row["val_accuracy"] for row in two.epochs()]
+
+
+def test_its_run_folder_is_that_of_any_run(folder: Path, on_two: str) -> None:
+    record, plan = RunDir.open(folder / "two").read(), RunDir.open(folder / "two").plan()
+    assert (record.status, record.task, record.best_epoch is None) == ("completed", "script.py", False)
+    assert plan["decisions"]["global_batch"]["value"] == 16
+    assert plan["decisions"]["sync_batchnorm"]["value"] is True
+    assert "weights" in on_two
+    assert "val_accuracy" in run(*LOCKSTEP, "show", "two", cwd=folder)
+    assert "script.py" in run(*LOCKSTEP, "runs", "--runs-dir", ".", cwd=folder)
+
+
+def test_torchrun_on_three_ranks(folder: Path, alone: str) -> None:
+    output = run(*TORCHRUN, "script.py", cwd=folder)
+    assert numbers(output, "weights") == pytest.approx(numbers(alone, "weights"), abs=1e-5)
+
+
+def seen(run: RunDir, ranks: int, attempt: int) -> list[tuple[int, int]]:
+    """(epoch, sample) of every sample that an attempt's checkpoint, or its end, counts."""
+    last = run.resumed_from().get(attempt + 1, 10**6)
+    rows = [json.loads(line) for rank in range(ranks) for line in run.samples_file(rank).read_text().splitlines()]
+    return [(r["epoch"], i) for r in rows if r["attempt"] == attempt and r["step"] <= last for i in r["indices"]]
+
+
+@pytest.mark.slow
+def test_stopped_on_two_ranks_it_resumes_on_three_and_killed_there_on_one(folder: Path, alone: str) -> None:
+    path = folder / "killed"
+    command = (*LOCKSTEP, "run", "script.py", "0.15", "--save-dir", "killed", "--set", "checkpoint.every_steps=1")
+    first = start(*command, "--devices", "cpu,cpu", cwd=folder)
+    wait_for_step(path, 4)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 143
+    first.communicate()
+    run_dir = RunDir.open(path)
+    stopped = CheckpointStore(run_dir.checkpoints).steps()[-1]
+    assert run_dir.read().status == "stopped"
+
+    second = start(*LOCKSTEP, "resume", "killed", "--devices", "cpu,cpu,cpu", cwd=folder)
+    wait_for_step(path, stopped + 4)
+    beat = run_dir.progress()
+    assert beat is not None
+    os.kill(beat.pid, signal.SIGKILL)
+    assert second.wait(60) == 1
+    second.communicate()
+
+    output = run(*LOCKSTEP, "resume", "killed", "--devices", "cpu", "--set", "checkpoint.every_steps=5", cwd=folder)
+    assert run_dir.read().status == "completed"
+    found = Counter(seen(run_dir, 2, 1) + seen(run_dir, 3, 2) + seen(run_dir, 1, 3))
+    assert found == Counter({(epoch, sample): 1 for epoch in (1, 2, 3) for sample in range(83)})
+    for word in ("weights", "average"):
+        assert numbers(output, word) == pytest.approx(numbers(alone, word), abs=1e-5)
+
+
+def wait_for_step(path: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if path.exists() and (CheckpointStore(RunDir(path).checkpoints).steps() or [0])[-1] >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no checkpoint of step {step}")
