@@ -68,7 +68,7 @@ class Session:
         resume: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
-        from lockstep.engine.process.determinism import rank_device, seed_everything
+        from lockstep.engine.process.runtime import rank_device, seed_everything
         from lockstep.engine.session.current import close_open_session, opened
         from lockstep.launch.session.join import join_session, settings_of_launch
         from lockstep.launch.session.loop import Loop

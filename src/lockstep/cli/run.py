@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from lockstep.config.names import nested
+from lockstep.config.load import nested
 from lockstep.errors import UsageError
 
 EPILOGUE = """\

@@ -118,7 +118,8 @@ class Update:
     ) -> None:
         self.divided = divided
         self.averages = averages or Averages(AveragingConfig(), model, 0)
-        self._plateau = _Plateau(schedule, mode) if schedule.name == "plateau" and scheduler is None else None
+        judged = schedule is not None and schedule.name == "plateau" and scheduler is None
+        self._plateau = _Plateau(schedule, mode) if schedule is not None and judged else None
         self._scheduler = scheduler
         self.optimizer = optimizer
         # Frozen ones too: they may be unfrozen, and have no gradient until then.

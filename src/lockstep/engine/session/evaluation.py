@@ -14,8 +14,8 @@ from lockstep.data.reader import Collate
 from lockstep.data.requests import InOrder, Source
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import check_rows, evaluating, rank_chunks
-from lockstep.engine.process.determinism import generators_kept
 from lockstep.engine.process.prefetch import to_device, to_host
+from lockstep.engine.process.runtime import generators_kept
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.planning import LoaderPlan
 from lockstep.telemetry.progress_board import Activity, pulse

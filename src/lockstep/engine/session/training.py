@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep._compat.torch import backward, default_store
-from lockstep.data.randomness import dropout_seed
+from lockstep.data.order import dropout_seed
 from lockstep.data.requests import Request, Window
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.sync_batchnorm import convert, ghost
