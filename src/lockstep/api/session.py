@@ -312,7 +312,7 @@ class Session:
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks in rank order, [n_r, ...] → [Σ n_r, ...], with a gradient. Collective.
 
-        Ranks may have different numbers of rows. :attr:`rows` tells where this rank's samples are.
+        Ranks may have different numbers of rows. :attr:`rows` is the place of this rank's samples among them.
         """
         from lockstep.engine.session.between_ranks import gather_rows
 

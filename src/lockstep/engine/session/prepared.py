@@ -123,7 +123,7 @@ class Prepared:
                 if owner.setdefault(id(parameter), name) != name:
                     raise TaskError(
                         f"{owner[id(parameter)]} and {name} share a parameter of shape {tuple(parameter.shape)}",
-                        why="each optimizer divides its gradients by the count of its own backward calls",
+                        why="an optimizer divides its gradients by the counts of the backward calls that reached it",
                         fix="use one optimizer with several parameter groups",
                     )
 

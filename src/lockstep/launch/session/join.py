@@ -132,7 +132,7 @@ def _refuse_unknown_launcher(world: World) -> None:
     if world.size == 1 and world.launcher == "none" and name is not None:
         raise ConfigError(
             f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set",
-            why="each process would train alone, with all samples, and write a run of its own",
+            why="each process would train alone, with all samples, and write a separate run",
             fix="start the script with `lockstep run script.py --devices ...`, torchrun or srun",
         )
 
