@@ -38,13 +38,12 @@ COUNTED = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure. ``label`` goes into its row; ``tf32``: matrix products in TF32, on GPUs that know it."""
+    """One thing to measure. ``label`` goes into its row."""
 
     label: Mapping[str, Any]
     config: RunConfig
     plan: Plan
     warm_up: int
-    tf32: bool = False
 
 
 class FlopCount(NamedTuple):
@@ -137,7 +136,7 @@ def measure(site: Site, case: Case) -> dict[str, Any]:
     memory, busy = PeakMemory(devices), Utilisation(devices, plan.threads)
     memory.reset()
     total = plan.total_steps
-    with _tf32(case.tf32), busy, training(site, case.config, plan, watch) as (built, steps):
+    with busy, training(site, case.config, plan, watch) as (built, steps):
         last = LastGradient(built.strategy.module, watch) if world.size > 1 else None
         for number, _ in enumerate(steps, start=1):
             site.rank.check()
@@ -178,20 +177,6 @@ def release(device: torch.device) -> None:
     torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def _tf32(on: bool) -> Iterator[None]:
-    """Off means torch's defaults, which are what training has."""
-    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    matmul = torch.backends.cuda.matmul
-    before = conv.fp32_precision, matmul.fp32_precision
-    if on:
-        conv.fp32_precision = matmul.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        conv.fp32_precision, matmul.fp32_precision = before
 
 
 def count_flops(site: Site, plan: Plan) -> FlopCount:

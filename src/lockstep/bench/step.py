@@ -15,6 +15,7 @@ from lockstep.bench.workload import Subject
 from lockstep.errors import UsageError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.peaks import peak_flops
+from lockstep.launch.prepare import Prepared
 from lockstep.strategies import find_strategy
 
 #: In this order; ``tf32`` is precision 32 whose matrix products may use TF32.
@@ -48,7 +49,7 @@ def bench_step(
         UsageError: settings that contradict each other.
     """
     base = subject.base
-    chosen = tuple(precisions or (base.config.hardware.precision,))
+    chosen = tuple(precisions or (_own_precision(base),))
     unknown = [name for name in chosen if name not in PRECISIONS]
     if unknown:
         raise UsageError(f"there is no precision {unknown[0]}", fix=f"choose of {', '.join(PRECISIONS)}")
@@ -79,6 +80,11 @@ def bench_step(
     report.rows.sort(key=lambda row: (PRECISIONS.index(row["precision"]), row["compile"], row["batch_size"]))
     _conclude(report, max_batch)
     return report
+
+
+def _own_precision(base: Prepared) -> str:
+    found = base.placement.precision
+    return "tf32" if found == "32" and base.plan.value("matmul_precision") == "high" else found
 
 
 def _cases(report: BenchReport, subject: Subject) -> list[Case]:
@@ -186,12 +192,13 @@ def _in_words(kind: tuple[str, bool], cases: Sequence[Case]) -> str:
 
 def _case(subject: Subject, label: dict[str, Any], settings: dict[str, Any]) -> Case:
     precision, sizes = label["precision"], {"batch_size": label["batch_size"], "global_batch_size": None}
-    changes = {
+    changes: dict[str, Any] = {
         "training": {**sizes, "accumulate": settings["accumulate"], "compile": label["compile"]},
-        "hardware": {"precision": "32" if precision == "tf32" else precision},
+        "hardware": {"precision": precision},
     }
-    tf32 = precision == "tf32"
-    return subject.case(label, changes, steps=settings["steps"], warm_up=settings["warm_up"], tf32=tf32)
+    if precision in ("32", "tf32"):
+        changes["hardware"] = {"precision": "32", "matmul_precision": "high" if precision == "tf32" else "highest"}
+    return subject.case(label, changes, steps=settings["steps"], warm_up=settings["warm_up"])
 
 
 def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:

@@ -80,14 +80,12 @@ class Subject:
         )
         return plan_for(built, config, place(config, World()), self.datasets, None)
 
-    def case(
-        self, label: Mapping[str, Any], changes: Mapping[str, Any], *, steps: int, warm_up: int, tf32: bool = False
-    ) -> Case:
+    def case(self, label: Mapping[str, Any], changes: Mapping[str, Any], *, steps: int, warm_up: int) -> Case:
         """A case of ``steps`` measured steps. Raises :class:`~lockstep.errors.UsageError`."""
         total = steps + warm_up
         length = {"training": {"epochs": total, "max_steps": total}}
         trial = self.prepared(merge(changes, length))
-        return Case(label, trial.config, trial.plan, warm_up, tf32)
+        return Case(label, trial.config, trial.plan, warm_up)
 
     def _settle(self, changes: Mapping[str, Any]) -> tuple[Task, RunConfig]:
         self.given = native_settings(self.task, self.given)

@@ -58,8 +58,11 @@ class Settings:
         _flag("How several devices share the work. Default: auto (single on one device, ddp on several).", _DEVICES),
     ] = None
     precision: Annotated[
-        Literal["32", "16-mixed", "bf16-mixed"] | None,
-        _flag("Number format of the forward pass; 16-mixed scales the loss. Default: 32.", _DEVICES),
+        Literal["auto", "32", "16-mixed", "bf16-mixed"] | None,
+        _flag(
+            "Number format of the forward pass; 16-mixed scales the loss; auto: bf16-mixed on GPUs. Default: 32.",
+            _DEVICES,
+        ),
     ] = None
     reproducibility: Annotated[
         Literal["fast", "exact"] | None,

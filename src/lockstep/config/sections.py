@@ -21,7 +21,7 @@ from pydantic import (
 
 from lockstep.strategies import strategies
 
-Precision = Literal["32", "16-mixed", "bf16-mixed"]
+Precision = Literal["auto", "32", "16-mixed", "bf16-mixed"]
 
 
 def _strategy(value: str) -> str:
@@ -91,7 +91,22 @@ class HardwareConfig(Section):
         default=None,
         description='"cpu", "gpu:0", …; a device named twice runs two ranks. Unset: gpu:0 if there is one, else cpu',
     )
-    precision: Precision = Field(default="32", description="32, 16-mixed (with loss scaling) or bf16-mixed")
+    precision: Precision = Field(
+        default="32",
+        description="32, 16-mixed (with loss scaling) or bf16-mixed; auto: bf16-mixed on GPUs that have it, else 32",
+    )
+    matmul_precision: Literal["auto", "highest", "high"] = Field(
+        default="auto",
+        description="products of float32 matrices on a GPU; high: in TF32; highest: in float32; auto: high where the "
+        "GPU has TF32, highest in exact mode",
+    )
+    cudnn_benchmark: Switch = Field(
+        default="auto",
+        description="let cuDNN measure its algorithms once for each shape; auto: on a GPU when samples have one length",
+    )
+    channels_last: bool = Field(
+        default=False, description="weights of 2-D convolutions in channels_last, faster on GPUs in 16 bits and TF32"
+    )
     strategy: Strategy = Field(default="auto", json_schema_extra=_strategy_schema)
 
     @field_validator("selected_devices", mode="before")

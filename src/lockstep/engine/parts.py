@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
+import torch
+
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.agreement import check_start
@@ -60,6 +62,8 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
         divided = divide(Undivided(task, model, config, plan, datasets, device, rank.world, rank.collectives))
     else:
         model = model.to(device)
+        if config.hardware.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     update = build_update(task, model, config, plan, device, divided, validates=datasets.val is not None)
     notes = [] if divided is None else [*divided.remarks]
     if snapshot is not None:

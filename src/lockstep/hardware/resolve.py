@@ -33,6 +33,8 @@ class Placement:
         world_size: ranks on all nodes.
         nodes: machines.
         precision: ``32``, ``16-mixed`` or ``bf16-mixed``.
+        gpu: what its driver calls the first GPU; empty on a CPU.
+        tf32: whether all of its GPUs have TF32.
         reasons: why, for accelerator, devices, strategy, backend, world_size and precision.
         notes: what was ignored or changed, for people to see.
         by_node: the devices of each node by its name, where there are several nodes.
@@ -48,6 +50,8 @@ class Placement:
     reasons: dict[str, str]
     notes: tuple[Note, ...] = ()
     by_node: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    gpu: str = ""
+    tf32: bool = False
 
     @property
     def spec(self) -> StrategySpec:
@@ -108,7 +112,8 @@ def resolve_placement(
             fix=f"set pipeline.in_process to false, or start without {given.launcher}",
         )
     backend, backend_reason = _backend(distributed.backend, alone, devices, notes)
-    precision_reason = _precision(config.precision, devices, detected)
+    precision, precision_reason = _precision(config.precision, devices, detected)
+    chosen = [find(device, detected) for device in dict.fromkeys(devices)] if accelerator == "gpu" else []
     notes += [] if given else _occupied(devices, detected)
     return Placement(
         accelerator=accelerator,
@@ -117,7 +122,7 @@ def resolve_placement(
         backend=backend,
         world_size=1 if alone else ranks,
         nodes=given.nodes if given else 1,
-        precision=config.precision,
+        precision=precision,
         reasons={
             "accelerator": _accelerator_reason(accelerator, selection, detected),
             "devices": selection.reason,
@@ -127,6 +132,9 @@ def resolve_placement(
             "precision": precision_reason,
         },
         notes=tuple(notes),
+        gpu=chosen[0].name if chosen else "",
+        # Both came with compute capability 8.0.
+        tf32=bool(chosen) and all("bf16-mixed" in device.precisions for device in chosen),
     )
 
 
@@ -265,9 +273,14 @@ def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[Not
     return "nccl", "distinct GPUs: nccl is the fastest between them"
 
 
-def _precision(wanted: str, devices: tuple[str, ...], detected: Sequence[Device]) -> str:
-    """The reason for the precision; refused when a chosen device lacks it."""
+def _precision(wanted: str, devices: tuple[str, ...], detected: Sequence[Device]) -> tuple[str, str]:
+    """The precision and its reason; refused when a chosen device lacks it."""
     chosen = [find(device, detected) for device in dict.fromkeys(devices)]
+    on_gpu = devices[0] != "cpu"
+    if wanted == "auto":
+        if on_gpu and all("bf16-mixed" in device.precisions for device in chosen):
+            return "bf16-mixed", "auto: the GPU computes in bfloat16, which has the range of single precision"
+        return "32", "auto: " + ("a GPU without bfloat16" if on_gpu else "no format is faster on every CPU")
     for device in chosen:
         if wanted not in device.precisions:
             raise PrecisionError(
@@ -275,13 +288,14 @@ def _precision(wanted: str, devices: tuple[str, ...], detected: Sequence[Device]
                 why=f"it supports {', '.join(device.precisions)}" + (f"; {device.note}" if device.note else ""),
                 fix=f"use --precision {device.precisions[-1]}, or select another device",
             )
-    on_gpu = devices[0] != "cpu"
     if wanted == "32":
         faster = on_gpu and all("bf16-mixed" in device.precisions for device in chosen)
-        return "single precision" + (f"; bf16-mixed would be faster on {chosen[0].name}" if faster else "")
+        text = f"; bf16-mixed would be faster on {chosen[0].name}" if faster else ""
+        return wanted, "single precision" + text
     if wanted == "16-mixed":
-        return "as set: half precision with loss scaling" + ("" if on_gpu else "; slow on a CPU, good for a dry run")
-    return "as set: bfloat16 where it is safe, single precision elsewhere"
+        slow = "" if on_gpu else "; slow on a CPU, good for a dry run"
+        return wanted, "as set: half precision with loss scaling" + slow
+    return wanted, "as set: bfloat16 where it is safe, single precision elsewhere"
 
 
 def _occupied(devices: tuple[str, ...], detected: Sequence[Device]) -> list[Note]:

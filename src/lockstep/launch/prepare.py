@@ -166,6 +166,10 @@ def plan_for(
     Args:
         devices: what the machine has; ``None`` looks.
     """
+    if config.hardware.precision == "auto":  # from here on as chosen, for a resume on other devices too
+        config = config.model_copy(
+            update={"hardware": config.hardware.model_copy(update={"precision": placement.precision})}
+        )
     facts = inspect_task(task, datasets, config.task.name)
     if facts.optimizer_lr is None and facts.loader is None:
         check_configured_optimizer(task, config)

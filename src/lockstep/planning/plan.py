@@ -163,6 +163,10 @@ class Plan(_Frozen):
         """Whether each rank writes its part of a checkpoint."""
         return "checkpoints" in self.decisions and bool(self.decisions["checkpoints"].value)
 
+    def value(self, key: str, default: Any = None) -> Any:
+        """Of a decision that only some plans have."""
+        return self.decisions[key].value if key in self.decisions else default
+
     @property
     def one_message(self) -> bool:
         """Whether ddp reduces all gradients in one message after the backward."""

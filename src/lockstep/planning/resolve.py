@@ -98,6 +98,7 @@ def make_plan(
     monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
     decisions = [
         *_placed(placement),
+        *_kernels(given),
         *_reduction(given),
         *sized.values(),
         ordered,
@@ -147,6 +148,41 @@ def _placed(placement: Placement) -> list[Decision]:
         Decision("backend", "backend", placement.backend, reasons["backend"]),
         Decision("ranks", "ranks", placement.world_size, reasons["world_size"]),
         Decision("precision", "precision", placement.precision, reasons["precision"]),
+    ]
+
+
+def _kernels(given: Given) -> list[Decision]:
+    """On GPUs: how float32 products are computed, and how cuDNN chooses algorithms."""
+    hardware, placement = given.config.hardware, given.placement
+    if placement.accelerator != "gpu":
+        return []
+    exact = given.config.training.reproducibility == "exact"
+    matmul, benchmark = hardware.matmul_precision, hardware.cudnn_benchmark
+    if exact:
+        products, reason = "highest", "exact mode: float32, whose rounding is the same on every GPU of a model"
+    elif matmul == "auto":
+        products = "high" if placement.tf32 else "highest"
+        reason = (
+            "auto: TF32, which keeps the range of float32 and 10 bits of its mantissa"
+            if placement.tf32
+            else ("auto: this GPU has no TF32")
+        )
+    else:
+        products, reason = matmul, "as set"
+    if exact:
+        measures, why = False, "exact mode: measured choices may differ from run to run"
+    elif benchmark == "auto":
+        measures = given.facts.lengths is None
+        why = (
+            "auto: samples have one length, so that each shape is measured once"
+            if measures
+            else ("auto: samples differ in length, and each shape would be measured")
+        )
+    else:
+        measures, why = benchmark == "on", "as set"
+    return [
+        Decision("matmul_precision", "float32 products", products, reason),
+        Decision("cudnn_benchmark", "cudnn benchmark", measures, why),
     ]
 
 

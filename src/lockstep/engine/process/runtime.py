@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from lockstep.engine.process.kernels import expandable_segments, float32_products
 from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
 from lockstep.hardware.world import STORE_FD, World
 from lockstep.planning import Plan
@@ -115,18 +116,19 @@ def runtime(
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    kernels = (cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision)
+    exact, kernels = plan.reproducibility == "exact", ExitStack()
+    kernels.enter_context(expandable_segments(device))  # before anything asks the GPU
     cuda = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if device.type == "cuda" else None
     workspace = os.environ.get(_CUBLAS)
     torch.set_num_threads(plan.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if plan.reproducibility == "exact":
+    on_gpu = device.type == "cuda"
+    products, benchmark = plan.value("matmul_precision"), bool(plan.value("cudnn_benchmark", False))
+    kernels.enter_context(float32_products(products if on_gpu else None, exact=exact, benchmark=on_gpu and benchmark))
+    if exact:
         os.environ[_CUBLAS] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision = False, True, "ieee", "ieee"
     started = join(plan.placement["backend"], device, world, timeout_s)
     failed = False
     try:
@@ -143,9 +145,9 @@ def runtime(
         if started and not (failed and plan.placement["backend"] == "nccl"):
             dist.destroy_process_group()
         torch.set_num_threads(threads)
-        if plan.reproducibility == "exact":  # torch imports its compiler for this
+        if exact:  # torch imports its compiler for this
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        cudnn.benchmark, cudnn.deterministic, conv.fp32_precision, matmul.fp32_precision = kernels
+        kernels.close()
         if cuda is not None:
             torch.cuda.set_device(cuda[0])
             torch.cuda.set_rng_state_all(cuda[1])

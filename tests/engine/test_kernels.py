@@ -1,0 +1,93 @@
+"""Float32 on GPUs: torch's two interfaces for it must agree, or its compiler raises."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config import resolve
+from lockstep.engine.process.kernels import expandable_segments, float32_products
+from lockstep.hardware import Device
+from lockstep.hardware.resolve import resolve_placement
+from lockstep.hardware.world import World
+from lockstep.planning import TaskFacts, make_plan
+
+
+def state() -> tuple[Any, ...]:
+    backends: Any = torch.backends
+    return (
+        *(torch.get_float32_matmul_precision(), backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32),
+        *(part.fp32_precision for part in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)),
+        *(backends.mkldnn.matmul.fp32_precision, backends.cudnn.benchmark, backends.cudnn.deterministic),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = state()
+    yield
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ({"matmul": "high", "benchmark": True}, ("high", True, True, "tf32", "tf32")),
+        ({"matmul": "highest"}, ("highest", False, True, "ieee", "tf32")),
+        ({"matmul": None, "exact": True}, ("highest", False, False, "ieee", "ieee")),
+    ],
+    ids=["high", "highest", "exact"],
+)
+def test_both_interfaces_say_the_same(how: dict[str, Any], found: tuple[Any, ...]) -> None:
+    with float32_products(**how):
+        assert state()[:5] == found
+        assert state()[5] == found[4]
+        assert state()[-2:] == (how.get("benchmark", False), how.get("exact", False))
+        assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_a_caller_who_used_one_interface_gets_its_values_back() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        with float32_products("highest", exact=True):
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def test_the_allocator_is_left_alone_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    with expandable_segments(torch.device("cpu")):
+        assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+AMPERE = Device("gpu:0", "gpu", "NVIDIA A100-SXM4-40GB", 40.0, precisions=("32", "16-mixed", "bf16-mixed"))
+TURING = Device("gpu:0", "gpu", "Tesla T4", 16.0, precisions=("32", "16-mixed"))
+CPU = Device("cpu", "cpu", "a processor", 8.0, precisions=("32", "bf16-mixed"))
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "lengths", "expected"),
+    [
+        (AMPERE, {}, None, ("32", "high", True)),
+        (AMPERE, {"hardware": {"precision": "auto"}}, None, ("bf16-mixed", "high", True)),
+        (AMPERE, {"training": {"reproducibility": "exact"}}, None, ("32", "highest", False)),
+        (AMPERE, {"hardware": {"matmul_precision": "highest"}}, "a hash", ("32", "highest", False)),
+        (TURING, {"hardware": {"precision": "auto", "cudnn_benchmark": False}}, None, ("32", "highest", False)),
+        (CPU, {"hardware": {"precision": "auto"}}, None, ("32", None, None)),
+    ],
+)
+def test_the_plan_decides(
+    device: Device, settings: dict[str, Any], lengths: str | None, expected: tuple[str, str | None, bool | None]
+) -> None:
+    chosen = {"selected_devices": [device.id], **settings.get("hardware", {})}
+    config = resolve({}, {**settings, "hardware": chosen})
+    placement = resolve_placement(config.hardware, config.distributed, World(), [device, CPU])
+    plan = make_plan(config, placement, TaskFacts(name="toy", train_samples=64, lengths=lengths), cores=2)
+    assert (placement.precision, plan.value("matmul_precision"), plan.value("cudnn_benchmark")) == expected
+    assert placement.gpu == ("" if device is CPU else device.name)
