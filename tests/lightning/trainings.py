@@ -85,7 +85,7 @@ class Unequal(Held):
 
 
 class Breaking(Probe):
-    """Fails before its first step while there is a file ``broken``, which says where."""
+    """Fails while there is a file ``broken``, which says where."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,6 +93,9 @@ class Breaking(Probe):
 
     def setup(self, stage: str) -> None:
         self._break("setup")
+
+    def on_train_epoch_start(self) -> None:
+        self._break(f"epoch {self.current_epoch}")
 
     def _break(self, where: str) -> None:
         if Path("broken").exists() and Path("broken").read_text() == where:

@@ -141,6 +141,12 @@ class Run:
         Raises:
             RunFolderError: the run is still running, or ``task`` is missing. CheckpointError: no checkpoint is valid.
         """
+        if self._dir.cli_config_file.exists():
+            from lockstep.lightning import finished
+
+            how: dict[str, Any] = {"rescale_batch": rescale_batch, "accept_data": accept_data, "config": config}
+            finished.resume(self._dir, **how, **settings)
+            return self
         from lockstep.launch import api as launch
         from lockstep.launch.session.script import resume_session
 
@@ -176,12 +182,15 @@ class Run:
             data: a file of other data, for a task with ``evaluation_data``.
             task: as for :meth:`resume`.
         """
-        from lockstep.launch import api as launch
-
         path = None if data is None else Path(data)
         how: dict[str, Any] = {"split": split, "devices": devices, "checkpoint": checkpoint, "data": path}
-        metrics: dict[str, Any] = launch.evaluate(self._dir, task=task or self._task, **how)["metrics"]
-        return metrics
+        if self._dir.cli_config_file.exists():
+            from lockstep.lightning import finished
+
+            return dict(finished.evaluate(self._dir, **how)["metrics"])
+        from lockstep.launch import api as launch
+
+        return dict(launch.evaluate(self._dir, task=task or self._task, **how)["metrics"])
 
     def export(
         self,

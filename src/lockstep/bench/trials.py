@@ -52,14 +52,14 @@ class Trials:
 
     def run(
         self,
-        function: Callable[..., None],
-        *arguments: Any,
+        function: Callable[[Rank], None],
+        *,
         ranks: int,
         config: RunConfig,
         task: Task | None = None,
         threads: int = 1,
     ) -> Outcome:
-        """Call ``function(rank, *arguments)`` on ``ranks`` new processes.
+        """Call ``function(rank)`` on ``ranks`` new processes.
 
         Args:
             function: one that can be imported.
@@ -77,9 +77,7 @@ class Trials:
         ended: Literal["done", "out of memory", "failed", "stopped"] = "done"
         said = ""
         try:
-            run_on_ranks(
-                _on_rank, function, arguments, folder=run, ranks=ranks, threads=threads, stop_grace_s=STOP_GRACE_S
-            )
+            run_on_ranks(_on_rank, function, folder=run, ranks=ranks, threads=threads, stop_grace_s=STOP_GRACE_S)
         except KeyboardInterrupt:
             ended = "stopped"
         except RankFailed as error:
@@ -89,8 +87,8 @@ class Trials:
         return Outcome(read_jsonl(path / ROWS_FILE), ended, said)
 
 
-def _on_rank(rank: worker.Rank, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    function(Rank(rank.folder, rank.world, lambda: rank.stop.requested), *arguments)
+def _on_rank(rank: worker.Rank, function: Callable[[Rank], None]) -> None:
+    function(Rank(rank.folder, rank.world, lambda: rank.stop.requested))
 
 
 def memory_share(placement: Placement) -> int | None:

@@ -109,7 +109,7 @@ class CheckpointReader:
         return self._read(step, lambda folder: read_snapshot(folder, self._verified(folder)))
 
     def open(self, step: int) -> Snapshot:
-        """As :meth:`load`, but the tensors of shards are :class:`.pieces.Pieces`, and hashes are not compared.
+        """As :meth:`load`, but the tensors of shards are :class:`.snapshot.Pieces`, and hashes are not compared.
 
         For ranks of which one has verified the checkpoint, while no process writes.
 

@@ -114,7 +114,7 @@ class Snapshot:
     is JSON, for readers without torch.
 
     Of a state that is divided among ranks, each has a snapshot with its rows of the divided tensors: those of the
-    model, and in ``rows`` those that ``trainer`` has marks for (:mod:`.pieces`). The first rank's has all the rest.
+    model, and in ``rows`` those that ``trainer`` has marks for (:class:`Pieces`). The first rank's has all the rest.
     """
 
     step: int
@@ -125,7 +125,7 @@ class Snapshot:
 
 
 def read_snapshot(folder: Path, manifest: Manifest, *, in_pieces: bool = False) -> Snapshot:
-    """What lies in ``folder``; with ``in_pieces`` the tensors of shards are :class:`.pieces.Pieces`.
+    """What lies in ``folder``; with ``in_pieces`` the tensors of shards are :class:`Pieces`.
 
     Raises:
         CheckpointError: it cannot be read.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -51,11 +51,18 @@ def evaluate(
     """Print the metrics of a checkpoint."""
     chosen = checkpoint_choice(checkpoint)
     found = find(run, runs_dir)
-    from lockstep.launch import api as launcher
     from lockstep.telemetry.console import value_text
     from lockstep.telemetry.tables import print_table
 
-    result = launcher.evaluate(found, split=split, devices=devices, checkpoint=chosen, data=data)
+    how: dict[str, Any] = {"split": split, "devices": devices, "checkpoint": chosen, "data": data}
+    if found.cli_config_file.exists():
+        from lockstep.lightning import finished
+
+        result = finished.evaluate(found, **how)
+    else:
+        from lockstep.launch import api
+
+        result = api.evaluate(found, **how)
     if as_json:
         print_json(result, sys.stdout)
         return

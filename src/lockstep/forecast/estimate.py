@@ -108,7 +108,10 @@ class Counting:
     def _footprint(self, size: int, keep_gradients: bool, recompute: bool = False) -> Footprint:
         base, block = self.subject.base, GPU_BLOCK if self.on_gpu else 1
         return count_step(
-            *(base.task, base.config, self.batch(size), size),
+            base.task,
+            base.config,
+            self.batch(size),
+            size,
             keep_gradients=keep_gradients,
             block=block,
             recompute=recompute,

@@ -16,7 +16,6 @@ from lockstep.engine.task import Task
 from lockstep.errors import RunFolderError
 from lockstep.hardware import read_world
 from lockstep.launch.finished.evaluation import evaluate_checkpoint
-from lockstep.launch.lightning_cli import refuse_lightning_cli
 from lockstep.launch.local.start import start
 from lockstep.launch.nodes.command import train_on_nodes
 from lockstep.launch.nodes.external import train_as_rank
@@ -104,10 +103,8 @@ def resume(
 
     Raises:
         RunFolderError: the run is still training, or its task is defined in a script.
-        UnsupportedError: it is a run of LightningCLI.
     """
     refuse_running(run)
-    refuse_lightning_cli(run, "resume")
     config = changed_config(run, overrides or {}, devices)
     built = task_again(run, config, task)
     with claimed(run):
@@ -141,7 +138,6 @@ def evaluate(
     Raises:
         UsageError: no such split, checkpoint or device. RunError: a rank failed.
     """
-    refuse_lightning_cli(run, "evaluate", split=split)
     return evaluate_checkpoint(run, split=split, devices=devices, checkpoint=checkpoint, data=data, task=task)
 
 

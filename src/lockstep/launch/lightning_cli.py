@@ -1,48 +1,14 @@
-"""Runs of ``lockstep lightning fit``: only Lightning's commands can read their checkpoints."""
+"""Checkpoints of ``lockstep lightning fit``: files of Lightning's ``ModelCheckpoint`` in the run folder."""
 
 from __future__ import annotations
 
 import contextlib
-import shlex
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from lockstep.errors import UnsupportedError
+from lockstep.checkpoint.store import Snapshot
+from lockstep.errors import CheckpointError
 from lockstep.telemetry.rundir import RunDir
-
-
-def refuse_lightning_cli(run: RunDir, verb: Literal["resume", "evaluate", "export"], *, split: str = "test") -> None:
-    """Refuse to resume, evaluate or export a run of LightningCLI, and name the command that can.
-
-    Args:
-        split: of ``evaluate``: "test" or "val".
-
-    Raises:
-        UnsupportedError: it is such a run; the command to use instead.
-    """
-    if not run.cli_config_file.exists():
-        return
-    if verb == "resume":
-        fix = _command(run, "fit", "--run_dir", str(run.path))
-    elif verb == "evaluate":
-        fix = _command(run, "validate" if split == "val" else "test")
-    else:
-        kind = run.read().task.rpartition(":")[2]
-        fix = f"in Python: {kind}.load_from_checkpoint({_named(run)!r})"
-    none_here = "" if newest_checkpoint(run) else f"; there is none in {run.checkpoints}"
-    raise UnsupportedError(
-        f"`lockstep {verb}` cannot read the checkpoints of run {run.read().id}",
-        why=f"`lockstep lightning fit` made it, and its checkpoints are Lightning's{none_here}",
-        fix=fix,
-    )
-
-
-def _command(run: RunDir, subcommand: str, *more: str) -> str:
-    words = ["lockstep", "lightning", subcommand, "--config", str(run.cli_config_file), *more]
-    command = shlex.join([*words, "--ckpt_path", _named(run)])
-    if run.read().command[1:2] != ["lightning"]:
-        command += " (or the program that started it, with these arguments, if it names the model's class itself)"
-    return command
 
 
 def newest_checkpoint(run: RunDir) -> Path | None:
@@ -54,5 +20,41 @@ def newest_checkpoint(run: RunDir) -> Path | None:
     return max(found)[1] if found else None
 
 
-def _named(run: RunDir) -> str:
-    return str(newest_checkpoint(run) or "YOUR_CHECKPOINT.ckpt")
+def load_checkpoint(run: RunDir, checkpoint: str | int = "last") -> tuple[Path, Snapshot]:
+    """The file that ``best`` (by the run's ``ModelCheckpoint``), ``last`` or a step means, and its content.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    found = newest_checkpoint(run)
+    if isinstance(checkpoint, int):
+        found = next(iter(sorted(run.checkpoints.glob(f"*step={checkpoint}.ckpt"))), None)
+    if found is not None:
+        try:
+            content = _read(found)
+            best = _best_of(content["callbacks"]) if checkpoint == "best" else None
+            if best is not None:
+                found, content = best, _read(best)
+            return found, Snapshot(content["global_step"], content.pop("state_dict"), {"lightning": content}, {})
+        except Exception as error:  # whatever is wrong with the file
+            raise CheckpointError(f"cannot load {found}", why=f"{type(error).__name__}: {str(error)[:300]}") from error
+    have = ", ".join(sorted(file.name for file in run.checkpoints.glob("*.ckpt"))) or "none"
+    raise CheckpointError(
+        f"run {run.read().id} has no checkpoint {checkpoint!r}",
+        why=f"in {run.checkpoints}: {have}",
+        fix="name best, last or the step of one of these; `lockstep lightning … --ckpt_path FILE` reads any other",
+    )
+
+
+def _read(file: Path) -> Any:
+    import torch
+
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _best_of(callbacks: dict[str, Any]) -> Path | None:
+    """The best file by the first ``ModelCheckpoint`` that monitors a metric."""
+    for state in callbacks.values():
+        if isinstance(state, dict) and state.get("monitor") and Path(state.get("best_model_path") or "/").is_file():
+            return Path(state["best_model_path"])
+    return None

@@ -40,7 +40,7 @@ from lockstep.lightning.callbacks import (
     RunStatus,
     StopOnSignal,
 )
-from lockstep.lightning.folder import fit_folder, outcome_recorded
+from lockstep.lightning.folder import fit_folder, outcome_recorded, remember_configuration
 from lockstep.lightning.hardware import DECIDED, Hardware, Resolved, resolve
 from lockstep.lightning.loading import check_is_file, refuse_other_classes, told_clearly
 from lockstep.lightning.order import TrainingOrder
@@ -160,6 +160,7 @@ class LockstepCLI(OpenCLI):
         if self.save_config_callback is not None:
             kept = {"skip_none": False, "overwrite": True, "multifile": False}  # as Lightning keeps it beside its logs
             self.parser_of("fit").save(self.config["fit"], str(run.cli_config_file), **kept)
+            remember_configuration(run)
 
     def _model_name(self, settings: Any) -> str:
         """Where the model's class is: ``package.module:Class``."""

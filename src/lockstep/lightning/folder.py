@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from lockstep.errors import LockstepError, RunFolderError
 from lockstep.hardware.world import World
 from lockstep.launch.lightning_cli import newest_checkpoint
 from lockstep.launch.run_claim import create_folder, refuse_running, warn
+from lockstep.tasks.registry import known, remember
 from lockstep.telemetry.rundir import RunDir, utc_now
 
 
@@ -66,6 +68,20 @@ def _of_lightning(run: RunDir) -> RunDir:
             fix="choose another --run_dir",
         )
     return run
+
+
+def remember_configuration(run: RunDir) -> None:
+    """Note that this user's fit has written the configuration, so that `lockstep resume` may import what it names."""
+    remember([_key(run)])
+
+
+def is_remembered(run: RunDir) -> bool:
+    """Whether :func:`remember_configuration` has noted the file as it is now."""
+    return _key(run) in known()
+
+
+def _key(run: RunDir) -> str:
+    return f"sha256:{hashlib.sha256(run.cli_config_file.read_bytes()).hexdigest()}"
 
 
 @contextmanager

@@ -210,7 +210,7 @@ def class_paths(task: Mapping[str, Any]) -> set[str]:
 
 def remember(paths: Iterable[str]) -> None:
     """Note that the user has named these. Where that cannot be written down, they will have to be named again."""
-    new = sorted(set(paths) - _known())
+    new = sorted(set(paths) - known())
     with contextlib.suppress(OSError):
         if new:
             _file().parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,7 @@ def require_known(task: Mapping[str, Any], source: str, given: Collection[str] =
     Raises:
         TaskError: the user has never named one of them.
     """
-    unknown = sorted(class_paths(task) - _known() - set(given))
+    unknown = sorted(class_paths(task) - known() - set(given))
     if unknown:
         raise TaskError(
             f"{source} names the class {unknown[0]}, which you have not trained on this machine",
@@ -261,7 +261,8 @@ def _whole(name: str) -> str:
     return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
 
 
-def _known() -> set[str]:
+def known() -> set[str]:
+    """What :func:`remember` has noted."""
     try:
         return set(_file().read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):

@@ -14,7 +14,7 @@ from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import open_data
 from lockstep.errors import DataError, RunFolderError, UnsupportedError
 from lockstep.launch.finished.reopen import as_restored, find_checkpoint, restore
-from lockstep.launch.lightning_cli import refuse_lightning_cli
+from lockstep.launch.lightning_cli import load_checkpoint
 from lockstep.launch.run_claim import task_again
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
@@ -67,9 +67,17 @@ def export(
         raise RunFolderError(
             f"{out} is not empty", why="an export never overwrites", fix="give another folder with --out"
         )
-    refuse_lightning_cli(run, "export")
-    built = task_again(run, run.config(), task)
-    snapshot = find_checkpoint(run, checkpoint)
+    if run.cli_config_file.exists():
+        if program:
+            raise UnsupportedError(
+                "a run of `lockstep lightning fit` is exported as weights, not as a program",
+                why="only LightningCLI makes its module",
+                fix="leave out --program; or load module.ckpt with the module's load_from_checkpoint()",
+            )
+        _, snapshot = load_checkpoint(run, checkpoint)
+        built: Task | None = None
+    else:
+        built, snapshot = task_again(run, run.config(), task), find_checkpoint(run, checkpoint)
     building = out.with_name(out.name + ".partial")
     shutil.rmtree(building, ignore_errors=True)
     try:
@@ -79,7 +87,8 @@ def export(
         save_file(
             {key: value.contiguous().clone() for key, value in snapshot.model.items()}, building / "weights.safetensors"
         )
-        program = program is not False and _write_program(run, built, snapshot, building, wanted=bool(program))
+        if built is not None and program is not False:
+            program = _write_program(run, built, snapshot, building, wanted=bool(program))
         if "lightning" in snapshot.trainer:
             _write_module(snapshot, building)
         record = run.read()
@@ -95,7 +104,7 @@ def export(
         write_json(building / "metadata.json", metadata)
         # safetensors makes the file readable for its owner only.
         (building / "weights.safetensors").chmod((building / "metadata.json").stat().st_mode)
-        _write_example(building, program)
+        _write_example(building, bool(program))
         if out.exists():
             out.rmdir()
         building.rename(out)
