@@ -19,8 +19,8 @@ import pytest
 from lockstep.events import RankState
 from lockstep.hardware.monitor import Monitor, Sample
 from lockstep.telemetry.files import JsonLines
-from lockstep.telemetry.live import live_state
 from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.summary import live_state
 from tests.conftest import RunCli, cli_environment
 from tests.fakes import FakeSource
 from tests.telemetry.runs import make_run

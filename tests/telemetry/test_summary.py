@@ -16,9 +16,8 @@ from lockstep.studio.index import RunIndex
 from lockstep.studio.launch_records import Starts
 from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.heartbeat import announce, seconds_left
-from lockstep.telemetry.live import live_state
 from lockstep.telemetry.rundir import RunDir, new_run_id
-from lockstep.telemetry.summary import summarize
+from lockstep.telemetry.summary import live_state, summarize
 from tests.telemetry.runs import make_run
 
 

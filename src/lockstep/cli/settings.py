@@ -248,11 +248,7 @@ def flag_table() -> dict[str, str]:
 
 def all_flags() -> list[str]:
     """Every flag of :class:`Settings`, aliases included."""
-    return [_flag_of(field) for field in dataclasses.fields(Settings)]
-
-
-def _flag_of(field: dataclasses.Field[Any]) -> str:
-    return "--" + field.name.replace("_", "-")
+    return ["--" + field.name.replace("_", "-") for field in dataclasses.fields(Settings)]
 
 
 def to_mapping(

@@ -60,7 +60,7 @@ def top(
 def _looking(ref: str | None, runs_dir: Path) -> Iterator[Callable[[], State]]:
     """A function that returns the current state: of a run, or of this machine's devices."""
     if ref is not None:
-        from lockstep.telemetry.live import live_state
+        from lockstep.telemetry.summary import live_state
 
         run = find(ref, runs_dir)
         yield lambda: live_state(run)

@@ -106,7 +106,7 @@ def check_interface(network: Network) -> Iterator[Finding]:
     elif not network.outside:
         name = "lo" if "lo" in network.interfaces else network.of_host or up
         yield Finding("interface", "ok", f"ranks of this machine talk over {name}; up: {up}", why)
-    elif network.nodes > 1 and (network.of_host is None or _only_loopback(network)):
+    elif network.nodes > 1 and (network.of_host is None or all(map(_is_loopback, network.addresses))):
         fix = f"on each node: export {GLOO}=NAME {NCCL}=NAME, the interface that reaches the other nodes ({up})"
         addresses = ", ".join(network.addresses) or "nothing"
         what = f"{network.host} resolves to {addresses}, which the other nodes cannot reach"
@@ -165,10 +165,6 @@ def _matches(variable: str, value: str, network: Network) -> bool:
     names = value.lstrip("^=").split(",")
     hits = [up for up in network.interfaces if any(up == name if exact else up.startswith(name) for name in names)]
     return len(hits) < len(network.interfaces) if exclude else bool(hits)
-
-
-def _only_loopback(network: Network) -> bool:
-    return all(_is_loopback(address) for address in network.addresses)
 
 
 def _is_loopback(address: str) -> bool:

@@ -58,7 +58,7 @@ def examine_as_rank(
             if world.nodes > 1:
                 findings += _shared_folder(collectives, runs_dir)
             meeting = measure(collectives, world, placement) if world.size > 1 and not quick else None
-            folder = Path(collectives.broadcast(_new_name()))
+            folder = Path(collectives.broadcast(f"{tempfile.gettempdir()}/lockstep-doctor-{uuid.uuid4().hex}"))
     except Exception as error:
         if not world.is_main:
             raise RunError(f"rank {world.rank} stopped checking: {error}", fix="see rank 0's report") from error
@@ -68,11 +68,6 @@ def examine_as_rank(
         findings = _train_together(placement, world, store, folder, findings)
     devices = tuple(rank.device for rank in meeting.ranks) if meeting else placement.devices
     return DoctorReport(devices, tuple(findings) if world.is_main else (), meeting)
-
-
-def _new_name() -> str:
-    """The path of a new folder; each node makes it when its ranks train."""
-    return str(Path(tempfile.gettempdir()) / f"lockstep-doctor-{uuid.uuid4().hex}")
 
 
 def _shared_folder(collectives: Collectives, runs_dir: Path) -> list[Finding]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.store import Snapshot
-from lockstep.engine.diagnostics.stragglers import RankWatch
+from lockstep.engine.diagnostics.stragglers import RankWatch, Speed, Throughput
 from lockstep.engine.process.runtime import pins
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import manifest_of
@@ -25,7 +25,6 @@ from lockstep.engine.strategies.base import Flags
 from lockstep.errors import NonFiniteError
 from lockstep.events import EpochEnded, Evaluated, RunEnded, RunStarted, StepLogged
 from lockstep.telemetry.progress_board import Activity, pulse
-from lockstep.telemetry.throughput import Speed, Throughput
 
 
 class SavePolicy:

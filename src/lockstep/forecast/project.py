@@ -201,7 +201,7 @@ def _measured(subject: Subject, wish: Wish, cluster: Cluster | None, say: Say) -
     if cluster is not None:
         return step, Setting(cluster), notes
     say(f"messages between {len(devices)} devices")
-    comm = _unless_stopped(bench_comm(subject.given, most=_largest(step), say=say))
+    comm = _unless_stopped(bench_comm(subject.given, most=max(1 << 20, min(64 << 20, sum(step.gradients))), say=say))
     fit = comm.extra.get("fits", {}).get("all_reduce")
     if fit is None:
         raise RunError("the messages between the devices could not be measured", why="; ".join(comm.notes))
@@ -229,10 +229,6 @@ def _unless_stopped(report: BenchReport) -> BenchReport:
     if report.partial:
         raise KeyboardInterrupt
     return report
-
-
-def _largest(step: Step) -> int:
-    return max(1 << 20, min(64 << 20, sum(step.gradients)))
 
 
 def _trial(subject: Subject, trials: Trials, devices: Sequence[str], wish: Wish) -> list[dict[str, Any]]:

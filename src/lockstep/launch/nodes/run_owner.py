@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +131,7 @@ def lowest_sharing(team: Team, path: Path) -> int:
     try:
         team.together(lambda: _touch(_probe(path, token, team.me.rank)), here=team.is_lead)
         if team.is_lead:
-            seen = _first_seen(path, token, team.leads)
+            seen = next(rank for rank in team.leads if _probe(path, token, rank).exists())
         keepers = team.collectives.all_gather(seen)
     finally:
         if team.is_lead:
@@ -153,7 +152,3 @@ def _touch(probe: Path) -> None:
         probe.touch()
     except OSError as error:
         raise storage_error(error, probe) from error
-
-
-def _first_seen(path: Path, token: str, leads: Sequence[int]) -> int:
-    return next(rank for rank in leads if _probe(path, token, rank).exists())

@@ -125,7 +125,7 @@ class SpeechTask(Task):
         if self.source == "synthesised":
             synthesise(self._recipe, self.data.data_dir)
         elif self.source == "librispeech" and self.data.download:
-            fetch_librispeech(self._librispeech_names(), self._folder())
+            fetch_librispeech([name for split in SPLITS for name in self._librispeech_of(split)], self._folder())
         if self.source != "synthesised":
             report_repeats({split: self._open(split, recheck=True) for split in SPLITS})
 
@@ -232,9 +232,6 @@ class SpeechTask(Task):
     def _librispeech_of(self, split: Split) -> tuple[str, ...]:
         names: tuple[str, ...] = getattr(self.config, f"librispeech_{split}")
         return names
-
-    def _librispeech_names(self) -> list[str]:
-        return [name for split in SPLITS for name in self._librispeech_of(split)]
 
     def _folder(self) -> Path:
         if self.data.data_dir is None:
