@@ -177,12 +177,12 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
     """
     given, name = weights, config.sampling
     own = getattr(dataset, "sampling", None)
-    if callable(own):  # a mixture
+    if callable(own):  # a mixture, or a stream
         if weights is not None or name not in ("auto", "uniform"):
             raise ConfigError(
-                "a mixture cannot be weighted by sample",
-                why="its own weights decide how often each part is seen",
-                fix="leave out data.sampling and Datasets(weights=…), or weight its parts",
+                f"a {type(dataset).__name__} cannot be weighted by sample",
+                why="it decides itself which samples come, and when",
+                fix="leave out data.sampling and Datasets(weights=…); a Mixture takes shares",
             )
         return cast(Sampling, own())
     if name == "uniform":

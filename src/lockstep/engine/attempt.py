@@ -14,7 +14,7 @@ from lockstep.engine.resume import load_latest
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import open_data
+from lockstep.engine.training_data import end_data, open_data
 from lockstep.errors import LockstepError
 from lockstep.events import Fanout, RunEnded, Sink
 from lockstep.hardware.world import World
@@ -59,6 +59,7 @@ def run_attempt(
                     log = module_fit.log
                     return module_fit.run()
                 datasets = datasets or open_data(task, config, rank.collectives)
+                ending.callback(end_data, datasets)
                 # No name for the snapshot here: it would keep its memory, or its files, until the end.
                 fit = build(rank, task, datasets, load_latest(rank, in_pieces=rank.reads_shards))
                 log = fit.log

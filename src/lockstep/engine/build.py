@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.data.requests import Window
+from lockstep.data.stream import Stream
 from lockstep.engine.checkpoints import Checkpoints
 from lockstep.engine.diagnostics.step_trace import Trace, trace_file
 from lockstep.engine.fit import Fit, Hook
@@ -29,6 +30,10 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
     """
     parts = build_parts(rank, task, datasets, snapshot)
     strategy = parts.strategy
+    if isinstance(datasets.train, Stream):
+        done = parts.state.epoch * rank.plan.batch.samples + parts.state.position
+        saved = None if snapshot is None else snapshot.trainer.get("stream")
+        datasets.train.begin(rank.run_dir.path, rank.attempt, rank.world, done, rank.plan.batch.global_batch, saved)
     # Compiled code would be compiled again for the hooks that time a rank's own work; the gradient of a divided model
     # is complete only when all ranks have done theirs.
     untimed = rank.config.training.compile or strategy.is_sharded
@@ -42,7 +47,7 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
         parts,
         log,
         Validation(rank, task, datasets, parts),
-        Checkpoints(rank, task, parts, log),
+        Checkpoints(rank, task, parts, log, datasets.train),
         trace,
         trace.source(training_source(task, datasets, rank.plan)),
         scalars={},

@@ -6,6 +6,7 @@ from typing import Any
 
 from lockstep.checkpoint.content import check_saveable
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.data.stream import Stream
 from lockstep.engine.distributed.agreement import check_agreement
 from lockstep.engine.parts import Parts
 from lockstep.engine.rank_context import RankContext
@@ -18,8 +19,9 @@ from lockstep.telemetry.progress_board import Activity, pulse
 class Checkpoints:
     """Saves what one rank trains. Ranks save together; rank 0 writes in the background, or each rank its part."""
 
-    def __init__(self, rank: RankContext, task: Task, parts: Parts, log: RunLog) -> None:
+    def __init__(self, rank: RankContext, task: Task, parts: Parts, log: RunLog, training_data: Any) -> None:
         self._rank, self._task, self._parts, self._log = rank, task, parts, log
+        self._stream = training_data if isinstance(training_data, Stream) else None
         self._divides = rank.plan.sharded or rank.plan.pipelined
         self.saved_at = -1
 
@@ -78,8 +80,11 @@ class Checkpoints:
         if not self._divides:
             named = strategy.module.named_parameters()
             state.frozen = [name for name, parameter in named if not parameter.requires_grad]
-        return {
+        content: dict[str, Any] = {
             "state": self._log.current_state(),
             "update": update.state_dict(),
             "task": self._task.state_dict(),
         }
+        if self._stream is not None:
+            content["stream"] = self._stream.state_dict(state.epoch * self._rank.plan.batch.samples + state.position)
+        return content

@@ -33,8 +33,8 @@ def check_dataset(dataset: Any, split: str) -> None:
     if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
         raise UnsupportedError(
             f"the {split} data set is iterable",
-            why="its samples have no index, so no rank can know which ones are its own, and a resume would repeat some",
-            fix="give it __len__ and __getitem__ (a map-style data set), for example over an index of its records",
+            why="its samples have no index, so no rank can know which are its own; only training data may be a stream",
+            fix="give it __len__ and __getitem__ (a map-style data set), for example list(dataset)",
         )
     if not hasattr(dataset, "__len__") or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "sample")):
         raise DataError(

@@ -64,6 +64,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         for dataset in filter(None, (datasets.val, datasets.test)):
             read_sample(dataset, 0)
     after = _open_files()
+    is_stream = datasets.weights is not None and datasets.weights.facts.stream
     opens_files = bool(after.keys() - before.keys())
     return TaskFacts(
         name=name,
@@ -75,7 +76,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
         has_batchnorm=has_batchnorm(model),
         whole_batches=_gives_whole_batches(task, datasets.train),
-        quick_samples=opens_files and has_quick_samples(datasets.train),
+        quick_samples=opens_files and not is_stream and has_quick_samples(datasets.train),
         lengths=lengths,
         remarks=remarks_of(datasets.train),
         sampling=None if datasets.weights is None else datasets.weights.facts,

@@ -14,6 +14,7 @@ from lockstep.data.order import Order
 from lockstep.data.reader import Collate, Indices
 from lockstep.data.requests import Source, Window, windows
 from lockstep.data.sampling import SampleOrder, Sampling, resolve_sampling
+from lockstep.data.stream import Stream, as_stream, is_stream
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.process.runtime import seeded
 from lockstep.engine.task import Datasets, DataSettings, Task
@@ -49,11 +50,22 @@ def open_datasets(task: Task, config: RunConfig) -> Datasets:
     task.data = data_settings(config)
     with seeded(config.training.seed):
         given = task.datasets()
-    if not hasattr(given, "train") or not hasattr(given.train, "__len__"):
+    if not hasattr(given, "train"):
+        return given
+    if is_stream(given.train):
+        sizes = {"epoch_samples": config.data.epoch_samples, "max_steps": config.training.max_steps}
+        given = Datasets(as_stream(given.train, **sizes), given.val, given.test, given.weights)
+    if not hasattr(given.train, "__len__"):
         return given
     data = DataConfig() if hasattr(task, "loader_facts") else config.data  # a module's loaders decide
     sampling = resolve_sampling(given.train, getattr(given, "weights", None), data)
     return Datasets(getattr(given.train, "joined", given.train), given.val, given.test, sampling)
+
+
+def end_data(datasets: Datasets) -> None:
+    """At the end of an attempt: stop handing out a stream."""
+    if isinstance(datasets.train, Stream):
+        datasets.train.end()
 
 
 def data_settings(config: RunConfig) -> DataSettings:

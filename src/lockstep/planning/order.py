@@ -26,6 +26,7 @@ class SamplingFacts(BaseModel):
     """How the task's samples are chosen, where that is not each of them once an epoch.
 
     ``kind``: for people. ``digest``: a hash of the weights. ``positions``: of an epoch; ``most``: that it can have.
+    ``stream``: they are read in order, by one process.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -34,6 +35,7 @@ class SamplingFacts(BaseModel):
     digest: str
     positions: int
     most: int | None = None
+    stream: bool = False
 
 
 class OrderPlan(BaseModel):

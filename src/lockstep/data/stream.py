@@ -1,0 +1,290 @@
+"""Iterable data sets: read once on each node, in the order in which they come, and handed to its ranks.
+
+Item n of a run is the n-th item that the data set gives, so the samples of a step are the same on any number of ranks.
+One rank of a node reads; the others ask it, over a Unix socket in a folder of the user's. What was read is kept until
+no rank can ask for it again. When the data set ends, it is read again: no rank is without samples.
+
+With ``state_dict`` and ``load_state_dict``, as torchdata and Hugging Face have them, the state before every
+:data:`EVERY` items is kept until those have been trained on, so a checkpoint has one at or before its position, and a
+resume skips the few items between the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.order import check_slice
+from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
+from lockstep.hardware.world import World
+from lockstep.planning.order import SamplingFacts
+
+#: Items between two states of a data set that has a cursor.
+EVERY = 64
+#: How long a rank waits for the reader of its node, in seconds.
+PATIENCE_S = 120.0
+#: Samples of an epoch of unknown length: the run ends after ``training.max_steps``.
+ENDLESS = 2**40
+
+
+@dataclass
+class StreamOrder:
+    """Item numbers of the run."""
+
+    samples: int
+    seed: int
+    repeats: bool = False
+
+    def slice(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        check_slice(self.samples, epoch, start, stop)
+        return np.arange(epoch * self.samples + start, epoch * self.samples + stop)
+
+
+class Stream:
+    """An iterable data set, by item number; numbers may be asked for in rising order, batch by batch.
+
+    Args:
+        samples: of an epoch.
+    """
+
+    def __init__(self, dataset: Any, samples: int) -> None:
+        self.dataset, self._samples = dataset, samples
+        self._connection: Connection | None = None
+        self._listener: Listener | None = None
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._asked, self._every = [0], EVERY
+        self._begin_at(0)
+
+    def _begin_at(self, position: int) -> None:
+        self._iterator: Iterator[Any] | None = None
+        self._next, self._passes, self._given = position, 0, 0
+        self._kept: dict[int, Any] = {}
+        self._states: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return self._samples
+
+    @property
+    def has_cursor(self) -> bool:
+        return all(callable(getattr(self.dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    @property
+    def remark(self) -> str:
+        if self.has_cursor:
+            return "The training data are a stream: read once on each node; a resume continues at its state_dict()."
+        return (
+            "The training data are a stream without state_dict() and load_state_dict(): a resume would begin it again, "
+            "repeat samples and leave others out."
+        )
+
+    def fingerprint(self) -> str:
+        return f"stream of {type(self.dataset).__name__}"
+
+    def sampling(self) -> Stream:
+        return self
+
+    @property
+    def facts(self) -> SamplingFacts:
+        return SamplingFacts(kind="in the order of the stream", digest="stream", positions=self._samples, stream=True)
+
+    def order(self, positions: int, seed: int) -> StreamOrder:
+        return StreamOrder(positions, seed)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        wanted = [int(number) for number in numbers]
+        if self._connection is None:
+            return self._read(wanted, 0)
+        self._connection.send(wanted)
+        found = self._connection.recv()
+        if isinstance(found, Exception):
+            raise found
+        return list(found)
+
+    def _read(self, numbers: list[int], rank: int) -> list[Any]:
+        with self._lock:
+            while self._next <= max(numbers, default=-1):
+                self._advance()
+            gone = next((number for number in numbers if number not in self._kept), None)
+            if gone is not None:
+                raise DataError(
+                    f"item {gone} of the training stream was asked for after later ones",
+                    why="a stream is read once, in order",
+                    fix="use a map-style data set for what reads samples again",
+                )
+            found = [self._kept[number] for number in numbers]
+            self._asked[rank] = max(self._asked[rank], min(numbers, default=0))
+            self._forget(min(self._asked))
+            return found
+
+    def _forget(self, before: int) -> None:
+        for number in [number for number in self._kept if number < before]:
+            del self._kept[number]
+        # A checkpoint may be some steps behind, as batches are fetched ahead; there is one state a step at most.
+        for number in sorted(number for number in self._states if number <= before)[:-4]:
+            del self._states[number]
+
+    def _advance(self) -> None:
+        """Read the next item."""
+        if self._iterator is None:
+            self._iterator = iter(self.dataset)
+        if self._next % self._every == 0 and self.has_cursor:
+            self._note()
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            self._again()
+            return
+        except LockstepError:
+            raise
+        except Exception as error:
+            what = f"item {self._next} of {type(self.dataset).__name__} could not be read"
+            raise SampleError(what, why=f"{type(error).__name__}: {error}", fix="fix the data set") from error
+        self._kept[self._next], self._given = item, self._given + 1
+        self._next += 1
+
+    def _note(self) -> None:
+        self._states[self._next] = (self._passes, self._given, copy.deepcopy(self.dataset.state_dict()))
+
+    def _again(self) -> None:
+        if not self._given:
+            raise DataError(f"{type(self.dataset).__name__} gives no item", fix="check its files and filters")
+        self._passes, self._given = self._passes + 1, 0
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(self._passes)
+        self._iterator = iter(self.dataset)
+
+    # --- What an attempt does with it ---------------------------------------------------------------------------------
+
+    def begin(self, folder: Path, attempt: int, world: World, position: int, window: int, saved: Any) -> None:
+        """Before the first step of an attempt: where it begins, and who reads.
+
+        Args:
+            position: items of the run that have been trained on.
+            window: items of a step.
+            saved: :meth:`state_dict` of the checkpoint, if any.
+        """
+        name = hashlib.sha256(f"{Path(folder).resolve()} {attempt} {world.rank - world.local_rank}".encode())
+        private = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
+        private.mkdir(mode=0o700, exist_ok=True)
+        if private.lstat().st_uid != os.getuid() or private.lstat().st_mode & 0o077:
+            raise DataError(f"{private} is open to other users", fix="remove it, or set TMPDIR to a private folder")
+        address, key = str(private / name.hexdigest()[:16]), name.digest()
+        if world.local_rank:
+            self._connection = _connected(address, key)
+            self._connection.send(world.local_rank)
+            return
+        if position or saved is not None or (self._next and 0 not in self._kept):
+            self._begin_at(position)
+        # Else it is at its beginning: what the plan has looked at stays.
+        self._asked, self._every = [position] * world.local_size, max(EVERY, window)
+        if saved is not None:
+            self._next, self._passes, self._given = saved["item"], saved["passes"], saved["given"]
+            if callable(getattr(self.dataset, "set_epoch", None)):
+                self.dataset.set_epoch(self._passes)
+            self.dataset.load_state_dict(copy.deepcopy(saved["state"]))
+            self._states[self._next] = (self._passes, self._given, saved["state"])
+        if world.local_size > 1:
+            with contextlib.suppress(FileNotFoundError):
+                Path(address).unlink()
+            self._listener = Listener(address, "AF_UNIX", authkey=key)
+            self._threads = [
+                threading.Thread(target=self._serve, name="lockstep-stream", daemon=True)
+                for _ in range(world.local_size - 1)
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def state_dict(self, position: int) -> dict[str, Any] | None:
+        """Where to continue after ``position`` items of the run; ``None``: no cursor, or another rank reads."""
+        if self._connection is not None or not self.has_cursor:
+            return None
+        with self._lock:
+            if self._next <= position:
+                self._note()
+            item = max((number for number in self._states if number <= position), default=None)
+            if item is None:
+                return None
+            passes, given, state = self._states[item]
+            return {"item": item, "passes": passes, "given": given, "state": state}
+
+    def _serve(self) -> None:
+        """Answer one rank of this node until it ends."""
+        assert self._listener is not None
+        with contextlib.suppress(OSError, EOFError), self._listener.accept() as connection:
+            rank = connection.recv()
+            while True:
+                wanted = connection.recv()
+                try:
+                    connection.send(self._read(wanted, rank))
+                except LockstepError as error:
+                    connection.send(error)
+
+    def end(self) -> None:
+        """After the last step: the ranks of this node have ended, or will be ended."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._listener is not None:
+            address, until = str(self._listener.address), time.monotonic() + 5
+            for thread in self._threads:
+                while thread.is_alive() and time.monotonic() < until:
+                    thread.join(0.05)
+                    with contextlib.suppress(OSError, EOFError):
+                        Client(address, "AF_UNIX").close()
+            self._listener.close()
+            self._listener, self._threads = None, []
+
+
+def _connected(address: str, key: bytes) -> Connection:
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return Client(address, "AF_UNIX", authkey=key)
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > until:
+                raise DataError(f"no reader of the training stream within {PATIENCE_S:g} s", fix="see rank 0") from None
+            time.sleep(0.02)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples of ``dataset`` can only be iterated over; a ``DataLoader`` gives batches."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    iterates = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (iterates and not isinstance(dataset, DataLoader))
+
+
+def as_stream(dataset: Any, *, epoch_samples: int | None, max_steps: int | None) -> Stream:
+    """``dataset`` by item number.
+
+    Raises:
+        ConfigError: its length is not known, and neither is when the run should end.
+    """
+    samples = epoch_samples
+    if samples is None:
+        with contextlib.suppress(TypeError, NotImplementedError):
+            samples = len(dataset)
+    if samples is None and max_steps is None:
+        raise ConfigError(
+            f"the length of {type(dataset).__name__} is not known",
+            why="an iterable data set without __len__() may never end",
+            fix="set training.max_steps, or data.epoch_samples: epochs of that many samples",
+        )
+    return Stream(dataset, ENDLESS if samples is None else samples)

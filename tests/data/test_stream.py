@@ -1,0 +1,144 @@
+"""Iterable data sets: read once, the same items on any number of ranks, resumed at their cursor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+import lockstep
+from lockstep.data.stream import EVERY, Stream, as_stream
+from lockstep.errors import ConfigError, DataError, SampleError, UnsupportedError
+from lockstep.hardware.world import World
+from lockstep.telemetry.rundir import RunDir
+from tests.attempts import attempt
+from tests.gloo import run_ranks
+from tests.samples import used_samples
+from tests.toys import Toy, arrays
+
+
+class Numbers(IterableDataset[int]):
+    """0, 1, … and a cursor."""
+
+    def __init__(self, items: int) -> None:
+        self.items, self.at, self.opened = items, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.opened += 1
+        while self.at < self.items:
+            self.at += 1
+            yield self.item(self.at - 1)
+        self.at = 0
+
+    def item(self, number: int) -> Any:
+        return number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@given(
+    items=st.integers(1, 300),
+    batch=st.integers(1, 200),
+    attempts=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+)
+def test_attempts_go_through_the_stream_without_gaps(items: int, batch: int, attempts: list[int]) -> None:
+    done, saved, found = 0, None, list[int]()
+    for steps in attempts:
+        stream = Stream(Numbers(items), 10**6)
+        assert stream[0] == 0, "as the plan looks at it"
+        stream.begin(Path("run"), 1, World(), done, batch, saved)
+        for _ in range(steps):
+            found += stream.__getitems__(range(done, done + batch))
+            done += batch
+        saved = stream.state_dict(done)
+        # An attempt that is killed has fetched more than what its last checkpoint has.
+        stream.__getitems__(range(done, done + batch + EVERY))
+    assert found == [number % items for number in range(done)]
+
+
+class Loading(Toy):
+    def datasets(self) -> lockstep.Datasets:
+        return lockstep.Datasets(DataLoader(super().datasets().train))
+
+
+def test_a_stream_without_a_cursor_begins_again_and_the_plan_says_so() -> None:
+    class Plain:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+    stream = as_stream(Plain(), epoch_samples=5, max_steps=None)
+    stream.begin(Path("run"), 2, World(), 7, 4, None)
+    assert stream.__getitems__([7, 8, 9]) == [0, 1, 2]
+    assert stream.state_dict(10) is None
+    assert "a resume would begin it again" in stream.remark
+
+
+def test_wrong_streams_are_refused() -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            yield 1
+            raise ValueError("line 2 is torn")
+
+    with pytest.raises(ConfigError, match="length of Broken is not known"):
+        as_stream(Broken(), epoch_samples=None, max_steps=None)
+    with pytest.raises(UnsupportedError, match="train data set is iterable"):
+        lockstep.plan(Loading())
+    with pytest.raises(SampleError, match="item 1 of Broken could not be read"):
+        Stream(Broken(), 10)[1]
+    with pytest.raises(DataError, match="Numbers gives no item"):
+        Stream(Numbers(0), 10)[0]
+
+
+class Items(Numbers):
+    """Samples of the toy."""
+
+    data = arrays(200, 1)
+
+    def item(self, number: int) -> tuple[Tensor, Tensor]:
+        if number == 1 and not RANKS:  # beyond what the plan looks at
+            RANKS.append(self.opened)
+        return self.data[0][number], self.data[1][number]
+
+
+RANKS: list[int] = []
+
+
+CONSTANT = {"name": "constant", "warmup_steps": 0}
+
+
+class Streaming(Toy):
+    def datasets(self) -> lockstep.Datasets:
+        return lockstep.Datasets(Items(200), super().datasets().val)
+
+
+def runs(rank: int, size: int, folder: Path) -> int:
+    """On three ranks: a run without an end, stopped between two steps of it; how often this rank read the stream."""
+    sections: Any = {"telemetry": {"record_samples": True}, "checkpoint": {"every_steps": 3}, "scheduler": CONSTANT}
+    attempt(Streaming, folder, rank, size, training={"max_steps": 8, "global_batch_size": 30}, **sections)
+    return len(RANKS)
+
+
+def test_three_ranks_and_then_one_see_every_item_once(tmp_path: Path) -> None:
+    assert run_ranks(runs, 3, tmp_path / "run") == [1, 0, 0], "one rank reads"
+    resumed, _ = attempt(Streaming, tmp_path / "run", resume=True, training={"max_steps": 20})
+    plan = RunDir(tmp_path / "run").plan()
+    assert plan["order"]["sampling"] == "in the order of the stream"
+    assert any("stream" in note["text"] for note in plan["notes"])
+    assert used_samples(RunDir(tmp_path / "run")) == {1: Counter(range(600))}
+    whole, _ = attempt(
+        Streaming, tmp_path / "whole", training={"max_steps": 20, "global_batch_size": 30}, scheduler=CONSTANT
+    )
+    for name in whole:
+        assert torch.allclose(whole[name], resumed[name], atol=1e-5)
