@@ -65,7 +65,11 @@ def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
 
 def run(*command: str, cwd: Path, code: int = 0) -> str:
     """Its output; standard error, if ``code`` is another one than 0."""
-    process = start(*command, cwd=cwd)
+    return finish(start(*command, cwd=cwd), code)
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    """As :func:`run`."""
     out, err = process.communicate(timeout=100)
     assert process.returncode == code, out + err
     return err if code else out

@@ -35,11 +35,12 @@ def sized(config: RunConfig, *, has_batch_size: bool, ranks: int, accumulate: in
         lr: of the loop's first optimizer.
     """
     training = config.training
-    parts = training.accumulate if accumulate is None else accumulate
-    update: dict[str, Any] = {"accumulate": parts}
-    if training.global_batch_size is not None and not has_batch_size:
-        share = -(-training.global_batch_size // ranks)
-        update["batch_size"] = -(-share // parts)
+    parts, update = training.accumulate if accumulate is None else accumulate, dict[str, Any]()
+    if training.global_batch_size is None:
+        update["accumulate"] = parts
+    else:
+        most = -(-training.global_batch_size // (ranks * parts))
+        update["batch_size"] = min(training.batch_size, most) if has_batch_size else most
     settings: dict[str, Any] = {"training": TrainingConfig.model_validate({**training.model_dump(), **update})}
     if lr > 0:
         settings["optimizer"] = OptimizerConfig.model_validate({**config.optimizer.model_dump(), "lr": lr})

@@ -167,7 +167,8 @@ class Collectives:
             raise CollectiveError(
                 "a tensor that requires a gradient was given to a collective call",
                 why="it travels as a copy, so other ranks' gradients would be lost in silence",
-                fix="detach() it, or use torch.distributed.nn.functional.all_gather, which has a backward pass",
+                fix="detach() it; for a loss over the samples of all ranks use lockstep.Session, whose gather() has a "
+                "gradient (docs/own-loop.md)",
             )
 
     def _call(self, name: str) -> contextlib.AbstractContextManager[None]:

@@ -31,7 +31,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             "the task's optimizer() did not return an optimizer",
             why=f"it returned a {kind}",
             fix="return one optimizer, with a parameter group for each learning rate: "
-            "torch.optim.AdamW([{'params': …, 'lr': …}, …]); return a scheduler from Task.scheduler(optimizer)",
+            "torch.optim.AdamW([{'params': …, 'lr': …}, …]); return a scheduler from Task.scheduler(optimizer). "
+            "For several optimizers write the loop yourself, with lockstep.Session (docs/own-loop.md)",
         )
     check_belongs(optimizer, dict(model.named_parameters()))
     if has_scheduler(optimizer):
@@ -45,7 +46,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise UnsupportedError(
             f"{kind} evaluates the loss several times in a step",
             why="a step here has one forward and one backward pass for each micro-batch",
-            fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW",
+            fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW, or your own loop with "
+            "lockstep.Session (docs/own-loop.md)",
         )
     sparse = sparse_layers(model)
     if sparse and isinstance(optimizer, Adam):

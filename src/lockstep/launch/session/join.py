@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config import RunConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware import Placement, World, parent_death, read_world
 from lockstep.launch.local.signals import StopRequest
 from lockstep.launch.nodes.membership import Team, join, meeting
@@ -101,6 +101,7 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
     """
     world = read_world(os.environ)
     _refuse_unknown_launcher(world)
+    _refuse_for_tasks_only(config)
     if world.from_outside:
         parent_death.die_with_parent(os.getppid())
     check_sinks(config, config.save_dir)
@@ -135,6 +136,22 @@ def _refuse_unknown_launcher(world: World) -> None:
             why="each process would train alone, with all samples, and write a separate run",
             fix="start the script with `lockstep run script.py --devices ...`, torchrun or srun",
         )
+
+
+def _refuse_for_tasks_only(config: RunConfig) -> None:
+    for key, value, taken in (
+        ("hardware.strategy", config.hardware.strategy, ("auto", "single", "ddp")),
+        ("training.reproducibility", config.training.reproducibility, ("fast",)),
+        ("training.compile", config.training.compile, (False,)),
+    ):
+        if value not in taken:
+            raise UnsupportedError(
+                f"{key} = {value} is not for a session",
+                why="it changes how the model is called, and the loop calls it",
+                fix="compile in the script with model.compile(), or train a lockstep.Task"
+                if value is True
+                else f"leave it at {taken[0]}, or train a lockstep.Task",
+            )
 
 
 def _refuse_other_number(placement: Placement, world: World) -> None:

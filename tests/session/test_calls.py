@@ -1,0 +1,259 @@
+"""The calls of a session in one process, and their errors; on two ranks, what they compute together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lockstep
+from lockstep.errors import ConfigError, LockstepError, TaskError, UnsupportedError
+
+QUIET = {"telemetry.progress": "silent", "telemetry.system_metrics": False}
+
+
+def data(samples: int = 33) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, 4, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1))
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[lockstep.Session]:
+    with lockstep.Session(QUIET, global_batch_size=8, seed=0, save_dir=tmp_path / "run") as session:
+        yield session
+
+
+def prepared(session: lockstep.Session) -> tuple[nn.Linear, torch.optim.SGD]:
+    model = nn.Linear(4, 1)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return model, optimizer
+
+
+def batches(session: lockstep.Session, **how: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in session.epochs(1):
+        yield from session.batches(data(), **how)
+
+
+def squares(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x).squeeze(1), y, reduction="sum")
+
+
+def test_accumulation_is_the_same_step(tmp_path: Path) -> None:
+    weights = []
+    for accumulate in (1, 3):
+        with lockstep.Session(QUIET, global_batch_size=8, seed=0, save_dir=tmp_path / str(accumulate)) as session:
+            model, optimizer = prepared(session)
+            stepped = []
+            for x, y in batches(session, accumulate=accumulate):
+                session.backward(squares(model, x, y), count=len(y))
+                stepped.append(session.step(optimizer))
+            assert sum(stepped) == session.step_count == 5
+            assert len(stepped) > 5 or accumulate == 1
+            weights.append(model.weight.detach().clone())
+    torch.testing.assert_close(weights[0], weights[1])
+
+
+def test_mean_with_weight_penalty_with_count_0_and_reduce_before_step(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session):
+        twin = nn.Linear(4, 1)
+        twin.load_state_dict(model.state_dict())
+        (F.mse_loss(twin(x).squeeze(1), y) + 0.5 * twin.weight.square().sum() / len(y)).backward()
+        session.backward(F.mse_loss(model(x).squeeze(1), y), weight=len(y))
+        session.backward(0.5 * model.weight.square().sum(), count=0)
+        assert session.reduce(optimizer)
+        torch.testing.assert_close(model.weight.grad, twin.weight.grad)
+        session.step(optimizer)
+        torch.testing.assert_close(model.weight, twin.weight - 0.1 * twin.weight.grad)  # type: ignore[operator]
+
+
+def test_sharpness_aware_steps_twice_on_a_batch(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session):
+        session.backward(squares(model, x, y), count=len(y))
+        session.reduce(optimizer)
+        before = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p += 0.05 * p.grad / p.grad.norm()
+        optimizer.zero_grad()
+        session.backward(squares(model, x, y), count=len(y))
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), before, strict=True):
+                p.copy_(value)
+        assert session.step(optimizer)
+
+
+def test_parts_of_a_loss_for_some_models(session: lockstep.Session) -> None:
+    one, two = nn.Linear(4, 4), nn.Linear(4, 1)
+    first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+    session.prepare(one=one, two=two, first=first, second=second)
+    for x, y in batches(session):
+        loss = F.mse_loss(two(one(x)).squeeze(1), y, reduction="sum")
+        session.backward(loss, len(y), models=[one], retain_graph=True)
+        assert two.weight.grad is None
+        session.step(first)
+        session.backward(two(one(x).detach()).square().sum(), len(y))
+        session.step(second)
+    assert session.step_count == 5
+
+
+def without_backward(session: lockstep.Session) -> None:
+    _, optimizer = prepared(session)
+    for _ in batches(session):
+        session.step(optimizer)
+
+
+def foreign_parameters(session: lockstep.Session) -> None:
+    session.prepare(nn.Linear(4, 1), torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1))
+    next(batches(session))
+
+
+def unprepared_optimizer(session: lockstep.Session) -> None:
+    model, _ = prepared(session)
+    for x, y in batches(session):
+        session.backward(squares(model, x, y), len(y))
+        session.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def mean_with_count_1(session: lockstep.Session) -> None:
+    model, _ = prepared(session)
+    for x, y in batches(session):
+        session.backward(F.mse_loss(model(x).squeeze(1), y), count=1)
+
+
+def mean_with_its_count(session: lockstep.Session) -> None:
+    model, _ = prepared(session)
+    for x, y in batches(session):
+        session.backward(F.mse_loss(model(x).squeeze(1), y), count=len(y))
+
+
+def left_over_gradients(session: lockstep.Session) -> None:
+    model, _ = prepared(session)
+    for x, y in batches(session):
+        session.backward(squares(model, x, y), len(y))
+
+
+def iterable(session: lockstep.Session) -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            yield torch.zeros(4)
+
+    prepared(session)
+    for _ in session.epochs(1):
+        next(session.batches(Stream()))
+
+
+def a_loader(session: lockstep.Session) -> None:
+    session.prepare(DataLoader(data()))
+
+
+def batches_of_a_loader(session: lockstep.Session) -> None:
+    prepared(session)
+    for _ in session.epochs(1):
+        session.batches(DataLoader(data()))
+
+
+def outside_epochs(session: lockstep.Session) -> None:
+    prepared(session)
+    session.batches(data())
+
+
+def new_parameters(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session):
+        session.backward(squares(model, x, y), len(y))
+        session.step(optimizer)
+        optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
+
+
+def scheduler_stepped_twice(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    scheduler = session.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    for x, y in batches(session):
+        session.backward(squares(model, x, y), len(y))
+        session.step(optimizer)
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "kind", "words"),
+    [
+        (without_backward, TaskError, "without a backward"),
+        (foreign_parameters, TaskError, "no prepared model"),
+        (unprepared_optimizer, TaskError, "was not prepared"),
+        (mean_with_count_1, TaskError, "mean of 8 samples, and its count is 1"),
+        (mean_with_its_count, TaskError, "the loss is a mean"),
+        (left_over_gradients, TaskError, "left from an earlier batch"),
+        (iterable, UnsupportedError, "is iterable"),
+        (a_loader, TaskError, "DataLoader"),
+        (batches_of_a_loader, TaskError, "DataLoader"),
+        (outside_epochs, TaskError, "session.epochs"),
+        (new_parameters, UnsupportedError, "changed after prepare"),
+        (scheduler_stepped_twice, TaskError, "stepped by the loop, too"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_goes_wrong_is_one_error(
+    loop: Callable[[lockstep.Session], None], kind: type[LockstepError], words: str, session: lockstep.Session
+) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        loop(session)
+    assert caught.value.fix
+    session.close(caught.value)
+
+
+def test_many_ranks_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"names 2 devices.*this is 1 process") as caught:
+        lockstep.Session(devices="cpu,cpu", runs_dir=tmp_path)
+    assert "lockstep run" in caught.value.fix
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE is 4"):
+        lockstep.Session(runs_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def on_ranks() -> dict[str, Any]:
+    """A contrastive loss over 33 samples in batches of 8: the last one has one sample, and a rank has none."""
+    found: dict[str, Any] = {}
+    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
+        model, extra = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), nn.Linear(2, 2)
+        optimizer = torch.optim.Adam([*model.parameters(), *extra.parameters()], lr=0.01, weight_decay=0.1)
+        session.prepare(model, extra, optimizer)
+        before = extra.weight.detach().clone()
+        for x, y in batches(session):
+            z, everyone = model(x), session.gather(model(x))
+            logits = z @ everyone.T
+            targets = torch.arange(len(everyone))[session.rows]
+            loss = F.cross_entropy(logits, targets, reduction="sum") if len(targets) else logits.sum()
+            session.backward(loss + 0 * y.sum(), count=len(targets))
+            session.step(optimizer)
+        found["weights"] = [p.detach().tolist() for p in model.parameters()]
+        found["untouched"] = torch.equal(extra.weight, before)
+        found["rows"] = [row for (row,) in session.evaluate(data(10), lambda batch: batch[1], batch_size=3)]
+        found["sum"] = session.all_reduce(1.0), session.all_reduce(torch.tensor([2.0]), "max").item()
+        found["broadcast"] = session.broadcast(f"from {session.rank}")
+        with session.main_first():
+            found["size"] = session.size
+    return found
+
+
+def test_gather_ghosts_and_evaluation_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone = on_ranks()
+    two = lockstep.Session.launch(on_ranks, devices="cpu,cpu", save_dir=tmp_path / "two")
+    for one, other in zip(alone["weights"], two["weights"], strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=0)
+    assert alone["untouched"]
+    assert two["untouched"], "no rank has a gradient for it, so it is not decayed"
+    assert torch.equal(torch.cat(alone["rows"]), torch.cat(two["rows"]))
+    assert torch.equal(torch.cat(two["rows"]), data(10).tensors[1])
+    assert (two["sum"], two["broadcast"], two["size"]) == ((2.0, 2.0), "from 0", 2)
