@@ -14,7 +14,7 @@ TESTS ?= tests
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check coverage lint drills clean browser smoke-oldest compat
+.PHONY: help setup train test check coverage lint docs drills clean browser smoke-oldest compat
 
 help: ## show this list
 	@echo "make train    set up, then train the HAR task on every GPU, or on two CPU ranks without one"
@@ -24,6 +24,7 @@ help: ## show this list
 	@echo "make coverage the test suite, with the coverage of every process that a test starts"
 	@echo "make setup    make $(VENV) and install Lockstep with the tested versions"
 	@echo "make lint     ruff (rules and format), mypy, and the words of the documentation"
+	@echo "make docs     the documentation as a site, in build/site"
 	@echo "make drills   the long repetitions of fault drills and fuzzing"
 	@echo "make smoke-oldest  tests/compat on the oldest supported torch and Lightning, in $(OLDEST)"
 	@echo "make compat   the tests on each torch of COMPAT ($(COMPAT)), CPU builds, in .venv-torch-VERSION"
@@ -68,6 +69,10 @@ lint: setup ## ruff, mypy and the words of the documentation
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) scripts/words.py
+
+docs: setup ## the site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
+	@echo "build/site/index.html is built; to read it with search: $(RUN) -m mkdocs serve"
 
 # The lower bounds of pyproject.toml. From PyTorch's index of CPU builds: PyPI's wheels bring gigabytes of CUDA.
 OLDEST := .venv-oldest

@@ -325,12 +325,8 @@ def check_rows(rows: Any, size: int, source: str) -> None:
 
 def _computed(metrics: Metrics) -> dict[str, Any]:
     values = metrics.compute()
-    if not isinstance(values, Mapping):
-        raise TaskError(
-            "the task's metrics must compute a value for each of their names",
-            why=f"they computed one {type(values).__name__}",
-            fix='give a single metric its name: MetricCollection({"accuracy": metric})',
-        )
+    # A single metric has its class's name, as in a MetricCollection.
+    values = values if isinstance(values, Mapping) else {type(metrics).__name__: values}
     return {name: _plain(value) for name, value in values.items()}
 
 

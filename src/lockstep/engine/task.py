@@ -200,7 +200,7 @@ class Task:
         return ()
 
     def metrics(self) -> Metrics:
-        """New scores of one evaluation, that have seen nothing yet."""
+        """New metrics for one evaluation: a torchmetrics ``MetricCollection``, or one metric, named after its class."""
         return _LossOnly()
 
     def evaluation_data(self, path: Path) -> Any:

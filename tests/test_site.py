@@ -1,0 +1,67 @@
+"""The documentation site builds without a warning, and what its first pages show is what commands print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gloo import ROOT, clean_environment
+
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)
+
+
+def run(command: str, folder: Path) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=clean_environment(PATH=path, COLUMNS="200"), capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def form(line: str) -> str:
+    """A line without its numbers and spaces: the same in every run."""
+    return re.sub(r"[\d.,+e-]*\d", "#", re.sub(r"\s+", " ", line).strip())
+
+
+def follow(page: str, folder: Path) -> None:
+    """Write the files of a page, run its commands, and look for each line of output that it shows."""
+    for language, title, text in BLOCK.findall((ROOT / "docs" / "start" / page).read_text(encoding="utf-8")):
+        if title:
+            (folder / title).write_text(text, encoding="utf-8")
+        elif language == "console":
+            for block in re.split(r"^\$ ", text, flags=re.M)[1:]:
+                command, *shown = block.splitlines()
+                printed = [form(line) for line in run(command, folder).splitlines()]
+                for line in shown:
+                    assert line == "…" or any(form(line) in other for other in printed), f"{command}: {line}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("pages", [["first-run.md"], ["own-model.md", "several-devices.md"]], ids=["first", "model"])
+def test_readers_see_what_the_first_pages_show(pages: list[str], tmp_path: Path) -> None:
+    for page in pages:
+        follow(page, tmp_path)
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="pip install 'lockstep-train[docs]'")
+    run(f"python -m mkdocs build --quiet --strict -f {ROOT / 'mkdocs.yml'} -d {tmp_path / 'site'}", tmp_path)
+    page = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+    assert ":class:" not in page
+    assert "http" not in "".join(re.findall(r'<(?:script|link)[^>]*(?:src|href)="(https?:[^"]*)"', page))
+
+
+def test_an_installed_wheel_needs_no_repository(tmp_path: Path) -> None:
+    run(f"python -m pip wheel --no-deps --no-build-isolation --quiet -w wheels {ROOT}", tmp_path)
+    run("python -m pip install --no-deps --no-index --quiet --target installed wheels/*.whl", tmp_path)
+    code = "import sys; sys.path.insert(0, 'installed'); from lockstep.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    assert "ddp" in run(f'python -P -c "{code}" plan har --devices cpu,cpu', tmp_path)
+    files = {str(path.relative_to(tmp_path / "installed")) for path in (tmp_path / "installed").rglob("*")}
+    assert {"lockstep/py.typed", "lockstep/studio/static/index.html"} <= files
