@@ -3,7 +3,9 @@
 import re
 
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):<code>[.~]?([^<]*)</code>")
-OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?:\.\./)?((?:README|CHANGELOG|CONTRIBUTING|benchmarks|examples|src|scripts)[^)]*)\)")
+OUTSIDE = re.compile(
+    r"\[([^\]]+)\]\(\.\./(?:\.\./)?((?:README|CHANGELOG|CONTRIBUTING|benchmarks|examples|src|scripts)[^)]*)\)"
+)
 EXCERPT = re.compile(r"^<!-- excerpt: .* -->\n", re.M)
 
 

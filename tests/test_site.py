@@ -61,7 +61,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 def test_an_installed_wheel_needs_no_repository(tmp_path: Path) -> None:
     run(f"python -m pip wheel --no-deps --no-build-isolation --quiet -w wheels {ROOT}", tmp_path)
     run("python -m pip install --no-deps --no-index --quiet --target installed wheels/*.whl", tmp_path)
-    code = "import sys; sys.path.insert(0, 'installed'); from lockstep.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.path.insert(0, 'installed'); from lockstep.cli.main import main; sys.exit(main())"
     assert "ddp" in run(f'python -P -c "{code}" plan har --devices cpu,cpu', tmp_path)
     files = {str(path.relative_to(tmp_path / "installed")) for path in (tmp_path / "installed").rglob("*")}
     assert {"lockstep/py.typed", "lockstep/studio/static/index.html"} <= files
