@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 
 from lockstep.data.order import check_slice, derive_key
-from lockstep.data.sampling import Cycled, SampleOrder
+from lockstep.data.sampling import Cycled, SampleOrder, natural_order
 from lockstep.errors import DataError
 from lockstep.planning.order import SamplingFacts
 
@@ -89,7 +89,7 @@ class MixtureSampling:
     """How a mixture's samples are chosen."""
 
     def __init__(self, mixture: Mixture) -> None:
-        self._sizes = np.diff([0, *mixture.cumulative_sizes]).tolist()
+        self._parts, self._sizes = mixture.datasets, np.diff([0, *mixture.cumulative_sizes]).tolist()
         self._names, self._shares = mixture.names, mixture.stages
         shown = "; ".join(
             (f"from sample {start:,}: " if start else "")
@@ -101,7 +101,7 @@ class MixtureSampling:
         self.facts = SamplingFacts(kind=f"mixture of {shown}", digest=digest, positions=len(mixture))
 
     def order(self, positions: int, seed: int) -> SampleOrder:
-        return MixtureOrder(self._names, self._sizes, self._shares, positions, seed)
+        return MixtureOrder(self._parts, self._sizes, self._shares, positions, seed)
 
 
 class MixtureOrder:
@@ -111,7 +111,7 @@ class MixtureOrder:
 
     def __init__(
         self,
-        names: tuple[str, ...],
+        parts: list[Any],
         sizes: list[int],
         shares: Mapping[int, tuple[Fraction, ...]],
         samples: int,
@@ -119,10 +119,12 @@ class MixtureOrder:
     ) -> None:
         self.samples, self.seed = samples, seed
         self._offsets = np.cumsum([0, *sizes])
-        self._parts = [Cycled(size, size, derive_key("part", seed, place)) for place, size in enumerate(sizes)]
+        self._parts = [
+            Cycled(natural_order(part, derive_key("part", seed, place)), len(part)) for place, part in enumerate(parts)
+        ]
         self._stages = [Stage(start, *_period(given)) for start, given in shares.items()]
         #: What each part has given before each stage.
-        self._given = [np.zeros(len(names), np.int64)]
+        self._given = [np.zeros(len(parts), np.int64)]
         for stage, following in zip(self._stages, self._stages[1:], strict=False):
             self._given.append(self._given[-1] + _counts(stage, following.start - stage.start))
 

@@ -59,13 +59,58 @@ class Sampling(Protocol):
     def order(self, positions: int, seed: int) -> SampleOrder: ...
 
 
+class WindowOrder:
+    """Each sample once an epoch, shuffled so that only a bounded part of a large data set is read at a time.
+
+    The data set consists of ``chunks`` of neighbouring samples. Their order is shuffled; ``window`` chunks after one
+    another make a window, whose samples are shuffled together. Nothing depends on ranks.
+    """
+
+    repeats = False
+
+    def __init__(self, chunks: Indices, window: int, seed: int) -> None:
+        self.samples, self.seed = int(chunks.sum()), seed
+        self._sizes, self._first = chunks, np.cumsum(chunks) - chunks
+        self._window, self._epoch, self._order = window, -1, np.empty(0, np.int64)
+        self._ends = np.empty(0, np.int64)
+
+    def slice(self, epoch: int, start: int, stop: int) -> Indices:
+        check_slice(self.samples, epoch, start, stop)
+        if epoch != self._epoch:
+            self._order = Order(len(self._sizes), derive_key("chunks", self.seed)).slice(epoch, 0, len(self._sizes))
+            self._ends, self._epoch = np.cumsum(self._sizes[self._order]), epoch
+        found = np.empty(stop - start, np.int64)
+        at = start
+        while at < stop:
+            first = int(np.searchsorted(self._ends, at, side="right")) // self._window * self._window
+            last = min(first + self._window, len(self._order))
+            low, high = int(self._ends[first - 1]) if first else 0, int(self._ends[last - 1])
+            until = min(stop, high)
+            inner = Order(high - low, derive_key("window", self.seed, first)).slice(epoch, at - low, until - low) + low
+            place = np.searchsorted(self._ends, inner, side="right")
+            chunk = self._order[place]
+            found[at - start : until - start] = self._first[chunk] + inner - (self._ends[place] - self._sizes[chunk])
+            at = until
+        return found
+
+
+def natural_order(dataset: Any, seed: int) -> SampleOrder:
+    """Each sample once an epoch: shuffled, within windows where the data set says in which ``chunks`` it is read."""
+    window = getattr(dataset, "shuffle_window", None)
+    return Order(len(dataset), seed) if window is None else WindowOrder(dataset.chunks, window, seed)
+
+
 class Cycled:
-    """Epochs of any length: each sample of the data set once, in a new order, before any is seen again."""
+    """Epochs of any length: each sample of the data set once, in a new order, before any is seen again.
+
+    Args:
+        order: of the whole data set.
+    """
 
     repeats = True
 
-    def __init__(self, dataset_samples: int, samples: int, seed: int) -> None:
-        self.samples, self.seed, self._order = samples, seed, Order(dataset_samples, seed)
+    def __init__(self, order: SampleOrder, samples: int) -> None:
+        self.samples, self.seed, self._order = samples, order.seed, order
 
     def slice(self, epoch: int, start: int, stop: int) -> Indices:
         check_slice(self.samples, epoch, start, stop)
@@ -143,18 +188,20 @@ def logarithm(values: Floats) -> Floats:
     return cast(Floats, exponent * 0.6931471805599453 + 2 * z * total)
 
 
-@dataclass(frozen=True)
 class Uniform:
     """Every sample as often as any other."""
 
-    samples: int
-
-    @property
-    def facts(self) -> SamplingFacts:
-        return SamplingFacts(kind="shuffled", digest="", positions=self.samples)
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        kind, digest, window = "shuffled", "", getattr(dataset, "shuffle_window", None)
+        if window is not None:
+            kind = f"shuffled within windows of {window} of {len(dataset.chunks)} row groups"
+            digest = hashlib.sha256(np.append(dataset.chunks, window).tobytes()).hexdigest()[:16]
+        self.facts = SamplingFacts(kind=kind, digest=digest, positions=len(dataset))
 
     def order(self, positions: int, seed: int) -> SampleOrder:
-        return Order(positions, seed) if positions == self.samples else Cycled(self.samples, positions, seed)
+        whole = natural_order(self._dataset, seed)
+        return whole if positions == whole.samples else Cycled(whole, positions)
 
 
 @dataclass(frozen=True)
@@ -186,7 +233,7 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
             )
         return cast(Sampling, own())
     if name == "uniform":
-        return Uniform(len(dataset))
+        return Uniform(dataset)
     if name == "weighted" and weights is None:
         raise ConfigError(
             "data.sampling is weighted, but the task gives no weights",
@@ -196,7 +243,7 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
     if name == "balanced":
         given = balanced_weights(labels_of(dataset))
     if given is None:
-        return Uniform(len(dataset))
+        return Uniform(dataset)
     positions, replacement = None, config.replacement
     if isinstance(given, WeightedRandomSampler):
         positions = given.num_samples

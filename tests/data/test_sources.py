@@ -1,0 +1,292 @@
+"""Samples in files: each is read by its number, and wrong files are named."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import lockstep
+from lockstep.config.sections import DataConfig
+from lockstep.data import files as files_module
+from lockstep.data.files import local
+from lockstep.data.mixture import Mixture
+from lockstep.data.order import Order
+from lockstep.data.packing import Packed
+from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
+from lockstep.data.sampling import WindowOrder, resolve_sampling
+from lockstep.errors import DataError
+from tests.data.test_sampling import attempts
+from tests.toys import FEATURES, Toy, arrays
+
+ROWS = 500
+
+
+def json_lines(folder: Path, rows: int = ROWS) -> JsonLines:
+    for number, part in enumerate(np.array_split(np.arange(rows), 3)):
+        lines = [json.dumps({"row": int(row), "text": "ü" * (int(row) % 7)}) + "\n" * (1 + row % 2) for row in part]
+        (folder / f"{number}.jsonl").write_text("".join(lines).rstrip("\n"), encoding="utf-8")
+    return JsonLines(folder)
+
+
+def csv_files(folder: Path, rows: int = ROWS) -> CsvFiles:
+    for number, part in enumerate(np.array_split(np.arange(rows), 3)):
+        lines = [f'{row},"a ""quoted""\nbreak, {row}"\n' for row in part]
+        (folder / f"{number}.csv").write_text("row,text\n" + "".join(lines), encoding="utf-8")
+    return CsvFiles(folder)
+
+
+def tar_shards(folder: Path, rows: int = ROWS) -> TarShards:
+    for number, part in enumerate(np.array_split(np.arange(rows), 3)):
+        with tarfile.open(folder / f"{number}.tar", "w") as tar:
+            for row in part.tolist():
+                for extension, content in (
+                    ("cls", str(row)),
+                    ("txt", "x" * (row * 3)),
+                    ("seg.json", json.dumps([row])),
+                ):
+                    member = tarfile.TarInfo(f"part/{row:05d}.{extension}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content.encode()))
+    return TarShards(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "row_of"),
+    [
+        (json_lines, lambda sample: sample["row"]),
+        (csv_files, lambda sample: int(sample["row"])),
+        (tar_shards, lambda sample: sample["cls"]),
+    ],
+)
+def test_records_are_read_by_their_number(make: Callable[[Path], Any], row_of: Any, tmp_path: Path) -> None:
+    records = make(tmp_path)
+    assert len(records) == ROWS
+    for index in np.random.default_rng(0).permutation(ROWS)[:100].tolist():
+        assert row_of(records[index]) == index
+    assert len(list((tmp_path / ".lockstep").glob("*.npy"))) == 3, "the index lies beside the data"
+    assert row_of(pickle.loads(pickle.dumps(records))[7]) == 7
+    with pytest.raises(IndexError):
+        records[ROWS]
+
+
+def test_a_sample_of_a_shard_has_all_members(tmp_path: Path) -> None:
+    sample = tar_shards(tmp_path)[4]
+    assert sample == {"__key__": "part/00004", "cls": 4, "txt": "x" * 12, "seg.json": [4]}
+    assert csv_files(tmp_path)[3]["text"] == 'a "quoted"\nbreak, 3'
+
+
+def test_an_index_is_made_again_for_another_file(tmp_path: Path) -> None:
+    assert len(json_lines(tmp_path, 30)) == 30
+    assert len(json_lines(tmp_path, 40)) == 40
+
+
+def test_tokens_are_mapped_and_row_10_to_the_9_is_at_hand(tmp_path: Path) -> None:
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "small.bin")
+    small = TokenFile(tmp_path / "small.bin", 10)
+    assert len(small) == 99
+    assert small[98].tolist() == list(range(980, 991))
+    with (tmp_path / "sparse.bin").open("wb") as file:
+        file.seek(2 * (10**9 + 8))
+        file.write(np.array([1, 2, 3], np.uint16).tobytes())
+    tokens = TokenFile(tmp_path / "sparse.bin", 1)
+    assert tokens[10**9 + 8].tolist() == [1, 2]
+    assert Order(len(tokens), 1).slice(3, 10**9, 10**9 + 3).max() < len(tokens)
+
+
+def test_folders_are_classes(tmp_path: Path) -> None:
+    for name in ("cat", "ant"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.txt").write_text(name)
+    folders = ClassFolders(tmp_path, Path.read_text, suffix=".txt")
+    assert (folders.classes, [folders[0], folders[1]]) == (["ant", "cat"], [("ant", 0), ("cat", 1)])
+    assert resolve_sampling(folders, None, DataConfig(sampling="balanced")) is not None
+
+
+def test_what_is_wrong_with_files_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no \.jsonl file"):
+        JsonLines(tmp_path)
+    with pytest.raises(DataError, match=r"gone\.jsonl is missing"):
+        JsonLines(tmp_path / "gone.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"a": 1}\n{"a": \n')
+    records = JsonLines(tmp_path / "bad.jsonl")
+    with pytest.raises(DataError, match=r"record 2 of .*bad.jsonl cannot be read"):
+        records[1]
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match="have no record"):
+        JsonLines(tmp_path / "empty.jsonl")
+    (tmp_path / "1.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "2.csv").write_text("a,c\n1,2\n")
+    with pytest.raises(DataError, match=r"columns of .*2.csv differ"):
+        CsvFiles([tmp_path / "1.csv", tmp_path / "2.csv"])
+    (tmp_path / "3.csv").write_text("a,b\n1,2,3\n")
+    with pytest.raises(DataError, match="3 fields, not 2"):
+        CsvFiles(tmp_path / "3.csv")[0]
+    (tmp_path / "tar").mkdir()
+    tar_shards(tmp_path / "tar")
+    shard = tmp_path / "tar" / "1.tar"
+    shard.write_bytes(shard.read_bytes()[: -200 * 512 - 100])
+    with pytest.raises(DataError, match=r"1.tar is (cut short|not a whole)"):
+        TarShards(shard)
+    (tmp_path / "no.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="too small"):
+        TokenFile(tmp_path / "no.bin", 4)
+    with pytest.raises(DataError, match="no folders"):
+        ClassFolders(tmp_path / "nowhere", Path.read_text)
+
+
+def test_urls_are_copied_into_a_bounded_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files_module, "CACHE_BYTES", 250)
+    for number in range(4):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"n": number, "fill": "x" * 70}))
+        assert JsonLines(f"file://{tmp_path}/{number}.jsonl")[0]["n"] == number
+        os.utime(local(f"file://{tmp_path}/{number}.jsonl"), (number, number))
+    assert len([path for path in (tmp_path / "cache" / "files").iterdir() if path.is_file()]) == 2
+    assert len(JsonLines(f"file://{tmp_path}/*.jsonl")) == 4
+    with pytest.raises(DataError, match="cannot be copied"):
+        JsonLines(f"file://{tmp_path}/nowhere.jsonl")
+
+
+# --- Shuffling in windows --------------------------------------------------------------------------------------------
+
+
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
+    window=st.integers(1, 6),
+    seed=st.integers(0, 2**40),
+    data=st.data(),
+)
+def test_a_window_has_whole_chunks_and_each_sample_comes_once(
+    sizes: list[int], window: int, seed: int, data: st.DataObject
+) -> None:
+    chunks = np.array(sizes, np.int64)
+    order = WindowOrder(chunks, window, seed)
+    epochs = [order.slice(epoch, 0, order.samples) for epoch in (0, 1)]
+    of_sample = np.repeat(np.arange(len(sizes)), sizes)
+    for epoch in epochs:
+        assert np.array_equal(np.sort(epoch), np.arange(chunks.sum()))
+        opened = of_sample[epoch]
+        spans = [np.flatnonzero(opened == chunk) for chunk in np.unique(opened)]
+        for place in range(order.samples):
+            assert sum(span[0] <= place <= span[-1] for span in spans) <= window
+    start = data.draw(st.integers(0, order.samples))
+    stop = data.draw(st.integers(start, order.samples))
+    assert np.array_equal(WindowOrder(chunks, window, seed).slice(1, start, stop), epochs[1][start:stop])
+
+
+class Chunked:
+    chunks, shuffle_window = np.array([7, 3, 9, 1, 5]), 2
+
+    def __len__(self) -> int:
+        return 25
+
+    def __getitem__(self, index: int) -> Any:
+        return range(index % 4 + 1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "long", "mixed", "packed"])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@given(steps=st.tuples(st.integers(0, 5), st.integers(0, 5)))
+def test_windows_are_the_same_on_1_3_and_2_ranks(kind: str, steps: tuple[int, int]) -> None:
+    dataset: Any = Packed(Chunked(), 8) if kind == "packed" else Chunked()
+    if kind == "packed":
+        assert dataset.chunks.sum() == len(dataset)
+    if kind == "mixed":
+        dataset = Mixture({"a": dataset, "b": range(4)}, {"a": 0.8, "b": 0.2})
+    sampling = resolve_sampling(dataset, None, DataConfig())
+    assert sampling is not None
+    order = sampling.order(31 if kind == "long" else sampling.facts.positions, 5)
+    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for epoch, indices in attempts(order, [(1, steps[0]), (3, steps[1]), (2, 1000)], 6):
+        found[epoch] += indices
+    for epoch, indices in found.items():
+        assert indices == order.slice(epoch, 0, order.samples).tolist()
+
+
+# --- Columns ---------------------------------------------------------------------------------------------------------
+
+
+def write_parquet(folder: Path, rows: int = ROWS, files: int = 4) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    inputs, labels = arrays(rows, 1)
+    for number, part in enumerate(np.array_split(np.arange(rows), files)):
+        flat = pa.array(inputs[part].numpy().reshape(-1))
+        columns = {
+            "inputs": pa.FixedSizeListArray.from_arrays(flat, FEATURES),
+            "label": pa.array(labels[part].numpy()),
+            "text": pa.array([f"row {row}" if row % 3 else None for row in part]),
+        }
+        pq.write_table(pa.table(columns), folder / f"{number}.parquet", row_group_size=40)
+        with (
+            pa.OSFile(str(folder / f"{number}.arrow"), "wb") as file,
+            pa.ipc.new_file(file, pa.table(columns).schema) as out,
+        ):
+            for batch in pa.table(columns).to_batches(max_chunksize=40):
+                out.write_batch(batch)
+
+
+@pytest.mark.parametrize("kind", ["ParquetFiles", "ArrowFiles"])
+def test_rows_of_columns_are_read_by_their_number(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    from lockstep.data import columns
+
+    write_parquet(tmp_path)
+    inputs, labels = arrays(ROWS, 1)
+    rows = getattr(columns, kind)(tmp_path, window=3)
+    assert (len(rows), rows.chunks.sum(), rows.chunks.max()) == (ROWS, ROWS, 40)
+    for row in (0, 39, 40, 124, 125, 499):
+        assert np.array_equal(rows[row]["inputs"], inputs[row].numpy())
+        assert (rows[row]["label"], rows[row]["text"]) == (labels[row], f"row {row}" if row % 3 else None)
+    assert len(rows._groups._values) <= 4
+    named = pickle.loads(pickle.dumps(getattr(columns, kind)(tmp_path / f"*{rows.suffix}", columns=["label"])))
+    assert named[123] == {"label": labels[123]}
+
+
+def test_wrong_parquet_files_are_named(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from lockstep.data.columns import ParquetFiles
+
+    write_parquet(tmp_path)
+    pa.parquet.write_table(pa.table({"inputs": [1.0], "label": [1], "text": ["a"]}), tmp_path / "9.parquet")
+    with pytest.raises(DataError, match=r"column 'inputs' of .*9.parquet differs"):
+        ParquetFiles(tmp_path)
+    (tmp_path / "9.parquet").unlink()
+    whole = (tmp_path / "1.parquet").read_bytes()
+    (tmp_path / "1.parquet").write_bytes(whole[:-100])
+    with pytest.raises(DataError, match=r"1.parquet cannot be read as .parquet"):
+        ParquetFiles(tmp_path)
+    pa.parquet.write_table(pa.table({"a": pa.array([], pa.int64())}), tmp_path / "none.parquet")
+    with pytest.raises(DataError, match="have no row"):
+        ParquetFiles(tmp_path / "none.parquet")
+
+
+class OfParquet(Toy):
+    class Config(Toy.Config):
+        folder: str = ""
+
+    def datasets(self) -> lockstep.Datasets:
+        from lockstep.data.columns import ParquetFiles
+
+        rows = ParquetFiles(self.config.folder, transform=lambda row: (row["inputs"], row["label"]), window=2)
+        return lockstep.Datasets(rows, super().datasets().val)
+
+
+def test_a_plan_names_the_window(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    write_parquet(tmp_path)
+    plan = lockstep.plan(OfParquet(OfParquet.Config(folder=str(tmp_path))))
+    assert plan.order.sampling == "shuffled within windows of 2 of 16 row groups"
