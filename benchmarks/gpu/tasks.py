@@ -16,21 +16,21 @@ from gpu.catalogue import spec_of, wide
 from lockstep import ArrayDataset, Datasets, Loss, Task, TaskConfig
 
 
-class Workload(Task):
+class Plain(Task):
+    """Without hooks, since after them a checkpoint is waited for. ``at_loss`` is called before each loss."""
+
     class Config(TaskConfig):
         kind: str = "har_cnn"
         quick: bool = False
         batch: int | None = None
         wide: bool = False
 
-    #: Called every ``every`` steps.
-    after_block: Callable[[], None] | None = None
-    every = 1
+    at_loss: Callable[[], None] = staticmethod(lambda: None)
 
     def datasets(self) -> Datasets:
         if self.config.wide:
-            width, generator = 64 if self.config.quick else 8192, torch.Generator().manual_seed(0)
-            inputs = torch.randn(512, width, generator=generator).repeat(16, 1)
+            generator = torch.Generator().manual_seed(0)
+            inputs = torch.randn(512, 8, generator=generator).repeat(8 if self.config.quick else 8192, 1)
             return Datasets(ArrayDataset(inputs, torch.randint(0, 8, (len(inputs),), generator=generator)))
         spec = spec_of(self.config.kind, quick=self.config.quick, batch=self.config.batch)
         return Datasets(ArrayDataset(*spec.data()))
@@ -41,11 +41,18 @@ class Workload(Task):
         return spec_of(self.config.kind, quick=self.config.quick).build()
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.at_loss()
         return Loss(model(*batch), len(batch[0]) * self._items)
 
     @property
     def _items(self) -> int:
         return 1 if self.config.wide else spec_of(self.config.kind, quick=self.config.quick).items
+
+
+class Workload(Plain):
+    #: Called every ``every`` steps.
+    after_block: Callable[[], None] | None = None
+    every = 1
 
     def hooks(self) -> Any:
         call = self.after_block

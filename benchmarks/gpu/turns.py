@@ -19,8 +19,9 @@ class Ended(BaseException):
 
 
 def finish() -> None:
+    """Wait for the steps; not for copies on other streams, which nothing has to wait for."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
 
 
 class Side(threading.Thread):

@@ -105,7 +105,7 @@ def training(
     with runtime(plan, site.device, world, config.distributed.timeout_s, detect_anomaly=False):
         context = RankContext(site.rank.run, world, config, plan, site.device, site.collectives)
         parts = build_parts(context, site.task, site.datasets, None)
-        source = training_source(site.task, site.datasets.train, plan)
+        source = training_source(site.task, site.datasets, plan)
         largest = plan.batch.batch_size
         loader = make_loader(source, requests_of(plan, world), plan.loader, world.rank, largest=largest)
         parts.strategy.module.train()
@@ -189,7 +189,7 @@ def count_flops(site: Site, plan: Plan) -> FlopCount:
     model = build_model(site.task).to(site.device).train()
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return FlopCount(None, "torch does not count what its recurrent kernels compute")
-    source = training_source(site.task, site.datasets.train, plan)
+    source = training_source(site.task, site.datasets, plan)
     size = min(COUNTED, plan.batch.batch_size)
     batch = to_device(source.batch(Request(0, 0, 0, size, window=(0, plan.batch.global_batch))), site.device)
     counter = FlopCounterMode(display=False)

@@ -16,6 +16,8 @@ from lockstep.errors import CheckpointError, LockstepError, StorageError
 from lockstep.telemetry.progress_board import pulse
 
 _Place = tuple[Any, ...]
+#: Whether a tensor at a place of the state stays as it is until the copy is complete.
+Steady = Callable[[_Place, Tensor], bool]
 _Memory = tuple[torch.device, int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
@@ -28,21 +30,33 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[_Place, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        #: Happens when the last copy is complete; ``None``: it is.
+        self.copied: torch.cuda.Event | None = None
 
-    def copy(self, state: Any) -> Any:
+    def copy(self, state: Any, steady: Steady | None = None) -> Any:
         """``state`` with every tensor replaced by a contiguous CPU tensor that nothing else writes to.
 
         Mappings become dicts, lists and tuples keep their kind, other values are deep-copied. Tensors
         that are the same memory (tied weights) stay so. CUDA tensors go through page-locked memory, all
-        of them in flight at once; they are complete on return.
+        of them in flight at once; they are complete on return, or with ``steady`` at the event :attr:`copied`.
+
+        Args:
+            steady: copy CUDA tensors on a separate stream, while the caller continues. Those of which this is true are
+                read there, and nothing may write to them before the event; others are cloned first.
 
         Raises:
             CheckpointError: a tensor that is not dense (named by its place in ``state``).
         """
-        copier = _Copier(self._buffers)
+        if steady is not None and torch.cuda.is_initialized():
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+        copier = _Copier(self._buffers, steady, None if steady is None else self._stream)
         result = copier.copy(state, ())
-        self._buffers = copier.used
-        for device in copier.devices:
+        self._buffers, self.copied = copier.used, None
+        if copier.stream is not None:
+            self.copied = copier.stream.record_event()
+        for device in copier.devices - ({copier.stream.device} if copier.stream is not None else set()):
             torch.cuda.current_stream(device).synchronize()
         return result
 
@@ -55,8 +69,10 @@ def to_host(state: Any, buffers: HostBuffers | None = None) -> Any:
 class _Copier:
     """One walk over a state."""
 
-    def __init__(self, buffers: Mapping[_Place, Tensor]) -> None:
-        self._buffers = buffers
+    def __init__(
+        self, buffers: Mapping[_Place, Tensor], steady: Steady | None = None, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self._buffers, self._steady, self.stream = buffers, steady, stream
         self._seen: dict[_Memory, Tensor] = {}
         self.used: dict[_Place, Tensor] = {}
         self.devices: set[torch.device] = set()
@@ -90,9 +106,17 @@ class _Copier:
             or (cuda and not buffer.is_pinned())
         ):
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=cuda)
-        buffer.copy_(tensor, non_blocking=cuda)
         if cuda:
             self.devices.add(tensor.device)
+        if cuda and self.stream is not None and self._steady is not None and tensor.device == self.stream.device:
+            if not self._steady(place, tensor):
+                tensor = tensor.clone()
+                self.stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(self.stream):
+                buffer.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self.stream)
+        else:
+            buffer.copy_(tensor, non_blocking=cuda)
         self._seen[memory] = self.used[place] = buffer
         return buffer
 
@@ -102,6 +126,8 @@ OnSaved = Callable[[int, Path, bool], None]
 
 class BackgroundWriter:
     """Saves snapshots in a thread. Training waits for the copy to host memory, and for a save still in flight.
+
+    A copy on a separate stream of a GPU is not waited for (:attr:`copied`).
 
     Everything that callers see happens in the caller's thread, in one of these methods: ``on_saved``
     (step, folder, best) is called there, and a failed save is raised there, once.
@@ -116,13 +142,18 @@ class BackgroundWriter:
         self._buffers = HostBuffers()
         self._save: _Save | None = None
 
-    def to_host(self, state: Any) -> Any:
+    @property
+    def copied(self) -> torch.cuda.Event | None:
+        """When the last copy to host memory is complete; ``None``: it is."""
+        return self._buffers.copied
+
+    def to_host(self, state: Any, steady: Steady | None = None) -> Any:
         """A copy of ``state`` in host memory that is used again: give it to :meth:`submit` before the next call.
 
         Waits for a save in flight, whose memory it is. See :meth:`HostBuffers.copy`.
         """
         self.wait()
-        return self._buffers.copy(state)
+        return self._buffers.copy(state, steady)
 
     def submit(self, snapshot: Snapshot, best: bool = False, keep: Collection[int] | None = None) -> None:
         """Begin to save ``snapshot``, which must not change until that is done.
@@ -133,7 +164,7 @@ class BackgroundWriter:
             StorageError: the save before failed. This one has not begun.
         """
         self.wait()
-        self._save = save = _Save(self.store, snapshot, best, keep)
+        self._save = save = _Save(self.store, snapshot, best, keep, self.copied)
         save.start()
         pulse.writes_in(save.native_id or 0)
 
@@ -164,10 +195,17 @@ class BackgroundWriter:
 
 
 class _Save(threading.Thread):
-    def __init__(self, store: CheckpointStore, snapshot: Snapshot, best: bool, keep: Collection[int] | None) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        snapshot: Snapshot,
+        best: bool,
+        keep: Collection[int] | None,
+        copied: torch.cuda.Event | None,
+    ) -> None:
         super().__init__(name=f"lockstep-save-{snapshot.step}", daemon=False)
         self._store = store
-        self._keep = keep
+        self._keep, self._copied = keep, copied
         self.snapshot = snapshot
         self.best = best
         self.path: Path | None = None
@@ -175,6 +213,8 @@ class _Save(threading.Thread):
 
     def run(self) -> None:
         try:
+            if self._copied is not None:
+                self._copied.synchronize()
             self.path = self._store.save(self.snapshot, self.best)
             if self._keep is not None:
                 self._store.retain({*self._keep, self.snapshot.step})

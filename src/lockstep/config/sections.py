@@ -370,6 +370,11 @@ class DataConfig(Section):
     epoch_samples: int | None = Field(
         default=None, ge=1, description="samples of an epoch; unset: as many as the training set has"
     )
+    device: Literal["auto", "host", "gpu"] = Field(
+        default="auto",
+        description="where arrays in memory (lockstep.ArrayDataset) are during training; auto: on the GPU if they fill "
+        "at most a fifth of its free memory",
+    )
     bucketing: Switch = Field(
         default="auto",
         description="order samples by length, which reduces padding; auto: on when the task gives lengths",

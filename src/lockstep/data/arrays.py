@@ -58,6 +58,14 @@ class ArrayDataset:
         """Bytes of a sample."""
         return sum(tensor[:1].nbytes for tensor in self.tensors)
 
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.tensors[0].is_cuda
+
+    def to(self, device: torch.device) -> ArrayDataset:
+        """The same samples, with their arrays on ``device``."""
+        return ArrayDataset(*(tensor.to(device) for tensor in self.tensors))
+
     def __len__(self) -> int:
         return len(self.tensors[0])
 
@@ -70,7 +78,7 @@ class ArrayDataset:
         ``index_select`` runs without Python's global lock, so a loader's thread can gather during the step.
         """
         where = _as_index(indices)
-        return tuple(tensor.index_select(0, where) for tensor in self.tensors)
+        return tuple(tensor.index_select(0, where.to(tensor.device)) for tensor in self.tensors)
 
 
 def _is_mapped(array: Any) -> bool:

@@ -233,6 +233,8 @@ def make_loader(
     pin = plan.pin_memory and torch.cuda.is_available()
     small = source.is_at_hand and largest * source.row_bytes <= IN_PLACE_BYTES
     # For a GPU, which computes meanwhile, a thread gathers other tensors ahead, too. On a CPU it would take its cores.
+    if source.gathers and source.dataset.is_on_gpu:
+        return InPlaceLoader(source, requests)
     if (source.gathers and not small) or (pin and source.reader.gathers_tensors):
         return ThreadLoader(source, requests, depth=plan.prefetch_factor, pin=pin)
     if plan.most_workers and not source.gathers and not source.reader.gathers:

@@ -17,7 +17,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare
-from lockstep.engine.training_data import training_source
+from lockstep.engine.training_data import kept_on, training_source
 from lockstep.engine.validation import Validation
 from lockstep.telemetry.files import JsonLines
 
@@ -40,6 +40,10 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
     log = RunLog(rank, parts.state, timed=lambda: () if untimed else strategy.module.parameters())
     file = trace_file(rank.run_dir.path, rank.world.rank)
     trace = Trace(rank.config.debug, file, rank.world.is_main, parts.update, strategy.module, parts.draws)
+    source = training_source(task, datasets, rank.plan)
+    if rank.config.debug.trace == "off":
+        source, remark = kept_on(source, rank.device, rank.config.data.device)
+        parts = parts._replace(notes=(*parts.notes, *([] if remark is None else [remark])))
     return Fit(
         rank,
         task,
@@ -49,7 +53,7 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
         Validation(rank, task, datasets, parts),
         Checkpoints(rank, task, parts, log, datasets.train),
         trace,
-        trace.source(training_source(task, datasets, rank.plan)),
+        trace.source(source),
         scalars={},
     )
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from lockstep.checkpoint.content import check_saveable
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.checkpoint.writer import Steady
 from lockstep.data.stream import Stream
 from lockstep.engine.distributed.agreement import check_agreement
 from lockstep.engine.parts import Parts
@@ -14,6 +17,9 @@ from lockstep.engine.resume import load_shared, load_weights, restoring
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.task import Task
 from lockstep.telemetry.progress_board import Activity, pulse
+
+#: Bytes on a GPU that may be copied there, so that the copy to host memory need not be waited for.
+MOST_CLONED = 2**30
 
 
 class Checkpoints:
@@ -51,7 +57,25 @@ class Checkpoints:
             else:
                 content = strategy.whole(content, rank.collectives, keep=rank.writer is not None)
             if rank.writer is not None:
-                self._log.write(content, best=best)
+                self._log.write(content, best=best, steady=self._steady())
+                self._parts.update.waits_for = rank.writer.copied
+
+    def _steady(self) -> Steady | None:
+        """On one GPU, weights and optimizer state stay as they are until the next update, which waits for their copy.
+
+        Not where something besides the update may write to them before.
+        """
+        parts, has_hooks = self._parts, getattr(self._task.hooks, "__func__", None) is not Task.hooks
+        swaps = parts.update.averages.trained() is not None
+        if self._rank.device.type != "cuda" or self._divides or swaps or has_hooks or len(parts.callbacks):
+            return None
+        module = parts.strategy.module
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        whole = sum(value.nbytes for value in module.state_dict().values() if isinstance(value, Tensor))
+        if whole - sum(parameter.nbytes for parameter in trained) > MOST_CLONED:
+            return None
+        weights = {parameter.data_ptr() for parameter in trained}
+        return lambda place, tensor: tensor.data_ptr() in weights or place[:2] == ("trainer", "update")
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective."""

@@ -49,6 +49,7 @@ def evaluate(
     chunks: int | None = None,
     ghosts: bool = False,
     together: bool = False,
+    forward: nn.Module | None = None,
 ) -> dict[str, Any]:
     """``{"loss": mean, metric: value, …}`` over ``dataset``, the same on every rank.
 
@@ -62,6 +63,7 @@ def evaluate(
         step: finished optimizer steps of the weights.
         chunks: number of chunks to evaluate (a sanity check); ``None``: all.
         ghosts: a rank without a chunk evaluates a sample that counts nothing (for models whose forward is collective).
+        forward: called in place of ``model``: the same, compiled.
         together: all ranks take part in every chunk, and one of them has its rows.
     """
     with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING):
@@ -103,7 +105,7 @@ def evaluate(
             for request, batch in zip(rounds, batches, strict=True):
                 pulse.at(Activity.EVALUATING)
                 draw(step, request.start // batch_size)
-                mine = _chunk(task, bare(model), batch, request, device, precision, checked=not merges)
+                mine = _chunk(task, forward or bare(model), batch, request, device, precision, checked=not merges)
                 if states is not None:
                     mine = states.update(mine, collectives)
                 found.append(mine)

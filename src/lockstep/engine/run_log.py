@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.store import Snapshot
+from lockstep.checkpoint.writer import Steady
 from lockstep.engine.diagnostics.stragglers import RankWatch, Speed, Throughput
 from lockstep.engine.process.runtime import pins
 from lockstep.engine.rank_context import RankContext
@@ -338,14 +339,16 @@ class RunLog:
         self.state.elapsed_s = self.elapsed_s
         return self.state.state_dict()
 
-    def write(self, content: dict[str, Any], *, best: bool) -> None:
+    def write(self, content: dict[str, Any], *, best: bool, steady: Steady | None = None) -> None:
         """Start to write a checkpoint of the current step; on ranks with a writer.
+
+        ``steady``: as for :meth:`.HostBuffers.copy`.
 
         ``content``: ``model``, ``trainer`` and, of a shard, ``rows``; see :class:`Snapshot`.
         """
         rank, state, writer = self._rank, self.state, self._rank.writer
         assert writer is not None
-        copy = writer.to_host(content)
+        copy = writer.to_host(content, steady)
         keep = retained([*writer.store.steps(), state.step], rank.config.checkpoint.keep_last, state.best_step)
         manifest = manifest_of(rank.config, rank.plan, state, rank.attempt, self._pins)
         writer.submit(Snapshot(state.step, **copy, manifest=manifest), best=best, keep=keep)

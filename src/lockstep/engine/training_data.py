@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
@@ -80,6 +82,24 @@ def training_source(task: Task, datasets: Datasets, plan: Plan) -> Source:
     """
     order = _order(task, datasets.weights, plan)
     return Source(datasets.train, collate_of(task), plan.seed, order, plan.order.lanes)
+
+
+#: Share of a GPU's free memory that training data may take without being asked to.
+RESIDENT_SHARE = 0.2
+
+
+def kept_on(source: Source, device: torch.device, setting: str) -> tuple[Source, str | None]:
+    """``source`` with its arrays on a GPU, and a note; as it is where they are to stay in host memory.
+
+    Args:
+        setting: ``data.device``.
+    """
+    if device.type != "cuda" or setting == "host" or not source.is_at_hand:
+        return source, None
+    size = source.row_bytes * len(source.dataset)
+    if setting == "auto" and size > RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]:
+        return source, None
+    return replace(source, dataset=source.dataset.to(device)), f"Training data ({size / 1e6:.0f} MB) are on the GPU."
 
 
 def walk(plan: Plan, world: World, *, epoch: int = 0, position: int = 0) -> Iterator[Window]:

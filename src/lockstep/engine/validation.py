@@ -101,6 +101,7 @@ class Validation:
             chunks=chunks,
             ghosts=plan.sharded,
             together=plan.pipelined,
+            forward=strategy.compiled,
         )
 
     def _show(self, *, emits: bool = True) -> None:

@@ -148,6 +148,8 @@ class Update:
         self._groups = len(groups)
         self._set_lr(0)
         self.grad_norm: Tensor | float | None = None
+        #: The weights may not change before it: a checkpoint is being copied.
+        self.waits_for: torch.cuda.Event | None = None
         #: Called with reduced and divided gradients, before they are clipped.
         self.after_backward: Callable[[], None] | None = None
 
@@ -164,6 +166,9 @@ class Update:
             divisor: what the reduction divided the gradient sums by (ranks under DDP, else 1).
             want_norm: compute the gradient norm even when nothing is clipped.
         """
+        if self.waits_for is not None:
+            self.waits_for.wait()
+            self.waits_for = None
         self._set_lr(step)
         # With no items there is no gradient. A count on a GPU is not read for that.
         if (self._on_host or not isinstance(count, Tensor)) and not count:

@@ -130,6 +130,11 @@ class Strategy(Protocol):
         """``task`` as evaluation must ask it."""
         ...
 
+    @property
+    def compiled(self) -> nn.Module | None:
+        """What evaluation calls in place of the task's model; ``None``: the model."""
+        ...
+
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
         """A checkpoint's content from the parts that ranks have, on ranks that ``keep`` it. Collective if sharded."""
         ...
@@ -258,7 +263,7 @@ class SeededDraws:
 
 
 class Replica(NamedTuple):
-    """What one process trains. ``forward`` stands in for ``module`` in the task's loss: compiled, or wrapped."""
+    """What one process trains. ``forward`` stands in for ``module`` in the task's loss: wrapped, or ``compiled``."""
 
     task: Task
     module: nn.Module
@@ -267,3 +272,4 @@ class Replica(NamedTuple):
     seed: int
     rank: int = 0
     forward: nn.Module | None = None
+    compiled: bool = False

@@ -59,7 +59,7 @@ def build_strategy(
         return ExactStrategy(replica, world_size=world.size)
     spec = plan.strategy if plan.strategy.one_process or world.size > 1 else find_strategy(auto_strategy(1))
     if config.training.compile and not spec.scatters:
-        replica = replica._replace(forward=_compiled(bare(model), config.training.compile_mode))
+        replica = replica._replace(forward=_compiled(bare(model), config.training.compile_mode), compiled=True)
     strategy: Strategy = import_module(spec.module).build(replica, config, plan)
     return strategy
 

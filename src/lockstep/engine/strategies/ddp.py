@@ -116,6 +116,7 @@ class DdpStrategy(RanksStrategy):
             if last:
                 work = dist.all_reduce(self._sums, async_op=True)
             self._backward(total)
+            self._keep_gradients(more=place + 1 < len(window.requests))
         if window.irregular:
             self._reduce_by_hand()
             work = dist.all_reduce(self._sums, async_op=True)

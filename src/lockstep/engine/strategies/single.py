@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep._compat.torch import backward
 from lockstep.config import RunConfig
@@ -53,6 +53,7 @@ class SingleStrategy:
         self._device = device
         self._moves = device.type != "cpu"
         self._side = SideStream(device) if device.type == "cuda" else None
+        self._graphs = replica.compiled and self._side is not None
         self.draws = SeededDraws(replica.seed, [device], everything=False)
         self._rank = replica.rank
         self._buffers = Buffers(self.module, device)
@@ -67,6 +68,11 @@ class SingleStrategy:
 
     def evaluating(self, task: Task) -> Task:
         return task
+
+    @property
+    def compiled(self) -> nn.Module | None:
+        # On a CPU to compile for evaluation, too, takes longer than it saves.
+        return self._model if self._graphs else None
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
         return state
@@ -110,10 +116,18 @@ class SingleStrategy:
                 next(batches), step, self._rank if place == 0 else self._rank + (place << 16)
             )
             self._backward(total)
-            totals = total.detach() if totals is None else totals + total.detach()
+            # A new tensor: a CUDA graph writes the next total to the same memory.
+            totals = total.detach().clone() if totals is None else totals + total.detach()
+            self._keep_gradients(more=place + 1 < len(window.requests))
             counts = counts + (count.detach() if isinstance(count, Tensor) else count)
         assert totals is not None, "a single process always has samples"
         return totals, counts
+
+    def _keep_gradients(self, *, more: bool) -> None:
+        """Before the next micro-batch: gradients of a CUDA graph are in its memory, which it will write to again."""
+        if more and self._graphs:
+            for parameter in self._trained:
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 
     def _forward_pass(self, batch: Any, step: int, part: int) -> tuple[Tensor, Tensor | int]:
         if self._side is not None:
