@@ -29,8 +29,9 @@ from lockstep.bench.workload import Subject
 from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
 from lockstep.forecast.contention import contention, jitter, meeting
 from lockstep.forecast.estimate import Counting
+from lockstep.forecast.footprint import blocking_messages
 from lockstep.forecast.measure import gradients_of, take_turns, timed_steps
-from lockstep.forecast.project import blocking_messages, cases, step_of
+from lockstep.forecast.measured import cases, step_of
 from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
 from lockstep.planning.resolve import resolve_reduction
 

@@ -212,8 +212,8 @@ def forecast(options: argparse.Namespace) -> dict[str, Any]:
     from lockstep.bench.step import bench_step
     from lockstep.bench.workload import Subject
     from lockstep.forecast.estimate import estimate_memory
-    from lockstep.forecast.project import Wish
     from lockstep.forecast.project import forecast as forecast_speed
+    from lockstep.forecast.scaling import Wish
     from lockstep.hardware import detect_devices
 
     names = {device.id: device.name for device in detect_devices()}

@@ -45,7 +45,6 @@ MORE_IMPORTS = {
     "lockstep.engine.inspection": 17,
     "lockstep.engine.strategies.fsdp": 16,
     "lockstep.engine.strategies.pipeline": 17,
-    "lockstep.forecast.project": 24,
     "lockstep.launch.finished.measure": 16,
     "lockstep.lightning.cli": 16,
 }

@@ -16,8 +16,8 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.forecast.collectives import measured_cluster
 from lockstep.forecast.contention import contention, counts_beside, jitter, meeting
 from lockstep.forecast.measure import MEETINGS
-from lockstep.forecast.project import Wish, forecast
-from lockstep.forecast.scaling import Setting
+from lockstep.forecast.project import forecast
+from lockstep.forecast.scaling import Setting, Wish
 from lockstep.hardware.host import usable_cores
 from lockstep.report.score import in_words, score
 from lockstep.telemetry.records import read_forecast

@@ -63,8 +63,8 @@ def forecast(
         raise UsageError(f"--gpus {gpus!r} is not a list of numbers", fix="write for example --gpus 8,64,512")
     from lockstep.bench.workload import Subject
     from lockstep.forecast.memory import check_strategy, parse_memory
-    from lockstep.forecast.project import Wish
     from lockstep.forecast.project import forecast as project
+    from lockstep.forecast.scaling import Wish
 
     wish = Wish(
         tuple(map(int, counts)),

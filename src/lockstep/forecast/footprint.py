@@ -1,4 +1,4 @@
-"""What one device holds during a training step, counted without the device.
+"""What one device holds and computes in a training step, counted without the device.
 
 The task's own model, loss and optimizer run for two steps on tensors without memory (torch's FakeTensorMode); a model
 that asks for a value on the way runs on real ones. The second step is counted: then the optimizer has its state.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lockstep._compat.fake_tensors import FakeTensorMode, replace_tensors, unset_fake_temporarily
-from lockstep._compat.torch import tree_leaves, tree_map
+from lockstep._compat.torch import BatchNorm, tree_leaves, tree_map
 from lockstep.config import RunConfig
 from lockstep.engine.inspection import blueprint
 from lockstep.engine.optim.optimizers import build_optimizer
@@ -25,7 +26,8 @@ from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.errors import LockstepError, TaskError, UnsupportedError
 from lockstep.forecast.allocation_tracker import Ledger
-from lockstep.forecast.roofline import Work
+from lockstep.forecast.roofline import Work, gpu_machine, seconds
+from lockstep.forecast.scaling import Step
 from lockstep.hardware.host import usable_memory
 
 Result = TypeVar("Result")
@@ -243,3 +245,38 @@ def _bytes_of(module: nn.Module, seen: set[int]) -> int:
     fresh = [parameter for parameter in module.parameters() if id(parameter) not in seen]
     seen.update(map(id, fresh))
     return sum(parameter.numel() * parameter.element_size() for parameter in fresh)
+
+
+def blocking_messages(task: Task, config: RunConfig) -> int:
+    """Messages in a forward and backward that wait for all ranks: two for each BatchNorm that is synchronised."""
+    if config.distributed.sync_batchnorm == "off":
+        return 0
+    return 2 * sum(isinstance(module, BatchNorm) for module in blueprint(task).modules())
+
+
+def modelled_step(footprint: Footprint, gpu: str) -> tuple[Step, list[str]]:
+    """A step on a GPU that is not here: the roofline of every operator that the task's own step starts."""
+    slow, middle, fast = (gpu_machine(gpu, place) for place in range(3))
+    parts = (footprint.forward, footprint.backward, footprint.optimizer)
+    times = [[seconds(part, machine) for part in parts] for machine in (slow, middle, fast)]
+    totals = [sum(row) for row in times]
+    passed = [0.0, *accumulate(seconds([work], middle) for work in footprint.backward)]
+    step = Step(
+        batch_size=footprint.batch_size,
+        forward_s=times[1][0],
+        backward_s=times[1][1],
+        optimizer_s=times[1][2],
+        gradients=footprint.gradients,
+        ready=tuple(passed[place] / passed[-1] for place in footprint.ready),
+        spread=(totals[0] / totals[2]) ** 0.5 - 1,
+        blocks=footprint.blocks,
+    )
+    flops = sum(work.flops for part in parts for work in part)
+    note = (
+        f"the step is modelled, not measured: {len(footprint.forward) + len(footprint.backward)} operators, "
+        f"{flops / 1e12:.3g} TFLOP, on {gpu} ({middle.source}) at {middle.flops / 1e12:.3g} TFLOP/s "
+        f"({middle.half_flops / 1e12:.3g} in 16 bits), {middle.bandwidth / 1e9:.0f} GB/s and "
+        f"{middle.launch_s * 1e6:.0f} µs a kernel; between the cautious and the good case lies a factor of "
+        f"{totals[0] / totals[2]:.2g}"
+    )
+    return step, [note, "input is taken to keep up, and every GPU to be equally fast"]

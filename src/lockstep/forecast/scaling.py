@@ -55,6 +55,32 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Wish:
+    """What to forecast.
+
+    Attributes:
+        gpus: numbers of devices.
+        interconnect: as for :func:`~lockstep.forecast.collectives.cluster_of`, or ``measured``: between the devices
+            that are chosen, which are here.
+        per_node: devices a node.
+        gpu: a GPU that is not here, by its driver's name: the step is modelled; ``None``: measured on the first
+            device.
+        memory: bytes of each device, to choose the strategy; ``None``: not known.
+        strategy: ``ddp``, ``fsdp``, or ``None`` to choose.
+        steps, repeats: of each measurement.
+    """
+
+    gpus: tuple[int, ...]
+    interconnect: str = "nvlink,ib400"
+    per_node: int = 8
+    gpu: str | None = None
+    memory: float | None = None
+    strategy: str | None = None
+    steps: int = 30
+    repeats: int = 3
+
+
+@dataclass(frozen=True)
 class Setting:
     """How many devices train it.
 
