@@ -42,11 +42,10 @@ MOST_IMPORTS = 15
 MORE_IMPORTS = {
     "lockstep.bench.measure": 19,
     "lockstep.cli.bench": 17,
-    "lockstep.engine.inspection": 17,
+    "lockstep.engine.inspection": 16,
     "lockstep.engine.strategies.fsdp": 16,
     "lockstep.engine.strategies.pipeline": 17,
     "lockstep.launch.finished.measure": 16,
-    "lockstep.lightning.cli": 16,
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

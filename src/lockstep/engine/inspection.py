@@ -32,8 +32,7 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.planning import TaskFacts
-from lockstep.planning.plan import Mode
+from lockstep.planning.plan import Mode, TaskFacts
 
 #: Handing a batch over from another process costs more than making one of such samples, seconds.
 QUICK_S = 1e-4

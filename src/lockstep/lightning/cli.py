@@ -28,7 +28,6 @@ from lockstep._compat.lightning_cli import OpenCLI
 from lockstep.engine.lightning.cluster import shared_ddp
 from lockstep.engine.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
 from lockstep.errors import ConfigError
-from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.world import read_world
 from lockstep.launch.local.signals import exit_code
 from lockstep.launch.run_claim import claimed, warn
@@ -143,7 +142,7 @@ class LockstepCLI(OpenCLI):
         hardware = Hardware(settings.hardware.selected_devices, settings.hardware.precision)
         trainer = {name: settings.trainer.get(name) for name in (*DECIDED, "num_nodes")}
         defaults = {name: self.parser_of(self.subcommand).get_default(f"trainer.{name}") for name in DECIDED}
-        self._resolved = resolve(hardware, trainer, defaults, world, detect_devices())
+        self._resolved = resolve(hardware, trainer, defaults, world)
         if self.subcommand == "fit" and self.run_dir is None:
             self.run_dir = fit_folder(settings.run_dir, settings.get("ckpt_path"), self._model_name(settings), world)
             if self.run_dir is not None and world.is_main:

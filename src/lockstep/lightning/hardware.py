@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lockstep.config import DistributedConfig, HardwareConfig
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.events import Note
+from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.device import Device
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
@@ -46,7 +47,7 @@ def resolve(
     trainer: Mapping[str, Any],
     defaults: Mapping[str, Any],
     world: World,
-    detected: Sequence[Device],
+    detected: Sequence[Device] | None = None,
 ) -> Resolved:
     """Decide what a ``Trainer`` runs on.
 
@@ -54,13 +55,14 @@ def resolve(
         trainer: the settings of the ``trainer`` section.
         defaults: their default values.
         world: whether a launcher has started the ranks already.
-        detected: what this machine has.
+        detected: what this machine has; ``None``: looked up.
 
     Raises:
         ConfigError: both sections decide, or several nodes without a launcher.
         DeviceError: a device that is absent or malformed, or that lacks the precision.
         UnsupportedError: a GPU named twice, or several processes that Lightning would start itself.
     """
+    detected = detect_devices() if detected is None else detected
     own = [name for name in DECIDED if trainer.get(name) != defaults.get(name)]
     _check_nodes(trainer, world)
     if trainer.get("strategy") == "dp":
