@@ -75,6 +75,8 @@ VERBS = (
     ("compare", _AFTER, "Compare runs: results, settings and plans."),
     ("report", _AFTER, "Write one HTML page about runs and benchmarks, and its pictures."),
     ("evaluate", _AFTER, "Compute the metrics of a run's checkpoint on its validation or test data."),
+    ("predict", _AFTER, "Write a model's prediction for each sample of a data set to a file."),
+    ("generate", _AFTER, "Continue a text with a trained language model."),
     (
         "export",
         _AFTER,

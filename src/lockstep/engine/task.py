@@ -211,6 +211,20 @@ class Task:
             fix="leave out --data: the run's own --split test or val is evaluated; or define that method",
         )
 
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """For ``lockstep predict``: columns by name, tensors or lists with one entry per sample.
+
+        Without it, the columns are what ``evaluate`` returns.
+        """
+        return {f"output_{place}": column for place, column in enumerate(self.evaluate(model, batch))}
+
+    def prediction_data(self, path: Path) -> Any:
+        """A data set read from ``path``, for ``lockstep predict RUN PATH``; its labels, if any, mean nothing."""
+        return self.evaluation_data(path)
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write further files of a trained ``model`` to the folder of ``lockstep export``."""
+
     def merge(self, rows: Sequence[Any]) -> tuple[Any, ...]:
         """For an ``evaluate`` that returns a type of the task's own: what one ``metrics().update`` takes for all data.
 

@@ -39,6 +39,8 @@ from lockstep.telemetry.rundir import RunDir
 BUILT_IN = {
     "autoencoder": "lockstep.tasks.autoencoder:AutoencoderTask",
     "har": "lockstep.tasks.har:HarTask",
+    "images": "lockstep.tasks.images.task:ImagesTask",
+    "text": "lockstep.tasks.text.task:TextTask",
     "speech": "lockstep.tasks.speech.task:SpeechTask",
 }
 #: The name of a task that `lockstep.fit` made.

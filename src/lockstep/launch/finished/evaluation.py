@@ -6,14 +6,16 @@ The ranks are started in a temporary folder: the run's own is only read.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.store import Snapshot
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.process.runtime import rank_device, runtime
-from lockstep.engine.task import Task
+from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import open_data
 from lockstep.hardware import World
 from lockstep.hardware.host import usable_cores
@@ -23,6 +25,7 @@ from lockstep.launch.local.on_ranks import run_on_ranks, temporary_folder
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import place
 from lockstep.launch.run_claim import plan_of, task_again, warn
+from lockstep.planning import Plan
 from lockstep.tasks.registry import load_task, pack_task
 from lockstep.telemetry.rundir import RunDir
 
@@ -53,10 +56,22 @@ def evaluate_checkpoint(
     """
     built = task_again(run, run.config(), task)
     step = find_step(run, checkpoint)
+    config, plan = planned(run, devices)
+    found = compute(measure, Evaluation(run, config, plan, split, step, data), built)
+    where = {"split": split} if data is None else {"data": str(data)}
+    return {"run": run.read().id, **where, "step": step, **found}
+
+
+def planned(run: RunDir, devices: str | None, *, whole: bool = False) -> tuple[RunConfig, Plan]:
+    """The run's configuration and plan on ``devices``.
+
+    Args:
+        whole: every rank has the whole model, also of a run with ``strategy: fsdp``.
+    """
     plan = plan_of(run)
     config = _config_on(run.config(), devices, "auto")
     placement = place(config, World())
-    if plan.sharded and placement.world_size > 1:  # one device has nothing to divide
+    if plan.sharded and placement.world_size > 1 and not whole:  # one device has nothing to divide
         config = _config_on(run.config(), devices, plan.strategy.name)
         placement = place(config, World())
     for note in placement.notes:
@@ -67,11 +82,16 @@ def evaluate_checkpoint(
     loader = loader.model_copy(update={**most, "persistent_workers": loader.persistent_workers and cores > 0})
     threads = replace(plan.decisions["threads"], value=min(plan.threads, max(1, cores)))
     changed = {"decisions": {**plan.decisions, "threads": threads}, "placement": placement.as_dict(), "loader": loader}
-    plan = plan.model_copy(update=changed)
-    wanted = Evaluation(run, config, plan, split, step, data)
-    found = (_here if placement.world_size == 1 else _on_ranks)(wanted, built)
-    where = {"split": split} if data is None else {"data": str(data)}
-    return {"run": run.read().id, **where, "step": step, **found}
+    return config, plan.model_copy(update=changed)
+
+
+#: What each rank computes, from the task, its data, a checkpoint and the other ranks: the same on all of them.
+Compute = Callable[[Evaluation, Task, Datasets | None, Snapshot, World, Collectives], dict[str, Any]]
+
+
+def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:
+    """``function`` on a rank for each device: on one device in this process."""
+    return (_here if int(wanted.plan.placement["world_size"]) == 1 else _on_ranks)(function, wanted, task)
 
 
 def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConfig:
@@ -83,14 +103,14 @@ def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConf
     return resolve(config.model_dump(mode="json"), {"hardware": hardware, "distributed": {"backend": "auto"}})
 
 
-def _here(wanted: Evaluation, task: Task) -> dict[str, Any]:
+def _here(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:
     """Evaluate in this process, on one device."""
     snapshot = find_checkpoint(wanted.run, wanted.step)
     datasets = None if wanted.data else open_data(task, wanted.config)
-    return measure(wanted, task, datasets, snapshot, World(), Collectives(World()))
+    return function(wanted, task, datasets, snapshot, World(), Collectives(World()))
 
 
-def _on_ranks(wanted: Evaluation, task: Task) -> dict[str, Any]:
+def _on_ranks(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:
     """Start a rank for each device and wait for the result.
 
     Raises:
@@ -103,6 +123,7 @@ def _on_ranks(wanted: Evaluation, task: Task) -> dict[str, Any]:
         pack_task(folder, task, config)
         found: list[dict[str, Any]] = run_on_ranks(
             _on_rank,
+            function,
             wanted,
             folder=folder,
             ranks=int(plan.placement["world_size"]),
@@ -113,7 +134,7 @@ def _on_ranks(wanted: Evaluation, task: Task) -> dict[str, Any]:
         return found[0]
 
 
-def _on_rank(rank: Rank, wanted: Evaluation) -> dict[str, Any]:
+def _on_rank(rank: Rank, function: Compute, wanted: Evaluation) -> dict[str, Any]:
     """Evaluate as one of the ranks; the result is the same on all of them."""
     config, plan, world = wanted.config, wanted.plan, rank.world
     task, timeout_s = load_task(rank.folder, config), config.distributed.timeout_s
@@ -121,4 +142,4 @@ def _on_rank(rank: Rank, wanted: Evaluation) -> dict[str, Any]:
     with runtime(plan, device, world, timeout_s, detect_anomaly=False), shared(world, timeout_s):
         collectives = Collectives(world, timeout_s=timeout_s)
         snapshot, datasets = reopen_shared(wanted, task, collectives)
-        return measure(wanted, task, datasets, snapshot, world, collectives)
+        return function(wanted, task, datasets, snapshot, world, collectives)

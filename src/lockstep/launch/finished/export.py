@@ -89,6 +89,10 @@ def export(
         )
         if built is not None and program is not False:
             program = _write_program(run, built, snapshot, building, wanted=bool(program))
+        if built is not None and type(built).export is not Task.export:
+            model = build_model(built)
+            restore(built, model, snapshot, run.path)
+            built.export(bare(model.eval()), building)
         if "lightning" in snapshot.trainer:
             _write_module(snapshot, building)
         record = run.read()

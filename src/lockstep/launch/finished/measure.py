@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.distributed.collectives import Collectives
@@ -54,32 +57,65 @@ def measure(
         load_weights(task.module, snapshot.model, wanted.run.path)
         metrics, samples = evaluate_module(task, split, device, plan.placement["precision"], config.training.seed)
         return {"samples": samples, "metrics": metrics}
-    opened = datasets or Datasets(None, test=task.evaluation_data(Path(str(wanted.data))))
-    if getattr(opened, split, None) is None:
+    subject = opened(wanted, task, datasets, snapshot, world, collectives, task.evaluation_data)
+    with evaluation(task, subject.model, Callbacks(task)):
+        values = evaluate(
+            subject.evaluated,
+            subject.model,
+            subject.dataset,
+            collectives,
+            batch_size=plan.eval_batch_size,
+            device=device,
+            precision=subject.precision,
+            loader=plan.loader,
+            seed=plan.seed,
+            step=snapshot.step,
+            ghosts=plan.sharded,
+        )
+    return {"samples": len(subject.dataset), "metrics": {f"{split}_{name}": value for name, value in values.items()}}
+
+
+class Subject(NamedTuple):
+    """A model with the weights of a checkpoint, on the device of a rank, and the data for it.
+
+    ``evaluated``: the task as evaluations ask it, where the model is divided.
+    """
+
+    model: nn.Module
+    evaluated: Task
+    dataset: Any
+    device: torch.device
+    precision: Precision
+
+
+def opened(
+    wanted: Evaluation,
+    task: Task,
+    datasets: Datasets | None,
+    snapshot: Snapshot,
+    world: World,
+    collectives: Collectives,
+    read: Callable[[Path], Any],
+) -> Subject:
+    """What to evaluate. Collective where the model is divided.
+
+    Args:
+        read: opens ``wanted.data``, where that is given instead of ``datasets``.
+    """
+    config, plan, split = wanted.config, wanted.plan, wanted.split
+    device = rank_device(tuple(plan.placement["devices"]), world)
+    data = datasets or Datasets(None, test=read(Path(str(wanted.data))))
+    if getattr(data, split, None) is None:
         raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
     precision = Precision(plan.placement["precision"], device, 1.0)
     with restoring(f"the checkpoint of step {snapshot.step}"):
         task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
     model, evaluated = build_model(task), task
     if plan.sharded:
-        divided = divide(Undivided(task, model, config, plan, opened, device, world, collectives))
+        divided = divide(Undivided(task, model, config, plan, data, device, world, collectives))
         evaluated = divided.strategy(task, precision, plan, world).evaluating(task)
     else:
         model = model.to(device)
     restore(task, model, snapshot, wanted.run.path)
-    dataset = getattr(as_restored(task, config, opened) if datasets is not None else opened, split)
-    with evaluation(task, model, Callbacks(task)):
-        values = evaluate(
-            evaluated,
-            model,
-            dataset,
-            collectives,
-            batch_size=plan.eval_batch_size,
-            device=device,
-            precision=precision,
-            loader=plan.loader,
-            seed=plan.seed,
-            step=snapshot.step,
-            ghosts=plan.sharded,
-        )
-    return {"samples": len(dataset), "metrics": {f"{split}_{name}": value for name, value in values.items()}}
+    dataset = getattr(as_restored(task, config, data) if datasets is not None else data, split)
+    return Subject(model, evaluated, dataset, device, precision)

@@ -30,6 +30,7 @@ class Evaluation:
         split: ``val`` or ``test``.
         step: of the checkpoint.
         data: a file for the task's ``evaluation_data``, instead of ``split``.
+        out: where predictions are written.
     """
 
     run: RunDir
@@ -38,6 +39,7 @@ class Evaluation:
     split: str
     step: int
     data: Path | None = None
+    out: Path | None = None
 
 
 def reopen_shared(wanted: Evaluation, task: Task, collectives: Collectives) -> tuple[Snapshot, Datasets | None]:

@@ -80,6 +80,13 @@ class AutoencoderTask(Task):
         rows = self.evaluate(model, batch)
         return self._loss(*rows), rows
 
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The code of each image, and the mean squared error of its pixels."""
+        (images,) = batch
+        assert isinstance(model, Autoencoder)
+        code = model.encoder(images)
+        return {"code": code, "mse": (model.decoder(code).float() - images).square().flatten(1).mean(1)}
+
     def metrics(self) -> Metrics:
         """Mean squared error of a pixel, and the peak signal-to-noise ratio in decibels."""
         self._scores = PixelErrors()

@@ -242,6 +242,11 @@ class HarTask(Task):
         logits = model(batch[0])
         return self._loss(logits, batch[1]), self._rows(logits, batch)
 
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """The most probable activity, and its probability."""
+        probabilities, classes = model(batch[0]).float().softmax(1).max(1)
+        return {"class": [self.class_names[number] for number in classes.tolist()], "probability": probabilities}
+
     def metrics(self) -> Metrics:
         """Accuracy, macro F1 and the confusion matrix, of windows; under ``flatten`` also of single channels."""
         classes = len(self.class_names)

@@ -320,6 +320,11 @@ class SpeechTask(Task):
         examples, self._examples = self._examples, ()
         return [f"said: {said!r}  heard: {heard!r}" for said, heard in examples]
 
+    def predict(self, model: nn.Module, batch: SpeechBatch) -> dict[str, Any]:
+        """The text of each utterance."""
+        heard = self.decode(model(batch.features, batch.lengths), output_lengths(batch.lengths, self.downsample))
+        return {"text": heard.texts(self.vocabulary), "log_probability": heard.scores.float()}
+
     def metrics(self) -> Metrics:
         """Error rates of words and of symbols."""
         return ErrorRates(self.vocabulary)

@@ -1,0 +1,120 @@
+"""What a model predicts for the samples of a data set, in their order, the same on any number of ranks.
+
+The data set is cut into chunks as in an evaluation (:mod:`.evaluate`): chunk c goes to rank c mod R, and rank 0
+gets its rows in index order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.loader import make_loader
+from lockstep.data.requests import InOrder, Request, Source
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.evaluate import evaluating
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.process.prefetch import to_device, to_host
+from lockstep.engine.process.runtime import generators_kept
+from lockstep.engine.strategies.base import SeededDraws
+from lockstep.engine.task import Task
+from lockstep.engine.trained import bare
+from lockstep.engine.training_data import collate_of
+from lockstep.errors import TaskError
+from lockstep.planning import LoaderPlan
+from lockstep.telemetry.progress_board import Activity, pulse
+
+Row = dict[str, Any]
+
+
+def predictions(
+    task: Task,
+    model: nn.Module,
+    dataset: Any,
+    collectives: Collectives,
+    *,
+    batch_size: int,
+    device: torch.device,
+    precision: Precision,
+    loader: LoaderPlan,
+    seed: int,
+    step: int,
+    first: int = 0,
+) -> Iterator[list[list[Row]]]:
+    """The rows of as many chunks as there are ranks, on rank 0; the others get empty lists. Collective.
+
+    Args:
+        batch_size: samples of a chunk.
+        dataset: where it has ``names``, rows have that of their sample as ``file``.
+        step: finished optimizer steps of the weights.
+        first: the chunk to begin with.
+
+    Raises:
+        TaskError: the task's ``predict`` does not return a value for each sample.
+    """
+    names = getattr(dataset, "names", None)
+    samples, number = len(dataset), -(-len(dataset) // batch_size)
+    starts = [chunk * batch_size for chunk in range(first + collectives.rank, number, collectives.size)]
+    requests = [Request(0, 0, start, min(start + batch_size, samples)) for start in starts]
+    requests += [Request(0, 0, 0, 0)] * (-(-(number - first) // collectives.size) - len(requests))
+    source = Source(dataset, collate_of(task), seed, InOrder())
+    if source.is_at_hand:
+        loader = loader.model_copy(update={"num_workers": 0, "most_workers": 0, "persistent_workers": False})
+    draw = SeededDraws(seed, [device], everything=True, purpose="evaluation")
+    with (
+        generators_kept(),
+        evaluating(model),
+        pulse.during(Activity.EVALUATING),
+        contextlib.closing(make_loader(source, requests, loader, collectives.rank, largest=batch_size)) as batches,
+        torch.no_grad(),
+    ):
+        for request, batch in zip(requests, batches, strict=True):
+            pulse.at(Activity.EVALUATING)
+            rows: list[Row] = []
+            if request.size:
+                draw(step, request.start // batch_size)
+                with precision.autocast():
+                    found = task.predict(bare(model), batch if device.type == "cpu" else to_device(batch, device))
+                rows = _rows(to_host(found), request)
+                if names is not None:
+                    rows = [{**row, "file": names[row["index"]]} for row in rows]
+            yield [chunk for chunk in collectives.gather(rows) or () if chunk]
+
+
+def _rows(columns: Any, request: Request) -> list[Row]:
+    """A row for each sample, with its index."""
+    sized = isinstance(columns, Mapping) and all(_has_rows(column, request.size) for column in columns.values())
+    if not sized or not columns:
+        raise TaskError(
+            "the task's predict() must return a column for each name, with one entry per sample",
+            why=f"for {request.size} samples it returned {type(columns).__name__}"
+            + (f" with {', '.join(map(str, columns))}" if isinstance(columns, Mapping) else ""),
+            fix='return for example {"class": names, "probability": probabilities}',
+        )
+    lists = {str(name): _plain(column) for name, column in columns.items()}
+    return [
+        {"index": request.start + place, **{name: column[place] for name, column in lists.items()}}
+        for place in range(request.size)
+    ]
+
+
+def _has_rows(column: Any, size: int) -> bool:
+    if isinstance(column, (Tensor, np.ndarray)):
+        return column.ndim > 0 and len(column) == size
+    return isinstance(column, (list, tuple)) and len(column) == size
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, texts and lists; numbers of 32 bits and less with their seven digits."""
+    if isinstance(value, Tensor):
+        value = (value.float() if value.is_floating_point() and value.itemsize < 4 else value).numpy()
+    if isinstance(value, np.ndarray) and value.dtype == np.float32:
+        return [_plain(row) for row in value] if value.ndim > 1 else [float(f"{x:.7g}") for x in value.tolist()]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

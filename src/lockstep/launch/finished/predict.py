@@ -1,0 +1,213 @@
+"""``lockstep predict``: the predictions of a checkpoint for a data set, in a file, in the order of the data.
+
+Rows are collected as JSON lines in ``OUT.partial``; ``OUT.partial.json`` says what they belong to and how many are
+complete, so that an interrupted prediction resumes after them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.checkpoint.store import Snapshot
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.lightning.module_task import ModuleTask
+from lockstep.engine.predict import Row, predictions
+from lockstep.engine.task import Datasets, Task
+from lockstep.errors import ConfigError, DataError, RunFolderError, UnsupportedError
+from lockstep.hardware import World
+from lockstep.launch.finished.evaluation import compute, planned
+from lockstep.launch.finished.measure import opened
+from lockstep.launch.finished.reopen import Evaluation, find_step
+from lockstep.launch.run_claim import task_again
+from lockstep.telemetry.files import read_json, write_json
+from lockstep.telemetry.rundir import RunDir
+
+Format = Literal["csv", "jsonl", "parquet"]
+SPLITS = ("train", "val", "test")
+#: Rows that are converted at a time.
+_ROWS = 10_000
+
+
+def predict(
+    run: RunDir,
+    data: str | Path = "test",
+    out: Path | None = None,
+    *,
+    devices: str | None = None,
+    checkpoint: str | int = "best",
+    task: Task | type[Task] | None = None,
+) -> dict[str, Any]:
+    """Write a row for each sample of ``data``: byte-equal on any number of ranks.
+
+    Args:
+        data: ``train``, ``val`` or ``test`` of the run, or a file or folder for the task's ``prediction_data``.
+        out: ends in ``.csv``, ``.jsonl`` or ``.parquet``; ``None``: ``predictions-<data>.csv`` in the run folder.
+        devices: as ``--devices``; ``None``: the first one of the run.
+        task: the run's task; ``None``: made from its settings.
+
+    Raises:
+        LockstepError: no such data, checkpoint or device; the task has no predictions; a rank failed.
+    """
+    path = None if str(data) in SPLITS else Path(data).resolve()
+    if path is not None and not path.exists():
+        raise DataError(f"there is no {data}", fix=f"name a file or folder of data, or {', '.join(SPLITS)}")
+    out = (out or run.path / f"predictions-{path.stem if path else data}.csv").resolve()
+    kind = _format_of(out)
+    built = None if run.cli_config_file.exists() else task_again(run, run.config(), task)
+    if built is None or isinstance(built, ModuleTask):
+        raise UnsupportedError(
+            "lockstep predict is not available for a LightningModule",
+            why="its predict_step belongs to Lightning's Trainer",
+            fix="`lockstep lightning predict`, or Trainer.predict",
+        )
+    config, plan = planned(run, devices, whole=True)
+    if plan.placement["accelerator"] == "cpu":  # sums depend on the number of threads
+        one = replace(plan.decisions["threads"], value=1, shown="1", reason="the same sums on any ranks")
+        plan = plan.model_copy(update={"decisions": {**plan.decisions, "threads": one}})
+    wanted = Evaluation(run, config, plan, "test" if path else str(data), find_step(run, checkpoint), path, out)
+    rows = compute(_write, wanted, built)["rows"]
+    _convert(_partial(out), out, kind)
+    for part in (_partial(out), _progress(out)):
+        part.unlink(missing_ok=True)
+    return {"run": run.read().id, "data": str(data), "step": wanted.step, "rows": rows, "out": str(out)}
+
+
+def _format_of(out: Path) -> Format:
+    kind = out.suffix.lstrip(".")
+    if kind not in ("csv", "jsonl", "parquet"):
+        raise ConfigError(f"{out.name} is not a format of predictions", fix="end it in .csv, .jsonl or .parquet")
+    if kind == "parquet":
+        _arrow()
+    if not out.parent.is_dir():
+        raise RunFolderError(f"there is no folder {out.parent}", fix="make it, or choose another --out")
+    return kind  # type: ignore[return-value]
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def _progress(out: Path) -> Path:
+    return out.with_name(out.name + ".partial.json")
+
+
+def _write(
+    wanted: Evaluation,
+    task: Task,
+    datasets: Datasets | None,
+    snapshot: Snapshot,
+    world: World,
+    collectives: Collectives,
+) -> dict[str, Any]:
+    """Write what is missing in ``OUT.partial``, on rank 0. Collective."""
+    out = wanted.out
+    assert out is not None
+    subject = opened(wanted, task, datasets, snapshot, world, collectives, task.prediction_data)
+    size = wanted.plan.eval_batch_size
+    key = {"run": wanted.run.read().id, "step": wanted.step, "split": wanted.split, "data": str(wanted.data)}
+    key |= {"samples": len(subject.dataset), "batch_size": size}
+    done, length = _resumed(out, key) if collectives.is_main else (0, 0)
+    done = collectives.broadcast(done)
+    chunks = predictions(
+        task,
+        subject.model,
+        subject.dataset,
+        collectives,
+        batch_size=size,
+        device=subject.device,
+        precision=subject.precision,
+        loader=wanted.plan.loader,
+        seed=wanted.plan.seed,
+        step=wanted.step,
+        first=done,
+    )
+    if not collectives.is_main:
+        for _ in chunks:
+            pass
+        return {"rows": len(subject.dataset)}
+    with _partial(out).open("r+b" if done else "wb") as file:
+        file.truncate(length)
+        file.seek(length)
+        for found in chunks:
+            for rows in found:
+                file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+            done += len(found)
+            file.flush()
+            os.fsync(file.fileno())
+            write_json(_progress(out), {"key": key, "chunks": done, "bytes": file.tell()})
+    return {"rows": len(subject.dataset)}
+
+
+def _resumed(out: Path, key: dict[str, Any]) -> tuple[int, int]:
+    """Chunks and bytes that an interrupted prediction of the same has left."""
+    if not (_partial(out).is_file() and _progress(out).is_file()):
+        return 0, 0
+    try:
+        state = read_json(_progress(out))
+        same = state["key"] == key and _partial(out).stat().st_size >= state["bytes"]
+        return (int(state["chunks"]), int(state["bytes"])) if same else (0, 0)
+    except (ValueError, KeyError, TypeError):
+        return 0, 0
+
+
+def _convert(source: Path, out: Path, kind: Format) -> None:
+    building = out.with_name(out.name + ".new")
+    if kind == "jsonl":
+        source.replace(out)
+        return
+    {"csv": _write_csv, "parquet": _write_parquet}[kind](source, building)
+    building.replace(out)
+
+
+def _read(source: Path) -> Iterator[Row]:
+    with source.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def _write_csv(source: Path, out: Path) -> None:
+    with out.open("w", newline="", encoding="utf-8") as file:
+        writer: Any = None
+        for row in _read(source):
+            if writer is None:
+                writer = csv.DictWriter(file, list(row), lineterminator="\n")
+                writer.writeheader()
+            writer.writerow({k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in row.items()})
+
+
+def _write_parquet(source: Path, out: Path) -> None:
+    arrow, parquet = _arrow()
+    writer: Any = None
+    rows: list[Row] = []
+
+    def write() -> None:
+        nonlocal writer
+        table = arrow.Table.from_pylist(rows, schema=writer and writer.schema)
+        writer = writer or parquet.ParquetWriter(out, table.schema)
+        writer.write_table(table)
+        rows.clear()
+
+    for row in _read(source):
+        rows.append(row)
+        if len(rows) == _ROWS:
+            write()
+    if rows or writer is None:
+        write()
+    writer.close()
+
+
+def _arrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UnsupportedError(
+            "pyarrow, which writes Parquet, is not installed",
+            fix="pip install 'lockstep-train[data]', or end --out in .csv or .jsonl",
+        ) from None
+    return pyarrow, parquet

@@ -1,0 +1,153 @@
+"""A small decoder-only transformer: token ids (batch, time) to logits (batch, time, vocabulary)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Positions = Literal["rotary", "learned"]
+#: Keys and values of one layer, each (batch, heads, time, width of a head).
+Cache = tuple[Tensor, Tensor]
+
+
+class Block(nn.Module):
+    """Pre-norm attention to the past, then a feed-forward layer of four times the width."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: Tensor, angles: Tensor | None = None, past: Cache | None = None) -> tuple[Tensor, Cache]:
+        batch, time, width = hidden.shape
+        parts = self.qkv(self.norm_attention(hidden)).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        if angles is not None:
+            query, key = rotated(query, angles), rotated(key, angles)
+        if past is not None:
+            key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
+        dropout = self.dropout if self.training else 0.0
+        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=past is None)
+        hidden = hidden + F.dropout(self.out(seen.transpose(1, 2).reshape(batch, time, width)), dropout)
+        return hidden + F.dropout(self.mlp(self.norm_mlp(hidden)), dropout), (key, value)
+
+
+def rotated(values: Tensor, angles: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864); ``angles``: (time, half the width)."""
+    first, second = values.chunk(2, dim=-1)
+    cosine, sine = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
+
+
+class Gpt(nn.Module):
+    """After Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", with tied embeddings.
+
+    Args:
+        vocabulary: number of tokens.
+        context: longest sequence.
+        width: features of a token; a multiple of ``heads``, with an even quotient.
+    """
+
+    angles: Tensor
+
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        *,
+        width: int = 128,
+        depth: int = 4,
+        heads: int = 4,
+        dropout: float = 0.0,
+        positions: Positions = "rotary",
+    ) -> None:
+        super().__init__()
+        if width % (2 * heads):
+            raise ValueError(f"the width {width} must be a multiple of twice the {heads} heads")
+        self.context, self.dropout = context, dropout
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(context, width) if positions == "learned" else None
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        half = width // heads // 2
+        rates = 10_000.0 ** (-torch.arange(half) / half)
+        self.register_buffer("angles", torch.arange(context)[:, None] * rates, persistent=False)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("out.weight", "mlp.2.weight")):  # what is added to the residual stream
+                nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.extend(ids, None)[0]
+
+    def extend(self, ids: Tensor, past: list[Cache] | None) -> tuple[Tensor, list[Cache]]:
+        """Logits of ``ids``, which follow what ``past`` has the keys and values of, and those of all."""
+        start = 0 if past is None else past[0][0].shape[2]
+        hidden, caches = self.tokens(ids), []
+        angles = self.angles[start : start + ids.shape[1]] if self.places is None else None
+        if self.places is not None:
+            hidden = hidden + self.places(torch.arange(start, start + ids.shape[1], device=ids.device))
+        hidden = F.dropout(hidden, self.dropout, self.training)
+        for number, block in enumerate(self.blocks):
+            hidden, cache = block(hidden, angles, None if past is None else past[number])
+            caches.append(cache)
+        return F.linear(self.norm(hidden), self.tokens.weight), caches
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: list[int],
+    tokens: int,
+    *,
+    context: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    end: int | None = None,
+) -> list[int]:
+    """``tokens`` ids that follow ``prompt``; fewer where ``end`` is drawn.
+
+    Args:
+        model: in evaluation mode: a :class:`Gpt`, or one whose ``forward(ids)`` returns logits or has ``logits``.
+        prompt: at least one id.
+        context: longest sequence that the model takes; of a longer one the second half is kept.
+        temperature: 0 takes the most probable token.
+        top_k: draw from the most probable ones only.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    found, read, past = list(prompt), prompt[-context:], None
+    for _ in range(tokens):
+        ids = torch.tensor([read], device=device)
+        if isinstance(model, Gpt):
+            logits, past = model.extend(ids, past)
+        else:
+            given = model(ids)
+            logits = getattr(given, "logits", given)
+        scores = logits[0, -1].float().cpu()
+        if top_k is not None:
+            scores[scores < scores.topk(min(top_k, len(scores))).values[-1]] = -torch.inf
+        if temperature:
+            drawn = int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator))
+        else:
+            drawn = int(scores.argmax())
+        if drawn == end:
+            break
+        found.append(drawn)
+        if past is not None and past[0][0].shape[2] < context:
+            read = [drawn]
+        elif past is not None or len(read) >= context:
+            read, past = found[-max(1, context // 2) :], None
+        else:
+            read = [*read, drawn]
+    return found[len(prompt) :]

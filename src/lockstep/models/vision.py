@@ -1,0 +1,115 @@
+"""Classifiers of images: (batch, channels, height, width) to logits (batch, classes)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Residual(nn.Module):
+    """Two 3×3 convolutions beside a shortcut, the basic block of He et al. 2016, https://arxiv.org/abs/1512.03385."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != width:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.body(images) + self.shortcut(images)
+        return features.relu()
+
+
+class ResNet(nn.Module):
+    """A ResNet for small images: a 3×3 stem, stages of basic blocks, the mean, a linear head.
+
+    With ``widths=(64, 128, 256, 512)`` and ``depth=2`` it has the blocks of ResNet-18.
+    """
+
+    def __init__(self, channels: int, classes: int, *, widths: Sequence[int] = (32, 64, 128), depth: int = 1) -> None:
+        super().__init__()
+        stem = nn.Conv2d(channels, widths[0], 3, 1, 1, bias=False)
+        blocks: list[nn.Module] = [nn.Sequential(stem, nn.BatchNorm2d(widths[0]), nn.ReLU())]
+        before = widths[0]
+        for stage, width in enumerate(widths):
+            for place in range(depth):
+                blocks.append(Residual(before, width, 2 if stage and not place else 1))
+                before = width
+        self.features = nn.Sequential(*blocks)
+        self.head = nn.Linear(before, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(images).mean(dim=(2, 3)))
+        return logits
+
+    def stages(self) -> list[nn.Module]:
+        """Stem, blocks and head, to be cut anywhere."""
+        return [*self.features, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), self.head)]
+
+
+class Vit(nn.Module):
+    """A vision transformer (Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929) that classifies the mean patch.
+
+    Args:
+        size: height and width of an image; each a multiple of those of a patch.
+        patch: height and width of a patch.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        classes: int,
+        size: tuple[int, int],
+        *,
+        patch: tuple[int, int] = (4, 4),
+        width: int = 64,
+        depth: int = 4,
+        heads: int = 4,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if size[0] % patch[0] or size[1] % patch[1]:
+            raise ValueError(f"images of {size[0]}×{size[1]} cannot be cut into patches of {patch[0]}×{patch[1]}")
+        if width % heads:
+            raise ValueError(f"the width {width} must be a multiple of the {heads} heads")
+        self.embed = nn.Conv2d(channels, width, patch, stride=patch)
+        self.positions = nn.Parameter(0.02 * torch.randn(size[0] // patch[0] * (size[1] // patch[1]), width))
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.embed(images).flatten(2).transpose(1, 2) + self.positions
+        logits: Tensor = self.head(self.encoder(patches).mean(dim=1))
+        return logits
+
+
+class LinePlots(nn.Module):
+    """Draws windows (batch, channels, time) as line plots (batch, channels, height, width), one for each channel.
+
+    A pixel is 1 on the line and falls to 0 within one pixel of it. Values beyond ``limit`` are drawn at the edge.
+    """
+
+    def __init__(self, height: int = 32, width: int | None = None, limit: float = 3.0) -> None:
+        super().__init__()
+        self.height, self.width, self.limit = height, width, limit
+
+    def forward(self, windows: Tensor) -> Tensor:
+        if self.width is not None and self.width != windows.shape[2]:
+            windows = nn.functional.interpolate(windows, self.width, mode="linear", align_corners=True)
+        rows = (1 - windows.clamp(-self.limit, self.limit) / self.limit) / 2 * (self.height - 1)
+        following = torch.cat([rows[..., 1:], rows[..., -1:]], dim=2)
+        top, bottom = torch.minimum(rows, following)[:, :, None], torch.maximum(rows, following)[:, :, None]
+        pixels = torch.arange(self.height, device=windows.device, dtype=windows.dtype)[:, None]
+        return (1 - torch.maximum(top - pixels, pixels - bottom).clamp(min=0)).clamp(min=0)

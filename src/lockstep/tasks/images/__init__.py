@@ -1,0 +1,1 @@
+"""Classifiers of images in class folders."""

@@ -1,0 +1,270 @@
+"""Images in class folders: finding, reading and augmenting them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.errors import DataError, UnsupportedError
+from lockstep.tasks.autoencoder.digits import load_digits
+from lockstep.tasks.speech.cache import cache_folder
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
+SPLITS = ("train", "val", "test")
+Pixels = NDArray[np.float32]
+
+
+class Listed(NamedTuple):
+    """Files of a split, and the class of each; ``classes`` are the same in all splits."""
+
+    files: tuple[Path, ...]
+    labels: tuple[int, ...]
+    classes: tuple[str, ...]
+
+
+def digits_folder() -> Path:
+    """Class folders with the digits of scikit-learn's set as PNGs, made once in the user's cache folder."""
+    folder = cache_folder() / "digits-png"
+    if folder.is_dir():
+        return folder
+    image, building = _pillow(), folder.with_name(f"digits-png.{os.getpid()}")
+    for split in SPLITS:
+        digits = load_digits(split)  # type: ignore[arg-type]
+        for number, (pixels, label) in enumerate(zip(digits.images, digits.labels, strict=True)):
+            place = building / split / str(label)
+            place.mkdir(parents=True, exist_ok=True)
+            grey = (pixels[0] * 255 + 0.5).astype(np.uint8)
+            image.fromarray(grey).save(place / f"{number:04}.png")
+    try:
+        building.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(building, ignore_errors=True)
+    return folder
+
+
+def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
+    """The images of ``folder``: ``train/CLASS/…``, ``val/CLASS/…`` and ``test/CLASS/…``, or ``CLASS/…`` alone.
+
+    Where there is no ``val``, a share of each class of ``train`` is taken, chosen by a hash of the names.
+
+    Raises:
+        DataError: no folder, no class folders, no images, or a class that is not in ``train``.
+    """
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}", fix="check task.data: a folder with a folder for each class")
+    split = [name for name in SPLITS if (folder / name).is_dir()]
+    roots = {name: folder / name for name in split} if "train" in split else {"train": folder}
+    found = {name: _by_class(root) for name, root in roots.items()}
+    classes = tuple(sorted(found["train"]))
+    if len(classes) < 2:
+        loose = any(file.suffix.lower() in SUFFIXES for file in roots["train"].iterdir())
+        raise DataError(
+            f"{roots['train']} has {len(classes)} class folder(s) with images",
+            why="the images have no labels: a label is the name of the folder that an image is in"
+            if loose
+            else "a classifier needs at least two classes",
+            fix="sort the images into a folder for each class",
+        )
+    for name, those in found.items():
+        strange = sorted(those.keys() - set(classes))
+        if strange:
+            raise DataError(
+                f"{roots[name]} has the class {strange[0]!r}, which train does not have",
+                fix="add training images of it, or remove the folder",
+            )
+    if "val" not in found:
+        found["train"], found["val"] = _divided(found["train"], folder, val_share)
+    if not any(found["val"].values()) or not any(found["train"].values()):
+        raise DataError(f"{folder} has too few images to validate on", fix="add images, or raise task.val_share")
+    return {
+        name: Listed(
+            tuple(file for label in classes for file in those.get(label, ())),
+            tuple(number for number, label in enumerate(classes) for _ in those.get(label, ())),
+            classes,
+        )
+        for name, those in found.items()
+    }
+
+
+def _by_class(root: Path) -> dict[str, list[Path]]:
+    folders = sorted(place for place in root.iterdir() if place.is_dir() and not place.name.startswith("."))
+    found = {f.name: sorted(p for p in f.rglob("*") if p.suffix.lower() in SUFFIXES) for f in folders}
+    return {name: files for name, files in found.items() if files}
+
+
+def _divided(those: dict[str, list[Path]], root: Path, share: float) -> tuple[Any, Any]:
+    """Training and validation files of each class; the ones with the smallest hashes are the validation's."""
+
+    def key(file: Path) -> bytes:
+        return hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()
+
+    kept, held = {}, {}
+    for name, files in those.items():
+        number = round(len(files) * share) if len(files) < 1 / share * 2 else max(1, round(len(files) * share))
+        chosen = set(sorted(files, key=key)[:number])
+        kept[name] = [file for file in files if file not in chosen]
+        held[name] = [file for file in files if file in chosen]
+    return kept, held
+
+
+def read_image(file: Path, channels: int, size: int) -> Pixels:
+    """Pixels from 0 to 1, (channels, size, size): the middle square of the image, resized.
+
+    Grey, palette, 16-bit and transparent images are converted (transparent pixels on white).
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    image = _pillow()
+    try:
+        with image.open(file) as opened:
+            opened.load()
+            if opened.mode in ("I", "I;16", "I;16B", "I;16L", "F"):
+                values = np.asarray(opened, dtype=np.float32)
+                scale = 255 / (65535 if values.max() > 255 else 255)
+                opened = image.fromarray((values * scale).clip(0, 255).astype(np.uint8))
+            if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
+                whole = opened.convert("RGBA")
+                opened = image.alpha_composite(image.new("RGBA", whole.size, "white"), whole)
+            picture = opened.convert("L" if channels == 1 else "RGB")
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise DataError(
+            f"cannot read the image {file}",
+            why=f"{type(error).__name__}: {error}",
+            fix="remove or replace it, or set task.skip_broken=true to leave such images out",
+        ) from None
+    side = min(picture.size)
+    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    if picture.size != (size, size):
+        picture = picture.resize((size, size), image.Resampling.BILINEAR, (left, top, left + side, top + side))
+    pixels = np.asarray(picture, dtype=np.float32) / np.float32(255)
+    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def is_grey(files: Sequence[Path]) -> bool:
+    """Whether the first images have no colours."""
+    image = _pillow()
+    modes = set()
+    for file in files[:20]:
+        with contextlib.suppress(OSError), image.open(file) as opened:
+            modes.add(opened.mode)
+    return modes <= {"1", "L", "LA", "I", "I;16", "I;16B", "F"}
+
+
+def readable(listed: Listed, channels: int, size: int) -> tuple[Listed, list[Path]]:
+    """The images that can be read, and the others."""
+    broken = []
+    for file in listed.files:
+        try:
+            read_image(file, channels, size)
+        except DataError:
+            broken.append(file)
+    kept = [pair for pair in zip(listed.files, listed.labels, strict=True) if pair[0] not in set(broken)]
+    return Listed(tuple(f for f, _ in kept), tuple(n for _, n in kept), listed.classes), broken
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What training images are changed by; zeros leave them as they are.
+
+    Attributes:
+        crop: pixels that an image is moved by at most, as a share of its side.
+        flip: mirror half of them.
+        color: brightness and contrast change by up to this share.
+        mixup, cutmix: the parameter of the beta distribution, of Zhang et al. 2018 (https://arxiv.org/abs/1710.09412)
+            and Yun et al. 2019 (https://arxiv.org/abs/1905.04899); with both, each is used for half of the images.
+    """
+
+    crop: float = 0.0
+    flip: bool = False
+    color: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+
+class Images:
+    """A split as a data set of (pixels, label, other label, share of the first).
+
+    Every draw is from the generator of the sample, so that an image is augmented, and mixed with another one, alike on
+    any number of ranks and workers.
+    """
+
+    def __init__(self, listed: Listed, channels: int, size: int, augmentation: Augmentation | None = None) -> None:
+        self.listed, self._channels, self._size, self._augmentation = listed, channels, size, augmentation
+
+    def __len__(self) -> int:
+        return len(self.listed.files)
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """The file of each image."""
+        return [str(file) for file in self.listed.files]
+
+    def read(self, index: int) -> Pixels:
+        return read_image(self.listed.files[index], self._channels, self._size)
+
+    def __getitem__(self, index: int) -> tuple[Pixels, int, int, np.float32]:
+        label = self.listed.labels[index]
+        return self.read(index), label, label, np.float32(1)
+
+    def sample(self, index: int, rng: np.random.Generator) -> tuple[Pixels, int, int, np.float32]:
+        how = self._augmentation
+        if how is None:
+            return self[index]
+        pixels, label = self._changed(self.read(index), how, rng), self.listed.labels[index]
+        cuts = how.cutmix > 0 and (not how.mixup or rng.random() < 0.5)
+        alpha = how.cutmix if cuts else how.mixup
+        if not alpha:
+            return pixels, label, label, np.float32(1)
+        partner, share = int(rng.integers(len(self))), rng.beta(alpha, alpha)
+        other = self._changed(self.read(partner), how, rng)
+        if cuts:
+            side = round(self._size * (1 - share) ** 0.5)
+            top, left = rng.integers(self._size - side + 1, size=2)
+            pixels[:, top : top + side, left : left + side] = other[:, top : top + side, left : left + side]
+            share = 1 - (side / self._size) ** 2
+        else:
+            pixels = np.float32(share) * pixels + np.float32(1 - share) * other
+        return pixels, label, self.listed.labels[partner], np.float32(share)
+
+    def _changed(self, pixels: Pixels, how: Augmentation, rng: np.random.Generator) -> Pixels:
+        reach = round(how.crop * self._size)
+        if reach:
+            down, right = rng.integers(0, 2 * reach + 1, size=2)
+            padded = np.pad(pixels, ((0, 0), (reach, reach), (reach, reach)))
+            pixels = padded[:, down : down + self._size, right : right + self._size]
+        if how.flip and rng.random() < 0.5:
+            pixels = pixels[:, :, ::-1]
+        if how.color:
+            brightness, contrast = 1 + how.color * rng.uniform(-1, 1, size=2).astype(np.float32)
+            mean = pixels.mean()
+            pixels = (((pixels - mean) * contrast + mean) * brightness).clip(0, 1)
+        return np.array(pixels, dtype=np.float32)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise UnsupportedError(
+            "Pillow, which reads images, is not installed", fix="pip install 'lockstep-train[images]'"
+        ) from None
+    return Image
+
+
+def images_below(path: Path) -> tuple[Path, ...]:
+    """A file, or the images below a folder in the order of their paths. Raises :class:`DataError`: there is none."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+    if not files:
+        raise DataError(f"{path} has no images", fix=f"name a folder of images ({', '.join(sorted(SUFFIXES))})")
+    return tuple(files)

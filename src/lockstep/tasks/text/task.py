@@ -1,0 +1,261 @@
+"""The text task: settings, corpus, tokenizer, model, loss, scores and samples."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.data.arrays import ArrayDataset
+from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
+from lockstep.errors import ConfigError, DataError
+from lockstep.models.gpt import Gpt, Positions, generate
+from lockstep.tasks.speech.cache import cache_folder
+from lockstep.tasks.text.corpus import read_documents, read_tokens, standard_library
+from lockstep.tasks.text.tokens import Tokenizer, read_tokenizer, tokenizer_of, train_bpe
+from lockstep.telemetry.files import write_text
+
+#: The target of a position that does not count.
+NONE = -100
+
+
+class TextConfig(TaskConfig):
+    """Settings of the text task (``task.<key>``)."""
+
+    data: Path | None = Field(
+        default=None,
+        description="a .txt, .md, .jsonl or .bin (16-bit tokens) file, or a folder of texts; unset: data.data_dir, "
+        "else texts about Python of its standard library",
+    )
+    field: str = Field(default="text", description="of .jsonl files: the key of the text")
+    tokenizer: str = Field(
+        default="bytes", description="bytes; bpe: trained on the corpus (extra `text`); or a tokenizer.json"
+    )
+    vocabulary: int = Field(default=4096, ge=257, le=65_535, description="bpe: number of tokens")
+    context: int = Field(default=128, ge=2, description="tokens of a sample")
+    model: Path | None = Field(
+        default=None, description="a config.json or a folder of transformers, for another causal language model"
+    )
+    lora: int = Field(default=0, ge=0, description="rank of LoRA adapters (peft) on task.model; 0: train all of it")
+    width: int = Field(default=128, ge=2, description="features of a token")
+    depth: int = Field(default=4, ge=1, description="blocks")
+    heads: int = Field(default=4, ge=1, description="attention heads")
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    positions: Positions = Field(default="rotary", description="rotary or learned")
+    val_share: float = Field(default=0.05, gt=0, lt=0.5, description="share of the corpus, at its end, to validate on")
+    prompt: str = Field(default="The ", description="what the sample after each validation begins with")
+    sample_tokens: int = Field(default=120, ge=0, description="tokens of that sample; 0: none")
+    temperature: float = Field(default=0.8, ge=0, description="of that sample; 0 takes the most probable tokens")
+
+
+class TextScores:
+    """Bits per byte and perplexity, from a row per sample: natural log-likelihood lost, tokens, bytes."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(3)
+
+    def update(self, lost: Tensor, tokens: Tensor, size: Tensor) -> None:
+        self._sums += [float(column.double().sum()) for column in (lost, tokens, size)]
+
+    def compute(self) -> dict[str, float]:
+        lost, tokens, size = self._sums
+        bits = lost / math.log(2) / size if size else math.nan
+        return {"bits_per_byte": bits, "perplexity": math.exp(min(lost / tokens, 700.0)) if tokens else math.nan}
+
+
+class TextTask(Task):
+    """A language model of a corpus; by default bytes of texts about Python, which come with it."""
+
+    Config = TextConfig
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "training": {"epochs": 2, "batch_size": 16, "early_stopping_patience": 0},
+        "optimizer": {
+            "name": "adamw",
+            "lr": 3e-3,
+            "weight_decay": 0.1,
+            "weight_decay_on": "matrices",
+            "betas": [0.9, 0.95],
+        },
+        "scheduler": {"name": "cosine", "min_lr": 1e-4},
+    }
+    monitor = ("val_bits_per_byte", "min")
+    config: TextConfig
+
+    # Data: the corpus as one line of tokens, cut into windows of ``context`` of them.
+
+    def prepare(self) -> None:
+        """Train the tokenizer, once per node."""
+        if self.config.lora and self.config.model is None:
+            raise ConfigError("task.lora needs task.model", why="adapters are added to a model of transformers")
+        _ = self.tokenizer
+
+    @property
+    def _path(self) -> Path | None:
+        found = self.config.data or self.data.data_dir
+        return None if found is None else Path(found)
+
+    @cached_property
+    def _documents(self) -> list[str]:
+        return standard_library() if self._path is None else read_documents(self._path, self.config.field)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """As configured, or that of the checkpoint that was loaded."""
+        wanted, folder = self.config.tokenizer, self.config.model
+        if wanted == "bytes" and folder is not None and (folder / "tokenizer.json").is_file():
+            wanted = str(folder / "tokenizer.json")
+        if wanted == "bytes":
+            return tokenizer_of(wanted)
+        if wanted != "bpe":
+            file = Path(wanted)
+            if not file.is_file():
+                raise ConfigError(f"there is no tokenizer {wanted}", fix="use bytes, bpe, or a tokenizer.json")
+            return tokenizer_of(read_tokenizer(file))
+        if self._path is not None and self._path.suffix == ".bin":
+            raise ConfigError(
+                "a file of tokens has no text to train a tokenizer on", fix="set task.tokenizer to its tokenizer.json"
+            )
+        key = hashlib.sha256(f"{self.config.vocabulary}\n".encode() + "\0".join(self._documents).encode()).hexdigest()
+        file = cache_folder() / "tokenizers" / f"{key[:16]}.json"
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, train_bpe(self._documents, self.config.vocabulary))
+        return tokenizer_of(file.read_text(encoding="utf-8"))
+
+    @cached_property
+    def _stream(self) -> NDArray[Any]:
+        if self._path is not None and self._path.suffix == ".bin":
+            return read_tokens(self._path, self.tokenizer.size)
+        return self._encoded(self._documents)
+
+    def _encoded(self, documents: Sequence[str]) -> NDArray[np.int64]:
+        end = np.array([self.tokenizer.end])
+        return np.concatenate([part for text in documents for part in (self.tokenizer.encode(text), end)])
+
+    def _windows(self, tokens: NDArray[Any]) -> ArrayDataset:
+        """Inputs and targets (n, context); the last window may have positions without a target."""
+        context = self.config.context
+        number = -(-(len(tokens) - 1) // context)
+        if number < 1:
+            raise DataError("the text has fewer than 2 tokens", fix="use a longer text")
+        line = np.full(number * context + 1, NONE, dtype=np.int64)
+        line[: len(tokens)] = tokens
+        inputs, targets = line[:-1].reshape(number, context), line[1:].reshape(number, context)
+        return ArrayDataset(np.where(inputs == NONE, self.tokenizer.end, inputs), targets)
+
+    def datasets(self) -> Datasets:
+        stream, context = self._stream, self.config.context
+        held = max(context + 1, round(len(stream) * self.config.val_share))
+        if len(stream) < 2 * held:
+            raise DataError(
+                f"the corpus has {len(stream)} tokens",
+                why=f"training and validation need at least {2 * (context + 1)} for a context of {context}",
+                fix="use a longer text, or a smaller task.context",
+            )
+        return Datasets(self._windows(stream[:-held]), self._windows(stream[-held:]))
+
+    def evaluation_data(self, path: Path) -> ArrayDataset:
+        """The texts of a file or folder, as one line of tokens."""
+        if path.suffix == ".bin":
+            return self._windows(read_tokens(path, self.tokenizer.size))
+        return self._windows(self._encoded(read_documents(path, self.config.field)))
+
+    # Model.
+
+    @property
+    def _vocabulary(self) -> int:
+        """Tokens of the model; a small corpus may give a trained tokenizer fewer."""
+        return self.config.vocabulary if self.config.tokenizer == "bpe" else self.tokenizer.size
+
+    def model(self) -> nn.Module:
+        config = self.config
+        if config.model is not None:
+            from lockstep.tasks.text.transformers_models import build
+
+            return build(config.model, self._vocabulary, config.context, config.lora)
+        try:
+            return Gpt(
+                self._vocabulary,
+                config.context,
+                width=config.width,
+                depth=config.depth,
+                heads=config.heads,
+                dropout=config.dropout,
+                positions=config.positions,
+            )
+        except ValueError as error:
+            raise ConfigError(
+                "task.width and task.heads do not fit", why=str(error), fix="change one of them"
+            ) from None
+
+    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
+        """Of each token, (n, context): 0 where there is no target."""
+        found = model(batch[0])
+        logits = getattr(found, "logits", found).float()
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=NONE, reduction="none").view(
+            batch[1].shape
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Summed over tokens; the items are tokens."""
+        return Loss(self._losses(model, batch).sum(), (batch[1] != NONE).sum())
+
+    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
+        rows = self.evaluate(model, batch)
+        return Loss(rows[0].sum(), rows[1].sum()), rows
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+        """Per sample: the sum of its losses, its tokens and its bytes."""
+        targets = batch[1]
+        sizes = torch.as_tensor(self._lengths, device=targets.device)[targets.clamp(min=0)] * (targets != NONE)
+        return self._losses(model, batch).double().sum(1), (targets != NONE).sum(1), sizes.sum(1)
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        return self.tokenizer.lengths()
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """Of each window of the text: how many bytes it has, and how many bits the model needs for each."""
+        lost, tokens, sizes = self.evaluate(model, batch)
+        bits = lost / math.log(2) / sizes.clamp(min=1)
+        texts = [self.tokenizer.decode(row[row != NONE].tolist()) for row in batch[1].cpu()]
+        return {"tokens": tokens, "bytes": sizes, "bits_per_byte": bits.float(), "text": texts}
+
+    def metrics(self) -> Metrics:
+        return TextScores()
+
+    def generate(self, model: nn.Module, prompt: str, tokens: int, **how: Any) -> str:
+        """``prompt`` continued by ``tokens`` tokens; ``how``: as :func:`lockstep.models.gpt.generate`."""
+        ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.end]
+        end = self.tokenizer.end
+        return prompt + self.tokenizer.decode(generate(model, ids, tokens, context=self.config.context, end=end, **how))
+
+    def remarks(self, model: nn.Module | None = None) -> list[str]:
+        """A sample."""
+        if model is None or not self.config.sample_tokens:
+            return []
+        text = self.generate(model, self.config.prompt, self.config.sample_tokens, temperature=self.config.temperature)
+        return [f"sample: {text}"]
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the tokenizer, and a model of transformers as ``from_pretrained`` reads it."""
+        (folder / "tokenizer.json").write_text(self.tokenizer.as_json(), encoding="utf-8")
+        save = getattr(model, "save_pretrained", None)
+        if save is not None:
+            save(folder / "pretrained")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokenizer": self.tokenizer.as_json()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tokenizer = tokenizer_of(state["tokenizer"])

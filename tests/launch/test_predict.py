@@ -1,0 +1,105 @@
+"""Predictions in a file: the same bytes on any ranks, resumed, in several formats."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.engine import predict as engine
+from lockstep.errors import ConfigError, DataError, LockstepError, TaskError
+from lockstep.launch.finished.predict import predict
+from lockstep.telemetry.rundir import RunDir
+from tests.toys import Toy
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    folder = tmp_path_factory.mktemp("predict") / "run"
+    settings: dict[str, Any] = {
+        "save_dir": str(folder),
+        "training": {"epochs": 1, "threads": 1},
+        "hardware": {"selected_devices": "cpu"},
+        "validation": {"batch_size": 16},
+        "telemetry": {"progress": "off", "system_metrics": False},
+    }
+    return RunDir(lockstep.train("autoencoder", settings).run_dir)
+
+
+def test_a_file_is_the_same_on_one_two_and_three_ranks(run: RunDir, tmp_path: Path) -> None:
+    files = [tmp_path / f"{ranks}.csv" for ranks in (1, 2, 3)]
+    for ranks, file in enumerate(files, start=1):
+        found = predict(run, "val", file, devices=",".join(["cpu"] * ranks))
+        assert found["rows"] == 197
+    assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
+    with files[0].open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["index"] for row in rows] == [str(number) for number in range(197)]
+    assert len(json.loads(rows[0]["code"])) == 16 and float(rows[0]["mse"]) > 0
+    assert sorted(tmp_path.iterdir()) == sorted(files), "nothing else is left"
+
+
+def test_an_interrupted_prediction_resumes(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    predict(run, "test", whole)
+    own, asked = engine._rows, list[int]()
+
+    def fails_at_the_fifth(columns: Any, request: Any) -> Any:
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        asked.append(request.start)
+        return own(columns, request)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_rows", fails_at_the_fifth)
+        with pytest.raises(KeyboardInterrupt):
+            predict(run, "test", parts)
+    assert not parts.exists()
+    with (tmp_path / "parts.jsonl.partial").open("a") as file:
+        file.write('{"index": 64, "half a li')
+    asked.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_rows", lambda columns, request: asked.append(request.start) or own(columns, request))
+        predict(run, "test", parts)
+    assert min(asked) == 64
+    assert parts.read_bytes() == whole.read_bytes()
+
+
+def test_parquet(run: RunDir, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    predict(run, "test", tmp_path / "a.parquet")
+    assert parquet.read_table(tmp_path / "a.parquet").num_rows == 200
+
+
+@pytest.mark.parametrize(
+    ("data", "out", "error", "text"),
+    [
+        ("test", "a.xls", ConfigError, "not a format"),
+        ("no/such/file", "a.csv", DataError, "there is no no/such/file"),
+        ("test", "no_folder/a.csv", LockstepError, "there is no folder"),
+        (".", "a.csv", LockstepError, "cannot read data from"),
+    ],
+)
+def test_bad_input(run: RunDir, tmp_path: Path, data: str, out: str, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        predict(run, data, tmp_path / out)
+
+
+class Wrong(Toy):
+    def predict(self, model: Any, batch: Any) -> Any:
+        return {"one": [1]}
+
+
+def test_a_column_of_another_length_is_refused(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "save_dir": str(tmp_path / "run"),
+        "training": {"max_steps": 1, "threads": 1},
+        "telemetry": {"progress": "off", "system_metrics": False},
+    }
+    run = RunDir(lockstep.train(Wrong, settings).run_dir)
+    with pytest.raises(TaskError, match="one entry per sample"):
+        predict(run, "val", tmp_path / "a.csv", task=Wrong)

@@ -1,0 +1,192 @@
+"""The images task: folders, files of all kinds, augmentation, scores, ranks, bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.models.vision import LinePlots, ResNet, Vit
+from lockstep.tasks.images.folders import Augmentation, Images, list_images, read_image
+from lockstep.tasks.images.task import ImagesConfig, ImageScores, ImagesTask
+from tests.attempts import attempt
+from tests.gloo import run_ranks
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def task(folder: Path, **settings: Any) -> ImagesTask:
+    return ImagesTask(ImagesConfig(**{"data": folder, "size": 8, "widths": (8,), **settings}))
+
+
+def folders(root: Path, classes: int = 2, number: int = 12, mode: str = "L") -> Path:
+    """Class k has a bright row k."""
+    rng = np.random.default_rng(0)
+    for label in range(classes):
+        place = root / f"class{label}"
+        place.mkdir(parents=True)
+        for index in range(number):
+            pixels = rng.integers(0, 60, (8, 8)).astype(np.uint8)
+            pixels[2 * label + 1] = 250
+            Image.fromarray(pixels).convert(mode).save(place / f"{index}.png")
+    return root
+
+
+def test_splits_are_of_names_and_hold_each_image_once(tmp_path: Path) -> None:
+    found = list_images(folders(tmp_path, number=30), 0.2)
+    assert {name: len(listed.files) for name, listed in found.items()} == {"train": 48, "val": 12}
+    assert len({file for listed in found.values() for file in listed.files}) == 60
+    assert list_images(tmp_path, 0.2) == found
+    assert found["val"].labels == (0,) * 6 + (1,) * 6
+
+
+def test_grey_palette_transparent_and_deep_images_are_read(tmp_path: Path) -> None:
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+    Image.fromarray(grey).save(tmp_path / "L.png")
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "16.png")
+    for mode in ("RGB", "RGBA", "P", "LA", "1"):
+        Image.fromarray(grey).convert(mode).save(tmp_path / f"{mode}.png")
+    expected = grey.astype(np.float32) / 255
+    for name in ("L", "16", "RGB", "RGBA", "P", "LA"):
+        for channels in (1, 3):
+            pixels = read_image(tmp_path / f"{name}.png", channels, 8)
+            assert pixels.shape == (channels, 8, 8) and pixels.dtype == np.float32
+            np.testing.assert_allclose(pixels[0], expected, atol=0.01)
+    clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    clear.save(tmp_path / "clear.png")
+    assert read_image(tmp_path / "clear.png", 3, 4).min() == 1.0
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)])
+def test_a_sample_is_changed_and_mixed_by_its_generator_alone(tmp_path: Path, mixup: float, cutmix: float) -> None:
+    listed = list_images(folders(tmp_path), 0.2)["train"]
+    data = Images(listed, 1, 8, Augmentation(0.2, True, 0.2, mixup, cutmix))
+    for index in range(len(data)):
+        first, second = (data.sample(index, np.random.default_rng(index)) for _ in range(2))
+        assert np.array_equal(first[0], second[0]) and first[1:] == second[1:]
+        assert first[1] == listed.labels[index] and 0 <= first[3] <= 1
+        assert first[0].shape == (1, 8, 8) and first[0].min() >= 0 and first[0].max() <= 1.001
+    assert len({float(data.sample(0, np.random.default_rng(seed))[3]) for seed in range(9)}) > 3
+
+
+def test_scores_have_a_row_for_each_class_and_the_worst_mistakes() -> None:
+    scores = ImageScores(3)
+    scores.update(torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0]), torch.tensor([0.1, 0.2, 5.0]))
+    scores.update(torch.tensor([2, 0]), torch.tensor([1, 1]), torch.tensor([7.0, 1.0]))
+    found = scores.compute()
+    assert float(found["accuracy"]) == pytest.approx(0.4)
+    assert found["per_class"][1].tolist() == pytest.approx([1 / 2, 1 / 3, 2 / 5, 3])
+    assert [mistake[1:] for mistake in scores.mistakes] == [(3, 2, 1), (2, 1, 0), (4, 0, 1)]
+
+
+def test_models() -> None:
+    images = torch.randn(2, 3, 16, 16)
+    network = ResNet(3, 5, widths=(4, 8)).eval()
+    assert network(images).shape == (2, 5)
+    cut = images
+    for stage in network.stages():
+        cut = stage(cut)
+    torch.testing.assert_close(cut, network(images))
+    assert Vit(3, 5, (16, 16), width=16, depth=1)(images).shape == (2, 5)
+
+
+def test_line_plots_have_a_line_from_left_to_right() -> None:
+    windows = torch.linspace(-3, 3, 20).expand(1, 2, 20)
+    plots = LinePlots(height=10)(windows)
+    assert plots.shape == (1, 2, 10, 20)
+    assert plots[0, 0, -1, 0] == 1 and plots[0, 0, 0, -1] == 1 and plots[0, 0, 0, 0] == 0
+    assert bool((plots.amax(dim=2) > 0.7).all())
+    assert LinePlots(8, 12)(windows).shape == (1, 2, 8, 12)
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    training = {"epochs": 2, "global_batch_size": 7, "early_stopping_patience": 0}
+    return {"data": {"data_dir": str(folder)}, "training": training, "optimizer": {"lr": 5e-3}}
+
+
+class SmallConfig(ImagesConfig):
+    size: int | None = 8
+    model: str = "vit"
+    width: int = 16
+    depth: int | None = 1
+    dropout: float = 0.0
+    mixup: float = 0.3
+
+
+class SmallImages(ImagesTask):
+    Config = SmallConfig
+
+
+def trained(rank: int, size: int, folder: Path) -> list[float]:
+    _, events = attempt(SmallImages, folder / str(size), rank, size, **settings(folder / "data"))
+    return [event.loss for event in events if type(event).__name__ == "StepLogged"]
+
+
+def test_two_ranks_have_the_losses_of_one_with_mixup_and_ragged_batches(tmp_path: Path) -> None:
+    folders(tmp_path / "data", number=20)
+    one, two = trained(0, 1, tmp_path), run_ranks(trained, 2, tmp_path)[0]
+    np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
+    assert (tmp_path / "1" / "pictures").is_dir() or one[-1] < 0.4
+
+
+def test_the_head_is_trained_alone_at_first_and_weights_fit_another_head(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    folders(tmp_path / "data", classes=3)
+    weights = ResNet(1, 7, widths=(8,)).state_dict()
+    save_file({name: value + 1 for name, value in weights.items()}, tmp_path / "w.safetensors")
+    made = task(tmp_path / "data", weights=tmp_path / "w.safetensors", freeze_epochs=1)
+    model = made.model()
+    torch.testing.assert_close(model.features[0][0].weight, weights["features.0.0.weight"] + 1)
+    assert model.head.out_features == 3
+    (callback,) = made.callbacks()
+    callback.on_epoch_start(made.context, model)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["head.weight", "head.bias"]
+
+
+def spoil(folder: Path) -> None:
+    (folder / "class0" / "0.png").write_bytes(b"no image")
+
+
+def loose(folder: Path) -> None:
+    for file in (folder / "class0").iterdir():
+        file.rename(folder / file.name)
+    for file in (folder / "class1").iterdir():
+        file.unlink()
+
+
+def single(folder: Path) -> None:
+    for file in sorted(folder.rglob("*.png"))[1:]:
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "error", "text"),
+    [
+        (spoil, {}, DataError, "cannot read the image .*0.png"),
+        (loose, {}, DataError, "0 class folder"),
+        (single, {}, DataError, "1 class folder"),
+        (lambda folder: None, {"model": "vit", "patch": 3}, ConfigError, "cannot be cut into patches"),
+        (lambda folder: None, {"weights": "none.safetensors"}, ConfigError, "there is no file"),
+    ],
+)
+def test_bad_input(tmp_path: Path, change: Any, more: dict[str, Any], error: type[LockstepError], text: str) -> None:
+    change(folders(tmp_path))
+    made = task(tmp_path, **more)
+    with pytest.raises(error, match=text):
+        data = made.datasets()
+        [data.train[index] for index in range(len(data.train))]
+        [data.val[index] for index in range(len(data.val))]
+        made.model()
+
+
+def test_broken_images_are_left_out_and_counted_when_asked(tmp_path: Path) -> None:
+    spoil(folders(tmp_path))
+    made = task(tmp_path, skip_broken=True)
+    data = made.datasets()
+    assert len(data.train) + len(data.val) == 23
+    assert made.remarks()[0].startswith("1 broken image(s) left out")

@@ -1,0 +1,155 @@
+"""The text task: corpora, tokens, scores, ranks, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.launch.finished.export import export
+from lockstep.launch.finished.reopen import load_model
+from lockstep.launch.prepare import settle
+from lockstep.tasks.text.task import NONE, TextConfig, TextScores, TextTask
+from lockstep.tasks.text.tokens import Bytes
+from lockstep.telemetry.rundir import RunDir
+from tests.attempts import attempt
+from tests.gloo import run_ranks
+
+SMALL = {"context": 16, "width": 16, "depth": 1, "heads": 2, "sample_tokens": 8}
+TEXT = "How much wood would a woodchuck chuck if a woodchuck could chuck wood? " * 20
+
+
+def task(path: Path | None = None, **settings: Any) -> TextTask:
+    return TextTask(TextConfig(**{**SMALL, "data": path, **settings}))
+
+
+def written(folder: Path, name: str = "corpus.txt", text: str = TEXT) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_windows_have_each_token_once_as_a_target(tmp_path: Path) -> None:
+    made = task(written(tmp_path))
+    data = made.datasets()
+    targets = [split.__getitems__(list(range(len(split))))[1] for split in (data.train, data.val)]
+    counted = sum(int((rows != NONE).sum()) for rows in targets)
+    assert counted == len(TEXT) + 1 - 2  # the first token of each split is no target
+    first = targets[0].flatten()
+    assert made.tokenizer.decode(first[first != NONE].tolist()) == TEXT[1 : int((first != NONE).sum()) + 1]
+
+
+def test_folders_json_lines_and_token_files_are_the_same_corpus(tmp_path: Path) -> None:
+    written(tmp_path / "folder", "a.txt", "one")
+    written(tmp_path / "folder", "b.jsonl", json.dumps({"text": "two"}) + "\n" + json.dumps({"text": "three"}))
+    stream = task(tmp_path / "folder")._stream
+    assert Bytes().decode(stream.tolist()) == "onetwothree"
+    assert stream.tolist().count(Bytes.end) == 3
+    np.asarray(stream, dtype=np.uint16).tofile(tmp_path / "corpus.bin")
+    assert task(tmp_path / "corpus.bin")._stream.tolist() == stream.tolist()
+
+
+def test_bits_per_byte_and_perplexity() -> None:
+    scores = TextScores()
+    scores.update(torch.tensor([math.log(4.0), 3 * math.log(4.0)]), torch.tensor([1, 3]), torch.tensor([2, 6]))
+    assert scores.compute() == {"bits_per_byte": pytest.approx(1.0), "perplexity": pytest.approx(4.0)}
+
+
+class SmallConfig(TextConfig):
+    context: int = 16
+    width: int = 16
+    depth: int = 1
+    heads: int = 2
+
+
+class SmallText(TextTask):
+    Config = SmallConfig
+
+
+def run_settings(corpus: Path) -> dict[str, Any]:
+    training = {"epochs": 1, "global_batch_size": 7, "early_stopping_patience": 0}
+    return {"data": {"data_dir": str(corpus)}, "training": training}
+
+
+def trained(rank: int, size: int, folder: Path) -> list[float]:
+    _, events = attempt(SmallText, folder / str(size), rank, size, **run_settings(folder / "corpus.txt"))
+    return [event.loss for event in events if type(event).__name__ == "StepLogged"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], list[float]]:
+    folder = tmp_path_factory.mktemp("text")
+    written(folder)
+    one = trained(0, 1, folder)
+    return folder, one, run_ranks(trained, 2, folder)[0]
+
+
+def test_two_ranks_have_the_losses_of_one_with_ragged_batches(runs: tuple[Path, list[float], list[float]]) -> None:
+    _, one, two = runs
+    assert len(one) > 5 and one[-1] < one[0]
+    np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
+
+
+def test_a_trained_run_generates_and_exports(runs: tuple[Path, list[float], list[float]], tmp_path: Path) -> None:
+    run = RunDir(runs[0] / "1")
+    made, model = load_model(run)
+    assert isinstance(made, TextTask)
+    assert made.generate(model, "How ", 12, seed=1) == made.generate(model, "How ", 12, seed=1)
+    assert len(made.remarks(model)) == 1 and made.remarks() == []
+    export(run, tmp_path / "out", program=False)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "bytes"
+
+
+def test_a_trained_tokenizer_is_kept_in_the_cache_and_has_the_bytes_of_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tokenizers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = task(written(tmp_path), tokenizer="bpe", vocabulary=300)
+    tokens = made.tokenizer.encode("wood, chück")
+    assert made.tokenizer.decode(tokens.tolist()) == "wood, chück"
+    assert made.tokenizer.lengths()[tokens].sum() == len("wood, chück".encode())
+    assert len(list((tmp_path / "cache").rglob("*.json"))) == 1
+    assert task(written(tmp_path), tokenizer="bpe", vocabulary=300).tokenizer.as_json() == made.tokenizer.as_json()
+
+
+BAD: list[tuple[dict[str, str], dict[str, Any], type[LockstepError], str]] = [
+    ({"corpus.txt": ""}, {}, DataError, "has no text"),
+    ({"corpus.txt": "short"}, {}, DataError, "the corpus has 6 tokens"),
+    ({"corpus.jsonl": '{"other": 1}'}, {}, DataError, "line 1 of .* has no text"),
+    ({"corpus.bin": "ÿÿÿÿ"}, {}, DataError, "the tokenizer has 257"),
+    ({"corpus.txt": TEXT}, {"tokenizer": "nothing.json"}, ConfigError, "there is no tokenizer"),
+    ({"corpus.txt": TEXT}, {"lora": 4}, ConfigError, "task.lora needs task.model"),
+    ({"corpus.txt": TEXT}, {"width": 15}, ConfigError, "task.width and task.heads do not fit"),
+]
+
+
+@pytest.mark.parametrize(("files", "settings", "error", "text"), BAD)
+def test_bad_input(
+    tmp_path: Path, files: dict[str, str], settings: dict[str, Any], error: type[LockstepError], text: str
+) -> None:
+    ((name, content),) = files.items()
+    made = task(written(tmp_path, name, content), **settings)
+    with pytest.raises(error, match=text):
+        made.prepare()
+        made.datasets()
+        made.model()
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no"):
+        task(tmp_path / "missing.txt").datasets()
+
+
+def test_the_default_corpus_is_there() -> None:
+    built, config = settle("text", {})
+    assert isinstance(built, TextTask)
+    assert len(built._stream) > 400_000
+    assert config.optimizer.weight_decay_on == "matrices"
