@@ -6,26 +6,23 @@ The ranks are started in a temporary folder: the run's own is only read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.store import Snapshot
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.process.runtime import rank_device, runtime
-from lockstep.engine.task import Datasets, Task
+from lockstep.engine.task import Task
 from lockstep.engine.training_data import open_data
 from lockstep.hardware import World
 from lockstep.hardware.host import usable_cores
-from lockstep.launch.finished.measure import measure, refuse_several
+from lockstep.launch.finished.measure import Compute, measure, refuse_several
 from lockstep.launch.finished.reopen import Evaluation, find_checkpoint, find_step, reopen_shared
 from lockstep.launch.local.on_ranks import run_on_ranks, temporary_folder
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import place
 from lockstep.launch.run_claim import plan_of, task_again, warn
-from lockstep.planning import Plan
 from lockstep.tasks.registry import load_task, pack_task
 from lockstep.telemetry.rundir import RunDir
 
@@ -56,14 +53,15 @@ def evaluate_checkpoint(
     """
     built = task_again(run, run.config(), task)
     step = find_step(run, checkpoint)
-    config, plan = planned(run, devices)
-    found = compute(measure, Evaluation(run, config, plan, split, step, data), built)
+    found = compute(measure, wanted_on(run, devices, split, step, data), built)
     where = {"split": split} if data is None else {"data": str(data)}
     return {"run": run.read().id, **where, "step": step, **found}
 
 
-def planned(run: RunDir, devices: str | None, *, whole: bool = False) -> tuple[RunConfig, Plan]:
-    """The run's configuration and plan on ``devices``.
+def wanted_on(
+    run: RunDir, devices: str | None, split: str, step: int, data: Path | None, *, whole: bool = False
+) -> Evaluation:
+    """What to evaluate, with the run's configuration and plan on ``devices``.
 
     Args:
         whole: every rank has the whole model, also of a run with ``strategy: fsdp``.
@@ -82,11 +80,7 @@ def planned(run: RunDir, devices: str | None, *, whole: bool = False) -> tuple[R
     loader = loader.model_copy(update={**most, "persistent_workers": loader.persistent_workers and cores > 0})
     threads = replace(plan.decisions["threads"], value=min(plan.threads, max(1, cores)))
     changed = {"decisions": {**plan.decisions, "threads": threads}, "placement": placement.as_dict(), "loader": loader}
-    return config, plan.model_copy(update=changed)
-
-
-#: What each rank computes, from the task, its data, a checkpoint and the other ranks: the same on all of them.
-Compute = Callable[[Evaluation, Task, Datasets | None, Snapshot, World, Collectives], dict[str, Any]]
+    return Evaluation(run, config, plan.model_copy(update=changed), split, step, data)
 
 
 def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:

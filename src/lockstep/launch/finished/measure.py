@@ -36,6 +36,10 @@ def refuse_several(task: Task, devices: Sequence[str]) -> None:
         )
 
 
+#: What each rank computes, from the task, its data, a checkpoint and the other ranks: the same on all of them.
+Compute = Callable[[Evaluation, Task, Datasets | None, Snapshot, World, Collectives], dict[str, Any]]
+
+
 def measure(
     wanted: Evaluation,
     task: Task,

@@ -21,7 +21,7 @@ from lockstep.engine.predict import Row, predictions
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import ConfigError, DataError, RunFolderError, UnsupportedError
 from lockstep.hardware import World
-from lockstep.launch.finished.evaluation import compute, planned
+from lockstep.launch.finished.evaluation import compute, wanted_on
 from lockstep.launch.finished.measure import opened
 from lockstep.launch.finished.reopen import Evaluation, find_step
 from lockstep.launch.run_claim import task_again
@@ -66,11 +66,13 @@ def predict(
             why="its predict_step belongs to Lightning's Trainer",
             fix="`lockstep lightning predict`, or Trainer.predict",
         )
-    config, plan = planned(run, devices, whole=True)
+    split, step = "test" if path else str(data), find_step(run, checkpoint)
+    wanted = replace(wanted_on(run, devices, split, step, path, whole=True), out=out)
+    plan = wanted.plan
     if plan.placement["accelerator"] == "cpu":  # sums depend on the number of threads
         one = replace(plan.decisions["threads"], value=1, shown="1", reason="the same sums on any ranks")
         plan = plan.model_copy(update={"decisions": {**plan.decisions, "threads": one}})
-    wanted = Evaluation(run, config, plan, "test" if path else str(data), find_step(run, checkpoint), path, out)
+        wanted = replace(wanted, plan=plan)
     rows = compute(_write, wanted, built)["rows"]
     _convert(_partial(out), out, kind)
     for part in (_partial(out), _progress(out)):
