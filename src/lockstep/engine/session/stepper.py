@@ -38,7 +38,7 @@ class Sums(NamedTuple):
 class _Call(NamedTuple):
     """A backward call: its sums on this rank, and whether it gave the optimizer's parameters a gradient here."""
 
-    total: Tensor
+    total: Tensor | float
     count: Tensor | float  # type: ignore[assignment]
     touched: bool
 
@@ -135,14 +135,14 @@ class Stepper:
         Raises:
             UnsupportedError: the optimizer has other parameters than before.
         """
-        now = parameters_of(self.optimizer)
-        if len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True)):
+        now = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if now != len(self._parameters):
             raise UnsupportedError(
                 f"the parameters of {self.name} changed after prepare()",
-                why=f"it had {len(self._parameters)}, now {len(now)}: new ones are reduced over ranks by no one",
+                why=f"it had {len(self._parameters)}, now {now}: new ones are reduced over ranks by no one",
                 fix="make all parameter groups before session.prepare(); freeze and unfreeze with requires_grad_()",
             )
-        if [p.requires_grad for p in now] != self._requires_grad:
+        if [p.requires_grad for p in self._parameters] != self._requires_grad:
             self._follow()
 
     def before_backward(self, window: int, call: int, *, last: bool) -> None:
@@ -163,7 +163,9 @@ class Stepper:
         if self._buckets is not None and last and call == self._last_call:
             self._buckets.arm()
 
-    def after_backward(self, window: int, total: Tensor, count: Tensor | float, flags: Callable[[], Flags]) -> None:
+    def after_backward(
+        self, window: int, total: Tensor | float, count: Tensor | float, flags: Callable[[], Flags]
+    ) -> None:
         touched = bool(self._fired)
         if touched and self._calls and self._window != window:
             raise TaskError(
@@ -197,8 +199,6 @@ class Stepper:
         middle, low = _divided(rest, _DIGIT)
         touched = float(sum(call.touched for call in self._calls))
         unused = float(touched > 0 and any(p.grad is None for p in self._trained))
-        if self._device.type == "cpu":
-            total = float(total)
         return [total, high, middle, low, touched, touched * touched, unused, *flags]
 
     def reduce(self, flags: Flags, *, reads: bool) -> Sums:

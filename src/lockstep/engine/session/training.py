@@ -55,7 +55,7 @@ class Training:
         self._losses = {name: LossMeter(rank.device) for name in self.steppers}
         self._buffers = Buffers(self.module, rank.device, "ranks" if size > 1 else "alone")
         self._draws = SeededDraws(plan.seed, [rank.device], everything=state.draws_seeded)
-        self.generator = torch.Generator(rank.device)
+        self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
         self.stage, self.loops, self.place, self.calls = 0, 0, -1, 0
         self._has_stepped, self._checked = False, 0
         parts = self.module, self.steppers, self._buffers, self._draws
@@ -86,13 +86,23 @@ class Training:
         self.place, self.calls, self.is_ghost = place, 0, request.ghost
         self._buffers.rewind()
         self._draws(self.state.step, part)
-        self.generator.manual_seed(dropout_seed(self.rank.plan.seed, self.state.step, part, 0, "session"))
+        self._part, self._is_seeded = part, False
         with contextlib.ExitStack() as around:
             if request.ghost:
                 around.enter_context(ghost(self.module))
                 around.enter_context(self._buffers.untouched())
             yield
         self.place = -1
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Random numbers of this micro-batch."""
+        self._inside("generator")
+        if not self._is_seeded:
+            self._is_seeded = True
+            key = dropout_seed(self.rank.plan.seed, self.state.step, self._part, 0, "session")
+            self._generator.manual_seed(key)
+        return self._generator
 
     @property
     def is_last(self) -> bool:
@@ -184,7 +194,9 @@ class Training:
             backward(total, seed)
         else:
             torch.autograd.backward(total, seed, inputs=inputs, **how)
-        value = torch.zeros_like(total) if self.is_ghost else total.detach()
+        value: Tensor | float = 0.0 if self.is_ghost else total.detach()
+        if self.rank.device.type == "cpu":
+            value = float(value)
         for stepper in self.steppers.values():
             stepper.after_backward(self.state.step, value, count, self._requests)
 
