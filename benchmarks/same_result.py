@@ -1,9 +1,9 @@
-"""The same experiment in Lockstep, Lightning and Accelerate, where arithmetic says what is right.
+"""The same experiment with Lockstep's tasks and sessions, Lightning and Accelerate, where arithmetic says what is right.
 
 ::
 
     pip install -c constraints.txt -e '.[peers]'
-    python benchmarks/same_result.py [--json FILE] [--markdown FILE] [--sides lockstep,lightning,accelerate]
+    python benchmarks/same_result.py [--json FILE] [--markdown FILE] [--sides lockstep,session,lightning,accelerate]
 
 On one and two ranks of the CPU, over gloo:
 
@@ -42,6 +42,7 @@ from report import header, write_json
 
 SIDES = {
     "lockstep": ("lockstep-train",),
+    "session": ("lockstep-train",),
     "lightning": ("lightning", "torchdata"),
     "accelerate": ("accelerate", "torchdata"),
 }
@@ -54,6 +55,7 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "resume": ("default",),
         "equal": ("default", "reproducibility=exact"),
     },
+    "session": dict.fromkeys(("validation", "accumulation", "resume", "equal"), ("default",)),
     "lightning": {
         "validation": ("default", "use_distributed_sampler=False"),
         "accumulation": ("default",),
@@ -70,6 +72,7 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
 #: What goes on with another number of ranks: of the ways that resume rightly on the same number, the first.
 ON_OTHER_RANKS = {
     "lockstep": "default",
+    "session": "default",
     "lightning": "StatefulDataLoader, StatefulDistributedSampler",
     "accelerate": SEEDABLE,
 }
