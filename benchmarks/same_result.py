@@ -1,4 +1,4 @@
-"""The same experiment with Lockstep's tasks and sessions, Lightning and Accelerate, where arithmetic says what is right.
+"""The same experiment with Lockstep's tasks and sessions, Lightning and Accelerate; arithmetic says what is right.
 
 ::
 
