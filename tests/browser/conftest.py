@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Response, ViewportSize, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Response, ViewportSize, sync_playwright
 
 from lockstep.telemetry.files import write_json
 from tests.browser.runs import make_run, runs_of
@@ -126,7 +126,7 @@ def used_browser(address: Address, folder: Path) -> Iterator[Browser]:
     with running_browser(Network(None), folder) as browser:
         page = browser.new_page()
         page.goto(address.url)
-        page.get_by_role("button", name="Run", exact=True).wait_for(timeout=PATIENCE_MS)
+        page.get_by_role("button", name="New run").wait_for(timeout=PATIENCE_MS)
         page.screenshot()
         page.close()
         yield browser
@@ -171,10 +171,17 @@ def server(machine_with_gpus: Address) -> Address:
     return machine_with_gpus
 
 
-def show(page: Page, tab: str) -> None:
-    """On a narrow screen the columns are tabs."""
-    if page.get_by_role("tab").count():
-        page.get_by_role("tab", name=tab).click()
+def open_form(page: Page) -> Page:
+    """The form of a new run, and its page."""
+    button = page.get_by_role("button", name="New run")
+    if button.get_attribute("aria-expanded") == "false":
+        button.click()
+    return page
+
+
+def rows(page: Page) -> Locator:
+    """The rows of the table of runs."""
+    return page.get_by_role("table", name="Runs").locator("tbody tr")
 
 
 def picture(page: Page, name: str) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+
 from lockstep.config import resolve
+from lockstep.telemetry.files import write_json
+from lockstep.telemetry.pictures import encode_png
 from lockstep.telemetry.rundir import RunDir
 from tests.studio.serving import Address
 
@@ -26,6 +30,11 @@ def make_run(folder: Path, name: str, status: str, steps: int = 40, **record: ob
         [{"attempt": 1, "epoch": n, "step": 10 * n, "train_loss": 2 / n, "val_loss": 3 / n} for n in (1, 2)]
     )
     run.update(status=status, **record)
+    write_json(run.path / "tables.json", {"test_confusion": [[4, 1], [2, 4]], "class_names": ["walk", "sit"]})
+    run.pictures.mkdir()
+    for epoch in (1, 2):
+        picture = np.full((4, 8), 100 * epoch, np.uint8)
+        (run.pictures / f"samples-epoch-{epoch:04d}.png").write_bytes(encode_png(picture))
     return run
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
-from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, picture, used_browser
+from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, open_form, picture, used_browser
 from tests.studio.serving import Address
 
 expect.set_options(timeout=PATIENCE_MS)
@@ -23,7 +23,7 @@ def browser(machine_with_gpus: Address, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("viewport", [WIDE, pytest.param(NARROW, marks=pytest.mark.drill)], ids=["wide", "narrow"])
 def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport: ViewportSize) -> None:
-    page = open_page(server.url, viewport)
+    page = open_form(open_page(server.url, viewport))
     run = page.get_by_role("button", name="Run", exact=True)
     boxes = [page.get_by_role("checkbox", name=name) for name in ("CPU", "GPU 0", "GPU 1", "GPU 2")]
     cpu, first, second, third = boxes
@@ -67,7 +67,7 @@ def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport:
 
 
 def test_configurations_are_saved_loaded_and_pasted(server: Address, open_page: OpenPage) -> None:
-    page = open_page(server.url, refused="/api/configs/parse")
+    page = open_form(open_page(server.url, refused="/api/configs/parse"))
     epochs, dialog = page.get_by_label("Epochs", exact=True), page.get_by_role("dialog")
     epochs.fill("7")
     page.get_by_role("button", name="Save", exact=True).click()
@@ -99,7 +99,7 @@ def paste(page: Page, yaml: str) -> None:
 def test_a_configuration_of_another_machine_and_numbers_that_a_browser_rounds(
     server: Address, open_page: OpenPage
 ) -> None:
-    page = open_page(server.url)
+    page = open_form(open_page(server.url))
     run, seed = page.get_by_role("button", name="Run", exact=True), 2**60 + 1
     box = {name: page.get_by_role("checkbox", name=name) for name in ("CPU", "GPU 0", "GPU 1", "GPU 2")}
     absent, command = (
@@ -131,7 +131,7 @@ def test_a_configuration_of_another_machine_and_numbers_that_a_browser_rounds(
 
 
 def test_every_setting_has_a_field_and_a_mistake_goes_with_it(server: Address, open_page: OpenPage) -> None:
-    page = open_page(server.url)
+    page = open_form(open_page(server.url))
     run = page.get_by_role("button", name="Run", exact=True)
     expect(run).to_be_enabled()
     offered = set(page.evaluate("[...document.querySelectorAll('.group [name]')].map((field) => field.name)"))

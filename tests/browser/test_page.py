@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, ViewportSize, WebSocketRoute, exp
 from lockstep.studio.home import Home
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
-from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, show, used_browser
+from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, open_form, rows, used_browser
 from tests.browser.runs import add_sample, make_run, runs_of
 from tests.hardware.machines import machine
 from tests.studio.serving import TOY, Address, studio
@@ -50,7 +50,7 @@ def test_the_token_leaves_the_address_and_a_new_one_is_asked_for(open_page: Open
         page.get_by_role("link").click()  # a link elsewhere: without the cookie
         expect(train).to_be_visible()
         token = home.token(new=True)
-        page.get_by_role("link", name="Doctor").click()  # its first request is refused
+        page.get_by_role("link", name="Scaling").click()  # its first request is refused
         expect(page.get_by_role("alert")).to_contain_text("token has changed")
         page.get_by_role("button", name="Enter the token").click()
         expect(page.get_by_text("your session has expired")).to_be_visible()
@@ -59,39 +59,68 @@ def test_the_token_leaves_the_address_and_a_new_one_is_asked_for(open_page: Open
             page.get_by_role("button", name="Open").click()
             if given == "wrong":
                 expect(page.get_by_role("alert")).to_contain_text("not the studio's token")
-        expect(page.get_by_role("heading", name="Doctor")).to_be_visible()
+        expect(page.get_by_role("heading", name="Scaling")).to_be_visible()
 
 
-def test_every_fate_and_the_list_of_runs(server: Address, open_page: OpenPage) -> None:
+def back(page: Page) -> None:
+    page.get_by_role("link", name="← Runs").click()
+
+
+def test_every_fate_and_the_table_of_runs(server: Address, open_page: OpenPage) -> None:
     page = open_page(server.url)
     runs, state = page.get_by_role("region", name="Runs"), page.get_by_role("region", name="State")
-    rows = runs.get_by_role("list", name="Runs").get_by_role("listitem")
-    expect(rows).to_have_count(3)
+    expect(rows(page)).to_have_count(3)
 
-    runs.get_by_role("link", name=re.compile("^first")).click()
+    runs.get_by_role("link", name="first").click()
     expect(state.get_by_role("region", name="Final metrics")).to_contain_text("0.91")
+    expect(state.get_by_text("Early stopping: it ended at step")).to_be_hidden()
     loss = state.get_by_role("img", name=re.compile("^Loss against step: loss 0.05 at step 40"))
     expect(loss).to_be_visible()
     state.get_by_label("Log scale").check()
     expect(state.get_by_role("figure", name="Loss", exact=True)).to_contain_text("log scale")
+    assert "log=1" in page.url, "the link keeps it"
     zoom_and_back(page)
+    state.get_by_label("X axis").select_option("epoch")
+    expect(state.get_by_role("img", name=re.compile("^Loss against epoch: loss 0.05 at epoch"))).to_be_visible()
+    page.get_by_role("button", name="Actions for Loss", exact=True).click()
+    with page.expect_download() as kept:
+        page.get_by_role("menuitem", name="Download CSV").click()
+    assert Path(kept.value.path()).read_text().splitlines()[-1].endswith(",0.05000000074505806")
+    for tab, text in (("Configuration", "lockstep train har"), ("Files", "steps.jsonl"), ("Log", "has no log yet")):
+        state.get_by_role("tab", name=tab).click()
+        expect(state.get_by_text(text).first).to_be_visible()
+    assert page.url.endswith("/log")
+    state.get_by_role("tab", name="Evaluation").click()
+    matrix = state.get_by_role("region", name="Test confusion")
+    expect(matrix.get_by_role("row", name=re.compile("^sit 80 % 67 % 73 % 6$"))).to_be_visible()
+    expect(state.get_by_role("img", name="Samples, epoch 2")).to_have_js_property("complete", True)
+    state.get_by_role("slider", name="Epoch of Samples").fill("0")
+    expect(state.get_by_role("img", name="Samples, epoch 1")).to_be_visible()
 
-    runs.get_by_role("link", name=re.compile("^second")).click()
+    back(page)
+    runs.get_by_role("link", name="second").click()
     expect(state.get_by_label("Failure")).to_contain_text("fix: a smaller batch")
+    expect(state.get_by_role("strong").filter(has_text="fix: a smaller batch")).to_be_visible()
     expect(state.get_by_role("img", name=re.compile("^Loss against step: loss not finite at step 41"))).to_be_visible()
+    state.get_by_role("tab", name="Charts").click()
     expect(state.get_by_role("img", name=re.compile("^Gradient norm against step: .* 1 at step 40"))).to_be_visible()
-    runs.get_by_role("link", name=re.compile("^third")).click()
+    back(page)
+    runs.get_by_role("link", name="third").click()
     expect(state.get_by_text("ended without a final status")).to_be_visible()
-    expect(rows.nth(0).get_by_text("lost")).to_be_visible()
+    back(page)
+    expect(rows(page).nth(0).get_by_text("lost")).to_be_visible()
 
-    page.get_by_label("Search runs").fill("baseline")
-    expect(rows).to_have_count(1)
-    page.get_by_label("Search runs").fill("")
+    for text, count in (("baseline", 1), ("test_accuracy > 0.9", 1), ("test_accuracy>.9 tag:no", 0), ("status=failed", 1),
+                        ("training.epochs = 4", 3), ("", 3)):  # fmt: skip
+        page.get_by_label("Search runs").fill(text)
+        expect(rows(page)).to_have_count(count)
     page.get_by_label("Status", exact=True).select_option("failed")
-    expect(rows).to_have_count(1)
+    expect(rows(page)).to_have_count(1)
     page.get_by_label("Status", exact=True).select_option("")
-    page.get_by_label("Sort").select_option("name")
-    expect(rows.nth(0)).to_contain_text("first")
+    page.get_by_role("button", name="Name").click()
+    expect(rows(page).nth(0)).to_contain_text("first")
+    page.reload()
+    expect(page.get_by_role("columnheader", name="Name")).to_have_attribute("aria-sort", "ascending")
 
     choose(page, "first", "Rename")
     page.get_by_role("dialog").get_by_label("Name").fill("renamed")
@@ -100,43 +129,59 @@ def test_every_fate_and_the_list_of_runs(server: Address, open_page: OpenPage) -
     page.get_by_role("dialog").get_by_label("Tags").fill("one, two")
     page.get_by_role("dialog").get_by_role("button", name="Save").click()
     expect(runs.get_by_text("two", exact=True)).to_be_visible()
+    choose(page, "third", "Pin")
+    expect(rows(page).nth(0)).to_contain_text("★third")
+    page.get_by_label("Group by").select_option("status")
+    expect(rows(page)).to_have_count(3)
+    page.get_by_role("button", name="Status lost").click()
+    expect(rows(page)).to_have_count(4)
+    page.get_by_label("Group by").select_option("")
     choose(page, "renamed", "Duplicate")
     expect(page.get_by_label("Epochs", exact=True)).to_have_value("4")
-    choose(page, "second", "Delete")
-    page.get_by_role("dialog", name="Delete run").get_by_role("button", name="Cancel").click()
-    expect(rows).to_have_count(3)
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Close the form").click()
+    for name in ("renamed", "second"):
+        page.get_by_role("checkbox", name=f"Select {name}").check()
+    page.get_by_role("button", name="Add tag…").click()
+    page.get_by_role("dialog").get_by_label("Tag").fill("both")
+    page.get_by_role("dialog").get_by_role("button", name="Add").click()
+    expect(runs.get_by_text("both", exact=True)).to_have_count(2)
+    page.get_by_role("checkbox", name="Select renamed").uncheck()
+    page.get_by_role("button", name="Delete…").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    expect(rows(page)).to_have_count(3)
     choose(page, "second", "Delete")
     page.get_by_role("dialog", name="Delete run").get_by_role("button", name="Delete").click()
-    expect(rows).to_have_count(2)
+    expect(rows(page)).to_have_count(2)
     assert len(list(runs_of(server).glob("*/run.json"))) == 2
     assert {run["name"] for run in server.get("/api/runs")["runs"]} == {"renamed", "third"}
 
 
 def test_runs_that_are_deleted_damaged_or_too_many(server: Address, open_page: OpenPage) -> None:
-    made = [make_run(runs_of(server), f"{'x' * length}", "completed", steps=2) for length in range(20, 40)]
+    made = [make_run(runs_of(server), f"{'x' * length}", "completed", steps=2) for length in range(20, 41)]
     page = open_page(server.url)
-    boxes = page.get_by_role("checkbox", name=re.compile("^Compare x"))
-    expect(boxes).to_have_count(20)
+    boxes = page.get_by_role("checkbox", name=re.compile("^Select x"))
+    expect(boxes).to_have_count(21)
     for run in made:
-        page.get_by_role("checkbox", name=f"Compare {run.read().name}", exact=True).check()
-    other = page.get_by_role("checkbox", name="Compare first")
-    expect(other).to_be_disabled()
-    expect(other).to_have_attribute("title", "20 runs at most")
-    expect(page.get_by_role("link", name="Compare 20")).to_be_visible()
+        page.get_by_role("checkbox", name=f"Select {run.read().name}", exact=True).check()
+    chosen = page.get_by_role("group", name="Selected runs")
+    compare = chosen.get_by_role("button", name="Compare")
+    expect(compare).to_have_accessible_description("20 runs at most")
+    boxes.first.uncheck()
+    expect(chosen.get_by_role("link", name="Compare 20")).to_be_visible()
 
-    deleted, damaged, *others = made
+    deleted, damaged, *others = made[:-1]
     page.evaluate("ids => { location.hash = `#/compare/${ids}` }", f"{deleted.path.name},{others[0].path.name}")
     expect(page.get_by_role("region", name="Differences in configuration")).to_contain_text("name")
     shutil.rmtree(deleted.path)
     expect(page.get_by_text(f"No longer in this folder: {deleted.path.name}")).to_be_visible()
     expect(page.get_by_role("alert")).to_be_hidden()
     damaged.run_file.write_text("{")
-    page.get_by_role("link", name="Training").click()
+    page.get_by_role("link", name="Runs", exact=True).click()
     expect(page.get_by_role("status", name="Runs that cannot be shown")).to_contain_text(
         f"{damaged.run_file} is damaged"
     )
     expect(page.get_by_role("link", name="Compare 18")).to_be_visible()
-    expect(other).to_be_enabled()
 
 
 PAINTED = """([title, share]) => {
@@ -144,7 +189,9 @@ PAINTED = """([title, share]) => {
     const [over, canvas] = [figure?.querySelector('.u-over'), figure?.querySelector('canvas')];
     if (!over) return false;
     const colour = document.createElement('canvas').getContext('2d');
-    colour.fillStyle = getComputedStyle(document.documentElement).getPropertyValue('--series-1');
+    document.body.style.setProperty('color', 'var(--series-1)');
+    colour.fillStyle = getComputedStyle(document.body).color;
+    document.body.style.removeProperty('color');
     colour.fillRect(0, 0, 1, 1);
     const line = colour.getImageData(0, 0, 1, 1).data;
     const [inner, outer] = [over.getBoundingClientRect(), canvas.getBoundingClientRect()];
@@ -162,7 +209,8 @@ def test_a_loss_that_was_not_finite_is_a_gap_in_its_curve(server: Address, open_
         value = float("nan") if 21 <= step <= 41 else 1.0
         run.append_step({"attempt": 1, "step": step, "epoch": 1, "loss": value, "grad_norm": value})
     page = open_page(server.url)
-    page.get_by_role("link", name=re.compile("^with holes")).click()
+    page.get_by_role("link", name="with holes").click()
+    page.get_by_role("tab", name="Charts").click()
     for title, share in (("Gradient norm", 0.5), ("Loss", 0.1), ("Loss", 0.9)):
         page.wait_for_function(PAINTED, arg=[title, share])
     assert not page.evaluate(PAINTED, ["Loss", 0.5])
@@ -173,7 +221,7 @@ def test_evaluations_between_epochs_are_points_beside_the_epochs(server: Address
     rows = [{"attempt": 1, "step": step, "epoch": 1, "improved": False, "val_loss": 5.0} for step in (5, 25)]
     run.evaluations_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     page = open_page(server.url)
-    page.get_by_role("link", name=re.compile("^between")).click()
+    page.get_by_role("link", name="between").click()
     chart = page.get_by_role("img", name=re.compile("^Loss per evaluation against step: .*Val loss 5 at step 25", re.I))
     expect(chart).to_be_visible()
     expect(chart).to_have_attribute("data-points", "4")  # two epochs' ends, at 10 and 20
@@ -191,8 +239,9 @@ def test_each_device_of_a_node_has_its_line_and_it_moves(server: Address, open_p
     row = {"step": 1, "attempt": 1, "slow_rank": 777, "ranks": [{"rank": rank, **state} for rank in range(1500)]}
     (run.path / "ranks.jsonl").write_text(json.dumps(row) + "\n")
     page = open_page(server.url)
-    page.get_by_role("link", name=re.compile("^first")).click()
-    power = page.get_by_role("figure", name="Power").get_by_role("button")
+    page.get_by_role("link", name="first").click()
+    page.get_by_role("tab", name="Charts").click()
+    power = page.get_by_role("figure", name="Power").locator(".legend").get_by_role("button")
     expect(power).to_have_text([re.compile(f"gpu:{index} {600 + index} W") for index in range(11)])
     expect(page.get_by_role("figure", name="Utilisation").get_by_role("button").last).to_have_text("host 50 %")
     add_sample(run, 3, 650.0)
@@ -214,9 +263,9 @@ def test_what_the_server_refuses_is_told_and_can_be_tried_again(server: Address,
 
     page.route_web_socket(re.compile("/api/live$"), relay)
     page.reload()
-    page.get_by_role("link", name=re.compile("^first")).click()
+    page.get_by_role("link", name="first").click()
     expect(page.get_by_role("img", name=re.compile("^Loss against step"))).to_be_visible()
-    chosen = page.url.rpartition("/")[2]
+    chosen = page.url.rpartition("/")[2].partition("?")[0]
     error = {"type": "error", "code": "RUN_NOT_USABLE", "message": "it cannot be followed", "why": "", "fix": "open it"}
     sockets[-1].send(json.dumps({**error, "run": chosen}))
     told = page.get_by_role("alert").filter(has_text="it cannot be followed")
@@ -255,7 +304,7 @@ def zoom_and_back(page: Page) -> None:
 def test_the_doctor_examines_this_machine(open_page: OpenPage, tmp_path: Path) -> None:
     with studio(tmp_path) as address:
         page = open_page(address.url)
-        page.get_by_role("link", name="Doctor").click()
+        page.get_by_role("link", name="Machine").click()
         page.get_by_role("button", name="Check this machine").click()
         expect(page.get_by_role("status").filter(has_text="for training on")).to_be_visible()
         findings = page.get_by_role("list", name="Findings").get_by_role("listitem")
@@ -265,7 +314,7 @@ def test_the_doctor_examines_this_machine(open_page: OpenPage, tmp_path: Path) -
 
 def test_a_report_opens_in_a_tab_of_its_own(server: Address, open_page: OpenPage) -> None:
     page = open_page(server.url)
-    page.get_by_role("link", name=re.compile("^first")).click()
+    page.get_by_role("link", name="first").click()
     with page.context.expect_page() as opened:
         page.get_by_role("link", name="Report").click()
     report = opened.value
@@ -323,15 +372,19 @@ def test_scaling_is_measured_from_the_page(open_page: OpenPage, tmp_path: Path) 
 
 
 def test_a_narrow_screen_trains_too(server: Address, open_page: OpenPage) -> None:
-    page = open_page(server.url, NARROW)
-    show(page, "Configuration")
+    page = open_form(open_page(server.url, NARROW))
     page.get_by_label("Task", exact=True).select_option(TOY)
     page.get_by_role("checkbox", name="CPU").check()
     page.get_by_role("checkbox", name="GPU 0").uncheck()
-    page.get_by_role("button", name="Run", exact=True).click()
-    expect(page.get_by_role("tab", name="State")).to_have_attribute("aria-selected", "true")
-    expect(page.get_by_role("region", name="Final metrics")).to_contain_text("test accuracy")
-    expect(page.get_by_role("img", name=re.compile("^loss per epoch against epoch"))).to_be_visible()
+    page.get_by_label("Number of ranks").fill("99")
+    run = page.get_by_role("button", name="Run", exact=True)
+    expect(run).to_be_disabled()
+    expect(run).to_have_accessible_description(re.compile("from 1 to 64"))
+    page.get_by_label("Number of ranks").fill("1")
+    run.click()
+    expect(page.get_by_role("region", name="Configuration")).to_be_hidden()
+    expect(page.get_by_role("region", name="Final metrics")).to_contain_text("Test accuracy")
+    expect(page.get_by_role("img", name=re.compile("^Loss per epoch against epoch"))).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the screen"
 
 
@@ -351,19 +404,18 @@ def tab_to(page: Page, name: str) -> None:
 def test_the_keyboard_alone_does_everything(server: Address, open_page: OpenPage) -> None:
     page = open_page(server.url)
     keys = page.keyboard
-    expect(page.get_by_role("checkbox", name="GPU 0")).to_be_checked()
-    expect(page.get_by_role("list", name="Runs").get_by_role("listitem")).to_have_count(3)
+    expect(rows(page)).to_have_count(3)
     keys.press("Tab")
     expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
     keys.press("Enter")
 
     tab_to(page, "Actions for third")
     keys.press("Enter")
-    expect(page.get_by_role("menuitem", name="Rename")).to_be_focused()
+    expect(page.get_by_role("menuitem", name="Pin")).to_be_focused()
     keys.press("Escape")
     expect(page.get_by_role("button", name="Actions for third")).to_be_focused()
     keys.press("Enter")
-    expect(page.get_by_role("menuitem", name="Rename")).to_be_focused()
+    expect(page.get_by_role("menuitem", name="Pin")).to_be_focused()
     keys.press("ArrowUp")
     expect(page.get_by_role("menuitem", name="Delete")).to_be_focused()
     keys.press("Enter")
@@ -372,10 +424,14 @@ def test_the_keyboard_alone_does_everything(server: Address, open_page: OpenPage
     expect(page.get_by_role("dialog")).to_be_hidden()
 
     # A toy task on the CPU: everything by Tab, Space, arrows and Enter.
+    keys.press("Shift+Tab")
+    page.get_by_role("button", name="New run").focus()
+    keys.press("Enter")
+    expect(page.get_by_role("checkbox", name="GPU 0")).to_be_checked()
+    page.get_by_role("region", name="Configuration").get_by_role("button", name="Load").focus()
     tab_to(page, "Task")
-    if not page.evaluate("document.activeElement.matches('select')"):
+    while not page.evaluate("document.activeElement.matches('select')"):
         keys.press("Tab")
-        tab_to(page, "Task")
     keys.press("End")
     tab_to(page, "CPU")
     keys.press("Space")
@@ -394,11 +450,11 @@ def test_the_keyboard_alone_does_everything(server: Address, open_page: OpenPage
     expect(state.get_by_role("region", name="Final metrics")).to_be_visible()
 
     # A chart: + zooms, 0 shows all.
-    plot = page.get_by_role("figure", name="loss per epoch").locator(".plot")
+    plot = page.get_by_role("figure", name="Loss per epoch").locator(".plot")
     expect(plot).to_have_attribute("data-points", "3")
     whole = plot.get_attribute("data-shown")
     assert whole is not None
-    tab_to(page, "loss per epoch")
+    tab_to(page, "Loss per epoch")
     keys.press("+")
     expect(plot).not_to_have_attribute("data-shown", whole)
     keys.press("0")
@@ -419,16 +475,17 @@ AXE = (Path(__file__).parent / "axe.min.js").read_text()
 )
 def test_axe_finds_no_serious_fault(server: Address, open_page: OpenPage, viewport: ViewportSize, scheme: str) -> None:
     page = open_page(server.url, viewport, color_scheme=scheme, reduced_motion="reduce")
-    expect(page.get_by_role("button", name="Run", exact=True)).to_be_enabled()
+    expect(rows(page)).to_have_count(3)
     ids = [run["id"] for run in server.get("/api/runs")["runs"]]
-    views = ["train", *(f"train/{name}" for name in ids), f"compare/{','.join(ids)}", "scaling", "doctor"]
-    for view in views:
-        page.evaluate("address => { location.hash = address }", f"#/{view}")
-        page.wait_for_load_state("networkidle")
-        if view != "train":
-            expect(page.get_by_role("heading", level=1).last).to_be_visible()
+    tabs = ("overview", "charts", "log", "evaluation", "configuration", "files")
+    views = ["runs", *(f"run/{ids[-1]}/{tab}" for tab in tabs), *(f"run/{name}" for name in ids[:-1])]
+    for view in [*views, f"compare/{','.join(ids)}", "scaling", "machine", "form"]:
+        if view == "form":
+            open_form(page)
+            expect(page.get_by_role("button", name="Run", exact=True)).to_be_enabled()
         else:
-            show(page, "Configuration")
+            page.evaluate("address => { location.hash = address }", f"#/{view}")
+            page.wait_for_load_state("networkidle")
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is wider than the screen"
         page.evaluate(AXE)
@@ -439,4 +496,3 @@ def test_axe_finds_no_serious_fault(server: Address, open_page: OpenPage, viewpo
             if fault["impact"] in {"serious", "critical"}
         ]
         assert not serious, "\n".join(serious)
-    show(page, "Runs")

@@ -291,7 +291,7 @@ def test_a_scaling_benchmark(address: Address) -> None:
     config = {"training": {"batch_size": 8}}
     assert address.post("/api/scaling", {"task": TOY, "devices": ["gpu:3"]}, 422)["code"] == "GPU_NOT_AVAILABLE"
     job = address.post("/api/scaling", {"task": TOY, "devices": ["cpu", "cpu"], "config": config}, 202)
-    assert "--batch-size 8" in job["command_text"]
+    assert "batch_size: 8" in Path(job["command_text"].split()[-1]).read_text()
     done = wait_for_job(address, job["id"])
     assert done["status"] == "done", done
     found = address.get("/api/scaling")

@@ -72,6 +72,7 @@ def studio(
         tasks=offered_tasks(task or ()),
         flags=flag_table(),
         verbs=tuple(name for name, _, _ in VERBS),
+        warm=True,
     )
     server = Server(options, port=port, detect=detect_devices, new_token=new_token)
     say(f"Lockstep studio: {server.url}", sys.stdout)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Query, Request, WebSocket
 from pydantic import BaseModel
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from lockstep.config.load import merge
 from lockstep.errors import LockstepError
@@ -86,6 +87,12 @@ def _machine_routes(router: APIRouter, studio: Studio) -> None:
     def about() -> Response:
         return ok(studio.about())
 
+    @router.get("/page", summary="What the page needs first: studio, devices, schema and names of tasks, in one answer")
+    def page() -> Response:
+        devices = studio.forms.list_devices(refresh=False)
+        names = list(studio.forms.task_names)
+        return ok({"studio": studio.about(), "devices": devices, "schema": studio.forms.schema(), "tasks": names})
+
     @router.get("/devices", summary="The devices of this machine")
     def devices(refresh: bool = False) -> Response:
         return ok(studio.forms.list_devices(refresh=refresh))
@@ -136,6 +143,10 @@ def _run_routes(router: APIRouter, studio: Studio) -> None:
         problems = json.dumps(studio.index.problems()).encode()
         content = b'{"status":"ok","data":{"runs":%b,"problems":%b}}' % (runs, problems)
         return Response(content, media_type="application/json")
+
+    @router.get("/settings", summary="By run, the settings that differ between runs")
+    def run_settings() -> Response:
+        return ok(studio.runs.settings())
 
     @router.post("/runs", status_code=202, summary="Start a run")
     def start(body: StartBody) -> Response:
@@ -205,6 +216,22 @@ def _number_routes(router: APIRouter, studio: Studio) -> None:
         tail: Annotated[int, Query(ge=1, le=5000)] = 200,
     ) -> Response:
         return ok(studio.runs.log(name, file, tail))
+
+    @router.get("/runs/{name}/files", summary="The files of the run's folder")
+    def files(name: RunName) -> Response:
+        return ok({"files": studio.runs.files(name)})
+
+    @router.get("/runs/{name}/file", summary="One file of the run's folder, to download")
+    def file(name: RunName, path: Annotated[str, Query(max_length=1000)]) -> Response:
+        found = studio.runs.file(name, path)
+        inline = found.suffix == ".png"
+        kind = "image/png" if inline else "application/octet-stream"
+        how = "inline" if inline else "attachment"
+        headers = {
+            "content-security-policy": REPORT_CSP,
+            "content-disposition": f"{how}; filename*=UTF-8''{quote(found.name)}",
+        }
+        return StreamingResponse(details.content_of(found), media_type=kind, headers=headers)
 
     @router.get("/runs/{name}/report", summary="The run's report: one HTML page without scripts")
     def report(name: RunName) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,6 +14,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.staticfiles import StaticFiles
 
 from lockstep.errors import LockstepError
+from lockstep.studio import bundle
 from lockstep.studio.access import Guard, Sessions
 from lockstep.studio.api import make_router, unknown_address
 from lockstep.studio.live import Hub
@@ -22,8 +22,6 @@ from lockstep.studio.pages import api_page, error_page
 from lockstep.studio.problems import ApiError, body_of, status_of
 from lockstep.studio.studio import Studio
 from lockstep.telemetry.records import versions
-
-STATIC = Path(__file__).parent / "static"
 
 
 def make_app(studio: Studio, port: int) -> Any:
@@ -34,10 +32,11 @@ def make_app(studio: Studio, port: int) -> Any:
     async def life(app: FastAPI) -> AsyncIterator[None]:
         # A list of many runs takes a while: read it before the first request.
         reading = asyncio.create_task(asyncio.to_thread(studio.index.summaries))
+        warming = asyncio.create_task(asyncio.to_thread(studio.forms.warm)) if studio.options.warm else reading
         async with hub.running():
             yield
-        await reading
         studio.planner.close()
+        await asyncio.gather(reading, warming)
 
     app = FastAPI(
         title="Lockstep studio",
@@ -54,9 +53,22 @@ def make_app(studio: Studio, port: int) -> Any:
 
 
 def _pages(app: FastAPI) -> None:
+    page = {"app/page.js": bundle.script(), "styles/page.css": bundle.styles()}
+    text = (bundle.STATIC / "index.html").read_text(encoding="utf-8")
+    for name, content in page.items():
+        text = text.replace(f"/static/{name}", f"/static/{name}?{bundle.version(content)}")
+
     @app.get("/", include_in_schema=False)
     def index() -> Response:
-        return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")
+        return HTMLResponse(text)
+
+    def bundled(request: Request) -> Response:
+        name = request.url.path.removeprefix("/static/")
+        kind = "text/javascript" if name.endswith(".js") else "text/css"
+        return Response(page[name], media_type=kind, headers={"cache-control": "private, max-age=31536000, immutable"})
+
+    for name in page:
+        app.add_api_route(f"/static/{name}", bundled, include_in_schema=False)
 
     @app.get("/docs", include_in_schema=False)
     def docs() -> Response:
@@ -65,9 +77,9 @@ def _pages(app: FastAPI) -> None:
     @app.get("/favicon.ico", include_in_schema=False)
     def icon() -> Response:
         # Requested by pages without an icon: reports, /docs, the welcome page.
-        return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
+        return FileResponse(bundle.STATIC / "icon.svg", media_type="image/svg+xml")
 
-    app.mount("/static", StaticFiles(directory=STATIC, check_dir=False))
+    app.mount("/static", StaticFiles(directory=bundle.STATIC, check_dir=False))
 
 
 def _problems(app: FastAPI) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
+from lockstep.config.load import MAX_CONFIG_BYTES
+from lockstep.errors import LockstepError, RunFolderError
 from lockstep.studio.launch_records import Start
 from lockstep.studio.settings import REFUSED, command_text, flatten
 from lockstep.telemetry import comparison
-from lockstep.telemetry.files import names_in
+from lockstep.telemetry.files import names_in, open_regular, read_bytes, read_json
 from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.summary import LIVE
 
 #: Settings that the page may not set, and that a copy gets in another way.
+_MAX_TABLES, _MAX_FILES = 4 << 20, 5000
 _OF_ITS_OWN = {"save_dir", "runs_dir", "task.name", "task.datamodule"}
 
 
@@ -34,6 +42,8 @@ def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> di
         "epochs_rows": or_else(run.epochs, []),
         "checkpoints": CheckpointStore(run.checkpoints).listed(),
         "logs": log_names(run),
+        "tables": or_else(lambda: read_json(run.path / "tables.json", max_bytes=_MAX_TABLES), None),
+        "pictures": sorted(n for n in names_in(run.pictures) if n.endswith(".png")) if _is_real(run.pictures) else [],
         "command": ["lockstep", *(words or (start.arguments if start else []))],
         "command_text": command_text(words or (start.arguments if start else [])),
         "versions": record.versions if record is not None else {},
@@ -46,9 +56,51 @@ def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> di
     }
 
 
+def _is_real(folder: Path) -> bool:
+    """Whether this is a folder and no link, which may lead anywhere."""
+    return folder.is_dir() and not folder.is_symlink()
+
+
+def files(folder: Path) -> list[dict[str, Any]]:
+    """Paths, sizes in bytes and times (seconds since the epoch) of the regular files below ``folder``."""
+    found = []
+    for place, _, names in os.walk(folder):  # which follows no links
+        for name in names:
+            file = Path(place, name)
+            with contextlib.suppress(OSError):
+                status = file.lstat()
+                if stat.S_ISREG(status.st_mode) and not name.startswith("."):
+                    path = file.relative_to(folder).as_posix()
+                    found.append({"path": path, "bytes": status.st_size, "modified": status.st_mtime})
+        if len(found) > _MAX_FILES:
+            break
+    return sorted(found[:_MAX_FILES], key=lambda file: str(file["path"]))
+
+
+def content_of(file: Path) -> Iterator[bytes]:
+    """A file's content in parts; it may grow meanwhile. Raises :class:`OSError`."""
+    with open_regular(file) as stream:
+        while part := stream.read(1 << 20):
+            yield part
+
+
+def settings_of(file: Path) -> dict[str, Any]:
+    """The settings of a run's ``config.yaml`` by dotted key, read fast: for a table, not to train with.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        content = yaml.load(read_bytes(file, max_bytes=MAX_CONFIG_BYTES), Loader=loader)
+        return {key: value for key, value in flatten(content) if key not in {"name", "save_dir", "runs_dir"}}
+    except (yaml.YAMLError, LockstepError, AttributeError, ValueError) as error:
+        raise RunFolderError(f"{file} is damaged", why=str(error)[:200]) from None
+
+
 def log_names(run: RunDir) -> list[str]:
     """Text files in ``logs``; the command's own output first."""
-    if run.logs.is_symlink():  # it may lead anywhere
+    if not _is_real(run.logs):
         return []
     names = [name for name in names_in(run.logs) if name.endswith(".log") and not name.startswith(".")]
     return sorted(names, key=lambda name: (name != "output.log", name))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import json_schema, resolve
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.hardware.device import Device, choose_default, parse, select
 from lockstep.studio import planning, settings
 from lockstep.studio.home import Home
@@ -86,6 +87,11 @@ class Forms:
                 for task in described
             ],
         }
+
+    def warm(self) -> None:
+        """Let the helper process import the tasks; what goes wrong is reported to the page that asks."""
+        with contextlib.suppress(LockstepError):
+            self.tasks()
 
     def schema(self) -> dict[str, Any]:
         return {

@@ -252,6 +252,7 @@ class RunIndex:
             self._stopping.discard(name)
             if not entry.restless and record is not None and labels not in (None, Labels()):
                 self._starts.settle(run)
+        base |= {"notes": labels.notes if labels else "", "pinned": bool(labels and labels.pinned)}
         if labels is not None and labels.name is not None:
             base["name"] = labels.name or None
         if labels is not None and labels.tags is not None:

@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,12 @@ class Start(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The labels of a run; ``None`` where the run's own record has them."""
+    """The labels of a run: name and tags (``None`` where the run's own record has them), and what only the page has."""
 
     name: str | None = None
     tags: tuple[str, ...] | None = None
+    notes: str = ""
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,8 @@ class Starts:
         try:
             kept = read_json(self._home.start(name) / "labels.json", max_bytes=_MAX_BYTES)
             tags = kept.get("tags")
-            return Labels(kept.get("name"), None if tags is None else tuple(map(str, tags)))
+            named = Labels(kept.get("name"), None if tags is None else tuple(map(str, tags)))
+            return replace(named, notes=str(kept.get("notes", "")), pinned=kept.get("pinned") is True)
         except (RunFolderError, AttributeError, TypeError):
             return Labels()
 
@@ -204,7 +207,7 @@ class Starts:
         write_json(folder / "labels.json", asdict(labels))
 
     def settle(self, run: RunDir) -> None:
-        """Write labels into the record of a run that has ended: while it runs, the file has another writer."""
+        """Write name and tags into the record of a run that has ended: while it runs, the file has another writer."""
         labels = self.labels(run.path.name)
         changes: dict[str, Any] = {}
         if labels.name is not None:
@@ -214,7 +217,7 @@ class Starts:
         if changes:
             with contextlib.suppress(StorageError, RunFolderError):
                 run.update(**changes)
-                (self._home.start(run.path.name) / "labels.json").unlink(missing_ok=True)
+                self.label(run.path.name, replace(labels, name=None, tags=None))
 
     def target(self, run: RunDir) -> Target | None:
         """The process of this machine to signal for the run, identified by pid, creation time and its open files.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ class Runs:
         self._starts = starts
         self._jobs = jobs
         self._forms = forms
+        self._settings: dict[str, tuple[int, dict[str, Any]]] = {}
         #: Held from checking a run until it is started or deleted.
         self._changing = threading.Lock()
 
@@ -68,15 +71,12 @@ class Runs:
 
     def label(self, name: str, body: LabelBody) -> dict[str, Any]:
         location = self._index.summary(name)["location"]
-        kept = self._starts.labels(location)
-        given = body.model_fields_set
-        self._starts.label(
-            location,
-            Labels(
-                (body.name or "") if "name" in given else kept.name,
-                tuple(dict.fromkeys(body.tags or ())) if "tags" in given else kept.tags,
-            ),
-        )
+        given = {key: getattr(body, key) for key in body.model_fields_set}
+        if "name" in given:
+            given["name"] = body.name or ""
+        if "tags" in given:
+            given["tags"] = tuple(dict.fromkeys(body.tags or ()))
+        self._starts.label(location, replace(self._starts.labels(location), **given))
         return self._index.summary(name)
 
     def delete(self, name: str) -> dict[str, Any]:
@@ -171,6 +171,35 @@ class Runs:
         path = output if chosen == "output.log" else run.logs / chosen
         found, truncated = last_lines(path, lines)
         return {"name": chosen, "lines": found, "truncated": truncated, "names": names}
+
+    def files(self, name: str) -> list[dict[str, Any]]:
+        """The files of a run, by path, without what a link leads to."""
+        return details.files(self._index.run_folder(name).path)
+
+    def file(self, name: str, path: str) -> Path:
+        """One of them. Raises :class:`ApiError` when there is none."""
+        folder = self._index.run_folder(name).path
+        if path not in {file["path"] for file in details.files(folder)}:
+            raise ApiError("NOT_FOUND", 404, f"run {name} has no file {path[:200]!r}", fix="reload the list")
+        return folder / path
+
+    def settings(self) -> dict[str, Any]:
+        """By run, the settings that are not the ``same`` in all runs."""
+        found = {}
+        for summary in self._index.summaries():
+            file = self._home.run(summary["location"]) / "config.yaml"
+            with contextlib.suppress(OSError, RunFolderError):
+                stamp = file.stat().st_mtime_ns
+                if self._settings.get(summary["id"], (0,))[0] != stamp:
+                    self._settings[summary["id"]] = (stamp, details.settings_of(file))
+                found[summary["id"]] = self._settings[summary["id"]][1]
+        keys = {key for one in found.values() for key in one}
+        first: dict[str, Any] = next(iter(found.values()), {})
+        differ = {key for key in keys if any(one.get(key) != first.get(key) for one in found.values())}
+        return {
+            "runs": {name: {key: one[key] for key in differ & one.keys()} for name, one in found.items()},
+            "same": {key: value for key, value in first.items() if key not in differ},
+        }
 
     def report(self, name: str) -> bytes:
         """The page that ``lockstep report`` writes of this run, as it is now, drawn by another process.

@@ -68,6 +68,8 @@ class LabelBody(_Body):
 
     name: Name | None = None
     tags: list[Tag] | None = Field(None, max_length=20)
+    notes: str = Field("", max_length=10_000)
+    pinned: bool = False
 
 
 class ResumeBody(_Body):

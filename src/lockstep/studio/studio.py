@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ class Options:
         flags: flags of ``lockstep train`` and the setting of each.
         verbs: the commands that this version has.
         kill_after_s: how long a stopped run may take to save a checkpoint and end.
+        warm: import the tasks at the start, before a page asks for them.
     """
 
     runs_dir: Path
@@ -43,6 +45,7 @@ class Options:
     flags: Mapping[str, str]
     verbs: tuple[str, ...]
     kill_after_s: float = KILL_AFTER_S
+    warm: bool = False
 
 
 class Studio:
@@ -65,7 +68,7 @@ class Studio:
 
     def hello(self) -> dict[str, Any]:
         """Who answers; first message of every WebSocket."""
-        return {"instance": self.instance, "version": versions()["lockstep"]}
+        return {"instance": self.instance, "version": versions()["lockstep"], "now": time.time()}
 
     def about(self) -> dict[str, Any]:
         return {

@@ -31,6 +31,7 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
     - ``location``: the folder's name; ``path``: the folder
     - ``devices``, ``strategy``, ``precision``, ``world_size``: of the newest attempt
     - ``step`` of ``total_steps`` (optimizer steps), ``progress`` from 0 to 1, ``epoch`` (completed) of ``epochs``
+    - ``monitor``: the metric that decides which checkpoint is best
     - ``eta_s``: seconds to the end of a running run, where that can be estimated
     - ``last_epoch``: the newest row of ``metrics.json``; ``samples_per_s``: the median of all rows
 
@@ -42,6 +43,7 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
     """
     record = record or run.read()
     status, beat, rows = run.judge(record), run.progress(), or_else(run.epochs, [])
+    plan = or_else(run.plan, {})
     placement, last = record.placement or {}, rows[-1] if rows else {}
     step, total = (beat.step, beat.total) if beat else (None, None)
     return {
@@ -57,7 +59,8 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
         "devices": _devices(run, placement),
         **{key: placement.get(key) for key in ("world_size", "strategy", "precision")},
         "epoch": last.get("epoch"),
-        "epochs": _planned_epochs(run),
+        "epochs": epochs if isinstance(epochs := plan.get("epochs"), int) else None,
+        "monitor": monitor if isinstance(monitor := plan.get("monitor"), str) else None,
         "step": step,
         "total_steps": total,
         "progress": min(1.0, step / total) if step is not None and total else None,
@@ -92,11 +95,6 @@ def _devices(run: RunDir, placement: dict[str, Any]) -> list[str]:
 def _median(values: Sequence[Any]) -> float | None:
     known = [value for value in values if isinstance(value, int | float)]
     return statistics.median_high(known) if known else None
-
-
-def _planned_epochs(run: RunDir) -> int | None:
-    epochs = or_else(run.plan, {}).get("epochs")
-    return epochs if isinstance(epochs, int) else None
 
 
 #: Older samples are stale: the run has ended, or its node has stopped.

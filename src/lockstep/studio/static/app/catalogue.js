@@ -12,11 +12,13 @@ export const trouble = signal(null);
 
 export async function loadCatalogue() {
   try {
-    const [about, machine, settings] = await Promise.all([get("/studio"), get("/devices"), get("/schema")]);
+    const page = await get("/page");
     batch(() => {
-      studio.value = about;
-      devices.value = machine;
-      schema.value = settings;
+      studio.value = page.studio;
+      devices.value = page.devices;
+      schema.value = page.schema;
+      // Their own settings follow when the server has imported them.
+      tasks.value ??= page.tasks.map((name) => ({ name, title: "", schema: {}, defaults: {}, error: null, waiting: true }));
       trouble.value = null;
     });
     tasks.value = (await get("/tasks")).tasks;

@@ -1,21 +1,32 @@
 // A chart with its legend, and the tools that all charts of a view share.
 
-import { html, signal, useEffect, useRef, useState } from "./html.js";
+import { computed, html, signal, useEffect, useRef, useState } from "./html.js";
 import { number } from "./format.js";
 import { isGap, Plot } from "./plot.js";
+import { keep, route } from "./route.js";
+import { Menu } from "./ui.js";
 
-/** Options of all charts, kept for the tab. */
-export const drawing = signal({ log: false, smoothing: 0 });
+/** Options of all charts, kept in the link. */
+export const drawing = computed(() => {
+  const { query } = route.value;
+  return { log: query.has("log"), smoothing: Number(query.get("smooth") ?? 0), x: query.get("x") ?? "step", text: query.get("charts") ?? "" };
+});
+export const AXES = { step: "step", samples: "samples", epoch: "epoch", time: "training time (s)" };
 
 /** Counts up when every chart should show all of its points again. */
 const resets = signal(0);
 
-export function ChartTools({ notes = [] }) {
-  const { log, smoothing } = drawing.value;
-  const set = (change) => (drawing.value = { ...drawing.value, ...change });
+export function ChartTools({ notes = [], axes = false, search = false }) {
+  const { log, smoothing, x, text } = drawing.value;
   return html`<div class="chart-tools" role="group" aria-label="Chart tools">
+    ${search && html`<input class="input" type="search" aria-label="Search charts" placeholder="Search charts" value=${text} onInput=${(event) => keep("charts", event.currentTarget.value)} />`}
+    ${axes && html`<label>X axis
+      <select class="input" value=${x} onChange=${(event) => keep("x", event.currentTarget.value === "step" ? null : event.currentTarget.value)}>
+        ${Object.entries(AXES).map(([id, title]) => html`<option key=${id} value=${id} selected=${id === x}>${title}</option>`)}
+      </select>
+    </label>`}
     <label>
-      <input type="checkbox" checked=${log} onChange=${(event) => set({ log: event.currentTarget.checked })} />
+      <input type="checkbox" checked=${log} onChange=${(event) => keep("log", event.currentTarget.checked ? "1" : null)} />
       Log scale
     </label>
     <label>
@@ -27,7 +38,7 @@ export function ChartTools({ notes = [] }) {
         step="0.02"
         value=${smoothing}
         aria-valuetext=${smoothing ? number(smoothing, 2) : "off"}
-        onInput=${(event) => set({ smoothing: Number(event.currentTarget.value) })}
+        onInput=${(event) => keep("smooth", Number(event.currentTarget.value) || null)}
       />
       <span class="number">${smoothing ? smoothing.toFixed(2) : "off"}</span>
     </label>
@@ -58,13 +69,15 @@ function last({ x, y }, at = y.length - 1) {
  * `onZoom(from, to)` is called on zoom, with nulls on reset.
  * Drag zooms, a double click resets; with the keyboard + and − zoom, arrows move, 0 resets.
  */
-export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 150, everyRow = false, onZoom }) {
+export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 180, everyRow = false, fraction = false, onZoom }) {
   const host = useRef(null);
   const plot = useRef(null);
   const zoomed = useRef(onZoom);
   zoomed.current = onZoom;
   const [hidden, setHidden] = useState([]);
   const [cursor, setCursor] = useState(null);
+  const [full, setFull] = useState(false);
+  const [seen, setSeen] = useState(false);
   const log = canLog && drawing.value.log;
   const smoothing = drawing.value.smoothing;
   // A series keeps its colour while others are hidden.
@@ -72,6 +85,12 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
     .map((one, index) => ({ ...one, ...looks(one, index), everyRow }))
     .filter((one) => !hidden.includes(one.label));
 
+  // Hundreds of charts: one is drawn as soon as it is near the screen.
+  useEffect(() => {
+    const watch = new IntersectionObserver(([entry]) => setSeen(entry.isIntersecting), { rootMargin: "300px" });
+    watch.observe(host.current);
+    return () => watch.disconnect();
+  }, []);
   useEffect(() => {
     plot.current = new Plot(host.current, {
       height,
@@ -80,10 +99,15 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
     });
     return () => plot.current.destroy();
   }, []);
-  useEffect(() => plot.current.draw({ series: shown, log, smoothing, tick: format === number ? undefined : format }));
+  useEffect(() => {
+    if (!seen) return;
+    plot.current.height = full ? innerHeight - 160 : height;
+    plot.current.draw({ series: shown, log, smoothing, against, fraction, tick: format === number ? undefined : format });
+  });
   useEffect(() => plot.current.resetZoom(), [resets.value]);
 
   const keys = (event) => {
+    if (event.key === "Escape" && full) setFull(false);
     const does = {
       "+": () => plot.current.zoom(0.5),
       "=": () => plot.current.zoom(0.5),
@@ -102,11 +126,17 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   const newest = series.map((one) => [one.label, pointOf(one)]).filter(([, point]) => point);
   const summary = newest.map(([label, point]) => `${label} ${text(point)} at ${against} ${number(point[0])}`).join("; ") || "no points yet";
   const valueOf = (one) => text(pointOf(one, cursor === null ? undefined : lastIndexAtMost(one.x, cursor)));
-  return html`<figure class="chart" aria-label=${title}>
+  const items = [
+    [full ? "Leave full screen" : "Full screen", () => setFull(!full)],
+    ["Download CSV", () => save(title, "csv", new Blob([csv(series, against)], { type: "text/csv" }))],
+    ["Download PNG", () => picture(host.current.querySelector("canvas"), (blob) => save(title, "png", blob))],
+  ];
+  return html`<figure class="chart ${full ? "full" : ""}" aria-label=${title} onKeyDown=${(event) => full && event.key === "Escape" && setFull(false)}>
     <figcaption>
-      <strong>${title}</strong>
-      <span class="muted">${log ? "log scale" : ""}</span>
+      <strong class="clip" title=${title}>${title}</strong>
+      <span class="muted">${[unit.trim(), log && "log scale"].filter(Boolean).join(", ")}</span>
       <span class="value">${series.length === 1 ? valueOf(series[0]) : cursor !== null ? `${against} ${number(cursor)}` : ""}</span>
+      <${Menu} label=${`Actions for ${title}`} items=${items} />
     </figcaption>
     <div
       class="plot"
@@ -132,6 +162,31 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
       )}
     </div>`}
   </figure>`;
+}
+
+/** All series as one table: a row for each x. */
+function csv(series, against) {
+  const quote = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+  const rows = new Map();
+  series.forEach(({ x, y }, at) => x.forEach((place, row) => rows.set(place, Object.assign(rows.get(place) ?? [], { [at]: y[row] }))));
+  const cells = [...rows].sort(([a], [b]) => a - b).map(([place, values]) => [place, ...series.map((_, at) => (Number.isFinite(values[at]) ? values[at] : ""))]);
+  return [[against, ...series.map(({ label }) => quote(label))], ...cells].map((row) => `${row.join(",")}\n`).join("");
+}
+
+/** The canvas on the background of the page. */
+function picture(canvas, done) {
+  const copy = Object.assign(document.createElement("canvas"), { width: canvas.width, height: canvas.height });
+  const context = copy.getContext("2d");
+  context.fillStyle = getComputedStyle(canvas.closest(".chart")).backgroundColor;
+  context.fillRect(0, 0, copy.width, copy.height);
+  context.drawImage(canvas, 0, 0);
+  copy.toBlob(done);
+}
+
+function save(title, kind, blob) {
+  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: `${title.replace(/[^\w.-]+/g, "-").toLowerCase()}.${kind}` });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
 /** The last index whose x is at most `limit`; x ascends. */

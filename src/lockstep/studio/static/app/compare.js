@@ -134,7 +134,7 @@ export function Compare() {
     <${Chooser} ids=${ids} />
     ${ids.map((id) => html`<${Source} key=${id} id=${id} onLines=${(run, some) => setLines((all) => ({ ...all, [run]: some }))} />`)}
     ${gone.length > 0 && html`<p class="note">No longer in this folder: ${gone.join(", ")}</p>`}
-    ${ids.length < 2 && html`<p class="empty">Choose two runs or more, here or in the list of runs.</p>`}
+    ${ids.length < 2 && html`<p class="empty">Choose two runs or more, here or in the table of runs.</p>`}
     ${ids.length > 1 &&
     html`
       <${Problem} error=${error} />

@@ -1,14 +1,15 @@
 // The middle column: the configuration as a form, as YAML and as a command.
 
-import { html, useEffect, useId, useRef, useState } from "./html.js";
+import { html, signal, useEffect, useId, useRef, useState } from "./html.js";
 import { get, post, put, remove } from "./api.js";
 import { devices, schema, tasks } from "./catalogue.js";
-import { body, chooseTask, draft, filled, isChanged, planned, replaceDraft, task, valueOf, whyNot } from "./draft.js";
-import { Field } from "./fields.js";
+import { body, chooseTask, draft, filled, isChanged, mistakes, planned, replaceDraft, task, valueOf, whyNot } from "./draft.js";
+import { Decisions } from "./decisions.js";
+import { Field, titleOf } from "./fields.js";
 import { number } from "./format.js";
 import { Hardware } from "./hardware.js";
 import { merge } from "./live.js";
-import { go } from "./route.js";
+import { drawer, go } from "./route.js";
 import { resolve } from "./settings.js";
 import { Button, Copy, Dialog, Menu, Problem, tell, tellError } from "./ui.js";
 
@@ -19,6 +20,17 @@ const NETWORK = new Set(
 const REPRODUCIBILITY = ["seed", "reproducibility", "lanes", "threads"];
 /** Sections that most runs do not change. */
 const FURTHER = ["data", "distributed", "fsdp", "pipeline", "validation", "checkpoint", "telemetry", "launch", "lightning", "debug"];
+
+/** Of the training section and of others, what most runs set. */
+const FIRST = ["training.epochs", "training.max_steps", "training.batch_size", "training.accumulate", "optimizer.lr", "training.early_stopping_patience"];
+const isFirst = ([path]) => FIRST.includes(path.join("."));
+/** Shows only fields whose name or description has this text. */
+const search = signal("");
+
+function found([path, { description = "" }]) {
+  const text = `${path.join(".")} ${titleOf(path.at(-1))} ${description}`.toLowerCase();
+  return search.value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
+}
 
 /** The fields of a section as [path, schema], without those that the page may not set. */
 function fieldsOf(section, only = () => true) {
@@ -45,12 +57,17 @@ function taskFields(wanted) {
 
 function Group({ title, fields = [], open = false, children }) {
   const changed = fields.filter(([path]) => isChanged(path)).length;
-  return html`<details class="group" open=${open}>
+  const [folded, setFolded] = useState(null);
+  const searched = Boolean(search.value);
+  const shown = searched ? fields.filter(found) : fields;
+  if (searched && !shown.length) return null;
+  const isOpen = searched || (folded === null ? open || changed > 0 : !folded);
+  return html`<details class="group" open=${isOpen} onToggle=${({ currentTarget }) => !searched && currentTarget.open !== isOpen && setFolded(!currentTarget.open)}>
     <summary>
       ${title}${changed > 0 && html`<span class="changed">${changed} changed</span>`}
     </summary>
     <div class="body">
-      ${children} ${fields.map(([path, property]) => html`<${Field} key=${path.join(".")} path=${path} schema=${property} label=${path[1] === "name" ? title : undefined} />`)}
+      ${!searched && children} ${shown.map(([path, property]) => html`<${Field} key=${path.join(".")} path=${path} schema=${property} label=${path[1] === "name" ? title : undefined} />`)}
     </div>
   </details>`;
 }
@@ -63,7 +80,7 @@ function TaskChoice() {
     <select id=${id} class="input" value=${draft.value.task} aria-describedby="${id}-help" onChange=${(event) => chooseTask(event.currentTarget.value)}>
       ${tasks.value.map(({ name }) => html`<option key=${name} value=${name} selected=${name === draft.value.task}>${name}</option>`)}
     </select>
-    <p class="help always" id="${id}-help">${chosen?.title}</p>
+    <p class="help always" id="${id}-help">${chosen?.waiting ? "its settings are being loaded…" : chosen?.title}</p>
   </div>`;
 }
 
@@ -85,17 +102,22 @@ function Name() {
 
 function Form() {
   const training = fieldsOf("training");
+  const first = [...training, ...relevant("optimizer")].filter(isFirst).sort(([a], [b]) => FIRST.indexOf(a.join(".")) - FIRST.indexOf(b.join(".")));
   const reproducible = training.filter(([path]) => REPRODUCIBILITY.includes(path[1]));
-  const parameters = planned.value.answer?.plan?.task?.parameters;
+  const { answer, waiting } = planned.value;
+  const old = waiting || Object.keys(mistakes.value).length > 0;
+  const parameters = answer?.plan?.task?.parameters;
   return html`
     <${Group} title="Task" open><${Name} /><${TaskChoice} /><${Problem} error=${task.value?.error} /><//>
     <${Group} title="Hardware" open><${Hardware} /><//>
-    <${Group} title="Training" open fields=${training.filter(([path]) => !REPRODUCIBILITY.includes(path[1]))} />
+    <${Group} title="Training" open fields=${first} />
+    ${answer?.plan && !search.value && html`<details class="group"><summary>Plan${old && html`<span class="changed">being made again</span>`}</summary><div class=${`body ${old ? "old" : ""}`}><${Decisions} decisions=${answer.plan.decisions} /></div></details>`}
+    <${Group} title="More training settings" fields=${training.filter((field) => !isFirst(field) && !REPRODUCIBILITY.includes(field[0][1]))} />
     <${Group} title="Task settings" fields=${taskFields(false)} />
     <${Group} title="Model" fields=${[...taskFields(true), ...fieldsOf("distributed", (name) => name === "sync_batchnorm")]}>
       ${parameters && html`<div class="field"><span class="label">Parameters</span><span class="number">${number(parameters)}</span></div>`}
     <//>
-    <${Group} title="Optimizer" fields=${relevant("optimizer")} />
+    <${Group} title="Optimizer" fields=${relevant("optimizer").filter((field) => !isFirst(field))} />
     <${Group} title="Schedule" fields=${relevant("scheduler")} />
     <${Group} title="Reproducibility" fields=${reproducible} />
     ${FURTHER.map((section) => {
@@ -185,7 +207,8 @@ function RunButton() {
       const run = await post("/runs", { ...body.value, id: id.current });
       id.current = newId();
       merge([run], []);
-      go("train", [run.id]);
+      drawer.value = false;
+      go("run", [run.id]);
     } catch (error) {
       if (error.code !== "OFFLINE") id.current = newId();
       tellError(error);
@@ -202,19 +225,21 @@ function RunButton() {
   </div>`;
 }
 
-export function Configuration() {
+export function Configuration({ onClose }) {
   const [dialog, setDialog] = useState(null);
   const close = () => setDialog(null);
   const ready = schema.value && devices.value && tasks.value;
   const reset = () => replaceDraft({ task: draft.value.task, config: {} });
   return html`
     <div class="head">
-      <h1>Configuration <span class="of">of the next run</span></h1>
+      <h1>New run</h1>
       <${Button} kind="small" onClick=${() => setDialog("load")}>Load<//>
       <${Button} kind="small" onClick=${() => setDialog("save")}>Save<//>
       <${Menu} label="More actions" items=${[["Reset to defaults", reset]]} />
+      <${Button} kind="quiet small" aria-label="Close the form" onClick=${onClose}>✕<//>
     </div>
     <div class="scroll">
+      ${ready && html`<div class="search"><input class="input" type="search" aria-label="Search settings" placeholder="Search settings" value=${search.value} onInput=${(event) => (search.value = event.currentTarget.value)} /></div>`}
       ${ready ? html`<${Form} key=${filled.value} /><${Preview} />` : html`<p class="empty" role="status">Loading devices and tasks…</p>`}
     </div>
     <div class="foot">${ready && html`<${RunButton} />`}</div>

@@ -1,9 +1,9 @@
 // The charts of a run, from the columns of its files.
 
 import { html, useEffect, useRef, useState } from "./html.js";
-import { Chart, ChartTools } from "./charts.js";
-import { gigabytes, number, percent, words } from "./format.js";
-import { followAgain, look, range } from "./live.js";
+import { AXES, Chart, ChartTools, drawing } from "./charts.js";
+import { gigabytes, heading, number, percent, words } from "./format.js";
+import { followAgain, look, range, runs } from "./live.js";
 import { Button, Problem } from "./ui.js";
 
 /** Follows a run while the component is shown. */
@@ -54,21 +54,63 @@ export function epochCharts(lines) {
   return [...groups];
 }
 
+const axesOf = new WeakMap();
+
+/**
+ * The x axis that was chosen, for the rows of a stream: step, samples, epochs or the seconds that were spent training.
+ * Returns an array as long as the stream, or its own x where it lacks what is needed.
+ */
+function axis(stream, run, kind) {
+  const steps = stream.column(stream.x);
+  const cached = axesOf.get(stream);
+  if (cached?.steps === steps && cached.kind === kind) return cached.x;
+  const { epochs, total_steps: total } = (runs.value ?? []).find(({ id }) => id === run) ?? {};
+  const samples = stream.column("samples_seen");
+  let x = steps;
+  if (kind === "samples" && samples) x = samples;
+  else if (kind === "epoch" && epochs && total) x = steps.map((step) => (step * epochs) / total);
+  else if (kind === "time" && samples && stream.column("samples_per_s")) {
+    const speed = stream.column("samples_per_s");
+    let spent = 0;
+    x = Float64Array.from(samples, (count, at) => (spent += speed[at] > 0 ? Math.max(0, count - (at ? samples[at - 1] : 0)) / speed[at] : 0));
+  }
+  axesOf.set(stream, { steps, kind, x });
+  return x;
+}
+
+/** Where `step` is on that axis: that of the last row up to it. */
+function placeOf(step, steps, x) {
+  let [low, high] = [0, steps.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] <= step) low = middle + 1;
+    else high = middle;
+  }
+  return x[Math.max(0, low - 1)];
+}
+
 /** A chart of one stream. When the history is thinned out, a zoom fetches the part at full resolution. */
 function StreamChart({ run, name, stream, columns, ...rest }) {
   const [part, setPart] = useState(null);
   const asked = useRef(0);
   const source = (stream.downsampled && part) || stream;
-  const line = (column) => (rest.everyRow ? source.wholeLine(column) : source.line(column));
+  const kind = name === "steps" ? drawing.value.x : "step";
+  const x = axis(source, run, kind);
+  const line = (column) => {
+    const found = rest.everyRow ? source.wholeLine(column) : source.line(column);
+    return found && { ...found, x };
+  };
   const series = columns.map(([column, label, index]) => ({ label, index, ...line(column) })).filter(({ y }) => y?.length);
   if (!series.length && !part) return null;
   // An answer that arrives after the next zoom or reset is dropped.
   const zoomed = async (from, to) => {
     const turn = ++asked.current;
-    const found = from === null || !stream.downsampled ? null : await range(run, name, from, to);
+    const steps = source.column(source.x);
+    const ends = kind === "step" || from === null ? [from, to] : [placeOf(from, x, steps), placeOf(to, x, steps)];
+    const found = from === null || !stream.downsampled ? null : await range(run, name, ...ends);
     if (turn === asked.current) setPart(found);
   };
-  return html`<${Chart} ...${rest} series=${series} onZoom=${zoomed} />`;
+  return html`<${Chart} against=${AXES[kind]} fraction=${kind === "epoch" || kind === "time"} ...${rest} series=${series} onZoom=${zoomed} />`;
 }
 
 export const STEP_CHARTS = [
@@ -139,16 +181,21 @@ const RANK_CHARTS = [
 ];
 
 /** Columns `ranks.<r>.<what>` of one quantity, as [rank, column]. */
-const perRank = (stream, quantity) =>
-  stream
-    .names()
-    .map((column) => [/(?:^|\.)(\d+)\.([a-z_]+)$/.exec(column), column])
-    .filter(([found]) => found?.[2] === quantity)
-    .map(([found, column]) => [Number(found[1]), column])
-    .sort(([a], [b]) => a - b);
+function perRank(stream, quantity) {
+  const names = stream.names();
+  let found = ranksOf.get(stream);
+  if (found?.count !== names.length) {
+    const parts = names.map((column) => [/(?:^|\.)(\d+)\.([a-z_]+)$/.exec(column), column]).filter(([match]) => match);
+    found = { count: names.length, of: Map.groupBy(parts.map(([match, column]) => [Number(match[1]), column, match[2]]), ([, , what]) => what) };
+    for (const list of found.of.values()) list.sort(([a], [b]) => a - b);
+    ranksOf.set(stream, found);
+  }
+  return found.of.get(quantity) ?? [];
+}
+const ranksOf = new WeakMap();
 
-/** The ranks that the run reported as stragglers. */
-const stragglers = (stream) => new Set([...(stream.column("slow_rank") ?? [])].filter((rank) => !Number.isNaN(rank)));
+/** The rank that the newest row reports as a straggler. */
+const stragglers = (stream) => new Set([stream.column("slow_rank")?.at(-1)].filter((rank) => rank >= 0));
 
 /** Most lines of a chart, and most charts of a task's own values. */
 const MOST_RANKS = 32;
@@ -173,42 +220,72 @@ function RankCharts({ data }) {
     <div class="charts">${charts}</div>`;
 }
 
-/** All charts of one run, live. */
-export function Curves({ id }) {
+/** Numbers of the task, grouped by what stands before the first `/` or `.` of their names. */
+function Scalars({ run, steps, text }) {
+  const names = steps.names().filter((name) => name.startsWith("scalars.") && name.toLowerCase().includes(text));
+  const groups = Map.groupBy(names, (name) => /^scalars\.([^/.]+)[/.]/.exec(name)?.[1] ?? "");
+  return [...groups].map(([group, columns]) => html`<${ScalarGroup} key=${group} run=${run} steps=${steps} title=${group ? heading(group) : "Numbers of the task"} columns=${columns} />`);
+}
+
+function ScalarGroup({ run, steps, title, columns }) {
+  const [most, setMost] = useState(MOST_SCALARS);
+  return html`<details class="chart-group" open>
+    <summary><h2>${title}</h2> <span class="muted">${columns.length}</span></summary>
+    <div class="charts">
+      ${columns.slice(0, most).map(
+        (column) => html`<${StreamChart} key=${column} run=${run} name="steps" stream=${steps} columns=${[[column, column.slice(8)]]} title=${column.slice(8)} />`,
+      )}
+    </div>
+    ${columns.length > most && html`<p><${Button} onClick=${() => setMost(most + 4 * MOST_SCALARS)}>Show ${Math.min(4 * MOST_SCALARS, columns.length - most)} more of ${number(columns.length)}<//></p>`}
+  </details>`;
+}
+
+/** The charts of one run, live; with `few`, those that show at a glance how it is going. */
+export function Curves({ id, few = false }) {
   const data = useRun(id);
   // Reading the version draws this again when rows have arrived.
   if (!data || data.version.value < 0) return null;
   const steps = data.stream("steps");
   const between = data.stream("evaluations");
-  const against = between?.rows ? "step" : "epoch";
-  const metrics = epochCharts(between?.rows ? linesOverSteps(data.epochs.value, between) : epochLines(data.epochs.value));
-  const scalars = steps?.names().filter((name) => name.startsWith("scalars.")) ?? [];
+  const { x: kind, text: typed } = drawing.value;
+  const text = few ? "" : typed.toLowerCase();
+  const own = kind === "step" || !steps?.rows;
+  const against = between?.rows || !own ? "step" : "epoch";
+  const lines = between?.rows ? linesOverSteps(data.epochs.value, between) : epochLines(data.epochs.value, against);
+  const moved = (series) => {
+    if (own) return series;
+    const [from, to] = [steps.column(steps.x), axis(steps, id, kind)];
+    return series.map((one) => ({ ...one, x: Array.from(one.x, (step) => placeOf(step, from, to)) }));
+  };
+  const metrics = epochCharts(lines);
   const notes = [
     steps?.preview && "a first sample; the whole file is being read",
     steps?.downsampled && !steps.preview && `down-sampled: ${number(steps.rows)} of ${number(steps.total)} points; zoom shows all`,
     ...data.named("").map(([name, { cut }]) => cut && `${name} has more columns than the page can show; the first ones are shown`),
-    scalars.length > MOST_SCALARS && `${MOST_SCALARS} of ${number(scalars.length)} numbers of the task are drawn`,
   ].filter(Boolean);
   const trouble = data.error.value;
   const problem = trouble && html`<${Problem} error=${trouble} /><div class="row"><${Button} onClick=${() => followAgain(id)}>Try again<//></div>`;
   if (!metrics.length && !data.named("").some(([, { rows }]) => rows)) return problem ?? html`<p class="muted" role="status">No measurements yet.</p>`;
+  const shows = (title) => title.toLowerCase().includes(text);
+  const stepCharts = STEP_CHARTS.filter(([title, column]) => shows(title) && (!few || FEW.includes(column)));
   return html`
     ${problem}
-    <${ChartTools} notes=${notes} />
+    <${ChartTools} notes=${notes} axes search=${!few} />
     <div class="charts" role="group" aria-label="Charts">
       ${steps &&
-      STEP_CHARTS.map(
+      stepCharts.map(
         ([title, column, options]) => html`<${StreamChart} key=${title} run=${id} name="steps" stream=${steps} columns=${[[column, words(column)]]} title=${title} ...${options} />`,
       )}
-      ${metrics.map(
-        ([quantity, series]) =>
-          html`<${Chart} key=${`${against} ${quantity}`} title=${`${words(quantity)} per ${between?.rows ? "evaluation" : "epoch"}`} series=${series} against=${against} />`,
-      )}
-      ${scalars.slice(0, MOST_SCALARS).map(
-        (column) => html`<${StreamChart} key=${column} run=${id} name="steps" stream=${steps} columns=${[[column, column.slice(8)]]} title=${column.slice(8)} />`,
-      )}
+      ${metrics
+        .map(([quantity, series]) => [`${heading(quantity)} per ${between?.rows ? "evaluation" : "epoch"}`, quantity, series])
+        .filter(([title]) => shows(title))
+        .slice(0, few ? 4 : metrics.length)
+        .map(([title, quantity, series]) => html`<${Chart} key=${`${against} ${quantity}`} title=${title} series=${moved(series)} against=${own ? against : AXES[kind]} fraction=${kind === "time"} />`)}
     </div>
-    <${RankCharts} data=${data} />
-    <${DeviceCharts} data=${data} />
+    ${!few && steps && html`<${Scalars} run=${id} steps=${steps} text=${text} />`}
+    ${!few && !text && html`<${RankCharts} data=${data} /><${DeviceCharts} data=${data} />`}
   `;
 }
+
+/** Charts of the overview. */
+const FEW = ["loss", "lr", "samples_per_s", "data_wait_share"];

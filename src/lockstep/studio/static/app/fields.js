@@ -7,19 +7,19 @@ import { parse, show } from "./settings.js";
 const WRITTEN_OUT = { lr: "learning rate", num: "number of", max: "maximum", min: "minimum", grad: "gradient", eps: "epsilon", dir: "folder" };
 
 /** `max_grad_norm` → `Maximum gradient norm`. */
-const title = (name) => {
+export const titleOf = (name) => {
   const parts = name.replace(/_s$/, "_(s)").split("_");
   const text = parts.map((part) => WRITTEN_OUT[part] ?? part).join(" ");
   return text[0].toUpperCase() + text.slice(1);
 };
 
-function note(path, message) {
+export function note(path, message) {
   const { [path]: before, ...others } = mistakes.peek();
   if (message !== (before ?? null)) mistakes.value = message ? { ...others, [path]: message } : others;
 }
 
 /** `path` as a list of keys; `schema` resolved. */
-export function Field({ path, schema, label = title(path.at(-1)) }) {
+export function Field({ path, schema, label = titleOf(path.at(-1)) }) {
   const id = useId();
   const dotted = path.join(".");
   const wrong = mistakes.value[dotted];

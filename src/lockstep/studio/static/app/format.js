@@ -1,5 +1,7 @@
 // Numbers and times as people read them.
 
+import { signal } from "./html.js";
+
 const DASH = "–";
 
 /** A metric: four significant digits, exponents only where they help. */
@@ -31,8 +33,17 @@ export function duration(seconds) {
   return `${whole} s`;
 }
 
+/** The server's time in milliseconds, at least every half minute; the browser's clock may differ. */
+const clockNow = signal(Date.now());
+let ahead = 0;
+export const setClock = (seconds) => {
+  ahead = seconds * 1000 - Date.now();
+  clockNow.value = Date.now() + ahead;
+};
+setInterval(() => (clockNow.value = Date.now() + ahead), 20_000);
+
 /** The time since a moment; `now` in milliseconds. */
-export function ago(iso, now = Date.now()) {
+export function ago(iso, now = clockNow.value) {
   const then = Date.parse(iso);
   if (Number.isNaN(then)) return DASH;
   const seconds = Math.max(0, (now - then) / 1000);
@@ -53,8 +64,16 @@ export function gigabytes(bytes) {
 
 /** `val_accuracy` → `val accuracy`, `lr` → `learning rate`. */
 export function words(name) {
-  const known = { lr: "learning rate", samples_per_s: "samples/s", grad_norm: "gradient norm", duration_s: "duration (s)" };
-  return known[name] ?? name.replaceAll("_", " ");
+  const known = { lr: "learning rate", samples_per_s: "samples/s", f1: "F1", grad_norm: "gradient norm", duration_s: "duration (s)" };
+  return known[name] ?? name.replaceAll("_", " ").replace(/\bf1\b/, "F1");
+}
+
+/** As the heading of a column or chart. */
+export const heading = (name) => words(name).replace(/^./, (letter) => letter.toUpperCase());
+
+export function bytes(count) {
+  const at = count < 1 ? 0 : Math.min(4, Math.floor(Math.log10(count) / 3));
+  return `${Number((count / 1000 ** at).toPrecision(3))} ${["B", "kB", "MB", "GB", "TB"][at]}`;
 }
 
 /** `gpu:0, gpu:1, gpu:2` → `gpu:0–2`, `cpu, cpu` → `cpu × 2`. */

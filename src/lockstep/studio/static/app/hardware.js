@@ -1,14 +1,15 @@
 // The Hardware section: devices, precision, and the plan for them. All texts come from the server.
 
-import { html, useId, useState } from "./html.js";
+import { html, useEffect, useId, useState } from "./html.js";
 import { devices, refreshDevices } from "./catalogue.js";
-import { change, draft, planned, tick, ticked, valueOf } from "./draft.js";
+import { change, draft, mistakes, planned, tick, ticked, valueOf } from "./draft.js";
+import { note } from "./fields.js";
 import { gigabytes } from "./format.js";
 import { isGoing, runs } from "./live.js";
 import { label } from "./runs.js";
 import { Button, tellError } from "./ui.js";
 
-const MOST_RANKS = 16;
+const MOST_RANKS = 64;
 
 const facts = ({ kind, memory_gb: memory, free_gb: free, cores }) =>
   [
@@ -74,8 +75,11 @@ function CpuRanks() {
   const take = (text) => {
     setTyped(text);
     const wanted = Number(text);
-    if (Number.isInteger(wanted) && wanted >= 1 && wanted <= MOST_RANKS) tick(new Array(wanted).fill("cpu"));
+    const fits = Number.isInteger(wanted) && wanted >= 1 && wanted <= MOST_RANKS;
+    note("ranks", fits ? null : `from 1 to ${MOST_RANKS}`);
+    if (fits) tick(new Array(wanted).fill("cpu"));
   };
+  useEffect(() => () => note("ranks", null), []);
   return html`<div class="field">
     <label for=${id}>Number of ranks</label>
     <input
@@ -87,8 +91,10 @@ function CpuRanks() {
       aria-describedby="${id}-help"
       value=${typed ?? ranks}
       onInput=${(event) => take(event.currentTarget.value)}
-      onBlur=${() => setTyped(null)}
+      aria-invalid=${mistakes.value.ranks ? "true" : undefined}
+      onBlur=${() => mistakes.value.ranks || setTyped(null)}
     />
+    ${mistakes.value.ranks && html`<p class="wrong">${mistakes.value.ranks}</p>`}
     <p class="help always" id="${id}-help">Number of processes on this CPU, to try a run on several devices.</p>
   </div>`;
 }
@@ -127,7 +133,8 @@ function Notes() {
     labels.learning_rate,
     labels.workers,
   ].filter(Boolean);
-  return html`<div class="stack" aria-live="polite" role="status" aria-label="Hardware notes">
+  const old = planned.value.waiting || Object.keys(mistakes.value).length > 0;
+  return html`<div class=${`stack ${old ? "old" : ""}`} aria-live="polite" role="status" aria-label="Hardware notes">
     ${labels.effective_batch_shown && labels.effective_batch && html`<output class="note info"><strong>${labels.effective_batch}</strong></output>`}
     ${lines.map((line) => html`<p key=${line} class="muted sentence">${line}</p>`)}
     ${answer?.warnings.map((line) => html`<p key=${line} class="note warn">${line}</p>`)}

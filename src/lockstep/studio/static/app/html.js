@@ -4,7 +4,7 @@ import { h, render, Fragment } from "../vendor/preact.js";
 import htm from "../vendor/htm.js";
 
 export { render, Fragment };
-export { useEffect, useId, useLayoutEffect, useMemo, useRef, useState } from "../vendor/preact-hooks.js";
+export { useEffect, useErrorBoundary, useId, useLayoutEffect, useMemo, useRef, useState } from "../vendor/preact-hooks.js";
 export { batch, computed, effect, signal, untracked, useComputed, useSignal, useSignalEffect } from "../vendor/signals.js";
 
 export const html = htm.bind(h);

@@ -3,6 +3,7 @@
 import { batch, signal } from "./html.js";
 import { get } from "./api.js";
 import { decode, Stream } from "./columns.js";
+import { setClock } from "./format.js";
 import { tellError } from "./ui.js";
 
 const POINTS = 20_000;
@@ -133,7 +134,10 @@ function settle(request, part) {
 }
 
 const handlers = {
-  hello: ({ instance: id }) => (instance.value = id),
+  hello: ({ instance: id, now }) => {
+    instance.value = id;
+    setClock(now);
+  },
   runs: (message) => {
     runs.value = message.runs;
     problems.value = message.problems;

@@ -1,53 +1,34 @@
-// The page: the top bar and one of four views.
+// The page: the top bar, one view, and the form of a new run as a drawer.
 
-import { html, render, signal, useEffect } from "./html.js";
+import { html, render, signal, effect, useEffect } from "./html.js";
 import { locked } from "./api.js";
 import { loadCatalogue, refreshDevices, studio, trouble } from "./catalogue.js";
 import { Compare } from "./compare.js";
 import { Configuration } from "./configuration.js";
-import { Doctor } from "./doctor.js";
+import { Machine } from "./machine.js";
 import { keepPlanning } from "./draft.js";
 import { connect, connection, instance } from "./live.js";
-import { address, route } from "./route.js";
+import { address, drawer, route } from "./route.js";
 import { compared, Runs } from "./runs.js";
+import { Run } from "./run.js";
 import { Scaling } from "./scaling.js";
-import { State } from "./state.js";
-import { Button, Problem, Tabs, Toasts } from "./ui.js";
+import { Boundary, Button, Problem, Toasts } from "./ui.js";
 
-const NARROW = matchMedia("(max-width: 899px)");
-const narrow = signal(NARROW.matches);
-NARROW.addEventListener("change", ({ matches }) => (narrow.value = matches));
+const VIEWS = { runs: ["Runs", Runs], compare: ["Compare", Compare], scaling: ["Scaling", Scaling], machine: ["Machine", Machine] };
 
-const COLUMNS = [
-  ["runs", "Runs", Runs],
-  ["configuration", "Configuration", Configuration],
-  ["state", "State", State],
-];
-const tab = signal(route.value.run ? "state" : "configuration");
-
-function Training() {
-  const { run } = route.value;
-  // On a narrow screen, selecting a run shows it, and New run shows the form.
-  useEffect(() => void (tab.value = run ? "state" : "configuration"), [run]);
-  if (!narrow.value) {
-    return html`<div class="columns">
-      ${COLUMNS.map(([id, title, Column]) => html`<section key=${id} class="column" aria-label=${title}><${Column} /></section>`)}
-    </div>`;
-  }
-  const [id, , Column] = COLUMNS.find(([name]) => name === tab.value);
-  return html`<div class="narrow">
-    <${Tabs} label="Training" tabs=${COLUMNS.map(([name, title]) => [name, title])} chosen=${id} onChoose=${(name) => (tab.value = name)} panel="training" />
-    <section id="training" class="column" role="tabpanel" aria-labelledby=${`training-tab-${id}`}><${Column} key=${id} /></section>
-  </div>`;
-}
-
-const VIEWS = { train: ["Training", Training], compare: ["Compare", Compare], scaling: ["Scaling", Scaling], doctor: ["Doctor", Doctor] };
+const theme = signal(localStorage.getItem("lockstep-theme") ?? "system");
+effect(() => {
+  localStorage.setItem("lockstep-theme", theme.value);
+  document.documentElement.dataset.theme = theme.value;
+  dispatchEvent(new Event("lockstep-theme"));
+});
+const THEMES = { system: "light", light: "dark", dark: "system" };
 
 function Bar() {
   const { view } = route.value;
   const words = { open: "live", connecting: "connecting…", lost: "connection lost, trying again" }[connection.value];
   return html`<header class="bar">
-    <span class="brand" title=${studio.value ? `Lockstep ${studio.value.version} on ${studio.value.host}` : "Lockstep"}>
+    <a class="brand" href="#/runs" title=${studio.value ? `Lockstep ${studio.value.version} on ${studio.value.host}` : "Lockstep"}>
       <svg viewBox="0 0 18 18" aria-hidden="true">
         <g fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round" stroke-linejoin="round">
           <path d="M2 10.5 6.5 6 10.5 8 16 1.5" />
@@ -55,19 +36,32 @@ function Bar() {
         </g>
       </svg>
       <span>Lockstep</span>
-    </span>
+    </a>
     <nav aria-label="Views">
       ${Object.entries(VIEWS).map(
-        ([id, [title]]) => html`<a key=${id} href=${address(id, id === "compare" ? compared.value : [])} aria-current=${id === view ? "page" : undefined}>${title}</a>`,
+        ([id, [title]]) => html`<a key=${id} href=${address(id, id === "compare" ? compared.value.slice(0, 20) : [])} aria-current=${id === view || (id === "runs" && view === "run") ? "page" : undefined}>${title}</a>`,
       )}
     </nav>
     <span class="link ${connection.value === "lost" ? "lost" : ""}" role="status" title=${words}><i aria-hidden="true"></i><span>${words}</span></span>
+    <button type="button" class="button quiet small theme" title="Theme" aria-label=${`Theme: ${theme.value}`} onClick=${() => (theme.value = THEMES[theme.value] ?? "system")}>${{ light: "☀", dark: "☾" }[theme.value] ?? "◐"}</button>
+    <button type="button" class="button primary" aria-expanded=${drawer.value ? "true" : "false"} onClick=${() => (drawer.value = !drawer.value)}>New run</button>
   </header>`;
 }
 
+function Drawer() {
+  if (!drawer.value) return null;
+  const close = () => (drawer.value = false);
+  return html`<section class="drawer column" aria-label="Configuration" onKeyDown=${(event) => event.key === "Escape" && !event.defaultPrevented && !document.querySelector("dialog[open]") && close()}>
+    <${Boundary}><${Configuration} onClose=${close} /><//>
+  </section>`;
+}
+
 function Page() {
-  const [title, View] = VIEWS[route.value.view] ?? VIEWS.train;
-  useEffect(() => void (document.title = `${title} – Lockstep studio`), [title]);
+  const { view } = route.value;
+  const [title, View] = VIEWS[view] ?? (view === "run" ? ["Run", Run] : VIEWS.runs);
+  useEffect(() => {
+    if (view !== "run") document.title = `${title} – Lockstep studio`; // a run sets its own
+  }, [title]);
   return html`
     <a class="skip" href="#content" onClick=${skip}>Skip to the content</a>
     <${Bar} />
@@ -76,7 +70,10 @@ function Page() {
       ${connection.value === "lost" && !locked.value && html`<p class="banner" role="status">The studio does not answer. Runs continue without it. This page reconnects automatically.</p>`}
       ${trouble.value && !locked.value && html`<div class="row" style=${{ padding: "8px 16px" }}><span class="grow"><${Problem} error=${trouble.value} /></span><${Button} onClick=${loadCatalogue}>Try again<//></div>`}
     </div>
-    <main id="content" tabindex="-1"><${View} /></main>
+    <div class="stage ${drawer.value ? "with-drawer" : ""}">
+      <main id="content" tabindex="-1"><${Boundary} key=${view}><${View} /><//></main>
+      <${Drawer} />
+    </div>
     <${Toasts} />
   `;
 }

@@ -5,7 +5,11 @@ import uPlot from "../vendor/uplot.js";
 /** Steps between ticks of x, which counts steps, epochs, seconds or ranks. */
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
 
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+/** A colour of the style sheet, as the theme has it. */
+function css(name) {
+  document.body.style.setProperty("caret-color", `var(${name})`);
+  return getComputedStyle(document.body).caretColor;
+}
 
 /** Values that a line leaves out: not finite, or too large for an axis. */
 export const isGap = (value) => !Number.isFinite(value);
@@ -33,9 +37,9 @@ export function smooth(values, weight) {
 }
 
 /** Several series of their own x as the aligned table that uPlot draws. What is not finite becomes a gap. */
-export function align(series, { log = false, smoothing = 0 } = {}) {
-  const tables = series.map(({ x, y }) => {
-    const smoothed = smooth(y, smoothing);
+export function align(series, { log = false } = {}) {
+  const tables = series.map(({ x, y, weight = 0 }) => {
+    const smoothed = smooth(y, weight);
     const column = new Array(smoothed.length);
     // A logarithmic axis leaves out values of zero and below.
     for (let i = 0; i < smoothed.length; i += 1) {
@@ -68,6 +72,7 @@ export class Plot {
       if (this.last) this.draw(this.last);
     };
     this.scheme.addEventListener("change", this.repaint);
+    addEventListener("lockstep-theme", this.repaint);
   }
 
   /**
@@ -76,7 +81,9 @@ export class Plot {
    */
   draw(spec) {
     this.last = spec;
-    this.pending = spec;
+    // The raw line stays visible, faint, behind a smoothed one.
+    const smoothed = spec.series.map((one) => ({ ...one, weight: spec.smoothing }));
+    this.pending = { ...spec, series: spec.smoothing ? [...spec.series.map((one) => ({ ...one, raw: true })), ...smoothed] : spec.series };
     if (!this.frame) this.frame = requestAnimationFrame(() => this.flush());
   }
 
@@ -85,7 +92,7 @@ export class Plot {
     const spec = this.pending;
     this.pending = null;
     if (!spec || !this.host.clientWidth) return;
-    const shape = JSON.stringify([spec.log, spec.xLabel, spec.series.map((one) => [one.label, one.dash, one.points, one.colour])]);
+    const shape = JSON.stringify([spec.log, spec.against, this.height, spec.series.map((one) => [one.label, one.dash, one.points, one.colour, one.raw])]);
     const data = align(spec.series, spec);
     if (shape !== this.shape) this.build(spec, data, shape);
     else this.chart.setData(data, !this.zoomed);
@@ -103,21 +110,22 @@ export class Plot {
       height: this.height,
       legend: { show: false },
       padding: [8, 18, 0, 0],
-      cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: spec.log ? { distr: 3 } : { range: withRoom } },
+      // One cursor for all charts with this x axis.
+      cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false }, sync: { key: spec.against, scales: ["x", null] } },
+      scales: { x: { time: false }, y: spec.log ? { distr: 3, range: logRange } : { range: withRoom } },
       axes: [
-        { ...axis, size: 26, incrs: WHOLE, values: (_, ticks) => ticks.map(shortTick) },
-        { ...axis, size: spec.tick ? 56 : 48, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (spec.tick ?? shortTick)(tick))) },
+        { ...axis, size: 24, incrs: spec.fraction ? undefined : WHOLE, label: spec.against, labelSize: 16, labelGap: -2, labelFont: axis.font, values: (_, ticks) => ticks.map(shortTick) },
+        { ...axis, size: spec.tick ? 56 : 48, ...(spec.log ? { filter: (_, ticks) => (ticks.length < 14 ? ticks : ticks.map((tick) => (Number.isInteger(Math.log10(tick)) ? tick : null))) } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (spec.tick ?? shortTick)(tick))) },
       ],
       series: [
         {},
         ...spec.series.map((one) => ({
           label: one.label,
-          stroke: css(one.colour),
-          width: 1.5,
+          stroke: css(one.colour).replace(/^rgb\((.*)\)$/, one.raw ? "rgb($1 / 0.35)" : "$&"),
+          width: one.raw ? 1 : 1.5,
           dash: one.dash ? [4, 4] : undefined,
           spanGaps: !one.everyRow,
-          points: { show: (chart) => Boolean(one.points) || chart.data[0].length < 40, size: 5 },
+          points: { show: (chart) => !one.raw && (Boolean(one.points) || chart.data[0].length < 40), size: 5 },
         })),
       ],
       hooks: {
@@ -169,9 +177,13 @@ export class Plot {
     cancelAnimationFrame(this.frame);
     this.resizer.disconnect();
     this.scheme.removeEventListener("change", this.repaint);
+    removeEventListener("lockstep-theme", this.repaint);
     this.chart?.destroy();
   }
 }
+
+/** A logarithmic axis that ends close to the values, not at the next power of ten. */
+const logRange = (_, low, high) => (low === null || high === null ? [0.1, 1] : [low / 1.15, high * 1.15]);
 
 /** Five per cent of space above and below, and a range around a constant value. */
 function withRoom(_, low, high) {

@@ -1,4 +1,5 @@
-// Where the page is, in the address: #/train/<run>, #/compare/<run>,<run>, #/scaling, #/doctor.
+// Where the page is, in the address: #/runs, #/run/<id>/<tab>, #/compare/<run>,<run>, #/scaling, #/machine; after a `?`
+// what a view keeps in its link (filters, columns, the x axis).
 
 import { computed, signal } from "./html.js";
 
@@ -8,15 +9,33 @@ if (location.hash.startsWith("#token=")) history.replaceState(null, "", location
 const hash = signal(location.hash);
 addEventListener("hashchange", () => (hash.value = location.hash));
 
+/** Whether the form of a new run is open. */
+export const drawer = signal(false);
+
+const OLD = { train: "run", doctor: "machine" };
+
 export const route = computed(() => {
-  const [view = "train", argument = ""] = hash.value.replace(/^#\/?/, "").split("/");
+  const [path, query = ""] = hash.value.replace(/^#\/?/, "").split("?");
+  const [first = "", argument = "", tab = ""] = path.split("/");
   const ids = argument.split(",").filter(Boolean).map(decodeURIComponent);
-  return { view: view || "train", run: view === "compare" ? null : (ids[0] ?? null), ids };
+  const named = OLD[first] ?? first;
+  const view = named === "run" && !ids.length ? "runs" : named || "runs";
+  return { view, run: view === "run" ? ids[0] : null, ids, tab, query: new URLSearchParams(query) };
 });
 
-export const address = (view, ids = []) => `#/${view}${ids.length ? `/${ids.map(encodeURIComponent).join(",")}` : ""}`;
+export const address = (view, ids = [], tab = "") =>
+  `#/${view}${ids.length ? `/${ids.map(encodeURIComponent).join(",")}` : ""}${tab && `/${tab}`}`;
 
-export function go(view, ids = []) {
-  location.hash = address(view, ids);
+export function go(view, ids = [], tab = "") {
+  location.hash = address(view, ids, tab);
+  hash.value = location.hash;
+}
+
+/** Keeps `value` in the link of this view; null or nothing removes it. */
+export function keep(name, value) {
+  const { query } = route.value;
+  if (value === null || value === "") query.delete(name);
+  else query.set(name, value);
+  history.replaceState(null, "", `${location.hash.split("?")[0] || "#/runs"}${query.size ? `?${query}` : ""}`);
   hash.value = location.hash;
 }

@@ -1,30 +1,22 @@
-// The left column: every run of the folder; search, select, rename, duplicate, delete.
+// The table of runs: columns to choose, sort, filter, groups with mean and spread, and actions on several runs.
 
-import { effect, html, signal, useId, useState } from "./html.js";
-import { patch, post, remove, runPath } from "./api.js";
+import { computed, effect, html, signal, useEffect, useId, useMemo, useState } from "./html.js";
+import { get, patch, post, remove, runPath } from "./api.js";
 import { replaceDraft } from "./draft.js";
-import { ago, deviceWords, number, percent, words } from "./format.js";
+import { parseFilter } from "./filter.js";
+import { ago, clock, deviceWords, duration, heading, number, percent } from "./format.js";
 import { isGoing, merge, problems, runs } from "./live.js";
-import { address, go, route } from "./route.js";
-import { Badge, Dialog, Menu, tell, tellError } from "./ui.js";
+import { address, drawer, go, keep, route } from "./route.js";
+import { Badge, Button, Dialog, Menu, tell, tellError } from "./ui.js";
 
 const PAGE = 100;
 const STATUSES = ["pending", "running", "completed", "failed", "stopped", "lost"];
-const ORDERS = {
-  newest: ["Newest first", (a, b) => (a.created_at < b.created_at ? 1 : -1)],
-  oldest: ["Oldest first", (a, b) => (a.created_at > b.created_at ? 1 : -1)],
-  name: ["Name", (a, b) => label(a).localeCompare(label(b))],
-  status: ["Status", (a, b) => STATUSES.indexOf(a.status) - STATUSES.indexOf(b.status)],
-  task: ["Task", (a, b) => a.task.localeCompare(b.task)],
-};
-
-const filters = signal({ text: "", status: "", order: "newest" });
 /** Most runs in a comparison: the server's limit. */
 export const MOST_COMPARED = 20;
-/** Runs selected for comparison, in order of selection. */
+/** Selected runs, in order of selection. */
 export const compared = signal([]);
 
-// Deleted runs are removed from the comparison.
+// Deleted runs are removed from the selection.
 effect(() => {
   const here = new Set(runs.value?.map(({ id }) => id));
   const left = compared.peek().filter((id) => here.has(id));
@@ -34,101 +26,235 @@ effect(() => {
 export const label = (run) => run.name || run.id;
 
 /** Every word must occur in the name, id, folder, task, tags or devices. */
-export function matches(run, text) {
-  const place = [run.id, run.location, run.name, run.task, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
-  return text
-    .toLowerCase()
-    .split(/\s+/)
-    .every((word) => place.includes(word));
-}
+const textOf = (run) => [run.id, run.location, run.name, run.task, run.status, run.notes, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
+export const matches = (run, text) => text.toLowerCase().split(/\s+/).every((word) => textOf(run).includes(word));
 
 export function setCompared(id, on) {
   const others = compared.value.filter((one) => one !== id);
-  compared.value = on ? [...others, id].slice(-MOST_COMPARED) : others;
+  compared.value = on ? [...others, id] : others;
 }
 
-function Filters({ shown, all }) {
+const took = (run) => (Date.parse(run.completed_at) - Date.parse(run.started_at)) / 1000;
+
+/** The metric that decides which checkpoint is best, else the first of the best ones. */
+export function monitored(run) {
+  const best = run.best_metric ?? {};
+  const name = run.monitor in best ? run.monitor : Object.keys(best)[0];
+  return name ? [name, best[name]] : null;
+}
+
+/** By run, the settings that differ between runs; fetched when a column or a filter needs one. */
+const settings = signal(null);
+const metricsOf = (run) => ({ ...run.last_epoch, ...run.final_metrics, ...run.best_metric });
+const COLUMNS = {
+  status: ["Status", (run) => run.status, (run) => html`<${Badge} status=${run.status} />${run.status === "running" && run.progress !== null ? html` <span class="number muted">${percent(run.progress)}</span>` : ""}`],
+  monitored: ["Monitored", (run) => monitored(run)?.[1], (run) => (monitored(run) ? html`<span title=${heading(monitored(run)[0])}>${number(monitored(run)[1])} <span class="muted">${heading(monitored(run)[0])}</span></span>` : "–")],
+  created: ["Created", (run) => run.created_at, (run) => html`<span title=${clock(run.created_at)}>${ago(run.created_at)}</span>`],
+  took: ["Duration", took, (run) => duration(took(run))],
+  task: ["Task", (run) => run.task, (run) => html`<span title=${run.task}>${run.task.split("/").at(-1)}</span>`],
+  devices: ["Devices", (run) => deviceWords(run.devices ?? [])],
+  strategy: ["Strategy", (run) => run.strategy],
+  epoch: ["Epoch", (run) => run.epoch],
+  step: ["Step", (run) => run.step],
+  samples_per_s: ["Samples/s", (run) => run.samples_per_s],
+  tags: ["Tags", (run) => run.tags, (run) => run.tags.map((tag) => html`<span key=${tag} class="badge tag" title=${tag}><span class="clip">${tag}</span></span> `)],
+  notes: ["Notes", (run) => run.notes, (run) => html`<span class="clip" title=${run.notes}>${run.notes}</span>`],
+};
+const SHOWN = ["status", "monitored", "created", "took", "task", "devices", "tags"];
+
+/** The value of a column, metric or setting of a run; undefined if it has none. */
+function valueOf(run, name) {
+  if (!name) return textOf(run);
+  if (name === "name") return label(run);
+  if (name === "tag") return run.tags;
+  if (name === "device") return run.devices ?? [];
+  const own = COLUMNS[name]?.[1](run) ?? metricsOf(run)[name];
+  if (own !== undefined) return own;
+  const given = { ...settings.value?.same, ...settings.value?.runs[run.id] };
+  return given[name] ?? given[Object.keys(given).find((key) => key.endsWith(`.${name}`))];
+}
+
+const plain = (value) => (value === undefined || value === null ? "–" : typeof value === "number" ? number(value) : String(value));
+const cellOf = (run, name) => (COLUMNS[name]?.[2] ? COLUMNS[name][2](run) : plain(valueOf(run, name)));
+const titleOf = (name) => COLUMNS[name]?.[0] ?? (name.includes(".") ? name : heading(name));
+
+function compareValues(a, b) {
+  if (a === b) return 0;
+  if (a === undefined || a === null || Number.isNaN(a)) return 1;
+  if (b === undefined || b === null || Number.isNaN(b)) return -1;
+  return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
+}
+
+/** What the link keeps of the table. */
+const table = computed(() => {
+  const { query } = route.value;
+  const [order = "-created"] = [query.get("sort") ?? undefined];
+  return { text: query.get("filter") ?? "", status: query.get("status") ?? "", order, group: query.get("group") ?? "", columns: query.get("columns")?.split(",").filter(Boolean) ?? SHOWN };
+});
+
+function useSettings(wanted) {
+  useEffect(() => {
+    if (wanted) get("/settings").then((found) => (settings.value = found), tellError);
+  }, [wanted, runs.value?.length]);
+}
+
+/** Names of metrics and settings that some run has. */
+function offered(all) {
+  const metrics = new Set(all.flatMap((run) => Object.keys(metricsOf(run))));
+  const keys = new Set(Object.values(settings.value?.runs ?? {}).flatMap((one) => Object.keys(one)));
+  return { metrics: [...metrics].filter((name) => !["attempt"].includes(name)).sort(), settings: [...keys].sort() };
+}
+
+function ColumnsDialog({ all, onClose }) {
+  useSettings(true);
+  const [text, setText] = useState("");
+  const { columns } = table.value;
+  const names = offered(all);
+  const toggle = (name, on) => keep("columns", (on ? [...columns, name] : columns.filter((one) => one !== name)).join(",") || "status");
+  return html`<${Dialog} title="Columns" onClose=${onClose}>
+    <input class="input" type="search" aria-label="Search columns" placeholder="Search columns" value=${text} onInput=${(event) => setText(event.currentTarget.value)} />
+    ${[["Run", Object.keys(COLUMNS)], ["Metrics", names.metrics], ["Settings that differ", names.settings]].map(
+      ([title, list]) => html`<fieldset key=${title} class="stack">
+        <legend class="eyebrow">${title}</legend>
+        <div class="options">
+          ${list.filter((name) => `${name} ${titleOf(name)}`.toLowerCase().includes(text.toLowerCase())).map(
+            (name) => html`<label key=${name} class="row"><input type="checkbox" checked=${columns.includes(name)} onChange=${(event) => toggle(name, event.currentTarget.checked)} /><span class="clip" title=${name}>${titleOf(name)}</span></label>`,
+          )}
+        </div>
+      </fieldset>`,
+    )}
+  <//>`;
+}
+
+function Filters({ shown, all, onDialog }) {
   const ids = [useId(), useId(), useId()];
-  const { text, status, order } = filters.value;
-  const set = (part) => (filters.value = { ...filters.value, ...part });
+  const { text, status, group } = table.value;
+  const names = offered(all);
   return html`<div class="filters" role="search" aria-label="Runs">
     <label class="unseen" for=${ids[0]}>Search runs</label>
-    <input
-      id=${ids[0]}
-      class="input"
-      type="search"
-      placeholder="Search name, task, tag…"
-      value=${text}
-      onInput=${(event) => set({ text: event.currentTarget.value })}
-    />
-    <div class="pair">
-      <label class="unseen" for=${ids[1]}>Status</label>
-      <select id=${ids[1]} class="input" value=${status} onChange=${(event) => set({ status: event.currentTarget.value })}>
-        <option value="">Any status</option>
-        ${STATUSES.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}
-      </select>
-      <label class="unseen" for=${ids[2]}>Sort</label>
-      <select id=${ids[2]} class="input" value=${order} onChange=${(event) => set({ order: event.currentTarget.value })}>
-        ${Object.entries(ORDERS).map(([key, [text]]) => html`<option key=${key} value=${key}>${text}</option>`)}
-      </select>
-    </div>
-    <div class="row between muted">
-      <span role="status">${runs.value === null ? "" : shown === all ? `${all} ${all === 1 ? "run" : "runs"}` : `${shown} of ${all} runs`}</span>
-      ${compared.value.length > 1 && html`<a href=${address("compare", compared.value)}>Compare ${compared.value.length}</a>`}
-      ${compared.value.length >= MOST_COMPARED && html`<span>the most</span>`}
-    </div>
+    <input id=${ids[0]} class="input grow" type="search" placeholder="Filter: words, val_accuracy > 0.9, tag:baseline, device:gpu, lr = 0.001" value=${text} onInput=${(event) => keep("filter", event.currentTarget.value)} />
+    <label class="unseen" for=${ids[1]}>Status</label>
+    <select id=${ids[1]} class="input" value=${status} onChange=${(event) => keep("status", event.currentTarget.value)}>
+      <option value="">Any status</option>
+      ${STATUSES.map((one) => html`<option key=${one} value=${one} selected=${one === status}>${one}</option>`)}
+    </select>
+    <label class="unseen" for=${ids[2]}>Group by</label>
+    <select id=${ids[2]} class="input" value=${group} onFocus=${() => get("/settings").then((found) => (settings.value = found), tellError)} onChange=${(event) => keep("group", event.currentTarget.value)}>
+      <option value="">No groups</option>
+      ${[...new Set(["task", "status", "devices", "strategy", "tags", ...names.settings, ...(group ? [group] : [])])].map((one) => html`<option key=${one} value=${one} selected=${one === group}>Group by ${titleOf(one)}</option>`)}
+    </select>
+    <${Button} onClick=${() => onDialog({ kind: "columns" })}>Columns<//>
+    <span class="muted number" role="status">${runs.value === null ? "" : shown === all.length ? `${shown} ${shown === 1 ? "run" : "runs"}` : `${shown} of ${all.length} runs`}</span>
   </div>`;
 }
 
-const best = (run) => Object.entries(run.best_metric ?? {})[0];
-
-function Row({ run, onDialog }) {
-  const going = isGoing(run);
+/** What can be done with one run, as items of a menu. */
+export function actionsFor(run, onDialog) {
   const duplicate = async () => {
     try {
       const copy = await post(runPath(run.id, "/duplicate"));
       replaceDraft(copy);
-      go("train");
+      drawer.value = true;
       tell("The form has the configuration of this run");
       if (copy.left_out.length) tell(`Left out, because the page may not set it: ${copy.left_out.join(", ")}`, { bad: true });
     } catch (error) {
       tellError(error);
     }
   };
-  const items = [
+  return [
+    [run.pinned ? "Unpin" : "Pin", () => mark(run, { pinned: !run.pinned })],
     ["Rename", () => onDialog({ kind: "rename", run })],
     ["Edit tags", () => onDialog({ kind: "tags", run })],
+    ["Edit notes", () => onDialog({ kind: "notes", run })],
     ["Duplicate", duplicate],
-    ["Delete", () => onDialog({ kind: "delete", run }), { danger: true, why: going ? "stop it first" : "" }],
+    ["Delete", () => onDialog({ kind: "delete", run }), { danger: true, why: isGoing(run) ? "stop it first" : "" }],
   ];
-  const metric = best(run);
+}
+
+const mark = async (run, change) => {
+  try {
+    merge([await patch(runPath(run.id), change)], []);
+  } catch (error) {
+    tellError(error);
+  }
+};
+
+function Row({ run, columns, onDialog }) {
   const ticked = compared.value.includes(run.id);
-  const full = !ticked && compared.value.length >= MOST_COMPARED;
-  return html`<li class="run ${route.value.run === run.id ? "chosen" : ""}">
-    <a href=${address("train", [run.id])} aria-current=${route.value.run === run.id ? "true" : undefined}>
-      <span class="name clip">${label(run)}</span>
-      <span class="facts">
-        <${Badge} status=${run.status} />
-        ${run.status === "running" && run.progress !== null && html`<span class="number">${percent(run.progress)}</span>`}
-        ${metric && !going && html`<span class="number">${words(metric[0])} ${number(metric[1])}</span>`}
-      </span>
-      <span class="facts">
-        <span title=${run.task}>${run.task.split("/").at(-1)}</span>${run.devices?.length > 0 && html`<span>${deviceWords(run.devices)}</span>`}<span>${ago(run.created_at)}</span>
-        ${run.tags.map((tag) => html`<span key=${tag} class="badge tag" title=${tag}><span class="clip">${tag}</span></span>`)}
-      </span>
-    </a>
-    <span class="side">
-      <${Menu} label=${`Actions for ${label(run)}`} items=${items} />
-      <input
-        type="checkbox"
-        aria-label=${`Compare ${label(run)}`}
-        title=${full ? `${MOST_COMPARED} runs at most` : "Compare"}
-        checked=${ticked}
-        disabled=${full}
-        onChange=${(event) => setCompared(run.id, event.currentTarget.checked)}
-      />
-    </span>
-  </li>`;
+  return html`<tr class=${ticked ? "chosen" : ""}>
+    <td class="tick"><label class="hit"><input type="checkbox" aria-label=${`Select ${label(run)}`} checked=${ticked} onChange=${(event) => setCompared(run.id, event.currentTarget.checked)} /></label></td>
+    <th scope="row" class="name">${run.pinned && html`<span class="pin" title="pinned">★</span>`}<a class="clip" href=${address("run", [run.id])} title=${run.id}>${label(run)}</a></th>
+    ${columns.map((name) => html`<td key=${name} class=${typeof valueOf(run, name) === "number" ? "number" : ""}>${cellOf(run, name)}</td>`)}
+    <td class="more"><${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, onDialog)} /></td>
+  </tr>`;
+}
+
+/** Mean and standard deviation (of the sample) of what is a number in every run that has it. */
+function spread(rows, name) {
+  const values = rows.map((run) => valueOf(run, name)).filter((value) => typeof value === "number" && Number.isFinite(value));
+  if (!values.length) return "";
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  if (values.length === 1) return number(mean, 3);
+  return `${number(mean, 3)} ± ${number(Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1)), 2)}`;
+}
+
+const FIXED = new Set(["status", "created", "task", "devices", "tags", "notes"]);
+
+function Group({ name, value, rows, columns, onDialog }) {
+  const [open, setOpen] = useState(false);
+  return html`<tr class="group-row">
+      <td></td>
+      <th scope="row" class="name"><button type="button" class="button quiet small" aria-expanded=${open ? "true" : "false"} onClick=${() => setOpen(!open)}>${open ? "▾" : "▸"} ${titleOf(name)} ${plain(value)}</button> <span class="muted">${rows.length} ${rows.length === 1 ? "run" : "runs"}</span></th>
+      ${columns.map((column) => html`<td key=${column} class="number">${FIXED.has(column) ? "" : spread(rows, column)}</td>`)}
+      <td></td>
+    </tr>
+    ${open && rows.map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} onDialog=${onDialog} />`)}`;
+}
+
+/** Actions on the selected runs. */
+function Selected({ all, onDialog }) {
+  const chosen = all.filter(({ id }) => compared.value.includes(id));
+  if (!chosen.length) return null;
+  const going = chosen.filter(isGoing);
+  const stop = () => Promise.allSettled(going.map((run) => post(runPath(run.id, "/stop")))).then((done) => tell(`${done.filter(({ status }) => status === "fulfilled").length} of ${going.length} runs are stopping`));
+  const why = chosen.length < 2 ? "select two runs or more" : chosen.length > MOST_COMPARED ? `${MOST_COMPARED} runs at most` : "";
+  return html`<div class="selected row" role="group" aria-label="Selected runs">
+    <strong>${chosen.length} selected</strong>
+    ${why ? html`<${Button} kind="small" why=${why} onClick=${() => {}}>Compare<//>` : html`<a class="button small primary" href=${address("compare", compared.value)}>Compare ${chosen.length}</a>`}
+    <${Button} kind="small" onClick=${() => onDialog({ kind: "bulkTags", run: chosen })}>Add tag…<//>
+    <${Button} kind="small" why=${going.length ? "" : "none of them is running"} onClick=${stop}>Stop<//>
+    <${Button} kind="small danger" why=${going.length ? "stop them first" : ""} onClick=${() => onDialog({ kind: "bulkDelete", run: chosen })}>Delete…<//>
+    <${Button} kind="small quiet" onClick=${() => (compared.value = [])}>Clear<//>
+  </div>`;
+}
+
+function BulkTagsDialog({ run: chosen, onClose }) {
+  const [tag, setTag] = useState("");
+  const save = async () => merge(await Promise.all(chosen.map((run) => patch(runPath(run.id), { tags: [...run.tags, tag.trim()] }))), []);
+  return html`<${Dialog} title=${`Add a tag to ${chosen.length} runs`} submit="Add" onClose=${onClose} onSubmit=${save} why=${tag.trim() ? "" : "enter a tag"}>
+    <label class="stack">Tag<input class="input" maxlength="40" autocomplete="off" value=${tag} onInput=${(event) => setTag(event.currentTarget.value)} /></label>
+  <//>`;
+}
+
+function BulkDeleteDialog({ run: chosen, onClose }) {
+  const drop = async () => {
+    for (const run of chosen) {
+      await remove(runPath(run.id));
+      merge([], [run.id]);
+    }
+  };
+  return html`<${Dialog} title=${`Delete ${chosen.length} runs`} submit="Delete" danger onClose=${onClose} onSubmit=${drop}>
+    <p>The folders of these runs will be deleted, with checkpoints, logs and metrics. This cannot be undone.</p>
+    <pre class="wrap">${chosen.map(label).join("\n")}</pre>
+  <//>`;
+}
+
+function NotesDialog({ run, onClose }) {
+  const [notes, setNotes] = useState(run.notes);
+  const save = async () => merge([await patch(runPath(run.id), { notes })], []);
+  return html`<${Dialog} title="Notes" submit="Save" onClose=${onClose} onSubmit=${save}>
+    <textarea class="input" rows="6" maxlength="10000" aria-label="Notes" value=${notes} onInput=${(event) => setNotes(event.currentTarget.value)}></textarea>
+  <//>`;
 }
 
 function RenameDialog({ run, onClose }) {
@@ -159,7 +285,7 @@ function DeleteDialog({ run, onClose }) {
     await remove(runPath(run.id));
     merge([], [run.id]);
     setCompared(run.id, false);
-    if (route.value.run === run.id) go("train");
+    if (route.value.run === run.id) go("runs");
   };
   return html`<${Dialog} title="Delete run" submit="Delete" danger onClose=${onClose} onSubmit=${drop}>
     <p>
@@ -179,33 +305,54 @@ function Problems() {
   </div>`;
 }
 
-const DIALOGS = { rename: RenameDialog, tags: TagsDialog, delete: DeleteDialog };
+export const LABEL_DIALOGS = { rename: RenameDialog, tags: TagsDialog, notes: NotesDialog, delete: DeleteDialog, bulkTags: BulkTagsDialog, bulkDelete: BulkDeleteDialog };
+
+function Heads({ columns, order }) {
+  const [descending, by] = order.startsWith("-") ? [true, order.slice(1)] : [false, order];
+  const head = (name, title) => html`<th key=${name} scope="col" aria-sort=${name === by ? (descending ? "descending" : "ascending") : undefined}>
+    <button type="button" class="sort" onClick=${() => keep("sort", name === by && !descending ? `-${name}` : name)}>${title}${name === by ? (descending ? " ↓" : " ↑") : ""}</button>
+  </th>`;
+  return html`<tr><th class="tick"><span class="unseen">Select</span></th>${head("name", "Name")}${columns.map((name) => head(name, titleOf(name)))}<th><span class="unseen">Actions</span></th></tr>`;
+}
 
 export function Runs() {
   const [dialog, setDialog] = useState(null);
   const [limit, setLimit] = useState(PAGE);
   const all = runs.value ?? [];
-  const { text, status, order } = filters.value;
-  const found = all.filter((run) => (!status || run.status === status) && matches(run, text)).sort(ORDERS[order][1]);
-  const Chosen = dialog && DIALOGS[dialog.kind];
-  return html`
-    <div class="head">
-      <h1>Runs</h1>
-      <a class="button small" href=${address("train")}>New run</a>
-    </div>
-    <${Filters} shown=${found.length} all=${all.length} />
-    <div class="scroll">
-      <${Problems} />
-      ${runs.value === null && html`<p class="empty" role="status">Loading runs…</p>`}
-      ${runs.value !== null && !found.length && html`<p class="empty">${all.length ? "No run matches." : "No runs yet. Select devices and press Run."}</p>`}
-      <ul aria-label="Runs">
-        ${found.slice(0, limit).map((run) => html`<${Row} key=${run.id} run=${run} onDialog=${setDialog} />`)}
-      </ul>
-      ${found.length > limit &&
-      html`<p class="empty">
-        <button type="button" class="button" onClick=${() => setLimit(limit + PAGE)}>Show ${Math.min(PAGE, found.length - limit)} more</button>
-      </p>`}
-    </div>
+  const { text, status, order, group, columns } = table.value;
+  const known = new Set([...Object.keys(COLUMNS), "name"]);
+  const asked = [...text.matchAll(/([\w.]+)\s*[=<>!:]/g)].map(([, name]) => name);
+  useSettings([...columns, order.replace(/^-/, ""), group, ...asked].some((name) => name && !known.has(name)));
+  const found = useMemo(() => {
+    const test = parseFilter(text);
+    const [sign, by] = order.startsWith("-") ? [-1, order.slice(1)] : [1, order];
+    return all
+      .filter((run) => (!status || run.status === status) && test(run, valueOf))
+      .sort((a, b) => b.pinned - a.pinned || sign * compareValues(valueOf(a, by), valueOf(b, by)));
+  }, [all, text, status, order, settings.value]);
+  const groups = group && [...Map.groupBy(found, (run) => String(plain(valueOf(run, group))))];
+  const Chosen = dialog && LABEL_DIALOGS[dialog.kind];
+  return html`<section class="view wide" aria-label="Runs">
+    <${Filters} shown=${found.length} all=${all} onDialog=${setDialog} />
+    <${Selected} all=${all} onDialog=${setDialog} />
+    <${Problems} />
+    ${runs.value === null && html`<p class="empty" role="status">Loading runs…</p>`}
+    ${runs.value !== null && !all.length && html`<div class="empty stack"><p>No runs yet.</p><p><${Button} kind="primary" onClick=${() => (drawer.value = true)}>Start the first run<//></p></div>`}
+    ${all.length > 0 && !found.length && html`<p class="empty">No run matches.</p>`}
+    ${found.length > 0 &&
+    html`<div class="scroll-x card flush">
+      <table class="runs" aria-label="Runs">
+        <thead><${Heads} columns=${columns} order=${order} /></thead>
+        <tbody>
+          ${groups
+            ? groups.map(([value, rows]) => html`<${Group} key=${value} name=${group} value=${value} rows=${rows} columns=${columns} onDialog=${setDialog} />`)
+            : found.slice(0, limit).map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} onDialog=${setDialog} />`)}
+        </tbody>
+      </table>
+    </div>`}
+    ${!groups && found.length > limit &&
+    html`<p class="empty"><${Button} onClick=${() => setLimit(limit + PAGE)}>Show ${Math.min(PAGE, found.length - limit)} more<//></p>`}
     ${Chosen && html`<${Chosen} run=${dialog.run} onClose=${() => setDialog(null)} />`}
-  `;
+    ${dialog?.kind === "columns" && html`<${ColumnsDialog} all=${all} onClose=${() => setDialog(null)} />`}
+  </section>`;
 }

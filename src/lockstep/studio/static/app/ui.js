@@ -1,6 +1,6 @@
 // General components.
 
-import { html, signal, useEffect, useId, useLayoutEffect, useRef, useState } from "./html.js";
+import { html, signal, useErrorBoundary, useEffect, useId, useLayoutEffect, useRef, useState } from "./html.js";
 
 export const Badge = ({ status }) => html`<span class="badge ${status}">${status}</span>`;
 
@@ -23,6 +23,13 @@ export function Button({ kind = "", why = "", onClick, busy = false, children, .
       ${children}
     </button>
     ${why && html`<span id=${id} class="unseen">${why}</span>`}`;
+}
+
+/** Shows an error of what it contains instead of it: the rest of the page works. */
+export function Boundary({ children }) {
+  const [error, again] = useErrorBoundary((error) => console.warn(error));
+  if (!error) return children;
+  return html`<div class="stack"><${Problem} error=${{ message: "This part of the page cannot be shown.", why: String(error.message ?? error) }} /><div><${Button} onClick=${again}>Try again<//></div></div>`;
 }
 
 /** An error of the server's shape {message, why, fix}, or a plain sentence. */

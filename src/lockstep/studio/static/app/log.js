@@ -1,0 +1,69 @@
+// The log of a run: one file at a time, its end followed, colours of the terminal, search.
+
+import { html, useEffect, useRef, useState } from "./html.js";
+import { get, runPath } from "./api.js";
+import { number } from "./format.js";
+import { isGoing } from "./live.js";
+
+const COLOURS = ["", "bad", "good", "warn", "info", "series-4", "series-3", ""];
+const ESCAPE = /\u001b\[([\d;]*)m|\u001b\[[\d;?]*[A-Za-z]/g;
+
+/** A line's parts as [text, class], by its ANSI colour codes. */
+function parts(line) {
+  const found = [];
+  let [at, colour, bold] = [0, "", ""];
+  for (const match of line.matchAll(ESCAPE)) {
+    found.push([line.slice(at, match.index), colour + bold]);
+    at = match.index + match[0].length;
+    for (const code of (match[1] ?? "").split(";").map(Number)) {
+      if (code === 0) [colour, bold] = ["", ""];
+      else if (code === 1) bold = " bold";
+      else if (code === 39) colour = "";
+      else if ((code >= 30 && code < 38) || (code >= 90 && code < 98)) colour = `ansi ${COLOURS[code % 10]}`;
+    }
+  }
+  return [...found, [line.slice(at), colour + bold]].filter(([text]) => text);
+}
+
+export function Log({ run, names }) {
+  const [name, setName] = useState(null);
+  const [log, setLog] = useState(null);
+  const [tail, setTail] = useState(500);
+  const [text, setText] = useState("");
+  const [follow, setFollow] = useState(true);
+  const box = useRef(null);
+  const chosen = names.includes(name) ? name : names[0];
+  useEffect(() => {
+    if (!chosen) return undefined;
+    let over = false;
+    const read = () => get(runPath(run.id, `/log?name=${encodeURIComponent(chosen)}&tail=${tail}`)).then((found) => over || setLog(found), () => over || setLog(null));
+    read();
+    const timer = isGoing(run) ? setInterval(read, 1500) : 0;
+    return () => {
+      over = true;
+      clearInterval(timer);
+    };
+  }, [run.id, run.status, chosen, tail]);
+  useEffect(() => {
+    if (follow && box.current) box.current.scrollTop = box.current.scrollHeight;
+  }, [log, follow, text]);
+  if (!chosen) return html`<p class="empty">This run has no log yet.</p>`;
+  const wanted = text.toLowerCase();
+  const lines = (log?.lines ?? []).filter((line) => line.toLowerCase().includes(wanted));
+  // Scrolling up stops following, and the end follows again.
+  const scrolled = ({ currentTarget: { scrollTop, scrollHeight, clientHeight } }) => setFollow(scrollHeight - scrollTop - clientHeight < 8);
+  return html`<div class="card stack">
+    <div class="row wrap">
+      <label class="row">File
+        <select class="input" value=${chosen} onChange=${(event) => setName(event.currentTarget.value)}>
+          ${names.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}
+        </select>
+      </label>
+      <input class="input grow" type="search" aria-label="Search the log" placeholder="Search the log" value=${text} onInput=${(event) => setText(event.currentTarget.value)} />
+      <label class="row"><input type="checkbox" checked=${follow} onChange=${(event) => setFollow(event.currentTarget.checked)} />Follow</label>
+      <span class="muted number">${number(lines.length)} lines</span>
+      ${log?.truncated && tail < 5000 && html`<button type="button" class="button small" onClick=${() => setTail(5000)}>Load more</button>`}
+    </div>
+    <pre class="wrap log" tabindex="0" aria-label="Log" ref=${box} onScroll=${scrolled}>${lines.length ? lines.map((line, at) => html`<span key=${at}>${parts(line).map(([part, kind]) => (kind ? html`<span class=${kind}>${part}</span>` : part))}${"\n"}</span>`) : "the log is empty"}</pre>
+  </div>`;
+}

@@ -1,0 +1,89 @@
+// This machine: its devices and who uses them, and the results of `lockstep doctor`.
+
+import { html, useEffect, useState } from "./html.js";
+import { get, post } from "./api.js";
+import { DeviceChoice } from "./afterwards.js";
+import { devices, refreshDevices } from "./catalogue.js";
+import { clock, gigabytes } from "./format.js";
+import { isGoing, jobs, runs } from "./live.js";
+import { address } from "./route.js";
+import { label } from "./runs.js";
+import { Badge, Button, Problem, tellError } from "./ui.js";
+
+const WORST_FIRST = ["fail", "warn", "ok", "skip"];
+
+function Finding({ finding }) {
+  return html`<li class="card stack">
+    <div class="row">
+      <${Badge} status=${finding.status} />
+      <h2 class="grow">${finding.name}</h2>
+      <span class="muted">${finding.node}</span>
+    </div>
+    <p>${finding.what}</p>
+    <p class="muted">${finding.why}</p>
+    ${finding.fix && html`<p><strong>Fix:</strong> ${finding.fix}</p>`}
+  </li>`;
+}
+
+function Doctor() {
+  const [first, setFirst] = useState(null);
+  const [chosen, setChosen] = useState([]);
+  const [quick, setQuick] = useState(true);
+  useEffect(() => void get("/doctor").then((job) => setFirst(job), tellError), []);
+  const job = first && (jobs.value[first.id] ?? first);
+  const start = async () => {
+    try {
+      setFirst(await post("/doctor", { devices: chosen.length ? chosen : null, quick }));
+    } catch (error) {
+      tellError(error);
+    }
+  };
+  const findings = [...(job?.result?.findings ?? [])].sort((a, b) => WORST_FIRST.indexOf(a.status) - WORST_FIRST.indexOf(b.status));
+  return html`<h1>Doctor</h1>
+    <section class="card stack measure" aria-label="Check">
+      <p class="muted">Check whether this machine is ready for training on several devices. If none is selected, every GPU is checked, or two ranks on the CPU.</p>
+      <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
+      <label class="row">
+        <input type="checkbox" checked=${quick} onChange=${(event) => setQuick(event.currentTarget.checked)} />
+        Quick: start no ranks
+      </label>
+      <div class="row">
+        <${Button} kind="primary" busy=${job?.status === "running"} onClick=${start}>${job?.status === "running" ? "Checking…" : "Check this machine"}<//>
+        ${job && html`<span class="muted">${clock(job.started_at)} · <code>${job.command_text}</code></span>`}
+      </div>
+    </section>
+    <${Problem} error=${job?.error} />
+    ${job?.result && html`<p role="status" class="note ${job.result.fit ? "info" : "bad"}"><strong>${job.result.verdict}</strong></p>`}
+    <ul class="stack" aria-label="Findings">${findings.map((finding) => html`<${Finding} key=${`${finding.node} ${finding.name} ${finding.what}`} finding=${finding} />`)}</ul>`;
+}
+
+/** Memory, processes and runs of each device, every few seconds. */
+function Devices() {
+  useEffect(() => {
+    const look = () => refreshDevices().catch(() => {});
+    look();
+    const timer = setInterval(look, 3000);
+    return () => clearInterval(timer);
+  }, []);
+  const using = (id) => (runs.value ?? []).filter((run) => isGoing(run) && run.devices?.includes(id));
+  return html`<div class="machine">
+    ${(devices.value?.devices ?? []).map((device) => {
+      const { id, name, users, note, memory_gb: memory, free_gb: free, cores } = device;
+      const share = memory && free !== null ? 1 - free / memory : null;
+      return html`<section key=${id} class="card stack" aria-label=${id}>
+        <div class="row between"><h2>${id === "cpu" ? "CPU" : id.replace("gpu:", "GPU ")}</h2><span class="muted">${cores ? `${cores} cores` : ""}</span></div>
+        <p class="muted clip" title=${name}>${name}</p>
+        ${share !== null && html`<div class="meter" role="meter" aria-label="Memory in use" aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}><span style=${{ width: `${share * 100}%` }}></span></div>
+          <p class="number muted">${gigabytes((memory - free) * 1e9)} of ${gigabytes(memory * 1e9)} in use</p>`}
+        ${using(id).map((run) => html`<p key=${run.id}><a href=${address("run", [run.id])}>${label(run)}</a> <span class="muted">run</span></p>`)}
+        ${users.map((user) => html`<p key=${user.pid} class="muted">${user.name}, process ${user.pid}${user.memory_gb ? `, ${gigabytes(user.memory_gb * 1e9)}` : ""}</p>`)}
+        ${!users.length && !using(id).length && html`<p class="muted">No run here uses it.</p>`}
+        ${note && html`<p class="note">${note}</p>`}
+      </section>`;
+    })}
+  </div>`;
+}
+
+export function Machine() {
+  return html`<div class="view"><h1>Devices</h1><${Devices} /><${Doctor} /></div>`;
+}

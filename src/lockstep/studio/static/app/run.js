@@ -1,0 +1,231 @@
+// The page of one run: overview, charts, log, evaluation, configuration and files as tabs.
+
+import { html, useEffect, useState } from "./html.js";
+import { get, post, runPath } from "./api.js";
+import { studio } from "./catalogue.js";
+import { Decisions } from "./decisions.js";
+import { Curves } from "./curves.js";
+import { Evaluation } from "./evaluation.js";
+import { bytes, clock, deviceWords, duration, heading, number, percent, words } from "./format.js";
+import { isGoing, jobs, runs } from "./live.js";
+import { Log } from "./log.js";
+import { EvaluateDialog, ExportDialog, Job, ResumeDialog } from "./afterwards.js";
+import { go, route } from "./route.js";
+import { actionsFor, LABEL_DIALOGS, label, monitored } from "./runs.js";
+import { Badge, Boundary, Button, Copy, Menu, Problem, Tabs, tell, tellError } from "./ui.js";
+
+/** The details of a run: fetched when it is selected and when its status changes. */
+function useDetail(run) {
+  const [found, setFound] = useState({ detail: null, error: null });
+  useEffect(() => {
+    const abort = new AbortController();
+    get(runPath(run.id), abort.signal).then(
+      (detail) => setFound({ detail, error: null }),
+      (error) => error.name !== "AbortError" && setFound({ detail: null, error }),
+    );
+    return () => abort.abort();
+  }, [run.id, run.status, run.attempt, run.starting]);
+  return found.detail?.id === run.id || found.error ? found : { detail: null, error: null };
+}
+
+function Metric({ name, value }) {
+  return html`<div><dt>${name}</dt><dd title=${String(value)}>${value}</dd></div>`;
+}
+
+function Progress({ run }) {
+  const share = run.progress ?? 0;
+  return html`<section class="stack" aria-label="Progress">
+    <div class="progress" role="progressbar" aria-label="Progress of the run" aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}>
+      <span style=${{ width: `${share * 100}%` }}></span>
+    </div>
+    <dl class="metrics">
+      <${Metric} name="Progress" value=${run.starting ? "starting" : percent(share)} />
+      <${Metric} name="Step" value=${`${number(run.step)} / ${number(run.total_steps)}`} />
+      <${Metric} name="Epoch" value=${`${number(run.epoch)} / ${number(run.epochs)}`} />
+      <${Metric} name="ETA" value=${duration(run.eta_s ?? NaN)} />
+      <${Metric} name="Samples/s" value=${number(run.samples_per_s, 3)} />
+    </dl>
+  </section>`;
+}
+
+function Finished({ run }) {
+  const entries = Object.entries(run.final_metrics ?? {});
+  const took = (Date.parse(run.completed_at) - Date.parse(run.started_at)) / 1000;
+  const early = run.step < run.total_steps;
+  return html`<section class="stack" aria-label="Final metrics">
+    ${early && html`<p class="note info">Early stopping: it ended at step ${number(run.step)} of ${number(run.total_steps)}${run.epochs ? `, epoch ${number(run.epoch)} of ${number(run.epochs)}` : ""}.</p>`}
+    <dl class="metrics">
+      ${entries.map(([name, value]) => html`<${Metric} key=${name} name=${heading(name)} value=${number(value)} />`)}
+      ${Object.entries(run.best_metric ?? {}).map(
+        ([name, value]) => html`<${Metric} key=${`best-${name}`} name=${`Best ${words(name)}`} value=${number(value)} />`,
+      )}
+      ${run.best_epoch !== null && html`<${Metric} name="Best epoch" value=${number(run.best_epoch)} />`}
+      ${took >= 0 && html`<${Metric} name="Took" value=${duration(took)} />`}
+    </dl>
+  </section>`;
+}
+
+const ENDS = {
+  failed: "The run failed.",
+  lost: "The run's process ended without a final status: it was killed, or the machine went down. Checkpoints are kept.",
+  stopped: "The run was stopped.",
+};
+
+/** Of a failure: the exception's last line, the cause and the fix. */
+const summaryOf = (error) => {
+  const lines = (error ?? "").split("\n").map((line) => line.trim()).filter(Boolean);
+  const raised = lines.filter((line) => /^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*:/.test(line)).at(-1);
+  return [raised ?? lines[0], ...lines.filter((line) => /^(cause|why|fix):/i.test(line))].filter(Boolean);
+};
+
+/** What happened, at which step, and the last output of the run. */
+function Ended({ run, detail }) {
+  const cause = summaryOf(run.error);
+  return html`<section class="stack" aria-label="How it ended">
+    <p class="note ${run.status === "stopped" ? "warn" : "bad"}">
+      ${cause.map((line, at) => html`<strong key=${line} class=${at ? "muted" : ""} style=${{ display: "block" }}>${line}</strong>`)}
+      ${ENDS[run.status]} ${run.step !== null && html`Step ${number(run.step)} of ${number(run.total_steps)}.`}
+      ${detail?.checkpoints.length > 0 && html` Newest checkpoint: step ${number(Math.max(...detail.checkpoints.map(({ step }) => step)))}.`}
+    </p>
+    ${run.resume_error && html`<p class="note bad" role="alert">The last resume did not start an attempt. Its output:</p>
+      <pre class="wrap log" tabindex="0" aria-label="Why it was not resumed">${run.resume_error}</pre>`}
+    ${run.error && html`<pre class="wrap log" tabindex="0" aria-label="Failure">${run.error}</pre>`}
+    ${detail?.start_output && !run.resume_error && detail.start_output !== run.error && html`<pre class="wrap log" tabindex="0" aria-label="Output of the command">${detail.start_output}</pre>`}
+  </section>`;
+}
+
+function Settings({ run, detail }) {
+  if (!detail) return null;
+  return html`
+    <div class="card stack">
+      <div class="row between"><h2>Command</h2><${Copy} text=${detail.command_text} label="Copy the run's command" /></div>
+      <pre class="wrap" tabindex="0" aria-label="Command of the run">${detail.command_text}</pre>
+    </div>
+    ${detail.plan && html`<${Decisions} decisions=${detail.plan.decisions} />`}
+    <div class="card stack">
+      <div class="row between"><h2>config.yaml</h2><${Copy} text=${detail.config_yaml} label="Copy the run's YAML" /></div>
+      <pre tabindex="0" aria-label="YAML of the run">${detail.config_yaml}</pre>
+    </div>
+    <div class="card stack"><h2>Versions</h2><dl class="facts-list">${Object.entries(detail.versions).map(([name, version]) => html`<dt key=${name}>${name}</dt><dd>${version}</dd>`)}</dl></div>
+  `;
+}
+
+function Files({ run }) {
+  const [found, setFound] = useState(null);
+  const [text, setText] = useState("");
+  useEffect(() => void get(runPath(run.id, "/files")).then(({ files }) => setFound(files), tellError), [run.id, run.status]);
+  if (!found) return html`<p class="empty" role="status">Loading files…</p>`;
+  const shown = found.filter(({ path }) => path.toLowerCase().includes(text.toLowerCase()));
+  return html`<div class="card stack">
+    <div class="row">
+      <input class="input" type="search" aria-label="Search files" placeholder="Search files" value=${text} onInput=${(event) => setText(event.currentTarget.value)} />
+      <span class="muted number">${number(shown.length)} files, ${bytes(shown.reduce((sum, file) => sum + file.bytes, 0))}</span>
+    </div>
+    <table aria-label="Files">
+      <thead><tr><th scope="col">File</th><th scope="col">Size</th><th scope="col">Changed</th></tr></thead>
+      <tbody>
+        ${shown.slice(0, 500).map(
+          (file) => html`<tr key=${file.path}><th scope="row"><a class="mono" href=${`/api${runPath(run.id, `/file?path=${encodeURIComponent(file.path)}`)}`} target="_blank" rel="noopener">${file.path}</a></th><td class="number">${bytes(file.bytes)}</td><td class="number muted">${clock(file.modified * 1000)}</td></tr>`,
+        )}
+      </tbody>
+    </table>
+    ${shown.length > 500 && html`<p class="muted">${number(shown.length - 500)} more: search for them</p>`}
+  </div>`;
+}
+
+function Facts({ run }) {
+  return html`<dl class="facts-list">
+    <dt>Task</dt><dd>${run.task}</dd>
+    <dt>Devices</dt><dd>${deviceWords(run.devices ?? []) || "–"}${run.strategy ? ` · ${run.strategy}` : ""}${run.precision ? ` · ${run.precision}` : ""}</dd>
+    <dt>Started</dt><dd>${clock(run.started_at ?? run.created_at)}${run.attempt > 1 ? ` · attempt ${run.attempt}` : ""}</dd>
+    <dt>Id</dt><dd class="mono">${run.id}</dd>
+    <dt>Folder</dt><dd class="mono">${run.path}</dd>
+    ${run.notes && html`<dt>Notes</dt><dd class="notes">${run.notes}</dd>`}
+  </dl>`;
+}
+
+function Stop({ run }) {
+  const stop = async () => {
+    try {
+      const { kill_after_s: limit } = await post(runPath(run.id, "/stop"));
+      tell(`Stopping after a checkpoint; the run is killed if that takes longer than ${duration(limit)}`);
+    } catch (error) {
+      tellError(error);
+    }
+  };
+  const why = run.stopping ? `stopping: a checkpoint first, ended after ${duration(studio.value?.kill_after_s)} at the latest` : "";
+  return html`<${Button} kind="danger" why=${why} onClick=${stop}>${run.stopping ? "Stopping…" : "Stop"}<//>`;
+}
+
+function Actions({ run, detail, onDialog }) {
+  if (isGoing(run)) return html`<${Stop} run=${run} />`;
+  const resume = run.status !== "completed" && detail?.resumable;
+  const saved = detail?.checkpoints.length > 0;
+  return html`
+    ${resume && html`<${Button} kind="primary" onClick=${() => onDialog("resume")}>Resume…<//>`}
+    ${detail && html`<a class="button" href=${`/api${runPath(run.id, "/report")}`} target="_blank" rel="noopener" title="Curves, settings and plan on one page, in a new tab">Report</a>`}
+    ${saved && html`<${Button} onClick=${() => onDialog("evaluate")}>Evaluate…<//><${Button} onClick=${() => onDialog("export")}>Export…<//>`}
+  `;
+}
+
+const DIALOGS = { ...LABEL_DIALOGS, resume: ResumeDialog, evaluate: EvaluateDialog, export: ExportDialog };
+const TABS = [["overview", "Overview"], ["charts", "Charts"], ["log", "Log"], ["evaluation", "Evaluation"], ["configuration", "Configuration"], ["files", "Files"]];
+
+function Overview({ run, detail, newest }) {
+  return html`
+    ${isGoing(run) && html`<${Progress} run=${run} />`}
+    ${run.status === "completed" && html`<${Finished} run=${run} />`}
+    ${run.status in ENDS && html`<${Ended} run=${run} detail=${detail} />`}
+    ${newest.map((job) => html`<${Job} key=${job.id} job=${job} />`)}
+    <${Curves} key=${run.id} id=${run.id} few />
+    <div class="card"><h2>Run</h2><${Facts} run=${run} /></div>
+  `;
+}
+
+function Chosen({ run }) {
+  const { detail, error } = useDetail(run);
+  const [dialog, setDialog] = useState(null);
+  const Open = DIALOGS[dialog?.kind];
+  const ours = [...(detail?.jobs ?? []), ...Object.values(jobs.value).filter((job) => job.run === run.id)];
+  const newest = [...new Map(ours.map((job) => [job.id, jobs.value[job.id] ?? job])).values()];
+  const tab = TABS.some(([id]) => id === route.value.tab) ? route.value.tab : "overview";
+  const metric = monitored(run);
+  const doing = run.status === "running" && run.progress !== null ? `${percent(run.progress)} ` : "";
+  useEffect(() => void (document.title = `${doing}${label(run)} – Lockstep studio`), [doing, run.name]);
+  return html`<section class="run-page" aria-label="State">
+    <div class="run-head">
+      <a class="button quiet small" href="#/runs">← Runs</a>
+      <h1 class="clip" title=${run.id}>${run.pinned ? "★ " : ""}${label(run)}</h1>
+      <${Badge} status=${run.status} />
+      ${metric && html`<span class="number muted">${heading(metric[0])} <strong>${number(metric[1])}</strong></span>`}
+      ${run.tags.map((tag) => html`<span key=${tag} class="badge tag"><span class="clip">${tag}</span></span>`)}
+      <span class="grow"></span>
+      <${Actions} run=${run} detail=${detail} onDialog=${(kind) => setDialog({ kind, run })} />
+      <${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, setDialog)} />
+    </div>
+    <${Tabs} label="Run" tabs=${TABS} chosen=${tab} onChoose=${(name) => go("run", [run.id], name)} panel="run" />
+    <div class="scroll" id="run" role="tabpanel" tabindex="0" aria-labelledby=${`run-tab-${tab}`}>
+      <div class="state">
+        <p class="unseen" role="status">${label(run)}: ${run.status}</p>
+        <${Problem} error=${error} />
+        <${Boundary} key=${`${run.id} ${tab}`}>
+          ${tab === "overview" && html`<${Overview} run=${run} detail=${detail} newest=${newest} />`}
+          ${tab === "charts" && html`<${Curves} key=${run.id} id=${run.id} />`}
+          ${tab === "log" && html`<${Log} run=${run} names=${detail?.logs ?? []} />`}
+          ${tab === "evaluation" && html`<${Evaluation} run=${run} detail=${detail} jobs=${newest} onEvaluate=${() => setDialog({ kind: "evaluate", run })} />`}
+          ${tab === "configuration" && html`<${Settings} run=${run} detail=${detail} />`}
+          ${tab === "files" && html`<${Files} run=${run} />`}
+        <//>
+      </div>
+    </div>
+    ${Open && html`<${Open} run=${run} detail=${detail} onClose=${() => setDialog(null)} />`}
+  </section>`;
+}
+
+export function Run() {
+  const { run: id } = route.value;
+  if (runs.value === null) return html`<p class="empty" role="status">Loading the run…</p>`;
+  const run = runs.value.find((one) => one.id === id) ?? runs.value.find((one) => one.location === id);
+  if (!run) return html`<div class="empty stack"><p>There is no run ${id} here; it may have been deleted.</p><p><a class="button" href="#/runs">All runs</a></p></div>`;
+  return html`<${Chosen} key=${run.id} run=${run} />`;
+}
