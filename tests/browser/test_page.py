@@ -110,8 +110,8 @@ def test_every_fate_and_the_table_of_runs(server: Address, open_page: OpenPage) 
     back(page)
     expect(rows(page).nth(0).get_by_text("lost")).to_be_visible()
 
-    for text, count in (("baseline", 1), ("test_accuracy > 0.9", 1), ("test_accuracy>.9 tag:no", 0), ("status=failed", 1),
-                        ("training.epochs = 4", 3), ("", 3)):  # fmt: skip
+    filters = {"baseline": 1, "test_accuracy > 0.9": 1, "test_accuracy>.9 tag:no": 0, "status=failed": 1}
+    for text, count in {**filters, "training.epochs = 4": 3, "": 3}.items():
         page.get_by_label("Search runs").fill(text)
         expect(rows(page)).to_have_count(count)
     page.get_by_label("Status", exact=True).select_option("failed")

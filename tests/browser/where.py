@@ -103,10 +103,11 @@ class Studio:
     def start(self) -> None:
         """Raises AssertionError with what it said when it ends instead."""
         command = (sys.executable, "-m", "lockstep", "studio", "--port", self._port, "--runs-dir", str(self.runs))
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         process = subprocess.Popen(
             self._network.inside(*command, "--no-browser", *self._arguments),
             cwd=self.folder,
-            env=clean_environment(PYTHONPATH=str(ROOT), NO_COLOR="1", COLUMNS="200", CUDA_VISIBLE_DEVICES=""),
+            env=clean_environment(PYTHONPATH=path, NO_COLOR="1", COLUMNS="200", CUDA_VISIBLE_DEVICES=""),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
