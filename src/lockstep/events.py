@@ -38,7 +38,7 @@ class StepLogged:
     ``loss`` is the mean over the interval's items; ``None`` where a ``LightningModule`` neither returns nor logs one.
     ``samples_per_s`` counts all ranks; ``data_wait_share`` is the share of wall time that rank 0
     waited for input. ``scalars`` holds what the task's own hooks logged. ``items_per_s``: what the loss
-    counts, where that is more than samples, say, tokens.
+    counts, where that is more than samples, say, tokens. ``mfu``: the share of the GPUs' peak arithmetic, where known.
     """
 
     attempt: int
@@ -53,6 +53,7 @@ class StepLogged:
     skipped_steps: int
     scalars: Mapping[str, float] = field(default_factory=dict)
     items_per_s: float | None = None
+    mfu: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

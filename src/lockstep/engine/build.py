@@ -7,8 +7,8 @@ from typing import Any
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.data.requests import Window
-from lockstep.data.stream import Stream
 from lockstep.engine.checkpoints import Checkpoints
+from lockstep.engine.diagnostics.mfu import peak_share
 from lockstep.engine.diagnostics.step_trace import Trace, trace_file
 from lockstep.engine.fit import Fit, Hook
 from lockstep.engine.loop import StepResult
@@ -17,7 +17,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare
-from lockstep.engine.training_data import kept_on, training_source
+from lockstep.engine.training_data import begin_stream, kept_on, training_source
 from lockstep.engine.validation import Validation
 from lockstep.telemetry.files import JsonLines
 
@@ -30,20 +30,24 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
     """
     parts = build_parts(rank, task, datasets, snapshot)
     strategy = parts.strategy
-    if isinstance(datasets.train, Stream):
-        done = parts.state.epoch * rank.plan.batch.samples + parts.state.position
-        saved = None if snapshot is None else snapshot.trainer.get("stream")
-        datasets.train.begin(rank.run_dir.path, rank.attempt, rank.world, done, rank.plan.batch.global_batch, saved)
+    done = parts.state.epoch * rank.plan.batch.samples + parts.state.position
+    saved = None if snapshot is None else snapshot.trainer.get("stream")
+    begin_stream(datasets, rank.run_dir.path, rank.attempt, rank.world, done, rank.plan.batch.global_batch, saved)
     # Compiled code would be compiled again for the hooks that time a rank's own work; the gradient of a divided model
     # is complete only when all ranks have done theirs.
     untimed = rank.config.training.compile or strategy.is_sharded
-    log = RunLog(rank, parts.state, timed=lambda: () if untimed else strategy.module.parameters())
+    source = training_source(task, datasets, rank.plan)
+    share, remarks = None, list[str | None]()
+    if rank.device.type == "cuda":
+        share, text = peak_share(task, source, rank.plan)
+        remarks.append(text)
+    log = RunLog(rank, parts.state, timed=lambda: () if untimed else strategy.module.parameters(), peak_share=share)
     file = trace_file(rank.run_dir.path, rank.world.rank)
     trace = Trace(rank.config.debug, file, rank.world.is_main, parts.update, strategy.module, parts.draws)
-    source = training_source(task, datasets, rank.plan)
     if rank.config.debug.trace == "off":
         source, remark = kept_on(source, rank.device, rank.config.data.device)
-        parts = parts._replace(notes=(*parts.notes, *([] if remark is None else [remark])))
+        remarks.append(remark)
+    parts = parts._replace(notes=(*parts.notes, *filter(None, remarks)))
     return Fit(
         rank,
         task,

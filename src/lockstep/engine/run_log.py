@@ -110,6 +110,7 @@ class RunLog:
     Args:
         state: the run's counters and its best evaluation so far; updated here.
         timed: the parameters whose gradients show when a rank's own work of a step is done; see :class:`RankWatch`.
+        peak_share: of the devices' peak arithmetic that one sample a second is; ``None``: not known.
 
     Attributes:
         losses: sums of the current epoch; the driver adds to it.
@@ -117,9 +118,17 @@ class RunLog:
         ended_by: why the run ends after the current step; ``None`` while it continues.
     """
 
-    def __init__(self, rank: RankContext, state: TrainState, timed: Callable[[], Iterable[nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        rank: RankContext,
+        state: TrainState,
+        timed: Callable[[], Iterable[nn.Parameter]],
+        *,
+        peak_share: float | None = None,
+    ) -> None:
         checkpoint = rank.config.checkpoint
         self.state = state
+        self._peak_share = peak_share
         self.losses = LossMeter(rank.device, state.epoch_loss, state.epoch_count)
         self.ended_by: EndedBy | None = None
         self._rank, self.total = rank, rank.plan.total_steps
@@ -243,6 +252,7 @@ class RunLog:
                     skipped_steps=skipped,
                     scalars=scalars,
                     items_per_s=items / speed.seconds if counts_more else None,
+                    mfu=None if self._peak_share is None else self._peak_share * speed.samples_per_s,
                 )
             )
         self._ranks.log(state.step, epoch)

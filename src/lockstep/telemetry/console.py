@@ -347,6 +347,7 @@ def step_line(event: StepLogged, total: int, seconds_left: float | None) -> str:
 
 def _rates(event: StepLogged) -> str:
     items = "" if event.items_per_s is None else f" ({event.items_per_s:,.0f} loss items/s)"
+    items += "" if event.mfu is None else f", MFU {event.mfu:.1%}"
     return f"{event.samples_per_s:,.0f} samples/s{items}"
 
 

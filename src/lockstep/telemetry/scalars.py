@@ -48,6 +48,7 @@ def named_scalars(event: Event) -> tuple[int, dict[str, float]]:
             values |= {} if event.grad_norm is None else {"train/grad_norm": event.grad_norm}
             values |= {f"throughput/{name}": getattr(event, name) for name in ("samples_per_s", "data_wait_share")}
             values |= {} if event.items_per_s is None else {"throughput/items_per_s": event.items_per_s}
+            values |= {} if event.mfu is None else {"throughput/mfu": event.mfu}
             values |= {f"train/{name}": value for name, value in event.scalars.items()}
             return event.step, values
         case RanksLogged():

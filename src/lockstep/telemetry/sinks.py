@@ -214,6 +214,7 @@ def step_row(event: StepLogged) -> dict[str, Any]:
         "skipped_steps": event.skipped_steps,
         "scalars": event.scalars,
         **({} if event.items_per_s is None else {"items_per_s": event.items_per_s}),
+        **({} if event.mfu is None else {"mfu": event.mfu}),
     }
 
 

@@ -29,7 +29,7 @@ from lockstep.launch.health.memory import MachineMemory, RankMemory, own_memory
 from lockstep.launch.local.rank_output import MARK, log_file
 from lockstep.telemetry.files import FileContent
 from lockstep.telemetry.progress_board import Activity, pulse
-from lockstep.telemetry.rundir import RunDir, read_json, write_json
+from lockstep.telemetry.rundir import NCCL_DUMP, RunDir, read_json, write_json
 
 LAUNCHER_FILE = "launcher.json"
 #: How many of a rank's last lines a report shows.
@@ -186,7 +186,7 @@ def _message(error: BaseException) -> str:
 def clear(logs: Path) -> None:
     """Remove the records of an earlier start. Raises :class:`OSError`."""
     clear_spare(logs)
-    for path in [logs / LAUNCHER_FILE, *logs.glob("rank-*.error.json")]:
+    for path in [logs / LAUNCHER_FILE, *logs.glob("rank-*.error.json"), *logs.glob(f"{NCCL_DUMP}*")]:
         path.unlink(missing_ok=True)
 
 
