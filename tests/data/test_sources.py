@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
 import lockstep
 from lockstep.config.sections import DataConfig
@@ -23,6 +25,7 @@ from lockstep.data.files import local
 from lockstep.data.mixture import Mixture
 from lockstep.data.order import Order
 from lockstep.data.packing import Packed
+from lockstep.data.reader import Reader
 from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 from lockstep.data.sampling import WindowOrder, resolve_sampling
 from lockstep.errors import DataError
@@ -254,6 +257,13 @@ def test_rows_of_columns_are_read_by_their_number(kind: str, tmp_path: Path) -> 
     assert len(rows._groups._values) <= 4
     named = pickle.loads(pickle.dumps(getattr(columns, kind)(tmp_path / f"*{rows.suffix}", columns=["label"])))
     assert named[123] == {"label": labels[123]}
+    plain = getattr(columns, kind)(tmp_path, columns=["inputs", "label"])
+    assert (plain.is_plain, named.is_plain, rows.is_plain) == (True, True, False)
+    indices = np.array([499, 3, 3, 39, 40, 200])
+    whole = Reader(plain, default_collate, 1).batch(0, indices, 0)
+    single = default_collate([plain[index] for index in indices.tolist()])
+    assert whole.keys() == single.keys()
+    assert all(torch.equal(whole[name], single[name]) and whole[name].dtype == single[name].dtype for name in whole)
 
 
 def test_wrong_parquet_files_are_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import lockstep
 from lockstep import Callback, Datasets, Loss, Task
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.engine.task import Context
-from lockstep.errors import CheckpointError, TaskError
+from lockstep.errors import CheckpointError, DataError, TaskError
 from lockstep.launch.api import resume
 from lockstep.launch.finished.evaluation import evaluate_checkpoint
 from lockstep.telemetry.rundir import RunDir
@@ -461,3 +461,27 @@ def test_context_and_callbacks_on_two_ranks_in_exact_mode(tmp_path: Path) -> Non
     finish(start("train", task, "--save-dir", "run", "--devices", "cpu,cpu", *flags, cwd=tmp_path))
     for name, value in weights(RunDir.open(tmp_path / "run")).items():
         assert torch.equal(value, weights(alone)[name]), name
+
+
+class SeveralSets(Toy):
+    def datasets(self) -> Datasets:
+        given = super().datasets()
+        return Datasets(given.train, {"clean": given.val, "noisy": given.test})
+
+
+class BadName(Toy):
+    def datasets(self) -> Datasets:
+        return Datasets(super().datasets().train, {"a b": super().datasets().val})
+
+
+def test_several_validation_sets_are_reported_by_name_and_can_be_monitored(tmp_path: Path) -> None:
+    run = trained(tmp_path / "several", task=SeveralSets, checkpoint={"monitor": "val_noisy_accuracy", "mode": "max"})
+    rows = run.epochs()
+    alone = trained(tmp_path / "alone").epochs()
+    for row, same in zip(rows, alone, strict=True):
+        assert row["val_loss"] == row["val_clean_loss"] == same["val_loss"]
+        assert row["val_noisy_loss"] != row["val_loss"]
+        assert 0 <= row["val_noisy_accuracy"] <= 1
+    assert run.read().best_metric["val_noisy_accuracy"] == max(row["val_noisy_accuracy"] for row in rows)
+    with pytest.raises(DataError, match="'a b' is not a name for a validation set"):
+        lockstep.plan(BadName())

@@ -11,7 +11,7 @@ import mmap
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -147,6 +147,8 @@ def gather_of(dataset: Any, collate: Any) -> Gather | None:
         return lambda indices: tuple(_gathered(dataset, indices))
     if collate is not default_collate:
         return None
+    if getattr(dataset, "is_plain", False) is True:
+        return cast(Gather, dataset.gathered)
     if is_hugging_face(dataset) and dataset.format["type"] == "torch":
         return lambda indices: _hugging_face(dataset, indices)
     rows = [_rows(leaf) for leaf in leaves(dataset)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lockstep.data.files import Kept, found, local, shown
 from lockstep.errors import DataError
@@ -55,10 +58,12 @@ class ColumnFiles:
             self._check(name, own, *schema)
             sizes += rows
             owners += [(number, group) for group in range(len(rows))]
+        wanted = schema[1] if self.columns is None else {name: schema[1][name] for name in self.columns}
+        self._types: dict[str, str] = wanted
         #: Rows of each row group, in order.
         self.chunks: NDArray[np.int64] = np.array(sizes, np.int64)
         self.shuffle_window = window
-        self._ends, self._owners = np.cumsum(self.chunks), owners
+        self._ends, self._owners = np.cumsum(self.chunks).tolist(), owners
         if not len(self):
             raise DataError(f"the {len(self.files)} files have no row", why=self.files[0], fix="check what wrote them")
         self._groups = Kept(self._load, window + 1)
@@ -96,13 +101,31 @@ class ColumnFiles:
         return {name: _values(column) for name, column in zip(table.column_names, table.columns, strict=True)}
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> Any:
-        chunk = int(np.searchsorted(self._ends, index, side="right"))
-        place = index - int(self._ends[chunk] - self.chunks[chunk])
+        chunk = bisect_right(self._ends, index)
+        place = index - (self._ends[chunk - 1] if chunk else 0)
         row = {name: values[place] for name, values in self._groups(chunk).items()}
         return row if self.transform is None else self.transform(row)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether samples are the numbers of their columns, so that :meth:`gathered` may make a batch of them."""
+        return self.transform is None and all(_is_plain(self._types[name]) for name in self._types)
+
+    def gathered(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        """The batch that ``default_collate`` makes of the samples ``indices``."""
+        chunks = np.searchsorted(self._ends, indices, side="right")
+        batch: dict[str, NDArray[Any]] = {}
+        for chunk in np.unique(chunks).tolist():
+            mine = np.flatnonzero(chunks == chunk)
+            places = indices[mine] - (self._ends[chunk - 1] if chunk else 0)
+            for name, values in self._groups(chunk).items():
+                if name not in batch:
+                    batch[name] = np.empty((len(indices), *values.shape[1:]), values.dtype)
+                batch[name][mine] = values[places]
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return [self[int(index)] for index in indices]
@@ -128,18 +151,27 @@ class ArrowFiles(ColumnFiles):
         return table if self.columns is None else table.select(list(self.columns))
 
 
+def _is_plain(kind: str) -> bool:
+    """Of an Arrow type by its name: a number, or a list of numbers of fixed size."""
+    name = kind.removeprefix("fixed_size_list<").split(": ")[-1].split("[")[0].split(">")[0].removesuffix(" not null")
+    return not kind.startswith("list<") and name in _NUMBERS
+
+
+_NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "float", "double")
+
+
 def _values(column: Any) -> Any:
     """Something that can be indexed by row: an array where there are numbers, else a list."""
     kind = _arrow().types
     plain = kind.is_integer(column.type) or kind.is_floating(column.type) or kind.is_boolean(column.type)
     if plain and not column.null_count:
-        return column.to_numpy()
+        return np.array(column)  # a copy: torch warns of arrays that cannot be written to
     if kind.is_fixed_size_list(column.type) and not column.null_count:
         flat = column.combine_chunks()
         flat = flat.chunk(0) if hasattr(flat, "chunk") else flat
         values = flat.flatten()
         if not values.null_count and (kind.is_integer(values.type) or kind.is_floating(values.type)):
-            return values.to_numpy().reshape(-1, column.type.list_size)
+            return np.array(values).reshape(-1, column.type.list_size)
     return column.to_pylist()
 
 

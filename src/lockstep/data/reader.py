@@ -234,7 +234,9 @@ class Reader:
     @property
     def gathers_tensors(self) -> bool:
         """Whether those tensors lie ready: a thread may read them beside the step, and beside validation."""
-        return self._gather is not None and not is_hugging_face(self._dataset)
+        return (
+            self._gather is not None and not is_hugging_face(self._dataset) and not hasattr(self._dataset, "is_plain")
+        )
 
     @property
     def gives_whole_batches(self) -> bool:

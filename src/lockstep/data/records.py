@@ -7,6 +7,7 @@ import io
 import json
 import os
 import tarfile
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class _Records:
         self._indices = [
             indexed(local(name), type(self).__name__, self._build) for name in shown(self.files, "indexing")
         ]
-        self._ends = np.cumsum([self._count(index) for index in self._indices])
+        self._ends = np.cumsum([self._count(index) for index in self._indices]).tolist()
         self._open: dict[int, int] = {}
         self._process = 0
         if not len(self):
@@ -53,8 +54,8 @@ class _Records:
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        place = index - (int(self._ends[number - 1]) if number else 0)
+        number = bisect_right(self._ends, index)  # on a list: a tenth of the time of NumPy's
+        place = index - (self._ends[number - 1] if number else 0)
         try:
             record = self._record(number, place)
         except DataError:
@@ -111,7 +112,7 @@ class JsonLines(_Records):
         return len(index) // 2
 
     def _record(self, number: int, place: int) -> Any:
-        return json.loads(self._bytes(number, *self._indices[number][2 * place : 2 * place + 2].tolist()))
+        return json.loads(self._bytes(number, *self._indices[number][2 * place : 2 * place + 2].tolist()).decode())
 
 
 class CsvFiles(JsonLines):

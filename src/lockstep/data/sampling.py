@@ -73,6 +73,7 @@ class WindowOrder:
         self._sizes, self._first = chunks, np.cumsum(chunks) - chunks
         self._window, self._epoch, self._order = window, -1, np.empty(0, np.int64)
         self._ends = np.empty(0, np.int64)
+        self._inner = (-1, -1), Order(1, seed)
 
     def slice(self, epoch: int, start: int, stop: int) -> Indices:
         check_slice(self.samples, epoch, start, stop)
@@ -86,7 +87,9 @@ class WindowOrder:
             last = min(first + self._window, len(self._order))
             low, high = int(self._ends[first - 1]) if first else 0, int(self._ends[last - 1])
             until = min(stop, high)
-            inner = Order(high - low, derive_key("window", self.seed, first)).slice(epoch, at - low, until - low) + low
+            if self._inner[0] != (epoch, first):  # an order keeps what it computed last
+                self._inner = (epoch, first), Order(high - low, derive_key("window", self.seed, first))
+            inner = self._inner[1].slice(epoch, at - low, until - low) + low
             place = np.searchsorted(self._ends, inner, side="right")
             chunk = self._order[place]
             found[at - start : until - start] = self._first[chunk] + inner - (self._ends[place] - self._sizes[chunk])

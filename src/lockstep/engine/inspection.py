@@ -53,6 +53,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         )
     for split in ("train", "val", "test"):
         check_dataset(getattr(datasets, split), split)
+    for split, dataset in datasets.named.items():
+        check_dataset(dataset, f"val {split}")
     trial, given = trial_of(task), task.lengths()
     model = on_meta(trial)
     lr, scheduled = optimizer_facts(trial, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -41,12 +41,17 @@ class Datasets:
 
     ``weights``: how often each training sample is drawn, in proportion: one number for each; a function that returns
     them for an epoch, from 0; or torch's ``WeightedRandomSampler``, of which weights, length and replacement are taken.
+
+    ``val`` may be several sets by name, ``{"clean": …, "noisy": …}``: their metrics are ``val_clean_loss`` and so on;
+    those of the first set are ``val_loss`` and so on, too.
     """
 
     train: Any
     val: Any = None
     test: Any = None
     weights: Any = None
+    #: Validation sets by name; set when data are opened.
+    named: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

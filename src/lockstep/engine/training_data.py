@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -54,14 +54,29 @@ def open_datasets(task: Task, config: RunConfig) -> Datasets:
         given = task.datasets()
     if not hasattr(given, "train"):
         return given
+    val, named = given.val, dict[str, Any]()
+    if isinstance(val, Mapping):
+        val, named = _named(val)
     if is_stream(given.train):
         sizes = {"epoch_samples": config.data.epoch_samples, "max_steps": config.training.max_steps}
-        given = Datasets(as_stream(given.train, **sizes), given.val, given.test, given.weights)
+        given = Datasets(as_stream(given.train, **sizes), val, given.test, getattr(given, "weights", None))
     if not hasattr(given.train, "__len__"):
         return given
     data = DataConfig() if hasattr(task, "loader_facts") else config.data  # a module's loaders decide
     sampling = resolve_sampling(given.train, getattr(given, "weights", None), data)
-    return Datasets(getattr(given.train, "joined", given.train), given.val, given.test, sampling)
+    return Datasets(getattr(given.train, "joined", given.train), val, given.test, sampling, named)
+
+
+def _named(val: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The first of several validation sets, and all of them by name."""
+    wrong = [name for name in val if not isinstance(name, str) or not name.replace("-", "_").isidentifier()]
+    if wrong or not val:
+        raise DataError(
+            f"{wrong[0]!r} is not a name for a validation set" if wrong else "Datasets(val={}) names no validation set",
+            why="metrics are called val_<name>_<metric>",
+            fix='use letters, digits, _ and -: Datasets(val={"clean": …, "noisy": …})',
+        )
+    return next(iter(val.values())), dict(val)
 
 
 def end_data(datasets: Datasets) -> None:

@@ -55,9 +55,17 @@ class Validation:
         """The numbers among the metrics of the validation data, named ``val_…``; the task's remarks are emitted."""
         self._parts.strategy.check_buffers()
         with self._parts.update.averages.in_use(), evaluation(self._task, self._module, self._parts.callbacks):
+            others = [*self._datasets.named.items()][1:]  # the first one is the last evaluated, and shown
+            found = {name: self._evaluate(dataset, self._chunks) for name, dataset in others}
             values = self._evaluate(self._datasets.val, self._chunks)
             self._show()
-        return {f"val_{name}": value for name, value in values.items() if isinstance(value, float | int)}
+        found |= dict.fromkeys([*self._datasets.named][:1], values) | {"": values}
+        return {
+            f"val_{name}{'_' * bool(name)}{metric}": value
+            for name, of_set in found.items()
+            for metric, value in of_set.items()
+            if isinstance(value, float | int)
+        }
 
     def test(self, step: int) -> dict[str, float]:
         """The numbers among the metrics of the test set; a confusion matrix, say, is written to ``tables.json``.
