@@ -63,7 +63,7 @@ class OrderPlan(BaseModel):
     def __str__(self) -> str:
         text = self.sampling or "shuffled"
         text += f", {self.positions} samples an epoch" if self.positions else ""
-        text += f" (weights {self.digest})" if self.digest else ""
+        text += f" ({self.digest})" if self.digest else ""
         if not self.bucketed:
             return text
         by_length = f"bucketed by length in windows of {self.window} samples and blocks of {self.block}"
