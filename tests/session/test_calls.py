@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
-from lockstep.errors import ConfigError, LockstepError, TaskError, UnsupportedError
+from lockstep.errors import ConfigError, LockstepError, RankFailed, TaskError, UnsupportedError
 
 QUIET = {"telemetry.progress": "silent", "telemetry.system_metrics": False}
 
@@ -221,10 +221,11 @@ def test_many_ranks_without_a_launcher(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
-def on_ranks() -> dict[str, Any]:
+def on_ranks(bucket_cap_mb: float | None = None) -> dict[str, Any]:
     """A contrastive loss over 33 samples in batches of 8: the last one has one sample, and a rank has none."""
     found: dict[str, Any] = {}
-    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
+    settings = QUIET | {"distributed.bucket_cap_mb": bucket_cap_mb}
+    with lockstep.Session(settings, global_batch_size=8, seed=0) as session:
         model, extra = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), nn.Linear(2, 2)
         optimizer = torch.optim.Adam([*model.parameters(), *extra.parameters()], lr=0.01, weight_decay=0.1)
         session.prepare(model, extra, optimizer)
@@ -250,10 +251,30 @@ def test_gather_ghosts_and_evaluation_on_two_ranks(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     alone = on_ranks()
     two = lockstep.Session.launch(on_ranks, devices="cpu,cpu", save_dir=tmp_path / "two")
-    for one, other in zip(alone["weights"], two["weights"], strict=True):
-        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=0)
+    buckets = lockstep.Session.launch(on_ranks, 1e-4, devices="cpu,cpu", save_dir=tmp_path / "buckets")
+    for one, *others in zip(alone["weights"], two["weights"], buckets["weights"], strict=True):
+        for other in others:
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=0)
+    assert buckets["untouched"]
     assert alone["untouched"]
     assert two["untouched"], "no rank has a gradient for it, so it is not decayed"
     assert torch.equal(torch.cat(alone["rows"]), torch.cat(two["rows"]))
     assert torch.equal(torch.cat(two["rows"]), data(10).tensors[1])
     assert (two["sum"], two["broadcast"], two["size"]) == ((2.0, 2.0), "from 0", 2)
+
+
+def leaves_early() -> None:
+    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
+        model, optimizer = prepared(session)
+        for x, y in batches(session):
+            session.backward(squares(model, x, y), len(y))
+            session.step(optimizer)
+            if session.rank == 1 and session.step_count == 1:
+                break
+        session.evaluate(data(), lambda batch: batch[1])
+
+
+def test_a_rank_that_leaves_the_loop_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 1 left the loop over batches after step 2") as caught:
+        lockstep.Session.launch(leaves_early, devices="cpu,cpu", save_dir=tmp_path / "run")
+    assert "all_reduce" in caught.value.fix
