@@ -18,6 +18,7 @@ Examples:
   lockstep verify har --devices cpu,cpu                          # two CPU ranks
   lockstep verify my_task.py:MyTask --devices gpu:0,gpu:1 --steps 50
   lockstep verify har --devices cpu,cpu --reproducibility exact  # equal bit for bit?
+  lockstep verify script.py --devices cpu,cpu                    # a script with a lockstep.Session
 
 Exit codes: 0 equal, 1 different or not finite (the likely cause is named), 2 wrong usage.
 The report goes to --save-dir (default: runs/verify-<id>): report.json, report.md and, with matplotlib, verify.png."""
@@ -47,6 +48,14 @@ def verify(
         Path(chosen) if chosen else Path(mapping.get("runs_dir", DEFAULT_RUNS_DIR)) / f"verify-{uuid.uuid4().hex[:8]}"
     )
     check_place(folder)
+    if name.endswith(".py"):
+        from lockstep.verification.script import print_script_report, verify_script, write_script_report
+
+        del mapping["task"]
+        found = verify_script(
+            Path(name), (), mapping, steps=steps, say=lambda line: say(f"running: {line}", sys.stderr)
+        )
+        return deliver(found, folder, write=write_script_report, show=print_script_report, as_json=as_json)
     report = run(
         name, mapping, steps=steps, eval_batches=eval_batches, say=lambda line: say(f"running: {line}", sys.stderr)
     )
