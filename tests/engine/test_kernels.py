@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.config import resolve
-from lockstep.engine.process.kernels import expandable_segments, float32_products
+from lockstep.engine.process.runtime import expandable_segments, float32_products
 from lockstep.hardware import Device
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World

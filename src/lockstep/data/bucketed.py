@@ -110,7 +110,7 @@ def hash_lengths(lengths: NDArray[Any]) -> str:
 def deal(items: int, lanes: int) -> NDArray[np.int64]:
     """Which item stands at each place when ``items`` are dealt to ``lanes`` in turn: shape [items], read-only.
 
-    Lane l holds the places j with ⌊j·lanes/items⌋ = l, as in :class:`lockstep.plan.BatchPlan`, and gets the items
+    Lane l holds the places j with ⌊j·lanes/items⌋ = l, as in :class:`lockstep.planning.BatchPlan`, and gets the items
     l, l + lanes, l + 2·lanes, …; what is left of the last round goes to the lanes that hold one more.
     """
     places = np.arange(items, dtype=np.int64)

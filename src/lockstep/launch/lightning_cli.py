@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.errors import CheckpointError
@@ -20,8 +19,8 @@ def newest_checkpoint(run: RunDir) -> Path | None:
     return max(found)[1] if found else None
 
 
-def load_checkpoint(run: RunDir, checkpoint: str | int = "last") -> tuple[Path, Snapshot]:
-    """The file that ``best`` (by the run's ``ModelCheckpoint``), ``last`` or a step means, and its content.
+def find_file(run: RunDir, checkpoint: str | int = "last") -> Path:
+    """The file that ``best`` (by the run's ``ModelCheckpoint``), ``last`` or a step means.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
@@ -29,15 +28,10 @@ def load_checkpoint(run: RunDir, checkpoint: str | int = "last") -> tuple[Path, 
     found = newest_checkpoint(run)
     if isinstance(checkpoint, int):
         found = next(iter(sorted(run.checkpoints.glob(f"*step={checkpoint}.ckpt"))), None)
+    elif found is not None and checkpoint == "best":
+        found = _best_of(read_checkpoint(found)) or found
     if found is not None:
-        try:
-            content = _read(found)
-            best = _best_of(content["callbacks"]) if checkpoint == "best" else None
-            if best is not None:
-                found, content = best, _read(best)
-            return found, Snapshot(content["global_step"], content.pop("state_dict"), {"lightning": content}, {})
-        except Exception as error:  # whatever is wrong with the file
-            raise CheckpointError(f"cannot load {found}", why=f"{type(error).__name__}: {str(error)[:300]}") from error
+        return found
     have = ", ".join(sorted(file.name for file in run.checkpoints.glob("*.ckpt"))) or "none"
     raise CheckpointError(
         f"run {run.read().id} has no checkpoint {checkpoint!r}",
@@ -46,15 +40,25 @@ def load_checkpoint(run: RunDir, checkpoint: str | int = "last") -> tuple[Path, 
     )
 
 
-def _read(file: Path) -> Any:
+def read_checkpoint(file: Path) -> Snapshot:
+    """The content of a file, without running code that is in it. Raises :class:`CheckpointError`."""
     import torch
 
-    return torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        return Snapshot(content["global_step"], content.pop("state_dict"), {"lightning": content}, {})
+    except Exception as error:  # whatever is wrong with the file
+        raise CheckpointError(
+            f"cannot load {file}",
+            why=f"{type(error).__name__}: {str(error).strip()[:300]}",
+            fix="choose another checkpoint; if it has other objects than tensors and you trust it, use "
+            "`lockstep lightning … --ckpt_path FILE --weights_only false`, which may run code of the file",
+        ) from error
 
 
-def _best_of(callbacks: dict[str, Any]) -> Path | None:
+def _best_of(newest: Snapshot) -> Path | None:
     """The best file by the first ``ModelCheckpoint`` that monitors a metric."""
-    for state in callbacks.values():
+    for state in newest.trainer["lightning"].get("callbacks", {}).values():
         if isinstance(state, dict) and state.get("monitor") and Path(state.get("best_model_path") or "/").is_file():
             return Path(state["best_model_path"])
     return None

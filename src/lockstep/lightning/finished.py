@@ -12,7 +12,8 @@ import yaml
 
 from lockstep.engine.lightning.cluster import quiet_trainer
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.launch.lightning_cli import load_checkpoint
+from lockstep.launch.lightning_cli import find_file, read_checkpoint
+from lockstep.launch.run_claim import refuse_running
 from lockstep.lightning.cli import LockstepCLI, run
 from lockstep.lightning.folder import is_remembered
 from lockstep.telemetry.rundir import RunDir
@@ -30,15 +31,15 @@ def resume(folder: RunDir, *, devices: str | Sequence[str] | None = None, **othe
         TaskError: its configuration is from elsewhere. UnsupportedError: it does not name its classes, or one of
             ``other`` is given.
     """
-    file, _ = load_checkpoint(folder)
-    return run(_arguments(folder, "fit", file, devices, other))
+    refuse_running(folder)
+    return run(_arguments(folder, "fit", find_file(folder), devices, other))
 
 
 def evaluate(
     folder: RunDir, *, split: str, checkpoint: str | int, devices: str | None = None, **other: Any
 ) -> dict[str, Any]:
     """Metrics of a checkpoint on one device, as ``launch.api.evaluate`` has them. Raises as :func:`resume`."""
-    file, snapshot = load_checkpoint(folder, checkpoint)
+    file = find_file(folder, checkpoint)
     arguments = _arguments(folder, "validate" if split == "val" else "test", file, devices, other, one=True)
     quiet = ("--verbose", "false", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false")
     with quiet_trainer():
@@ -46,7 +47,7 @@ def evaluate(
             warnings.filterwarnings("ignore", message)
         cli = LockstepCLI(args=[*arguments, *quiet])
     metrics = {name: float(value) for name, value in as_row(cli.trainer.callback_metrics).items()}
-    return {"run": folder.read().id, "split": split, "step": snapshot.step, "metrics": metrics}
+    return {"run": folder.read().id, "split": split, "step": read_checkpoint(file).step, "metrics": metrics}
 
 
 def _arguments(

@@ -14,7 +14,7 @@ from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import open_data
 from lockstep.errors import DataError, RunFolderError, UnsupportedError
 from lockstep.launch.finished.reopen import as_restored, find_checkpoint, restore
-from lockstep.launch.lightning_cli import load_checkpoint
+from lockstep.launch.lightning_cli import find_file, read_checkpoint
 from lockstep.launch.run_claim import task_again
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
@@ -74,8 +74,7 @@ def export(
                 why="only LightningCLI makes its module",
                 fix="leave out --program; or load module.ckpt with the module's load_from_checkpoint()",
             )
-        _, snapshot = load_checkpoint(run, checkpoint)
-        built: Task | None = None
+        snapshot, built = read_checkpoint(find_file(run, checkpoint)), None
     else:
         built, snapshot = task_again(run, run.config(), task), find_checkpoint(run, checkpoint)
     building = out.with_name(out.name + ".partial")
