@@ -1,4 +1,4 @@
-"""The process-wide state of training, set on entry, restored on exit: threads, seeds, kernels, memory, process group."""
+"""The process-wide state of training, set on entry, restored on exit: threads, seeds, kernels, memory, ranks' group."""
 
 from __future__ import annotations
 
