@@ -16,6 +16,7 @@
     │   └── UnreadableError  one that could not be read, so that it is unknown whether it is valid
     └── RunError             something that failed during a run: exit code 1
         ├── RankFailed       one rank failed; the others ended because of it
+        │   └── RankOutOfMemory  it ran out of memory
         ├── CollectiveError  a rank did not make a collective call, or made another one
         ├── StorageError     the run folder could not be written
         ├── RanksDifferError ranks that should train the same weights do not
@@ -114,6 +115,10 @@ class RunError(LockstepError):
 
 class RankFailed(RunError):
     code = "RANK_FAILED"
+
+
+class RankOutOfMemory(RankFailed):
+    code = "OUT_OF_MEMORY"
 
 
 class CollectiveError(RunError):

@@ -150,6 +150,11 @@ class TrainingConfig(Section):
         default="default",
         description="with compile: torch.compile's mode; reduce-overhead replays CUDA graphs, for small models on GPUs",
     )
+    on_oom: Literal["fail", "retry"] = Field(
+        default="fail",
+        description="out of memory: end the run, or try again with half the micro-batch and the same global batch, up "
+        "to 4 times",
+    )
     max_skipped_share: float = Field(
         default=0.5,
         gt=0,

@@ -16,10 +16,10 @@ from lockstep.engine.task import Task
 from lockstep.errors import RunFolderError
 from lockstep.hardware import read_world
 from lockstep.launch.finished.evaluation import evaluate_checkpoint
-from lockstep.launch.local.start import start
 from lockstep.launch.nodes.command import train_on_nodes
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import Request
+from lockstep.launch.oom_retry import start_with_retries
 from lockstep.launch.prepare import make_plan, plan_settled, settle
 from lockstep.launch.run_claim import (
     changed_config,
@@ -84,7 +84,7 @@ def train(
     check_sinks(whole, whole.save_dir)
     prepared = plan_settled(built, whole, world, None)
     run_dir = create_folder(prepared.config)
-    return start(prepared, run_dir, resumed_from=0)
+    return start_with_retries(prepared, run_dir, resumed_from=0)
 
 
 def resume(
@@ -116,7 +116,7 @@ def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool, accept_dat
     point = resume_point(run, hold=hold, accept_data=accept_data, report=warn)
     prepared = plan_settled(task, config, read_world(os.environ), point)
     keep_config(run, config)
-    return start(prepared, run, resumed_from=point.step if point else 0)
+    return start_with_retries(prepared, run, resumed_from=point.step if point else 0)
 
 
 def evaluate(

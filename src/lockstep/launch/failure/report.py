@@ -21,6 +21,7 @@ from lockstep.errors import (
     LockstepError,
     NonFiniteError,
     RankFailed,
+    RankOutOfMemory,
     RanksDifferError,
     RunError,
     RunFolderError,
@@ -28,7 +29,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.events import Restarted
-from lockstep.launch.failure.causes import OOM_KILLED, Cause, find_cause, is_lost_peer
+from lockstep.launch.failure.causes import OOM_KILLED, Cause, CauseKey, find_cause, is_lost_peer
 from lockstep.launch.failure.collectives import missing_ranks
 from lockstep.launch.failure.records import (
     LauncherLog,
@@ -171,7 +172,9 @@ class FailureReport:
         if self.first and self.first.is_usage_error and self.first.error:
             kind = _usage_error_class(self.first.error["code"])
             return kind(self.what, why=self.why, fix=self.fix)
-        return RankFailed("\n".join(filter(None, [self.what, self.details()])), why=self.why, fix=self.fix)
+        is_memory = self.cause is not None and self.cause.key in (CauseKey.GPU_MEMORY, CauseKey.MEMORY)
+        failed = RankOutOfMemory if is_memory else RankFailed
+        return failed("\n".join(filter(None, [self.what, self.details()])), why=self.why, fix=self.fix)
 
     def format(self) -> str:
         """The report as plain text, without a newline at its end."""

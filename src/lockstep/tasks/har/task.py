@@ -17,6 +17,7 @@ from lockstep.data.arrays import ArrayDataset
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.har import Cnn, Mlp, Transformer
+from lockstep.models.vision import LinePlots, Vit
 from lockstep.tasks.har.metrics import ClassScores, WindowScores
 from lockstep.tasks.har.synthetic import Repeated, make_synthetic
 from lockstep.tasks.har.tensors import has_tensors, load_tensors
@@ -39,7 +40,10 @@ class HarConfig(TaskConfig):
         default="auto",
         description="auto: what data.data_dir holds (UCI-HAR or train, val, test.pt); without one, watch",
     )
-    model: Literal["cnn", "mlp", "transformer"] = Field(default="cnn", description="the network; its sizes: hidden")
+    model: Literal["cnn", "mlp", "transformer", "vit_plots"] = Field(
+        default="cnn",
+        description="the network; its sizes: hidden. vit_plots: a vision transformer over the windows as line plots",
+    )
     mode: Mode = Field(
         default="joint",
         description="how a window becomes samples: joint (all channels), flatten (each channel is a sample), "
@@ -47,7 +51,7 @@ class HarConfig(TaskConfig):
     )
     hidden: tuple[PositiveInt, ...] | None = Field(
         default=None,
-        description="cnn: channels per block; mlp: hidden layers; transformer: its width; unset: the model's own",
+        description="cnn: channels per block; mlp: hidden layers; transformer, vit_plots: width; unset: its own",
     )
     dropout: float | None = Field(default=None, ge=0, lt=1, description="unset: the model's own")
     label_smoothing: float = Field(default=0.1, ge=0, lt=1, description="share of each label spread over all classes")
@@ -207,6 +211,8 @@ class HarTask(Task):
                 return Cnn(channels, classes, length, **options, widths=(64, 128, 128) if hidden is None else hidden)
             if self.config.model == "mlp":
                 return Mlp(channels, classes, length, **options, hidden=(128,) if hidden is None else hidden)
+            if self.config.model == "vit_plots":
+                return _vit_of_plots(channels, classes, length, 64 if hidden is None else _only(hidden), options)
             return Transformer(channels, classes, length, **options, width=64 if hidden is None else _only(hidden))
         except ValueError as error:
             raise ConfigError(
@@ -215,10 +221,9 @@ class HarTask(Task):
                 fix="change task.hidden, or choose another task.model",
             ) from None
 
-    def stages(self, model: nn.Module) -> list[nn.Module]:
-        """Blocks or layers of the network, and its head."""
-        assert isinstance(model, Cnn | Mlp | Transformer)
-        return model.stages()
+    def stages(self, model: nn.Module) -> list[nn.Module] | None:
+        """Blocks or layers of the network, and its head; none of ``vit_plots``."""
+        return model.stages() if isinstance(model, Cnn | Mlp | Transformer) else None
 
     # A batch: samples (n, channels, time) and labels (n,); under `flatten` also the window of each sample.
 
@@ -264,6 +269,13 @@ class HarTask(Task):
         """Standardise data sets that are opened from now on as those that the weights were trained on."""
         mean, std = (state[key].numpy().astype(np.float32) for key in ("mean", "std"))
         self.standardiser = Standardiser(mean, std)
+
+
+def _vit_of_plots(channels: int, classes: int, length: int, width: int, options: dict[str, Any]) -> nn.Module:
+    """Line plots of 32 rows and a multiple of 8 columns, in patches of 8×8 pixels."""
+    columns = max(8, -(-length // 8) * 8)
+    vit = Vit(channels, classes, (32, columns), patch=(8, 8), width=width, **options)
+    return nn.Sequential(LinePlots(32, columns), vit)
 
 
 def _only(hidden: tuple[int, ...]) -> int:
