@@ -64,6 +64,14 @@ def test_torchrun_on_three_ranks(folder: Path, alone: str) -> None:
     assert numbers(output, "weights") == pytest.approx(numbers(alone, "weights"), abs=1e-5)
 
 
+def test_verify_compares_one_device_with_two(folder: Path) -> None:
+    found = json.loads(
+        run(*LOCKSTEP, "verify", "script.py", "--devices", "cpu,cpu", "--steps", "6", "--json", cwd=folder)
+    )
+    assert (found["steps"], found["verdict"], found["first_step"]) == (6, "equal to rounding", None)
+    assert max(found["differences"].values()) < 1e-4
+
+
 def seen(run: RunDir, ranks: int, attempt: int) -> list[tuple[int, int]]:
     """(epoch, sample) of every sample that an attempt's checkpoint, or its end, counts."""
     last = run.resumed_from().get(attempt + 1, 10**6)

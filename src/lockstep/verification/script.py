@@ -16,7 +16,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
 from lockstep.errors import ConfigError
 from lockstep.launch.session.script import run_script
-from lockstep.telemetry.files import write_json
+from lockstep.telemetry.files import make_folders, write_json
 from lockstep.telemetry.rundir import RunDir
 
 #: Largest relative differences that rounding explains, in single precision over some tens of steps; four times as much
@@ -78,7 +78,7 @@ def verify_script(
                 "telemetry": {"log_interval": 1, "progress": "silent"},
                 "save_dir": str(Path(folder, str(place))),
             }
-            runs.append(_measured(run_script(path, arguments, merge(given, changes))[0]))
+            runs.append(_measured(run_script(path, arguments, merge(given, changes), redirect=True)[0]))
     (one, weights), (many, others) = runs
     gaps = {name: [_gap(a[name], b[name]) for a, b in zip(one, many, strict=True)] for name in ("loss", "grad_norm")}
     limit = LIMIT * (1 if given.get("hardware", {}).get("precision", "32") == "32" else 4)
@@ -105,6 +105,8 @@ def _gap(one: float | None, other: float | None) -> float:
 
 
 def write_script_report(report: ScriptReport, folder: Path) -> list[Path]:
+    """``report.json`` in ``folder``. Raises :class:`StorageError`."""
+    make_folders(folder)
     file = folder / "report.json"
     write_json(file, report.as_dict())
     return [file]

@@ -26,9 +26,12 @@ from lockstep.telemetry.rundir import RunDir
 
 
 def run_script(
-    path: Path, arguments: Sequence[str], given: Mapping[str, Any], *, resume: bool = False
+    path: Path, arguments: Sequence[str], given: Mapping[str, Any], *, resume: bool = False, redirect: bool = False
 ) -> tuple[RunDir, int]:
     """Run a script on every device that ``given`` names, a process for each; the run and the exit code.
+
+    Args:
+        redirect: print what it prints to standard error.
 
     Raises:
         UsageError: there is no such script, or a setting is wrong. LockstepError: a rank failed, or the folder cannot
@@ -37,7 +40,7 @@ def run_script(
     if not path.is_file():
         raise UsageError(f"there is no script {path}", fix="write `lockstep run path/to/script.py`")
     script = Script(str(path.resolve()), tuple(arguments), str(Path.cwd()), given)
-    return _start(_run_script, (script.path, script.arguments), script, resume=resume)
+    return _start(_run_script, (script.path, script.arguments), script, resume=resume, redirect=redirect)
 
 
 def resume_session(run: RunDir, overrides: Mapping[str, Any], devices: str | None) -> int | None:
@@ -77,6 +80,7 @@ def _start(
     given: Mapping[str, Any] | None = None,
     *,
     resume: bool,
+    redirect: bool = False,
     results: list[Any] | None = None,
 ) -> tuple[RunDir, int]:
     given = given or (script.given if script else {})
@@ -101,7 +105,7 @@ def _start(
                 threads=config.training.threads or max(1, len(os.sched_getaffinity(0)) // placement.world_size),
                 stop_grace_s=config.launch.stop_grace_s,
                 hang_timeout_s=config.launch.hang_timeout_s,
-                redirect=False,
+                redirect=redirect,
             )
             if results is not None:
                 results += found_results
