@@ -13,10 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from lockstep.checkpoint.content import DTYPES, unreadable
 from lockstep.checkpoint.manifest import MODEL, TRAINER, Manifest, model_shard, trainer_shard
 
 if TYPE_CHECKING:
@@ -24,7 +20,6 @@ if TYPE_CHECKING:
 
 #: The only key of what stands in ``trainer.pt`` for a tensor of the shards; its value is the tensor's name there.
 _MARK = "lockstep.in_shards"
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Pieces:
@@ -34,13 +29,18 @@ class Pieces:
     """
 
     def __init__(self, name: str, parts: Sequence[tuple[Path, Any]]) -> None:
+        import torch
+
+        from lockstep.checkpoint.content import DTYPES
+
         self._name = name
         self._parts = [(path, file, tuple(file.get_slice(name).get_shape())) for path, file in parts]
         _, first, shape = self._parts[0]
         if len(self._parts) > 1:
             shape = (sum(part[0] for _, _, part in self._parts), *shape[1:])
         self.shape = torch.Size(shape)
-        self.dtype = _BY_NAME[first.get_slice(name).get_dtype()]
+        stored = first.get_slice(name).get_dtype()
+        self.dtype = next(dtype for dtype, kind in DTYPES.items() if kind == stored)
 
     def whole(self) -> Tensor:
         """All of it. Raises :class:`CheckpointError`."""
@@ -53,6 +53,8 @@ class Pieces:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """The rows from ``start`` to before ``stop``. Raises :class:`CheckpointError`."""
+        import torch
+
         found = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         first = 0
         for path, file, (count, *_) in self._parts:
@@ -99,6 +101,8 @@ def put_back(state: Any, tensors: Mapping[str, Any]) -> Any:
 def _reading(path: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
+    from lockstep.checkpoint.content import unreadable
+
     try:
         yield
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
@@ -125,13 +129,12 @@ class Snapshot:
 
 
 def read_snapshot(folder: Path, manifest: Manifest, *, in_pieces: bool = False) -> Snapshot:
-    """What lies in ``folder``; with ``in_pieces`` the tensors of shards are :class:`Pieces`.
+    """The checkpoint in ``folder``; with ``in_pieces`` the tensors of shards are :class:`Pieces`.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     from lockstep.checkpoint.content import read_model, read_trainer
-    from lockstep.checkpoint.snapshot import open_pieces, put_back
 
     trainer, extra, shards = read_trainer(folder / TRAINER), dict(manifest.extra), range(manifest.shards)
     if not shards:
