@@ -59,7 +59,7 @@ test: lint browser ## lint, then every test
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" $(PYTEST_ARGS) $(TESTS)
 
 check: lint ## lint, and the tests without ranks, commands or a browser
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill and not processes" $(PYTEST_ARGS) $(TESTS)
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill and not processes and not slow" $(PYTEST_ARGS) $(TESTS)
 
 coverage: setup browser ## coverage of every process that the tests start
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)

@@ -43,7 +43,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 #: What a test module imports to start processes, and the fixtures that do.
 STARTERS = {"run_ranks", "run_cli", "subprocess", "multiprocessing", "start", "Lab", "lightning"}
-STARTING_PARTS = {"bench", "benchmarks", "browser", "dist", "e2e", "examples", "fuzz", "gpu", "lightning"}
+STARTING_PARTS = {
+    "api",
+    "bench",
+    "benchmarks",
+    "browser",
+    "dist",
+    "e2e",
+    "examples",
+    "fuzz",
+    "gpu",
+    "lightning",
+    "report",
+    "session",
+}
 
 
 def _starts_processes(item: pytest.Item) -> bool:

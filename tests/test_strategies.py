@@ -48,6 +48,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.slow
 def test_a_script_that_registers_a_strategy_trains_by_it(tmp_path: Path) -> None:
     """Its ranks import the file themselves. The weights are those of ddp."""
     config: dict[str, Any] = {

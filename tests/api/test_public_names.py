@@ -18,6 +18,7 @@ PUBLIC = {
     "lockstep",
     "lockstep.bench",
     "lockstep.config",
+    "lockstep.data",
     "lockstep.data.download",
     "lockstep.errors",
     "lockstep.hardware",
@@ -27,6 +28,7 @@ PUBLIC = {
     "lockstep.models.autoencoder",
     "lockstep.models.har",
     "lockstep.models.lmu",
+    "lockstep.models.recogniser",
     "lockstep.tasks.autoencoder",
     "lockstep.tasks.har",
 }
@@ -36,9 +38,11 @@ INTERNAL = {
     "benchmarks/compression.py": "all-reduce of compressed gradients, on ranks without a task",
     "benchmarks/evaluation.py": "one evaluation, on ranks without a run",
     "benchmarks/forecast.py": "the predictions' parts against their measurements",
+    "benchmarks/gpu_workloads.py": "predictions of memory and speed against their measurements",
     "benchmarks/monitor.py": "the monitor's own cost",
     "benchmarks/order.py": "the orders of samples, by blocks",
     "benchmarks/sharded_checkpoint.py": "writing and reading a divided checkpoint, without a run",
+    "benchmarks/sources.py": "reading of each source, without training",
     "benchmarks/studio.py": "the page with thousands of runs, whose folders it writes itself",
 }
 

@@ -381,6 +381,7 @@ def test_cleaning_leaves_checkpoints_and_foreign_files(store: CheckpointStore) -
 # Readers beside the writer.
 
 
+@pytest.mark.slow
 def test_readers_always_find_a_whole_checkpoint_while_one_is_written(store: CheckpointStore) -> None:
     store.save(snapshot(1, 0.0))
     done = threading.Event()

@@ -116,6 +116,7 @@ def test_a_forecast_holds_the_batch_of_a_device() -> None:
         pytest.param("messages ", 2, signal.SIGINT, 130, marks=pytest.mark.drill),
     ],
 )
+@pytest.mark.slow
 def test_a_stop_ends_the_forecast_too(moment: str, cpus: int, signum: int, code: int) -> None:
     def say(line: str) -> None:
         if line.startswith(moment):

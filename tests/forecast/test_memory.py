@@ -106,6 +106,7 @@ class Deep(Task):
         return Loss(model(batch[0]).square().sum(), len(batch[0]))
 
 
+@pytest.mark.slow
 def test_settings_of_fsdp_are_in_its_estimate() -> None:
     def found(**fsdp: Any) -> dict[str, float]:
         settings = {"hardware": {"selected_devices": ["cpu"]}, "training": {"batch_size": 256}, "fsdp": fsdp}
@@ -127,6 +128,7 @@ def test_hybrid_sharding_is_within_a_node_of_devices_that_are_here() -> None:
     assert within.kinds["optimizer"] == here.kinds["optimizer"]
 
 
+@pytest.mark.slow
 def test_the_first_gpu_of_dp_is_the_fullest() -> None:
     """Deep returns 16 numbers a sample; its batch is as large."""
     subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu"]}, "training": {"batch_size": 256}})
@@ -151,6 +153,7 @@ def test_dp_without_several_gpus_of_one_machine_is_refused(gpus: int | None, wor
         estimate_memory(subject, gpus=gpus, strategy="dp")
 
 
+@pytest.mark.slow
 def test_gpus_that_are_not_here_share_a_global_batch_anew() -> None:
     def found(gpus: int) -> tuple[int, int]:
         training = {"batch_size": 32, "global_batch_size": 512}

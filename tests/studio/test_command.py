@@ -66,5 +66,6 @@ def test_tasks_that_are_none(tmp_path: Path) -> None:
     assert offered_tasks([f"{file}:Net+{file}:One"]).data_modules == {f"{file}:Net": f"{file}:One"}
 
 
+@pytest.mark.slow
 def test_the_server_loads_no_torch() -> None:
     assert heavy_after("import lockstep.studio.server, lockstep.cli.studio") == []

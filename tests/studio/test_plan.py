@@ -99,6 +99,7 @@ def test_precisions_that_a_device_lacks_are_off_with_the_reason(two_gpus: Addres
     assert all(row["supported"] for row in plan(two_gpus, ["gpu:0", "gpu:1"])["precisions"])
 
 
+@pytest.mark.slow
 def test_a_module_has_the_data_module_that_was_named_at_the_start(two_gpus: Address) -> None:
     task = next(task for task in two_gpus.get("/api/tasks")["tasks"] if task["name"] == MODULE)
     assert task["datamodule"] == DATA

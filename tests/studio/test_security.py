@@ -252,6 +252,7 @@ def test_a_key_cannot_smuggle_another_setting_into_the_command(address: Address,
     assert sorted(entry.name for entry in (folder / "runs").iterdir()) == [".studio"]
 
 
+@pytest.mark.slow
 def test_a_start_takes_settings_from_a_file_and_keys_of_the_task_only(address: Address, folder: Path) -> None:
     bad = {"task": "har", "config": {"task": {"nothing": "x"}, "hardware": {"selected_devices": ["cpu"]}}}
     assert "no setting 'nothing'" in address.post("/api/runs", bad, 422)["message"]

@@ -50,6 +50,7 @@ CLEAN = [EpochSamples(epoch, SAMPLES, (), ()) for epoch in (1, 2)]
     killed=st.lists(st.tuples(st.integers(1, 4), st.integers(0, STEPS), st.integers(0, STEPS)), max_size=4),
     ranks=st.integers(1, 4),
 )
+@pytest.mark.slow
 def test_any_series_of_kills_and_resumes_counts_each_sample_once(
     tmp_path: Path, killed: list[tuple[int, int, int]], ranks: int
 ) -> None:

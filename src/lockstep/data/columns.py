@@ -179,7 +179,7 @@ def _arrow() -> Any:
     try:
         import pyarrow.ipc
     except ImportError:
-        raise DataError("Parquet and Arrow files need pyarrow", fix="pip install 'lockstep[data]'") from None
+        raise DataError("Parquet and Arrow files need pyarrow", fix="pip install 'lockstep-train[data]'") from None
     return pyarrow
 
 

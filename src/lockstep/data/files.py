@@ -64,7 +64,7 @@ def _fsspec() -> Any:
     try:
         import fsspec
     except ImportError:
-        raise DataError("URLs need fsspec", fix="pip install 'lockstep[data]'") from None
+        raise DataError("URLs need fsspec", fix="pip install 'lockstep-train[data]'") from None
     return fsspec
 
 

@@ -33,6 +33,7 @@ def steps_in(trace: Path) -> set[str]:
     return {event["name"] for event in events if str(event.get("name", "")).startswith("step ")}
 
 
+@pytest.mark.slow
 def test_each_chosen_rank_records_these_steps_and_no_others(tmp_path: Path) -> None:
     output = train_by_command(
         tmp_path, "--devices", "cpu,cpu", "--profile", "3:5", "--profile-ranks", "1,0", "--max-steps", "7"
