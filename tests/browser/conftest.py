@@ -101,7 +101,7 @@ def refusals(answer: Response, expected: str | re.Pattern[str] | None) -> list[s
 
 def foreign(url: str) -> list[str]:
     parts = urlsplit(url)
-    ours = parts.scheme in {"data", "blob", "file"} or parts.hostname == "127.0.0.1"
+    ours = parts.scheme in {"data", "blob", "file", "about"} or parts.hostname == "127.0.0.1"
     return [] if ours else [f"asked {url}"]
 
 

@@ -29,6 +29,23 @@ def browser(machine_with_gpus: Address, tmp_path_factory: pytest.TempPathFactory
         yield browser
 
 
+def test_a_first_visit_needs_ten_requests(server: Address, open_page: OpenPage) -> None:
+    page = open_page("about:blank")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("websocket", lambda socket: asked.append(socket.url))
+    page.goto(server.url)
+    open_form(page)
+    page.get_by_label("Search settings").fill("warm")
+    expect(page.get_by_label("Warmup epochs")).to_be_visible()
+    expect(page.get_by_label("Epochs", exact=True)).to_be_hidden()
+    page.get_by_label("Search settings").fill("")
+    expect(page.get_by_label("Learning rate", exact=True)).to_be_visible()
+    expect(page.get_by_role("button", name="Run", exact=True)).to_be_enabled()
+    expect(page.get_by_text("Not found")).to_be_hidden()
+    assert len(asked) <= 10, asked
+
+
 def test_the_token_leaves_the_address_and_a_new_one_is_asked_for(open_page: OpenPage, tmp_path: Path) -> None:
     with studio(tmp_path, []) as address:
         home = Home(tmp_path / "runs")

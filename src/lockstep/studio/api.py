@@ -89,9 +89,7 @@ def _machine_routes(router: APIRouter, studio: Studio) -> None:
 
     @router.get("/page", summary="What the page needs first: studio, devices, schema and names of tasks, in one answer")
     def page() -> Response:
-        devices = studio.forms.list_devices(refresh=False)
-        names = list(studio.forms.task_names)
-        return ok({"studio": studio.about(), "devices": devices, "schema": studio.forms.schema(), "tasks": names})
+        return ok(studio.first_answer())
 
     @router.get("/devices", summary="The devices of this machine")
     def devices(refresh: bool = False) -> Response:

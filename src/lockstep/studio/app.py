@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from lockstep.studio.live import Hub
 from lockstep.studio.pages import api_page, error_page
 from lockstep.studio.problems import ApiError, body_of, status_of
 from lockstep.studio.studio import Studio
+from lockstep.telemetry.files import plain
 from lockstep.telemetry.records import versions
 
 
@@ -47,12 +49,12 @@ def make_app(studio: Studio, port: int) -> Any:
         redirect_slashes=False,
     )
     app.include_router(make_router(studio, hub))
-    _pages(app)
+    _pages(app, studio)
     _problems(app)
     return Guard(app, sessions=Sessions(studio.home, port), cookie=f"lockstep_studio_{port}")
 
 
-def _pages(app: FastAPI) -> None:
+def _pages(app: FastAPI, studio: Studio) -> None:
     page = {"app/page.js": bundle.script(), "styles/page.css": bundle.styles()}
     text = (bundle.STATIC / "index.html").read_text(encoding="utf-8")
     for name, content in page.items():
@@ -60,7 +62,9 @@ def _pages(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     def index() -> Response:
-        return HTMLResponse(text)
+        # What the page would ask for first is in it, as text that no browser takes for markup.
+        first = json.dumps(plain(studio.first_answer())).replace("&", "&amp;").replace("<", "&lt;")
+        return HTMLResponse(text.replace('<template id="first">', f'<template id="first">{first}'))
 
     def bundled(request: Request) -> Response:
         name = request.url.path.removeprefix("/static/")

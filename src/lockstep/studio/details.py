@@ -47,7 +47,7 @@ def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> di
         "command": ["lockstep", *(words or (start.arguments if start else []))],
         "command_text": command_text(words or (start.arguments if start else [])),
         "versions": record.versions if record is not None else {},
-        "resumable": record is not None and summary["status"] not in LIVE | {"completed"},
+        "resumable": record is not None and summary["status"] not in LIVE,
         "streams": sorted(
             file.stem
             for pattern in ("steps", "evaluations", "ranks", "system-*")

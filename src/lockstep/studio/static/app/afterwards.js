@@ -34,11 +34,11 @@ export function DeviceChoice({ chosen, onChoose }) {
         class="input number"
         type="number"
         min="1"
-        max="16"
+        max="64"
         value=${chosen.length}
         onInput=${(event) => {
           const ranks = event.currentTarget.valueAsNumber;
-          if (Number.isInteger(ranks) && ranks >= 1 && ranks <= 16) onChoose(new Array(ranks).fill("cpu"));
+          if (Number.isInteger(ranks) && ranks >= 1 && ranks <= 64) onChoose(new Array(ranks).fill("cpu"));
         }}
       />
     </label>`}
@@ -55,20 +55,23 @@ function devicesFor(run) {
 export function ResumeDialog({ run, onClose }) {
   const [chosen, setChosen] = useState(() => devicesFor(run));
   const [rescale, setRescale] = useState(false);
+  const longer = run.status === "completed";
+  const [epochs, setEpochs] = useState(longer ? String((run.epochs ?? 0) + 10) : "");
   const [preview, setPreview] = useState({ command: "", error: null });
-  const request = { devices: chosen, rescale_batch: rescale, epochs: null, max_steps: null };
+  const request = { devices: chosen, rescale_batch: rescale, epochs: longer ? Number(epochs) : null, max_steps: null };
   useEffect(() => {
     let over = false;
-    if (!chosen.length) return setPreview({ command: "", error: null });
+    if (!chosen.length || (longer && !(Number(epochs) > run.epochs))) return setPreview({ command: "", error: null });
     post(runPath(run.id, "/resume/preview"), request).then(
       ({ command }) => over || setPreview({ command, error: null }),
       (error) => over || setPreview({ command: "", error }),
     );
     return () => (over = true);
-  }, [chosen, rescale]);
+  }, [chosen, rescale, epochs]);
   const resume = async () => merge([await post(runPath(run.id, "/resume"), request)], []);
-  return html`<${Dialog} title="Resume run" submit="Resume" onClose=${onClose} onSubmit=${resume} why=${chosen.length ? "" : "no device is selected"}>
+  return html`<${Dialog} title="Resume run" submit="Resume" onClose=${onClose} onSubmit=${resume} why=${!chosen.length ? "no device is selected" : longer && !(Number(epochs) > run.epochs) ? `more than ${run.epochs} epochs` : ""}>
     <p class="muted">Resumes from the latest checkpoint, on any devices, with the samples that the run has not seen yet.</p>
+    ${longer && html`<label class="row">Epochs in all<input class="input number" inputmode="numeric" value=${epochs} onInput=${(event) => setEpochs(event.currentTarget.value)} /></label>`}
     <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
     <label class="row">
       <input type="checkbox" checked=${rescale} onChange=${(event) => setRescale(event.currentTarget.checked)} />

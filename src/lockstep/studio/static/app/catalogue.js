@@ -12,7 +12,9 @@ export const trouble = signal(null);
 
 export async function loadCatalogue() {
   try {
-    const page = await get("/page");
+    const written = document.getElementById("first")?.content.textContent;
+    document.getElementById("first")?.remove(); // it is true once
+    const page = written ? JSON.parse(written) : await get("/page");
     batch(() => {
       studio.value = page.studio;
       devices.value = page.devices;

@@ -93,6 +93,32 @@ function Overlay({ ids, lines }) {
 
 const cell = (value) => (value === null || value === undefined ? "–" : typeof value === "number" ? number(value) : typeof value === "object" ? JSON.stringify(value) : String(value));
 
+/** The best value of a metric, if its name says which way is better and the values differ. */
+function bestOf(key, values) {
+  const known = values.filter(Number.isFinite);
+  const name = key.split(".").at(-1);
+  if (known.length < 2 || new Set(known).size < 2) return undefined;
+  if (/loss|error|mse|mae|wer|cer|perplexity|seconds|duration/.test(name)) return Math.min(...known);
+  return /acc|f1|precision|recall|score|auc|iou|bleu|samples_per_s/.test(name) ? Math.max(...known) : undefined;
+}
+
+/** Any two numbers of the runs against each other: settings, results. */
+function Scatter({ answer }) {
+  const rows = [...answer.config, ...answer.metrics].filter(({ values }) => values.filter(Number.isFinite).length > 1);
+  const [chosen, setChosen] = useState([null, null]);
+  if (rows.length < 2) return null;
+  const names = rows.map(({ key }) => key);
+  const pick = (at, fallback) => (names.includes(chosen[at]) ? chosen[at] : fallback);
+  const [x, y] = [pick(0, names[0]), pick(1, answer.metrics.find(({ key }) => names.includes(key))?.key ?? names[1])];
+  const valuesOf = (key) => rows.find((row) => row.key === key).values;
+  const points = answer.runs.map((run, at) => ({ label: label(run), index: at, points: true, x: [valuesOf(x)[at]], y: [valuesOf(y)[at]] })).filter((one) => Number.isFinite(one.x[0]) && Number.isFinite(one.y[0]));
+  const choice = (at, text, value) => html`<label class="row">${text}<select class="input" onChange=${(event) => setChosen(chosen.map((one, place) => (place === at ? event.currentTarget.value : one)))}>${names.map((name) => html`<option key=${name} value=${name} selected=${name === value}>${name}</option>`)}</select></label>`;
+  return html`<section class="card stack" aria-label="Scatter">
+    <div class="row wrap"><h2>Scatter</h2>${choice(0, "x", x)}${choice(1, "y", y)}</div>
+    ${points.length ? html`<${Chart} key=${`${x} ${y}`} title=${`${y} against ${x}`} against=${x} fraction series=${points} height=${260} />` : html`<p class="muted">No run has both numbers.</p>`}
+  </section>`;
+}
+
 function Differences({ title, rows, heads, none }) {
   return html`<section class="card scroll-x differences" aria-label=${title} tabindex="0">
     <h2>${title}</h2>
@@ -102,9 +128,10 @@ function Differences({ title, rows, heads, none }) {
             <tr><th scope="col">Name</th>${heads.map((head) => html`<th key=${head.id} scope="col">${label(head)}</th>`)}</tr>
           </thead>
           <tbody>
-            ${rows.map(
-              ({ key, values }) => html`<tr key=${key}><th scope="row">${key}</th>${values.map((value, at) => html`<td key=${at}>${cell(value)}</td>`)}</tr>`,
-            )}
+            ${rows.map(({ key, values }) => {
+              const best = bestOf(key, values);
+              return html`<tr key=${key}><th scope="row">${key}</th>${values.map((value, at) => html`<td key=${at} class=${value === best ? "best" : ""}>${cell(value)}${value === best ? html`<span class="unseen"> best</span>` : ""}</td>`)}</tr>`;
+            })}
           </tbody>
         </table>`
       : html`<p class="muted">${none}</p>`}
@@ -141,6 +168,7 @@ export function Compare() {
       <${Overlay} ids=${ids} lines=${lines} />
       ${answer &&
       html`
+        <${Scatter} answer=${answer} />
         <${Differences} title="Results" rows=${answer.metrics} heads=${answer.runs} none="No results yet." />
         <${Differences} title="Differences in configuration" rows=${answer.config} heads=${answer.runs} none="The configurations are the same." />
         <${Differences} title="Differences in the plan" rows=${answer.plan} heads=${answer.runs} none="The plans are the same." />

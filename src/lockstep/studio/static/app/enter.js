@@ -20,3 +20,4 @@ form.addEventListener("submit", (event) => {
 // A link elsewhere leads here without the cookie, which this page's own requests have.
 if (given) enter(given);
 else if ((await fetch("/api/studio")).ok) location.reload();
+else document.head.append(Object.assign(document.createElement("link"), { rel: "stylesheet", href: "/static/styles/base.css" }));

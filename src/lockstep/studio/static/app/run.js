@@ -159,10 +159,10 @@ function Stop({ run }) {
 
 function Actions({ run, detail, onDialog }) {
   if (isGoing(run)) return html`<${Stop} run=${run} />`;
-  const resume = run.status !== "completed" && detail?.resumable;
+  const longer = run.status === "completed";
   const saved = detail?.checkpoints.length > 0;
   return html`
-    ${resume && html`<${Button} kind="primary" onClick=${() => onDialog("resume")}>Resume…<//>`}
+    ${detail?.resumable && html`<${Button} kind=${longer ? "" : "primary"} onClick=${() => onDialog("resume")}>${longer ? "More epochs…" : "Resume…"}<//>`}
     ${detail && html`<a class="button" href=${`/api${runPath(run.id, "/report")}`} target="_blank" rel="noopener" title="Curves, settings and plan on one page, in a new tab">Report</a>`}
     ${saved && html`<${Button} onClick=${() => onDialog("evaluate")}>Evaluate…<//><${Button} onClick=${() => onDialog("export")}>Export…<//>`}
   `;
