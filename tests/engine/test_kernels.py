@@ -37,7 +37,7 @@ def _as_before() -> Iterator[None]:
     ("how", "found"),
     [
         ({"matmul": "high", "benchmark": True}, ("high", True, True, "tf32", "tf32")),
-        ({"matmul": "highest"}, ("highest", False, True, "ieee", "tf32")),
+        ({"matmul": "highest"}, ("highest", False, False, "ieee", "ieee")),
         ({"matmul": None, "exact": True}, ("highest", False, False, "ieee", "ieee")),
     ],
     ids=["high", "highest", "exact"],

@@ -12,7 +12,10 @@ from tests.toys import Toy
 
 pytestmark = pytest.mark.gpu
 
-DEVICES = {"hardware": {"selected_devices": ["gpu:0", "gpu:0"]}, "task": {"batchnorm": True, "dropout": 0.3}}
+DEVICES = {
+    "hardware": {"selected_devices": ["gpu:0", "gpu:0"], "matmul_precision": "highest"},
+    "task": {"batchnorm": True, "dropout": 0.3},
+}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ TOY, STAGED = "tests.toys:Toy", "tests.dist.staged:Staged"
 SAME: dict[str, Any] = {
     "training": {"epochs": 2, "global_batch_size": 32, "batch_size": 8},
     "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+    "hardware": {"matmul_precision": "highest"},  # TF32 keeps 10 bits
 }
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -47,11 +47,10 @@ class Case:
 
 
 class FlopCount(NamedTuple):
-    """Floating-point operations of one sample, or ``None``, and why; whether convolutions are among them."""
+    """Floating-point operations of one sample, or ``None``, and why."""
 
     per_sample: float | None
     note: str
-    convolutions: bool = False
 
 
 class Site(NamedTuple):
@@ -79,7 +78,6 @@ def measure_cases(rank: Rank, cases: Sequence[Case], memory_limit: int | None, *
                     **row,
                     "flops_per_step": per_step,
                     "flops_note": flops.note,
-                    "convolutions": flops.convolutions,
                 }
             )
 
@@ -201,6 +199,5 @@ def count_flops(site: Site, plan: Plan) -> FlopCount:
     total = counter.get_total_flops()
     if not total:
         return FlopCount(None, "the model has no matrix product, convolution or attention that torch counts")
-    convolves = any("convolution" in str(operator) for operator in counter.get_flop_counts()["Global"])
     note = f"matrix products, convolutions and attention, counted by torch on {size} samples"
-    return FlopCount(total / size, note, convolves)
+    return FlopCount(total / size, note)

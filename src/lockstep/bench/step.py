@@ -203,7 +203,7 @@ def _case(subject: Subject, label: dict[str, Any], settings: dict[str, Any]) -> 
 
 def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:
     """``row`` with FLOP/s and their share of the devices' peak; ``None`` and the reason where it is not known."""
-    flops, convolves = row.pop("flops_per_step", None), row.pop("convolutions", False)
+    flops = row.pop("flops_per_step", None)
     if flops is None:
         return {**row, "tflops": None, "peak_share": None}
     rate = flops / (row["step_ms"] / 1e3)
@@ -211,9 +211,6 @@ def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:
     half = row["precision"] if row["precision"].endswith("mixed") else "32"
     peak, source = peak_flops(name, half, tf32=row["precision"] == "tf32")
     devices = len(set(subject.base.placement.devices))  # a device with two ranks is not faster
-    if row["precision"] == "32" and convolves and peak is not None:
-        # torch.backends.cudnn.allow_tf32 is on by default, for convolutions alone.
-        peak, source = None, "convolutions use TF32 where the GPU has it, matrix products do not: no one peak holds"
     share = None if peak is None else rate / (peak * devices)
     return {**row, "tflops": rate / 1e12, "peak_share": share, "peak_source": source}
 

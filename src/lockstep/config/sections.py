@@ -97,8 +97,8 @@ class HardwareConfig(Section):
     )
     matmul_precision: Literal["auto", "highest", "high"] = Field(
         default="auto",
-        description="products of float32 matrices on a GPU; high: in TF32; highest: in float32; auto: high where the "
-        "GPU has TF32, highest in exact mode",
+        description="float32 products and convolutions on a GPU; high: in TF32; highest: in float32; auto: high where "
+        "the GPU has TF32, highest in exact mode",
     )
     cudnn_benchmark: Switch = Field(
         default="auto",

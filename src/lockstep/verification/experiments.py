@@ -185,7 +185,7 @@ class Lab:
             changes["hardware"] = self._one_device()
         settings = merge(given, changes)
         if variant.precision is not None:
-            settings = merge(settings, {"hardware": {"precision": variant.precision}})
+            settings = merge(settings, {"hardware": {"precision": variant.precision, "matmul_precision": "highest"}})
         if isinstance(self.task, Task):
             settings.pop("task", None)  # the object has its settings
         return settings

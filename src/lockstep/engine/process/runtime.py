@@ -33,8 +33,8 @@ def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool
     the newer one. ``set_float32_matmul_precision`` and ``allow_tf32`` set both.
 
     Args:
-        matmul: ``highest`` or ``high`` (TF32); ``None`` leaves it as it is.
-        exact: deterministic kernels in float32, convolutions and recurrent layers included.
+        matmul: ``highest`` or ``high`` (TF32), of products, convolutions and recurrent layers; ``None``: as it is.
+        exact: deterministic kernels, in float32.
         benchmark: let cuDNN measure its algorithms.
     """
     cudnn: Any = torch.backends.cudnn
@@ -48,10 +48,10 @@ def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool
         older = torch.get_float32_matmul_precision()
     switches = cudnn.benchmark, cudnn.deterministic
     if matmul is not None or exact:
-        torch.set_float32_matmul_precision("highest" if exact else matmul or "highest")
-    if exact:
-        cudnn.allow_tf32 = False
-        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
+        precision = "highest" if exact else matmul or "highest"
+        torch.set_float32_matmul_precision(precision)
+        cudnn.allow_tf32 = precision == "high"
+        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if precision == "high" else "ieee"
     if exact or benchmark:
         cudnn.benchmark, cudnn.deterministic = benchmark and not exact, exact
     try:
