@@ -53,6 +53,8 @@ def test_readers_see_what_the_first_pages_show(pages: list[str], tmp_path: Path)
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="pip install 'lockstep-train[docs]'")
     run(f"python -m mkdocs build --quiet --strict -f {ROOT / 'mkdocs.yml'} -d {tmp_path / 'site'}", tmp_path)
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    assert not [page.name for page in (ROOT / "docs").rglob("*.md") if page.name not in nav], "pages without a place"
     page = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
     assert ":class:" not in page
     assert "http" not in "".join(re.findall(r'<(?:script|link)[^>]*(?:src|href)="(https?:[^"]*)"', page))
