@@ -183,6 +183,15 @@ def test_help_is_light() -> None:
     assert heavy_after(code) == []
 
 
+def test_reading_the_flags_of_a_run_is_light() -> None:
+    code = "from lockstep.cli.settings import NO_SETTINGS, to_mapping\nto_mapping(NO_SETTINGS, 'har')"
+    assert heavy_after(code) == []
+
+
+def test_the_launcher_is_light() -> None:
+    assert heavy_after("import lockstep.launch.local.launcher") == []
+
+
 def test_detection_is_light() -> None:
     assert heavy_after("import lockstep.hardware\nlockstep.hardware.detect_devices()") == []
 

@@ -14,7 +14,7 @@ from lockstep.cli.settings import NO_SETTINGS, Settings, all_flags, flag_table, 
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import all_keys
 from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
-from lockstep.tasks.registry import class_paths, remember
+from lockstep.tasks.trusted_tasks import class_paths, remember
 from lockstep.telemetry.rundir import RunDir
 
 

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from lockstep import Datasets, Loss, Task
 from lockstep.cli.main import main
 from lockstep.errors import TaskError
-from lockstep.tasks.registry import configured, find_task, make_task, remember
+from lockstep.tasks.registry import configured, find_task, make_task
+from lockstep.tasks.trusted_tasks import remember
 from tests.conftest import RunCli
 from tests.gloo import ROOT
 

@@ -292,7 +292,7 @@ def to_mapping(
 def _refuse_unknown_code(sets: Sequence[str], task: str | None, mapping: dict[str, Any]) -> None:
     """Raises :class:`TaskError` when a file names a class that the command line does not, nor has before."""
     from lockstep.config import load
-    from lockstep.tasks.registry import class_paths, named_in, require_known
+    from lockstep.tasks.trusted_tasks import class_paths, named_in, require_known
 
     if isinstance(mapping["task"], dict):
         given = class_paths({"name": task}) | class_paths(named_in(load(sets=sets)))

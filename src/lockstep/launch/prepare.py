@@ -25,7 +25,8 @@ from lockstep.hardware.resolve import divide_if_needed
 from lockstep.planning import Plan, ResumePoint, TaskFacts
 from lockstep.planning import make_plan as compute_plan
 from lockstep.planning.resolve import moments_of
-from lockstep.tasks.registry import class_paths, configured, find_task, make_task, remember
+from lockstep.tasks.registry import configured, find_task, make_task
+from lockstep.tasks.trusted_tasks import class_paths, remember
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from lockstep.errors import ConfigError, RunFolderError
 from lockstep.launch.prepare import settle
 from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
-from lockstep.tasks.registry import FROM_PARTS, make_task, named_in, require_known
+from lockstep.tasks.registry import FROM_PARTS, make_task
+from lockstep.tasks.trusted_tasks import named_in, require_known
 from lockstep.telemetry.files import storage_error, write_json
 from lockstep.telemetry.records import read_forecast
 from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id

@@ -14,7 +14,7 @@ from lockstep.errors import LockstepError, RunFolderError
 from lockstep.hardware.world import World
 from lockstep.launch.lightning_cli import newest_checkpoint
 from lockstep.launch.run_claim import create_folder, refuse_running, warn
-from lockstep.tasks.registry import known, remember
+from lockstep.tasks.trusted_tasks import known, remember
 from lockstep.telemetry.rundir import RunDir, utc_now
 
 
