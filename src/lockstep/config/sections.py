@@ -150,6 +150,9 @@ class TrainingConfig(Section):
         default="default",
         description="with compile: torch.compile's mode; reduce-overhead replays CUDA graphs, for small models on GPUs",
     )
+    activation_checkpointing: bool = Field(
+        default=False, description="keep only the inputs of each block, and compute the rest again in the backward pass"
+    )
     on_oom: Literal["fail", "retry"] = Field(
         default="fail",
         description="out of memory: end the run, or try again with half the micro-batch and the same global batch, up "
@@ -420,7 +423,7 @@ class FsdpConfig(Section):
         description="full: divided among all ranks; hybrid: among those of a node, the same on every node",
     )
     activation_checkpointing: bool = Field(
-        default=False, description="keep only the inputs of each block, and compute the rest again in the backward pass"
+        default=False, description="as training.activation_checkpointing, for this strategy alone"
     )
     cpu_offload: bool = Field(
         default=False, description="keep parameters, gradients and optimizer in host memory (GPUs only)"

@@ -136,10 +136,10 @@ class Counting:
             return dict(zip((strategy, f"{strategy}, each other"), pair, strict=True))
         if spec.state == "staged":
             return {f"device {place}": each for place, each in enumerate(self.pipeline(ranks, size), start=1)}
-        offloaded, holders, recompute = False, ranks, False
+        offloaded, holders, recompute = False, ranks, base.config.training.activation_checkpointing
         if "fsdp" in spec.settings:
             settings = base.config.fsdp
-            recompute, offloaded = settings.activation_checkpointing, settings.cpu_offload and self.on_gpu
+            recompute, offloaded = recompute or settings.activation_checkpointing, settings.cpu_offload and self.on_gpu
             holders = min(ranks, (self.per_node if settings.sharding == "hybrid" else None) or ranks)
         footprint = self.footprint(size, not spec.one_process or accumulates, recompute)
         return {strategy: device_memory(footprint, strategy, holders, on_gpu=self.on_gpu, offloaded=offloaded)}

@@ -121,9 +121,9 @@ def _strategy(
         return step, replace(setting, strategy=whole), ddp_fits, notes
     if not step.blocks:
         step = replace(step, blocks=counting.footprint(step.batch_size, True).blocks)
-    if config.activation_checkpointing:
+    if config.activation_checkpointing or counting.subject.base.config.training.activation_checkpointing:
         step = replace(step, backward_s=step.backward_s + step.forward_s)
-        notes.append("fsdp.activation_checkpointing: a forward more in every backward")
+        notes.append("activation_checkpointing: a forward more in every backward")
     if config.cpu_offload:
         notes.append("fsdp.cpu_offload: the way to host memory and back is not foreseen, and takes time")
     # As lockstep.engine.strategies.fsdp gathers them; gradients are summed in single precision.

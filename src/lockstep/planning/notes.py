@@ -157,6 +157,12 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
             fix=own if facts.loader is not None else "use another strategy, or averaging.name=none",
         )
     spec, optimizer = placement.spec, config.optimizer.name
+    if config.training.activation_checkpointing and (spec.scatters or spec.state == "staged"):
+        raise UnsupportedError(
+            f"strategy {spec.name} is incompatible with training.activation_checkpointing",
+            why="it calls parts or copies of the model, whose blocks would be those of the whole",
+            fix="use --strategy ddp or fsdp, or leave it out",
+        )
     if spec.divides:
         _refuse(
             f"strategy {spec.name}",

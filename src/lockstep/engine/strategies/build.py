@@ -53,6 +53,10 @@ def build_strategy(
     if divided is not None:
         return divided.strategy(task, precision, plan, world)
     replica = Replica(task, model, precision, device, plan.seed, world.rank)
+    if config.training.activation_checkpointing:
+        from lockstep.engine.strategies.fsdp import blocks_of, checkpoint_activations
+
+        checkpoint_activations(bare(model), blocks_of(task, bare(model)))
     if plan.reproducibility == "exact":
         from lockstep.engine.strategies.exact import ExactStrategy
 

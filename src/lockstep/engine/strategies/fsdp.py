@@ -49,7 +49,9 @@ _HALF = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 def divide(whole: Undivided) -> Divided:
     """Shard the model's parameters among the ranks. Collective."""
     task, model, config, plan, _, device, world, _ = whole
-    return ShardedModel(task, model, config.fsdp, plan.placement["precision"], device, world)
+    recompute = config.fsdp.activation_checkpointing or config.training.activation_checkpointing
+    settings = config.fsdp.model_copy(update={"activation_checkpointing": recompute})
+    return ShardedModel(task, model, settings, plan.placement["precision"], device, world)
 
 
 class _Root(nn.Module):
@@ -207,7 +209,7 @@ class FsdpStrategy(RanksStrategy):
         return loss
 
     def _backward(self, total: Tensor) -> None:
-        with self._watching():  # with fsdp.activation_checkpointing it makes parts of the forward pass again
+        with self._watching():  # activation checkpointing makes parts of the forward pass again
             super()._backward(total)
 
     @contextmanager
@@ -318,9 +320,9 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> Non
     for name, module in model.named_modules():
         if isinstance(module, NormBase) and module.track_running_stats:
             raise UnsupportedError(
-                f"fsdp.activation_checkpointing is incompatible with the {type(module).__name__} {name!r}",
+                f"activation_checkpointing is incompatible with the {type(module).__name__} {name!r}",
                 why="computing it again in the backward pass would count each batch twice in its running statistics",
-                fix="set fsdp.activation_checkpointing to false, or use a normalisation without running statistics",
+                fix="set activation_checkpointing to false, or use a normalisation without running statistics",
             )
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -1,0 +1,62 @@
+"""Activations that are computed again: the same weights, with each block called twice a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import UnsupportedError
+from lockstep.launch.prepare import prepare
+from tests.attempts import attempt
+from tests.toys import CLASSES, FEATURES, Toy
+
+
+class Block(nn.Module):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, FEATURES))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        Block.calls += self.training
+        return values + self.inside(values)
+
+
+class Deep(Toy):
+    def model(self) -> nn.Module:
+        self.parts = nn.ModuleList(Block() for _ in range(2))
+        return nn.Sequential(*self.parts, nn.Linear(FEATURES, CLASSES))
+
+    def blocks(self, model: Any) -> Any:
+        return [model[0], model[1]]
+
+
+class Normed(Deep):
+    def model(self) -> nn.Module:
+        return nn.Sequential(super().model(), nn.BatchNorm1d(CLASSES))
+
+
+@pytest.mark.parametrize("reproducibility", ["fast", "exact"])
+def test_the_weights_are_the_same_and_blocks_run_twice(tmp_path: Path, reproducibility: str) -> None:
+    found, calls = [], []
+    for recompute in (False, True):
+        training = {"max_steps": 3, "activation_checkpointing": recompute, "reproducibility": reproducibility}
+        Block.calls = 0
+        found.append(attempt(Deep, tmp_path / str(recompute), training=training)[0])
+        calls.append(Block.calls)
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    assert calls[1] == 2 * calls[0] > 0
+
+
+def test_batchnorm_and_a_pipeline_are_refused(tmp_path: Path) -> None:
+    training = {"max_steps": 1, "activation_checkpointing": True}
+    with pytest.raises(UnsupportedError, match="incompatible with the BatchNorm1d"):
+        attempt(Normed, tmp_path / "run", training=training)
+    hardware = {"strategy": "pipeline", "selected_devices": ["cpu", "cpu"]}
+    with pytest.raises(UnsupportedError, match="pipeline is incompatible with training"):
+        prepare("autoencoder", {"training": training, "hardware": hardware})
