@@ -28,7 +28,9 @@ from lockstep.data.packing import Packed
 from lockstep.data.reader import Reader
 from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 from lockstep.data.sampling import WindowOrder, resolve_sampling
-from lockstep.errors import DataError
+from lockstep.errors import DataError, LockstepError
+from lockstep.telemetry.files import read_jsonl
+from tests.attempts import attempt
 from tests.data.test_sampling import attempts
 from tests.toys import FEATURES, Toy, arrays
 
@@ -300,3 +302,34 @@ def test_a_plan_names_the_window(tmp_path: Path) -> None:
     write_parquet(tmp_path)
     plan = lockstep.plan(OfParquet(OfParquet.Config(folder=str(tmp_path))))
     assert plan.order.sampling == "shuffled within windows of 2 of 16 row groups"
+
+
+class Torn(Toy):
+    """Lines of JSON, of which some are not."""
+
+    def datasets(self) -> lockstep.Datasets:
+        def sample(row: Any) -> Any:
+            return np.array(row["x"], np.float32), row["y"]
+
+        return lockstep.Datasets(JsonLines(os.environ["ROWS"], transform=sample), super().datasets().val)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_cannot_be_read_are_left_out_and_recorded(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, labels = arrays(200, 1)
+    torn = {20, 21, 150}
+    lines = [json.dumps({"x": x, "y": y}) for x, y in zip(inputs.tolist(), labels.tolist(), strict=True)]
+    (tmp_path / "rows.jsonl").write_text("\n".join("{" if n in torn else line for n, line in enumerate(lines)))
+    monkeypatch.setenv("ROWS", str(tmp_path / "rows.jsonl"))
+    settings: dict[str, Any] = {"data": {"num_workers": workers}}
+    with pytest.raises(LockstepError, match=r"record (21|22|151) of"):
+        attempt(Torn, tmp_path / "stops", **settings)
+    settings["data"]["on_bad_row"] = "skip"
+    found, events = attempt(Torn, tmp_path / "skips", **settings)
+    rows = read_jsonl(tmp_path / "skips" / "skipped-rank0.jsonl")
+    assert {row["index"] for row in rows} == torn
+    assert "record 21 of" in next(row["error"] for row in rows if row["index"] == 20)
+    assert any("3 training sample(s) could not be read" in getattr(event, "text", "") for event in events)
+    assert all(torch.isfinite(value).all() for value in found.values())

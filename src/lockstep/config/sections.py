@@ -367,6 +367,11 @@ class DataConfig(Section):
         default=None, description="keep workers between epochs; unset: chosen by the plan"
     )
     pin_memory: bool | None = Field(default=None, description="page-locked host memory; unset: on for GPUs")
+    on_bad_row: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="a training sample that cannot be read: stop with its error, or leave it out of its batch and "
+        "record it in skipped-rank*.jsonl of the run folder",
+    )
     sampling: Literal["auto", "uniform", "weighted", "balanced"] = Field(
         default="auto",
         description="uniform: every sample once an epoch; weighted: by the task's weights; balanced: every class "

@@ -13,11 +13,13 @@ On one core, with Python 3.11, NumPy 2.4 and torch 2.13: a seed takes 1.9 µs (`
 from __future__ import annotations
 
 import ctypes
+import json
 import random
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -213,13 +215,15 @@ class Reader:
     shows which of them are drawn from, and only those are seeded from then on. Should another one be drawn from later,
     which a comparison of states around each batch shows, that batch is read again, seeded.
 
+    ``skipped``: the file in which samples that cannot be read are recorded, and left out; ``None``: they raise.
+
     A data set's ``sample(index, rng)`` is found behind ``Subset`` and ``ConcatDataset``, too: ``index`` is that of the
     inner data set, ``rng`` is keyed by that of the outer one. A ``__getitems__`` that returns a finished batch, not a
     list of samples, draws as ``collate`` does.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
-        self._dataset, self._collate, self._seed = dataset, collate, seed
+    def __init__(self, dataset: Any, collate: Collate, seed: int, skipped: Path | None = None) -> None:
+        self._dataset, self._collate, self._seed, self._skipped = dataset, collate, seed, skipped
         self._gather = gather_of(dataset, collate)
         self._has_sample = any(hasattr(leaf, "sample") for leaf in leaves(dataset))
         self._has_items = not self._has_sample and callable(getattr(dataset, "__getitems__", None))
@@ -344,9 +348,12 @@ class Reader:
             sown = [generator.mark() for _, generator in pairs] if drawn is not None else []
             try:
                 items.append(self._item(epoch, index, index if keys is None else int(keys[number])))
-            except LockstepError:
-                raise
             except Exception as error:
+                if self._skipped is not None:
+                    self._leave_out(index, error)
+                    continue
+                if isinstance(error, LockstepError):
+                    raise
                 raise sample_error(self._dataset, index, error) from error
             if drawn is not None:
                 after = zip(pairs, sown, strict=True)
@@ -354,6 +361,12 @@ class Reader:
             if self._has_items and not self._gives_list:  # as has just been seen
                 return None
         return items
+
+    def _leave_out(self, index: int, error: Exception) -> None:
+        assert self._skipped is not None
+        line = json.dumps({"index": index, "error": f"{type(error).__name__}: {error}"})
+        with self._skipped.open("a", encoding="utf-8") as file:  # one write: worker processes append to it, too
+            file.write(line + "\n")
 
     def _item(self, epoch: int, index: int, key: int) -> Any:
         if self._has_sample:
@@ -369,6 +382,11 @@ class Reader:
         return found[0] if self._gives_list else None
 
     def _collated(self, items: list[Any] | None, indices: Indices) -> Any:
+        if items is not None and not items and len(indices):
+            what = f"none of the {len(indices)} samples of a micro-batch could be read"
+            raise SampleError(
+                what, why=f"they are listed in {self._skipped}", fix="check the data, or use larger batches"
+            )
         try:
             return self._dataset.__getitems__(indices) if items is None else self._collate(items)
         except LockstepError:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,7 +105,7 @@ class Source:
     """Where batches come from: a data set, how its samples become a batch, and in which order they are taken.
 
     ``lanes``: the items of a step are dealt to so many parts in turn (:func:`lockstep.data.bucketed.deal`), for an
-    order whose neighbours are alike; ``None`` leaves them in order.
+    order whose neighbours are alike; ``None`` leaves them in order. ``skipped``: see :class:`Reader`.
     """
 
     dataset: Any
@@ -112,6 +113,7 @@ class Source:
     seed: int
     order: SampleOrder
     lanes: int | None = None
+    skipped: Path | None = None
 
     def batch(self, request: Request) -> Any:
         """The batch of ``request``; () for one without samples (an empty lane)."""
@@ -122,7 +124,7 @@ class Source:
 
     @cached_property
     def reader(self) -> Reader:
-        return Reader(self.dataset, self.collate, self.seed)
+        return Reader(self.dataset, self.collate, self.seed, self.skipped)
 
     def indices(self, request: Request) -> Indices:
         """The samples of ``request``: shape [size]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lockstep.checkpoint.store import Snapshot
@@ -19,7 +20,7 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare
 from lockstep.engine.training_data import begin_stream, kept_on, training_source
 from lockstep.engine.validation import Validation
-from lockstep.telemetry.files import JsonLines
+from lockstep.telemetry.files import JsonLines, read_jsonl
 
 
 def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Fit:
@@ -37,6 +38,8 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
     # is complete only when all ranks have done theirs.
     untimed = rank.config.training.compile or strategy.is_sharded
     source = training_source(task, datasets, rank.plan)
+    if rank.config.data.on_bad_row == "skip":
+        source = replace(source, skipped=rank.run_dir.path / f"skipped-rank{rank.world.rank}.jsonl")
     share, remarks = None, list[str | None]()
     if rank.device.type == "cuda":
         share, text = peak_share(task, source, rank.plan)
@@ -97,6 +100,7 @@ def hooks_after(fit: Fit) -> list[Hook[StepResult]]:
         due = _every(every_steps)
         hooks.append(Hook("validate", lambda step: due(step) and not ends_epoch(step), fit.validate))
     hooks += [
+        *([Hook("report skipped samples", ends_epoch, _skipped(fit))] if fit.source.skipped else []),
         Hook("end the epoch", ends_epoch, fit.end_epoch),
         Hook("save", saves, lambda step: checkpoints.save()),
         Hook("end the step", _always, fit.end_step),
@@ -133,6 +137,22 @@ def _of_task(hook: Callable[..., Any], fit: Fit) -> Callable[[StepResult], None]
         fit.scalars.update(hook(step, bare(fit.parts.strategy.module)) or {})
 
     return call
+
+
+def _skipped(fit: Fit) -> Callable[[StepResult], None]:
+    """Notes how many samples have been left out so far, where that has changed (``data.on_bad_row``)."""
+    known = 0
+
+    def report(step: StepResult) -> None:
+        nonlocal known
+        files = fit.rank.run_dir.path.glob("skipped-rank*.jsonl") if fit.rank.world.is_main else ()
+        count = len({row["index"] for file in files for row in read_jsonl(file)})
+        if count != known:
+            known = count
+            text = f"{count} training sample(s) could not be read and were left out: see skipped-rank*.jsonl"
+            fit.rank.note("samples_skipped", text, "warning")
+
+    return report
 
 
 def _recorder(fit: Fit) -> Callable[[Window], None]:

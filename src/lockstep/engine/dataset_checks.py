@@ -57,11 +57,12 @@ def fingerprint(dataset: Any) -> str:
     return examined(dataset)[0]
 
 
-def examined(dataset: Any) -> tuple[str, tuple[str, ...]]:
+def examined(dataset: Any, *, skips: bool = False) -> tuple[str, tuple[str, ...]]:
     """Length and a hash of up to 16 samples spread over the data set: shows a resume that the data changed.
 
     The data set's own ``fingerprint()`` is used where it has one. All is read twice, the second time backwards and
-    for a second at most. What differs is left out of the hash, which then begins with ``~``, and is named.
+    for a second at most. What differs is left out of the hash, which then begins with ``~``, and is named. ``skips``:
+    a sample that cannot be read is not an error.
     """
     samples = len(dataset)
     if hasattr(dataset, "fingerprint"):
@@ -73,14 +74,14 @@ def examined(dataset: Any) -> tuple[str, tuple[str, ...]]:
     unstable: set[str] = set()
     with generators_kept():
         for index in sorted({int(i) for i in np.linspace(0, samples - 1, PROBES)}):
-            sample = _probe(dataset, index)
+            sample = _probe(dataset, index, skips)
             feed(digest, sample)
             fields[index] = _fields(sample)
         until = time.monotonic() + AGAIN_S
         for number, index in enumerate(reversed(fields)):
             if number > 1 and time.monotonic() > until:
                 break
-            again = _fields(_probe(dataset, index))
+            again = _fields(_probe(dataset, index, skips))
             unstable |= {name for name, _ in fields[index].items() ^ again.items()}
     if not unstable:
         return f"{samples}:{digest.hexdigest()[:16]}", ()
@@ -105,12 +106,17 @@ def _fields(sample: Any) -> dict[str, bytes]:
     return {"the content": _digest(sample)}
 
 
-def _probe(dataset: Any, index: int) -> Any:
+def _probe(dataset: Any, index: int, skips: bool) -> Any:
     """Sample ``index`` with every generator seeded, so that augmentation looks the same each time."""
     random.seed(index)
     np.random.seed(index)
     torch.default_generator.manual_seed(index)
-    return read_sample(dataset, index)
+    try:
+        return read_sample(dataset, index)
+    except LockstepError:
+        if not skips:
+            raise
+        return "unreadable"
 
 
 def read_sample(dataset: Any, index: int) -> Any:

@@ -60,7 +60,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
     lr, scheduled = optimizer_facts(trial, model)
     lengths = None if given is None else hash_lengths(check_lengths(given, len(datasets.train)))
     before = _open_files()
-    text, unstable = examined(datasets.train)
+    text, unstable = examined(datasets.train, skips=task.data.on_bad_row == "skip")
     with generators_kept():
         for dataset in filter(None, (datasets.val, datasets.test)):
             read_sample(dataset, 0)

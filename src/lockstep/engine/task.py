@@ -79,6 +79,7 @@ class DataSettings:
     data_dir: Any = None
     download: bool = False
     seed: int = 42
+    on_bad_row: str = "stop"
 
 
 class Context:

@@ -86,7 +86,7 @@ def end_data(datasets: Datasets) -> None:
 
 
 def data_settings(config: RunConfig) -> DataSettings:
-    return DataSettings(config.data.data_dir, config.data.download, config.training.seed)
+    return DataSettings(config.data.data_dir, config.data.download, config.training.seed, config.data.on_bad_row)
 
 
 def training_source(task: Task, datasets: Datasets, plan: Plan) -> Source:
