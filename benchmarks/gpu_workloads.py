@@ -253,6 +253,18 @@ MODES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
+def detail_of(report: dict[str, Any]) -> str:
+    """The figures that the goal is about, on one line."""
+    found = [f"{key} {report[key]}" for key in ("seconds", "pause_ms", "step_while_writing") if key in report]
+    for name, row in report.get("models", {}).items():
+        ratios_of = " and ".join(str(value["ratio"]) for value in row["exact_to_fast"].values())
+        found.append(f"{name}: {ratios_of} times fast, hashes {'equal' if row['equal_hashes'] else 'differ'}")
+    for name, row in report.get("workloads", {}).items():
+        known = [f"{key} {row[key]}" for key in ("memory_ratio", "step_ratio", "error") if key in row]
+        found.append(f"{name}: {', '.join(known)}")
+    return "; ".join(found)
+
+
 def text_of(report: dict[str, Any]) -> str:
     """Markdown of one workload."""
     lines = [f"**{report['title']}**. Goal: {report.get('goal') or 'none'}.", ""]
@@ -285,7 +297,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for runs and checkpoints; default: the system's temporary folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    start = {**header(), "command": " ".join(["python", *sys.argv]), "device": options.device}
+    start: dict[str, Any] = {**header(), "command": " ".join(["python", *sys.argv]), "device": options.device}
     if options.device != "cpu":
         start["gpu"] = torch.cuda.get_device_name(torch_device(options.device))
     try:
@@ -296,6 +308,8 @@ def main() -> None:
             raise
         print(f"out of memory: again with batch {batch}", flush=True)
         os.execv(sys.executable, [sys.executable, *_without(sys.argv, "--batch"), "--batch", str(batch)])
+    if "sides" not in report:
+        report["detail"] = detail_of(report)
     write_json(options.json, report)
     print(text_of(report))
     raise SystemExit(1 if "error" in report or "error" in report.get("sides", {}).get("bare", {}) else 0)

@@ -203,7 +203,7 @@ def detail_of(result: Result, text: str) -> str:
             ratio = row["to_lockstep"]["ratio"] if "to_lockstep" in row else None
             found += [] if name == "lockstep" else [f"{name} {'failed' if ratio is None else f'{ratio:.2f} ×'}"]
         return ", ".join(found)
-    for key in ("error", "outcome", "verdict"):
+    for key in ("error", "detail", "outcome", "verdict"):
         if isinstance(report.get(key), str):
             return str(report[key])[:300]
     told = re.findall(r"^(test_accuracy|time|samples/s) +(.+?) *$", text, re.MULTILINE)

@@ -27,7 +27,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.engine.training_data import open_data, training_source, walk
+from lockstep.engine.training_data import kept_on, open_data, training_source, walk
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.tasks.registry import load_task
@@ -103,7 +103,7 @@ def training(
     with runtime(plan, site.device, world, config.distributed.timeout_s, detect_anomaly=False):
         context = RankContext(site.rank.run, world, config, plan, site.device, site.collectives)
         parts = build_parts(context, site.task, site.datasets, None)
-        source = training_source(site.task, site.datasets, plan)
+        source, _ = kept_on(training_source(site.task, site.datasets, plan), site.device, config.data.device)
         largest = plan.batch.batch_size
         loader = make_loader(source, requests_of(plan, world), plan.loader, world.rank, largest=largest)
         parts.strategy.module.train()

@@ -176,7 +176,9 @@ def runtime(
     )
     exact, kernels = plan.reproducibility == "exact", ExitStack()
     kernels.enter_context(expandable_segments(device))  # before anything asks the GPU
-    cuda = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if device.type == "cuda" else None
+    # The process of a rank ends soon. To choose the GPU of before would take memory of gpu:0, which may be full.
+    keeps = device.type == "cuda" and world.size == 1
+    cuda = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if keeps else None
     workspace = os.environ.get(_CUBLAS)
     torch.set_num_threads(plan.threads)
     if device.type == "cuda":
