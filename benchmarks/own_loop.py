@@ -3,11 +3,12 @@
 ::
 
     pip install -c constraints.txt -e '.[peers]'
-    python benchmarks/own_loop.py [--rounds 5] [--seconds 2] [--json FILE]
+    python benchmarks/own_loop.py [--rounds 5] [--seconds 2] [--ranks 1,2] [--json FILE]
 
 Each side trains an MLP, a CNN and a transformer in fp32 on the CPU, on one process and on two gloo ranks with one
 thread each, and reports its seconds a step after a warm-up. Sides take turns, each in new processes; a round's ratio
-is against the loop by hand of the same round, which gathers rows of the same tensors. Printed are medians.
+is against the loop by hand of the same round, which gathers rows of the same tensors. Printed are medians,
+of wall time and of the CPU time of rank 0, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -86,12 +87,14 @@ class Stopwatch:
             if torch.distributed.is_initialized():
                 torch.distributed.broadcast(steps, 0)
             self._last = 2 * WARM_UP + int(steps)
-            self._began = time.perf_counter()
+            self._began, self._cpu = time.perf_counter(), time.process_time()
         return self._steps > 2 * WARM_UP and self._steps >= self._last
 
     @property
-    def step_s(self) -> float:
-        return (time.perf_counter() - self._began) / (self._last - 2 * WARM_UP)
+    def step_s(self) -> tuple[float, float]:
+        """Seconds a step, and CPU seconds of this process."""
+        steps = self._last - 2 * WARM_UP
+        return (time.perf_counter() - self._began) / steps, (time.process_time() - self._cpu) / steps
 
 
 def hand(make: Callable[[], nn.Module], data: TensorDataset, batch: int, watch: Stopwatch) -> None:
@@ -167,8 +170,8 @@ def session(make: Callable[[], nn.Module], data: TensorDataset, batch: int, watc
                     return
 
 
-def work(side: str, seconds: float) -> dict[str, float]:
-    """Seconds a step of each workload, in this process."""
+def work(side: str, seconds: float) -> dict[str, tuple[float, float]]:
+    """Seconds and CPU seconds a step of each workload, in this process."""
     torch.set_num_threads(1)
     found = {}
     for name, (make, inputs, batch) in WORKLOADS.items():
@@ -180,7 +183,7 @@ def work(side: str, seconds: float) -> dict[str, float]:
     return found
 
 
-def measured(side: str, ranks: int, seconds: float) -> dict[str, float]:
+def measured(side: str, ranks: int, seconds: float) -> dict[str, tuple[float, float]]:
     """:func:`work` in new processes; what rank 0 reports."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     with tempfile.TemporaryDirectory() as folder:
@@ -190,13 +193,13 @@ def measured(side: str, ranks: int, seconds: float) -> dict[str, float]:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
         if not out.exists():
             sys.exit(f"{side} on {ranks} rank(s) failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-        found: dict[str, float] = json.loads(out.read_text())
+        found: dict[str, tuple[float, float]] = json.loads(out.read_text())
         return found
 
 
-def rounds(number: int, seconds: float) -> Iterator[dict[str, Any]]:
+def rounds(number: int, seconds: float, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
     for place in range(number):
-        for ranks in (1, 2):
+        for ranks in counts:
             sides = random.Random(place).sample(SIDES, len(SIDES))
             found = {side: measured(side, ranks, seconds) for side in sides}
             yield {"round": place, "ranks": ranks, "step_s": found}
@@ -206,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--ranks", default="1,2", help="default: %(default)s")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -215,16 +219,21 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             options.out.write_text(json.dumps(found))
         return
-    rows = list(rounds(options.rounds, options.seconds))
+    rows = list(rounds(options.rounds, options.seconds, [int(n) for n in options.ranks.split(",")]))
     table = []
     for ranks in (1, 2):
         for name in WORKLOADS:
             own = [row["step_s"] for row in rows if row["ranks"] == ranks]
-            hands = median(step["hand"][name] for step in own)
-            ratios = {side: median(step[side][name] / step["hand"][name] for step in own) for side in SIDES}
-            table.append({"ranks": ranks, "workload": name, "hand_ms": 1e3 * hands, "ratios": ratios})
-            shown = "  ".join(f"{side} {ratio:.2f}" for side, ratio in ratios.items())
-            print(f"{ranks} rank(s)  {name:12s} by hand {1e3 * hands:7.2f} ms a step; time against it: {shown}")
+            if not own:
+                continue
+            row: dict[str, Any] = {"ranks": ranks, "workload": name}
+            for place, kind in enumerate(("wall", "cpu")):
+                hands = median(step["hand"][name][place] for step in own)
+                ratios = {s: median(step[s][name][place] / step["hand"][name][place] for step in own) for s in SIDES}
+                row |= {f"hand_{kind}_ms": 1e3 * hands, f"{kind}_ratios": ratios}
+                shown = "  ".join(f"{side} {ratio:.2f}" for side, ratio in ratios.items())
+                print(f"{ranks} rank(s)  {name:12s} {kind:4s} by hand {1e3 * hands:6.2f} ms a step; ratios: {shown}")
+            table.append(row)
     versions = {}
     for package in ("accelerate", "lightning"):
         try:

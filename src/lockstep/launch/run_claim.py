@@ -35,6 +35,8 @@ from lockstep.telemetry.scalars import flattened
 
 #: How long a process of the previous attempt may take to end after it has written the run's end.
 CLAIM_WAIT_S = 15.0
+#: In the run folder of a script with a session; see :mod:`lockstep.launch.session.record`.
+SCRIPT = "script.json"
 #: A job that was queued again may find the claim of a lost node: NFS keeps it for a lease of about 90 s.
 _LEASE_S = 120.0
 _HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN}
@@ -216,6 +218,13 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
     if task is not None:
         return task_of_run(settle(task, None)[0], config, as_given=isinstance(task, Task))
     name = config.task.name
+    if (run.path / SCRIPT).exists():
+        raise RunFolderError(
+            f"the model of run {run.read().id} is made by the loop in {name}",
+            why="a lockstep.Session trained it, and only its script can make it again",
+            fix=f"evaluate it there; Session(init_from={str(run.path)!r}) reads its weights, and so does "
+            f"safetensors.torch.load_file({str(run.checkpoints / 'last' / 'model.safetensors')!r})",
+        )
     module, _, attribute = name.partition(":")
     if name == FROM_PARTS:
         raise RunFolderError(

@@ -21,7 +21,7 @@ def of_session(plan: Plan) -> Plan:
             return replace(decision, value="loop", shown="loop", reason="prepared schedulers, or the loop itself")
         return decision
 
-    decisions = by_key(own(d) for d in plan.decisions.values() if d.key not in ("warmup", "monitor"))
+    decisions = by_key(own(d) for d in plan.decisions.values() if d.key not in ("warmup", "monitor", "weight_decay"))
     notes = tuple(note for note in plan.notes if not note.key.startswith(("lr_", "warmup", "optimizer", "schedule")))
     return plan.model_copy(update={"decisions": decisions, "notes": notes})
 

@@ -13,8 +13,6 @@ class Closable(Protocol):
 class Stopped(SystemExit):
     """A loop of the user's ends here, after a checkpoint; ``code`` is the exit code of the process."""
 
-    is_stop = True
-
 
 _open: list[Closable] = []
 _made: list[bool] = []

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lockstep.engine.session.current import Stopped
 from lockstep.errors import RankFailed
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local.environment import THREADS
@@ -108,9 +109,7 @@ def _call(rank: Rank) -> int:
     function, arguments = pickle.loads((rank.folder.path / _CALL_FILE).read_bytes())
     try:
         result, code = function(rank, *arguments), 0
-    except SystemExit as end:
-        if not hasattr(end, "is_stop"):
-            raise
+    except Stopped as end:
         result, code = None, int(end.code or 0)
     _result_file(rank.folder, rank.world.rank).write_bytes(pickle.dumps(result))
     return code

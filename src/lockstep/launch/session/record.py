@@ -10,10 +10,8 @@ from typing import Any
 
 from lockstep.config import RunConfig
 from lockstep.errors import RunFolderError
-from lockstep.launch.run_claim import create_folder
+from lockstep.launch.run_claim import SCRIPT, create_folder
 from lockstep.telemetry.rundir import RunDir, read_json, write_json
-
-_FILE = "script.json"
 
 
 @dataclass(frozen=True)
@@ -32,12 +30,12 @@ class Script:
 
     def keep(self, run: RunDir) -> None:
         """Write it to the run's folder."""
-        write_json(run.path / _FILE, asdict(self))
+        write_json(run.path / SCRIPT, asdict(self))
 
 
 def script_of(run: RunDir) -> Script | None:
     """The script of a session's run; ``None`` of other runs. Raises :class:`RunFolderError`: the file is damaged."""
-    file = run.path / _FILE
+    file = run.path / SCRIPT
     if not file.exists():
         return None
     content = read_json(file)
