@@ -189,6 +189,13 @@ def test_nobody_leaves_the_runs_folder(address: Address, folder: Path) -> None:
     linked.logs.symlink_to(folder / "secrets")
     assert address.get(f"/api/runs/{linked.path.name}")["logs"] == []
     assert address.get(f"/api/runs/{linked.path.name}/log")["lines"] == []
+    (linked.path / "stolen.txt").symlink_to(folder / "secret.txt")
+    files = [file["path"] for file in address.get(f"/api/runs/{linked.path.name}/files")["files"]]
+    assert "run.json" in files
+    assert not [path for path in files if path.startswith(("logs", "stolen"))]
+    for path in ("stolen.txt", "logs/rank-0.log", "../secret.txt", "/etc/passwd", "checkpoints/../run.json", "", "."):
+        assert raw(address, "GET", f"/api/runs/{linked.path.name}/file?path={path}")[0] in {404, 422}, path
+    assert raw(address, "GET", f"/api/runs/{linked.path.name}/file?path=run.json")[1]["id"] == linked.path.name
     for one in (run, linked):
         address.call("DELETE", f"/api/runs/{one.path.name}")
         assert not one.path.exists()
@@ -275,6 +282,12 @@ def test_labels_of_a_foreign_run_are_bounded(address: Address, folder: Path) -> 
     run = make_run(folder, "run-long")
     run.update(status="failed", name="n" * 1_000_000, tags=["t" * 1_000_000] * 30, error="e" * 1_000_000)
     assert len(json.dumps(address.get("/api/runs"))) < 50_000
+    for change in ({"notes": "n" * 10_001}, {"name": "n" * 201}, {"tags": ["t"] * 21}, {"pinned": "x"}):
+        assert address.call("PATCH", "/api/runs/run-long", 422, json=change)["code"] == "INVALID_REQUEST"
+    make_run(folder, "run-short")
+    marked = address.call("PATCH", "/api/runs/run-short", json={"notes": "a note", "pinned": True})
+    assert (marked["notes"], marked["pinned"]) == ("a note", True)
+    assert address.get("/api/runs/run-short")["notes"] == "a note", "it stays after name and tags are settled"
 
 
 MALFORMED = [
