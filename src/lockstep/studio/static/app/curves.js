@@ -199,7 +199,7 @@ const stragglers = (stream) => new Set([stream.column("slow_rank")?.at(-1)].filt
 
 /** Most lines of a chart, and most charts of a task's own values. */
 const MOST_RANKS = 32;
-const MOST_SCALARS = 48;
+const MOST_SCALARS = 24;
 
 function RankCharts({ data }) {
   const stream = data.stream("ranks");
@@ -224,19 +224,22 @@ function RankCharts({ data }) {
 function Scalars({ run, steps, text }) {
   const names = steps.names().filter((name) => name.startsWith("scalars.") && name.toLowerCase().includes(text));
   const groups = Map.groupBy(names, (name) => /^scalars\.([^/.]+)[/.]/.exec(name)?.[1] ?? "");
-  return [...groups].map(([group, columns]) => html`<${ScalarGroup} key=${group} run=${run} steps=${steps} title=${group ? heading(group) : "Numbers of the task"} columns=${columns} />`);
+  return [...groups].map(([group, columns], at) => html`<${ScalarGroup} key=${group} unfolded=${at === 0 || Boolean(text)} run=${run} steps=${steps} title=${group ? heading(group) : "Numbers of the task"} columns=${columns} />`);
 }
 
-function ScalarGroup({ run, steps, title, columns }) {
+function ScalarGroup({ run, steps, title, columns, unfolded }) {
   const [most, setMost] = useState(MOST_SCALARS);
-  return html`<details class="chart-group" open>
+  const [chosen, setChosen] = useState(null);
+  const open = chosen ?? unfolded;
+  return html`<details class="chart-group" open=${open} onToggle=${({ currentTarget }) => currentTarget.open !== open && setChosen(currentTarget.open)}>
     <summary><h2>${title}</h2> <span class="muted">${columns.length}</span></summary>
     <div class="charts">
-      ${columns.slice(0, most).map(
+      ${open &&
+      columns.slice(0, most).map(
         (column) => html`<${StreamChart} key=${column} run=${run} name="steps" stream=${steps} columns=${[[column, column.slice(8)]]} title=${column.slice(8)} />`,
       )}
     </div>
-    ${columns.length > most && html`<p><${Button} onClick=${() => setMost(most + 4 * MOST_SCALARS)}>Show ${Math.min(4 * MOST_SCALARS, columns.length - most)} more of ${number(columns.length)}<//></p>`}
+    ${open && columns.length > most && html`<p><${Button} onClick=${() => setMost(most + 4 * MOST_SCALARS)}>Show ${Math.min(4 * MOST_SCALARS, columns.length - most)} more of ${number(columns.length)}<//></p>`}
   </details>`;
 }
 
