@@ -76,7 +76,7 @@ def contest(options: argparse.Namespace) -> dict[str, Any]:
     sides, left_out = sides_of(spec, device)
     if options.sides is not None:
         sides = {name: sides[name] for name in sides if name in options.sides.split(",")}
-    turns = Turns(sides, spec.block, WARM_UP)
+    turns = Turns(sides, spec.block, WARM_UP, device)
     task = Workload(Workload.Config(kind=options.workload, quick=options.quick, batch=options.batch))
     task.after_block, task.every = turns, spec.block
     peak = None

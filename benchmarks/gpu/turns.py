@@ -27,15 +27,19 @@ def finish() -> None:
 class Side(threading.Thread):
     """One loop. ``error``: how it failed, if it did."""
 
-    def __init__(self, name: str, train: Callable[[Callable[[], None]], None], block: int) -> None:
+    def __init__(
+        self, name: str, train: Callable[[Callable[[], None]], None], block: int, device: torch.device
+    ) -> None:
         super().__init__(name=name, daemon=True)
-        self._train, self._block = train, block
+        self._train, self._block, self._device = train, block, device
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._steps, self._ends, self._began, self._seconds = 0, False, 0.0, 0.0
         self.error: str | None = None
         self.start()
 
     def run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has its own
         self._wait()
         try:
             if not self._ends:
@@ -82,9 +86,11 @@ class Turns:
     ``warm_up``: rounds that are not counted, in which things are compiled.
     """
 
-    def __init__(self, sides: dict[str, Callable[[Callable[[], None]], None]], block: int, warm_up: int) -> None:
+    def __init__(
+        self, sides: dict[str, Callable[[Callable[[], None]], None]], block: int, warm_up: int, device: torch.device
+    ) -> None:
         self._block, self._warm_up = block, warm_up
-        self.sides = {name: Side(name, train, block) for name, train in sides.items()}
+        self.sides = {name: Side(name, train, block, device) for name, train in sides.items()}
         self.seconds: dict[str, list[float]] = {name: [] for name in ("lockstep", *sides)}
         self._rounds, self._began = 0, 0.0
 
