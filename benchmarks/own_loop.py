@@ -219,6 +219,7 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             options.out.write_text(json.dumps(found))
         return
+    report = header()
     rows = list(rounds(options.rounds, options.seconds, [int(n) for n in options.ranks.split(",")]))
     table = []
     for ranks in (1, 2):
@@ -241,7 +242,7 @@ def main() -> None:
         except PackageNotFoundError:
             versions[package] = "missing"
     if options.json:
-        write_json(options.json, {**header(), "versions": versions, "table": table, "rounds": rows})
+        write_json(options.json, {**report, "versions": versions, "table": table, "rounds": rows})
 
 
 if __name__ == "__main__":
