@@ -102,6 +102,8 @@ def test_a_trained_run_generates_and_exports(runs: tuple[Path, list[float], list
     made, model = load_model(run)
     assert isinstance(made, TextTask)
     assert made.generate(model, "How ", 12, seed=1) == made.generate(model, "How ", 12, seed=1)
+    shown = made.generate(model, "", 200, temperature=100.0)  # about any bytes
+    assert all(c.isprintable() or c in "\n\t" for c in shown) and "�" in shown
     assert len(made.remarks(model)) == 1 and made.remarks() == []
     export(run, tmp_path / "out", program=False)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "bytes"

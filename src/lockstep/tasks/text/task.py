@@ -235,10 +235,14 @@ class TextTask(Task):
         return TextScores()
 
     def generate(self, model: nn.Module, prompt: str, tokens: int, **how: Any) -> str:
-        """``prompt`` continued by ``tokens`` tokens; ``how``: as :func:`lockstep.models.gpt.generate`."""
-        ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.end]
+        """``prompt`` continued by ``tokens`` tokens; ``how``: as :func:`lockstep.models.gpt.generate`.
+
+        Control characters, which could change the terminal, are shown as �.
+        """
         end = self.tokenizer.end
-        return prompt + self.tokenizer.decode(generate(model, ids, tokens, context=self.config.context, end=end, **how))
+        ids = self.tokenizer.encode(prompt).tolist() or [end]
+        found = self.tokenizer.decode(generate(model, ids, tokens, context=self.config.context, end=end, **how))
+        return prompt + "".join(c if c.isprintable() or c in "\n\t" else "�" for c in found)
 
     def remarks(self, model: nn.Module | None = None) -> list[str]:
         """A sample."""
