@@ -14,6 +14,11 @@ EPILOGUE = """\
 The script makes a lockstep.Session; every rank runs all of it. What is not one of these options is passed to the
 script, in order; what follows -- always is. A single device needs no `lockstep run`: python script.py.
 
+  --devices DEVICE,...   as in `lockstep train`; cpu,cpu: two CPU ranks
+  --strategy S, --precision P, --name TEXT, --set KEY=VALUE   as in `lockstep train`
+  --save-dir DIR, --runs-dir DIR   the run folder, or where a new one is made
+  --resume               resume the unfinished run in --save-dir, if there is one
+
 Examples:
   lockstep run script.py --devices gpu:0,gpu:1
   lockstep run script.py --lr 0.1 --devices cpu,cpu --save-dir runs/mine   # --lr is the script's
