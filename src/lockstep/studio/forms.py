@@ -17,7 +17,8 @@ from lockstep.studio.planner import Planner
 from lockstep.studio.problems import ApiError
 from lockstep.studio.schemas import PlanBody
 from lockstep.studio.settings import Wanted
-from lockstep.studio.tasks import BUILT_IN, OfferedTasks
+from lockstep.studio.tasks import OfferedTasks
+from lockstep.tasks import BUILT_IN
 
 _SECTIONS = {
     "task": "Task",

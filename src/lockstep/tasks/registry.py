@@ -27,15 +27,9 @@ from lockstep.engine.lightning.module_task import (
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import LockstepError, TaskError
+from lockstep.tasks import BUILT_IN
 from lockstep.telemetry.rundir import RunDir
 
-BUILT_IN = {
-    "autoencoder": "lockstep.tasks.autoencoder:AutoencoderTask",
-    "har": "lockstep.tasks.har:HarTask",
-    "images": "lockstep.tasks.images.task:ImagesTask",
-    "text": "lockstep.tasks.text.task:TextTask",
-    "speech": "lockstep.tasks.speech.task:SpeechTask",
-}
 #: The name of a task that `lockstep.fit` made.
 FROM_PARTS = "lockstep.tasks.parts:TaskFromParts"
 
