@@ -147,7 +147,7 @@ class TwoGroups(Toy):
 
 
 class Streaming(Toy):
-    """What Lockstep refuses: an iterable data set."""
+    """An iterable data set without a length."""
 
     def datasets(self) -> Datasets:
         class Stream(torch.utils.data.IterableDataset[Tensor]):

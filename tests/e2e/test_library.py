@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.errors import ConfigError, TaskError, UnsupportedError
+from lockstep.errors import ConfigError, TaskError
 from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT, clean_environment
 from tests.toys import MeanLoss, Streaming, Toy
@@ -106,7 +106,7 @@ def test_make_plan_starts_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "settings", "error", "words"),
     [
-        (Streaming, {}, UnsupportedError, "iterable"),
+        (Streaming, {}, ConfigError, "the length of Stream is not known"),
         (MeanLoss, {}, TaskError, "sum and a count"),
         (Toy, {"training": {"epochs": 0}}, ConfigError, "training.epochs"),
         (Toy, {"task": {"dropuot": 0.1}}, ConfigError, "task.dropout"),

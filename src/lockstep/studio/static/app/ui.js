@@ -34,7 +34,7 @@ export function Boundary({ children }) {
 
 /** An error of the server's shape {message, why, fix}, or a plain sentence. */
 export function Problem({ error }) {
-  if (!error) return null;
+  if (!error || error.status === 401) return null; // the banner of a locked page says it
   return html`<div class="note bad" role="alert">
     <div>${error.message ?? String(error)}</div>
     ${error.why && html`<div class="muted">${error.why}</div>`}
