@@ -15,7 +15,8 @@ samples. On other devices the global batch does not change.
 
 Examples:
   lockstep resume last
-  lockstep resume run-1a2b3c4d --devices gpu:0"""
+  lockstep resume run-1a2b3c4d --devices gpu:0
+  lockstep resume last --epochs 40"""
 
 app = App(name="resume", usage="Usage: lockstep resume RUN [OPTIONS]", help_epilogue=EPILOGUE)
 
@@ -29,6 +30,9 @@ def resume(
         str | None,
         Parameter(help="Devices by name, comma-separated. Default: those of the run so far.", metavar="DEVICE,..."),
     ] = None,
+    epochs: Annotated[
+        int | None, Parameter(help="Epochs in all, also to train a completed run for longer. Default: those of the run.")
+    ] = None,
     rescale_batch: Annotated[
         bool,
         Parameter(negative="", help="Keep the batch per device instead of the global batch: another run from here on."),
@@ -40,7 +44,7 @@ def resume(
     """Resume a run; the exit code of the run."""
     from lockstep.config import load
 
-    overrides = load(sets=set or ())
+    overrides = load(sets=[*(set or ()), *([] if epochs is None else [f"training.epochs={epochs}"])])
     found = find(run, runs_dir)
     if found.cli_config_file.exists():
         from lockstep.lightning import finished
