@@ -212,7 +212,7 @@ def test_a_finished_run_is_not_overwritten_and_says_how_to_train_on(
     assert main(["train", "tiny.py:Tiny", *PLAIN, "--save-dir", "run"]) == 2
     assert "finished run" in capsys.readouterr().err
     assert main(["resume", "run"]) == 0
-    assert "--set training.epochs=N" in capsys.readouterr().out
+    assert "--epochs N" in capsys.readouterr().out
 
 
 def test_stop_wants_a_running_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ def resume(
         Parameter(help="Devices by name, comma-separated. Default: those of the run so far.", metavar="DEVICE,..."),
     ] = None,
     epochs: Annotated[
-        int | None, Parameter(help="Epochs in all, also to train a completed run for longer. Default: those of the run.")
+        int | None, Parameter(help="Epochs in all, to train a completed run for longer. Default: the run's.")
     ] = None,
     rescale_batch: Annotated[
         bool,

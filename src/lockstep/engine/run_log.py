@@ -180,7 +180,7 @@ class RunLog:
             rank.note(
                 "nothing_left",
                 f"Nothing is left to train: the run ended at step {state.step}. To train on, raise training.epochs "
-                "(lockstep resume RUN --set training.epochs=N), or training.max_steps or early_stopping_patience.",
+                "(lockstep resume RUN --epochs N), or training.max_steps or early_stopping_patience.",
             )
 
     def pause(self) -> None:
