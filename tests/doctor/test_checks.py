@@ -175,7 +175,7 @@ def test_cores() -> None:
     assert statuses(check_cores(Cores(2, 2), 2, gpus=True)) == {"cores": "warn"}
     assert statuses(check_cores(Cores(2, 2), 4, gpus=False)) == {"cores": "warn"}
     quota = by_name(check_cores(Cores(64, 4), 2, gpus=True))["cores"]
-    assert (quota.status, "--num-workers 1" in quota.fix) == ("warn", True)
+    assert (quota.status, "--num-workers 2" in quota.fix) == ("warn", True)
 
 
 def test_what_this_machine_really_has() -> None:

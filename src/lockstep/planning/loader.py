@@ -63,8 +63,12 @@ def worker_counts(cores: int) -> list[int]:
 
 
 def automatic_workers(cores: int, local_ranks: int) -> int:
-    """Default loader processes per rank: one per core that a rank does not use itself, at most 4."""
-    return max(0, min(4, cores // local_ranks - 1))
+    """Loader processes of each rank that are not chosen by measuring: a core is left for the step.
+
+    One process alone is slower than none: the rank waits for the same reading, and for the hand-over.
+    """
+    own = cores // local_ranks
+    return 0 if own < 2 else max(2, min(4, own - 1))
 
 
 def resolve_loader(
@@ -105,9 +109,7 @@ def _workers(data: DataConfig, facts: TaskFacts, cores: int, local_ranks: int) -
     if facts.quick_samples:
         return 0, 0, "a sample is made in less time than another process needs to hand it over"
     workers = automatic_workers(cores, local_ranks)
-    reason = (
-        f"reading opens files; {cores} cores shared by {local_ranks} rank(s), at most 4 each, one left for the step"
-    )
+    reason = f"reading opens files; {cores} cores shared by {local_ranks} rank(s), one left for the step, 2 to 4 each"
     return workers, workers, reason
 
 
