@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 #: What a test module imports to start processes, and the fixtures that do.
-STARTERS = {"run_ranks", "run_cli", "subprocess", "multiprocessing", "start", "Lab", "lightning"}
+STARTERS = {"run_ranks", "run_cli", "subprocess", "multiprocessing", "start", "serving", "Lab", "lightning"}
 STARTING_PARTS = {
     "api",
     "bench",

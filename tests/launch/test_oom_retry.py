@@ -12,6 +12,8 @@ import lockstep
 from lockstep.errors import RankOutOfMemory
 from tests.toys import Toy
 
+pytestmark = pytest.mark.processes
+
 
 class Large(Toy):
     """A training step of more than four samples on a rank does not fit."""

@@ -16,6 +16,8 @@ from lockstep.launch.finished.predict import predict
 from lockstep.telemetry.rundir import RunDir
 from tests.toys import Toy
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
