@@ -1,6 +1,6 @@
 """Loops of one process that take turns in blocks of steps on one device, so that neighbours can be compared.
 
-A side is a function that trains and calls ``tick()`` after each step. It runs in a thread that stands still unless it
+A side is a function that trains and calls ``tick()`` after each step. It runs in a thread that waits unless it
 has its turn; Lockstep's own loop runs in the main thread and gives turns from a hook of its task.
 """
 

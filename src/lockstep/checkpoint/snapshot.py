@@ -18,7 +18,7 @@ from lockstep.checkpoint.manifest import MODEL, TRAINER, Manifest, model_shard, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The only key of what stands in ``trainer.pt`` for a tensor of the shards; its value is the tensor's name there.
+#: The only key of the placeholder in ``trainer.pt`` for a tensor of the shards; its value is the tensor's name there.
 _MARK = "lockstep.in_shards"
 
 
@@ -82,7 +82,7 @@ def open_pieces(paths: Sequence[Path], aliases: Mapping[str, str]) -> dict[str, 
 
 
 def mark(name: str) -> dict[str, str]:
-    """What stands in a training state for the tensor ``name`` of its shards."""
+    """The placeholder in a training state for the tensor ``name`` of its shards."""
     return {_MARK: name}
 
 

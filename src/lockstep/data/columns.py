@@ -20,7 +20,7 @@ class ColumnFiles:
     """Rows of Parquet (``.parquet``) or Arrow IPC (``.arrow``, ``.feather``) files; sample ``i`` is a dictionary.
 
     Samples are shuffled within a window of ``window`` row groups, which are drawn from all files; each row group is
-    then read once an epoch, and memory holds a window. The window is the same on any number of ranks.
+    then read once an epoch, and a window is in memory. The window is the same on any number of ranks.
 
     Args:
         files: a file, folder, pattern, fsspec URL, or several of them.

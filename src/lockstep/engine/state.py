@@ -1,4 +1,4 @@
-"""Where a run stands: counters, the running epoch's sums, and what 'best' has been so far; how it ended."""
+"""The progress of a run: counters, the running epoch's sums, and what 'best' has been so far; how it ended."""
 
 from __future__ import annotations
 

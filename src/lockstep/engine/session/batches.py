@@ -92,7 +92,7 @@ class DataFeed:
         file.append({**place, "epoch": window.epoch + 1, "stage": self._training.stage, "indices": indices})
 
     def _at(self, epoch: int, position: int) -> TimedBatches:
-        """The loader's batches from there; the loader before continues where it stands there."""
+        """The batches of this loader; the previous loader ends."""
         if self._batches is None or self._next != (epoch, position):
             self.close()
             plan, rank = self._training.rank.plan, self._training.rank

@@ -161,5 +161,5 @@ def _refuse_other_number(placement: Placement, world: World) -> None:
             f"the session names {placement.world_size} devices ({devices}), and this is {world.size} process(es)",
             why="a process of a session is one rank with one device; only a launcher can start more",
             fix=f"start it with `lockstep run script.py --devices {devices}`, or torchrun --nproc_per_node="
-            f"{placement.world_size}; in a notebook with lockstep.launch(function, devices={devices!r})",
+            f"{placement.world_size}; in a notebook with lockstep.Session.launch(function, devices={devices!r})",
         )

@@ -220,7 +220,7 @@ function RankCharts({ data }) {
     <div class="charts">${charts}</div>`;
 }
 
-/** Numbers of the task, grouped by what stands before the first `/` or `.` of their names. */
+/** Numbers of the task, grouped by what comes before the first `/` or `.` of their names. */
 function Scalars({ run, steps, text }) {
   const names = steps.names().filter((name) => name.startsWith("scalars.") && name.toLowerCase().includes(text));
   const groups = Map.groupBy(names, (name) => /^scalars\.([^/.]+)[/.]/.exec(name)?.[1] ?? "");
