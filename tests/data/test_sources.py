@@ -333,3 +333,12 @@ def test_rows_that_cannot_be_read_are_left_out_and_recorded(
     assert "record 21 of" in next(row["error"] for row in rows if row["index"] == 20)
     assert any("3 training sample(s) could not be read" in getattr(event, "text", "") for event in events)
     assert all(torch.isfinite(value).all() for value in found.values())
+
+
+def test_a_byte_order_mark_empty_lines_and_a_stray_quote(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfa,b\r\n1,2\r\n\r\n3,"x\r\ny"\r\n')
+    rows = CsvFiles(tmp_path / "a.csv")
+    assert [rows[place] for place in range(len(rows))] == [{"a": "1", "b": "2"}, {"a": "3", "b": "x\r\ny"}]
+    (tmp_path / "b.csv").write_text('a,b\n1,5" pipe\n2,3\n')
+    with pytest.raises(DataError, match="a quote is not closed"):
+        CsvFiles(tmp_path / "b.csv")[0]

@@ -278,3 +278,25 @@ def test_a_rank_that_leaves_the_loop_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 left the loop over batches after step 2") as caught:
         lockstep.Session.launch(leaves_early, devices="cpu,cpu", save_dir=tmp_path / "run")
     assert "all_reduce" in caught.value.fix
+
+
+def test_every_loop_of_the_last_epoch_runs_and_a_changed_accumulation_is_taken(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    bodies = []
+    for epoch in session.epochs(2):
+        for number, samples in enumerate((16, 24 if epoch else 8, 8)):
+            bodies.append(0)
+            for x, y in session.batches(data(samples), accumulate=2 if epoch and number == 1 else 1):
+                session.backward(squares(model, x, y), count=len(y))
+                session.step(optimizer)
+                bodies[-1] += 1
+    assert bodies == [2, 1, 1, 2, 6, 1]
+    assert session.step_count == 4 + 6
+
+
+def test_loops_inside_each_other_are_refused(session: lockstep.Session) -> None:
+    prepared(session)
+    with pytest.raises(TaskError, match="inside the body of another one"):
+        for _ in session.epochs(1):
+            for _ in zip(session.batches(data()), session.batches(data(20)), strict=False):
+                pass

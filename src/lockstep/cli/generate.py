@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, checkpoint_choice, find, print_json
-from lockstep.errors import UnsupportedError
+from lockstep.errors import ConfigError, UnsupportedError
 
 app = App(
     name="generate",
@@ -34,6 +34,9 @@ def generate(
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
     """Continue a prompt with a trained language model."""
+    for flag, value, least in (("--tokens", tokens, 0), ("--temperature", temperature, 0), ("--top-k", top_k, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"invalid value for {flag}: {value:g}", fix=f"use {least} or more")
     chosen = checkpoint_choice(checkpoint)
     found = find(run, runs_dir)
     from lockstep.launch.finished.reopen import load_model

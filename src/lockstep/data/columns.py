@@ -69,7 +69,7 @@ class ColumnFiles:
         self._groups = Kept(self._load, window + 1)
 
     def _check(self, name: str, own: dict[str, str], first: str, expected: dict[str, str]) -> None:
-        wanted = self.columns if self.columns is not None else expected
+        wanted = self.columns if self.columns is not None else {**expected, **own}
         for column in wanted:
             if own.get(column) != expected.get(column) or column not in own:
                 has = f"has {own[column]}" if column in own else "lacks it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -141,7 +142,10 @@ class CsvFiles(JsonLines):
 
     def _row(self, number: int, line: int) -> list[str]:
         start, stop = self._indices[number][2 * line : 2 * line + 2].tolist()
-        return next(csv.reader(io.StringIO(self._bytes(number, start, stop).decode(), newline="")))
+        rows = list(csv.reader(io.StringIO(self._bytes(number, start, stop).decode(), newline="")))
+        if len(rows) > 1:
+            raise ValueError("a quote is not closed")
+        return rows[0]
 
     def _record(self, number: int, place: int) -> Any:
         row = self._row(number, place + 1)
@@ -166,6 +170,11 @@ def _lines(path: Path, *, quoted: bool) -> Ints:
             offset += len(block)
     found = np.concatenate([*ends, [offset]]) if ends else np.empty(0, np.int64)
     starts = np.concatenate([[0], found[:-1] + 1]) if len(found) else found
+    if len(starts):
+        content = np.memmap(path, np.uint8, "r")
+        if content[:3].tobytes() == codecs.BOM_UTF8:
+            starts[0] = 3
+        found -= (found > starts) & (content[np.maximum(found - 1, 0)] == 13)  # of a line that ends in CR LF
     keep = found - starts > 0
     return np.stack([starts[keep], found[keep]], axis=1).reshape(-1).astype(np.int64)
 

@@ -74,6 +74,7 @@ class Stream:
         self._next, self._passes, self._given = position, 0, 0
         self._kept: dict[int, Any] = {}
         self._states: dict[int, Any] = {}
+        self._failed: SampleError | None = None
 
     def __len__(self) -> int:
         return self._samples
@@ -144,18 +145,22 @@ class Stream:
         """Read the next item."""
         if self._iterator is None:
             self._iterator = iter(self.dataset)
-        if self._next % self._every == 0 and self.has_cursor:
+        if self._next % self._every == 0 and self.has_cursor and self._next not in self._states:
             self._note()
         try:
             item = next(self._iterator)
         except StopIteration:
+            if self._failed is not None:  # a generator ends with the error that it raised
+                raise self._failed from None
             self._again()
             return
         except LockstepError:
             raise
         except Exception as error:
             what = f"item {self._next} of {type(self.dataset).__name__} could not be read"
-            raise SampleError(what, why=f"{type(error).__name__}: {error}", fix="fix the data set") from error
+            self._failed = SampleError(what, why=f"{type(error).__name__}: {error}", fix="fix the data set")
+            raise self._failed from error
+        self._failed = None
         self._kept[self._next], self._given = item, self._given + 1
         self._next += 1
 
@@ -216,7 +221,7 @@ class Stream:
         if self._connection is not None or not self.has_cursor:
             return None
         with self._lock:
-            if self._next <= position:
+            if self._next <= position and self._next not in self._states:
                 self._note()
             item = max((number for number in self._states if number <= position), default=None)
             if item is None:

@@ -125,10 +125,11 @@ class RunLog:
         timed: Callable[[], Iterable[nn.Parameter]],
         *,
         peak_share: float | None = None,
+        ends_at_total: bool = True,
     ) -> None:
         checkpoint = rank.config.checkpoint
         self.state = state
-        self._peak_share = peak_share
+        self._peak_share, self._ends_at_total = peak_share, ends_at_total
         self.losses = LossMeter(rank.device, state.epoch_loss, state.epoch_count)
         self.ended_by: EndedBy | None = None
         self._rank, self.total = rank, rank.plan.total_steps
@@ -160,7 +161,7 @@ class RunLog:
         return self._rank.config.training.early_stopping_patience
 
     def is_logged(self, step: int) -> bool:
-        return step % self._rank.config.telemetry.log_interval == 0 or step >= self.total
+        return step % self._rank.config.telemetry.log_interval == 0 or step == self.total
 
     def start(self, notes: Iterable[str] = (), warnings: Iterable[str] = ()) -> None:
         """Report that the attempt starts; where nothing is left to train, ``ended_by`` is set."""
@@ -175,7 +176,7 @@ class RunLog:
         for warning in warnings:
             rank.note("warning", warning, "warning")
         # Every step, or until early stopping, in an earlier attempt.
-        if state.step >= self.total or 0 < self._patience <= state.evaluations_without_gain:
+        if (self._ends_at_total and state.step >= self.total) or 0 < self._patience <= state.evaluations_without_gain:
             self.ended_by = EndedBy.COMPLETED
             rank.note(
                 "nothing_left",
@@ -285,7 +286,7 @@ class RunLog:
         """
         if self.ended_by is not None:
             return
-        if self.state.step >= self.total:
+        if self._ends_at_total and self.state.step >= self.total:
             self.ended_by = EndedBy.COMPLETED
         elif flags and flags.stop:
             self.ended_by = EndedBy.SIGNAL

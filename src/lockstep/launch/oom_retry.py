@@ -64,4 +64,6 @@ def halved(config: RunConfig, plan: Plan) -> RunConfig | None:
     if config.training.on_oom != "retry" or size < 2 or plan.reproducibility == "exact" or plan.task.loader is not None:
         return None
     training = {"batch_size": -(-size // 2), "global_batch_size": plan.batch.global_batch, "accumulate": 1}
-    return resolve(config.model_dump(mode="json"), {"training": training})
+    # The learning rate is scaled against the batch size that the run was started with.
+    optimizer = {"base_batch_size": config.optimizer.base_batch_size or config.training.batch_size}
+    return resolve(config.model_dump(mode="json"), {"training": training, "optimizer": optimizer})

@@ -111,7 +111,9 @@ class Lion(Optimizer):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
-                momentum: Tensor = state.setdefault("exp_avg", torch.zeros_like(parameter))
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                momentum: Tensor = state["exp_avg"]
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(torch.lerp(parameter.grad, momentum, one).sign_(), alpha=-group["lr"])
                 momentum.lerp_(parameter.grad, 1 - two)

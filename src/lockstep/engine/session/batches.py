@@ -28,6 +28,7 @@ class DataFeed:
 
     def __init__(self, training: Training, source: Source, batch: BatchPlan) -> None:
         self._training, self.source, self.batch = training, source, batch
+        self._given: tuple[Any, ...] = ()
         self._loader: Any = None
         self._batches: TimedBatches | None = None
         self._next = (-1, -1)
@@ -49,9 +50,14 @@ class DataFeed:
             share = -(-batch.global_batch // batch.ranks)
             batch = batch.model_copy(update={"accumulate": accumulate, "batch_size": -(-share // accumulate)})
         order = Order(len(dataset), plan.seed)
-        return cls(
-            training, Source(dataset, collate or cast(Any, default_collate), plan.seed, order, plan.order.lanes), batch
-        )
+        source = Source(dataset, collate or cast(Any, default_collate), plan.seed, order, plan.order.lanes)
+        feed = cls(training, source, batch)
+        feed._given = dataset, accumulate, collate
+        return feed
+
+    def reads(self, *given: Any) -> bool:
+        """Whether it was made of these: data set, ``accumulate`` and ``collate``."""
+        return self._given[0] is given[0] and self._given[1:] == given[1:]
 
     def _windows(self, epoch: int, position: int, epochs: int) -> Iterator[Window]:
         return windows(

@@ -51,7 +51,8 @@ class Training:
             convert(self.module, None)
         self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
         self.steppers = build_steppers(rank, prepared, self.module, self.precision, self._look_who_left)
-        self.log = RunLog(rank, state, timed=self.module.parameters)
+        # How many steps a loop takes is known when it is over; ``total`` serves for progress.
+        self.log = RunLog(rank, state, self.module.parameters, ends_at_total=rank.config.training.max_steps is not None)
         self._losses = {name: LossMeter(rank.device) for name in self.steppers}
         self._buffers = Buffers(self.module, rank.device, "ranks" if size > 1 else "alone")
         self._draws = SeededDraws(plan.seed, [rank.device], everything=state.draws_seeded)
@@ -63,7 +64,6 @@ class Training:
         self.window: Window | None = None
         self.is_ghost = False
         self._flags: Flags | None = None
-        self._row: dict[str, float] = {}
         self.scalars: dict[str, Any] = {}
 
     def close(self) -> None:

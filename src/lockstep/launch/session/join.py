@@ -1,7 +1,7 @@
 """The ranks of a session meet, and find or make the run's folder.
 
-A script that makes a ``lockstep.Session`` runs in this process alone, on ranks that :mod:`lockstep.launch.script`
-started, or on those of ``torchrun`` and ``srun``.
+A script that makes a ``lockstep.Session`` runs in this process alone, on ranks that
+:mod:`lockstep.launch.session.script` started, or on those of ``torchrun`` and ``srun``.
 """
 
 from __future__ import annotations

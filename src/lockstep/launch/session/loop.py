@@ -45,7 +45,7 @@ class Loop:
         self.state = TrainState()
         self.run: Attempt | None = None
         self._resumed = Resumed()
-        self._feeds: list[DataFeed] = []
+        self._feeds: dict[int, DataFeed] = {}
         self._number = 0
         self._in_epochs = self._is_over = False
         self._logged: dict[str, Any] = {}
@@ -122,6 +122,12 @@ class Loop:
         training = self.running("batches()")
         if number < training.stage or self._has_ended():  # an earlier attempt has finished it
             return
+        if training.window is not None:
+            raise TaskError(
+                "a loop over batches() began inside the body of another one",
+                why="a step belongs to one batch of one loop",
+                fix="make one data set whose samples have both parts, or run the loops one after the other",
+            )
         feed = self._feed(number, dataset, accumulate, collate)
         training.loops += 1
         try:
@@ -137,16 +143,16 @@ class Loop:
 
     def _feed(self, number: int, dataset: Any, accumulate: int | None, collate: Any) -> DataFeed:
         """The batches of the loop with this number in its epoch."""
-        if number < len(self._feeds) and self._feeds[number].source.dataset is dataset:
-            return self._feeds[number]
+        known = self._feeds.get(number)
+        if known is not None:
+            if known.reads(dataset, accumulate, collate):
+                return known
+            known.close()
         training = self.running("batches()")
-        for feed in self._feeds[number:]:
-            feed.close()
-        del self._feeds[number:]
-        feed = DataFeed.of(training, dataset, collate, accumulate)
-        self._feeds += [feed] * (number + 1 - len(self._feeds))  # loops that an earlier attempt has finished have none
-        if number > 0:
-            training.log.total += feed.batch.steps_per_epoch * training.rank.plan.epochs
+        self._feeds[number] = feed = DataFeed.of(training, dataset, collate, accumulate)
+        if training.rank.config.training.max_steps is None:
+            more = sum(other.batch.steps_per_epoch for place, other in self._feeds.items() if place > 0)
+            training.log.total = training.rank.plan.total_steps + more * training.rank.plan.epochs
         return feed
 
     def _start(self, dataset: Any, collate: Any, accumulate: int | None) -> None:
@@ -234,7 +240,7 @@ class Loop:
             else:
                 record_failure(run.sink, training.log, error)
         finally:
-            for feed in self._feeds:
+            for feed in self._feeds.values():
                 feed.close()
             training.close()
             run.close(error)

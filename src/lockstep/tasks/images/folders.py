@@ -152,13 +152,13 @@ def read_image(file: Path, channels: int, size: int) -> Pixels:
 
 
 def is_grey(files: Sequence[Path]) -> bool:
-    """Whether the first images have no colours."""
+    """Whether twenty images from all over the list have no colours."""
     image = _pillow()
     modes = set()
-    for file in files[:20]:
+    for file in files[:: max(1, len(files) // 20)]:
         with contextlib.suppress(OSError), image.open(file) as opened:
             modes.add(opened.mode)
-    return modes <= {"1", "L", "LA", "I", "I;16", "I;16B", "F"}
+    return bool(modes) and modes <= {"1", "L", "LA", "I", "I;16", "I;16B", "F"}
 
 
 def readable(listed: Listed, channels: int, size: int) -> tuple[Listed, list[Path]]:

@@ -50,7 +50,9 @@ def _texts(file: Path, field: str) -> Iterator[str]:
     if file.suffix != ".jsonl":
         yield text
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             yield str(json.loads(line)[field])
         except (ValueError, KeyError, TypeError) as error:

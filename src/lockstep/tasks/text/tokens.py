@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import DataError, UnsupportedError
 
-Kind = Literal["bytes", "bpe"]
 END = "<|end|>"
 
 
