@@ -11,6 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.engine import predict as engine
+from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, LockstepError, TaskError
 from lockstep.launch.finished.predict import predict
 from lockstep.telemetry.rundir import RunDir
@@ -83,7 +84,7 @@ def test_parquet(run: RunDir, tmp_path: Path) -> None:
         ("test", "a.xls", ConfigError, "not a format"),
         ("no/such/file", "a.csv", DataError, "there is no no/such/file"),
         ("test", "no_folder/a.csv", LockstepError, "there is no folder"),
-        (".", "a.csv", LockstepError, "cannot read data from"),
+        (".", "a.csv", LockstepError, "cannot read data from .*: name a split of the run"),
     ],
 )
 def test_bad_input(run: RunDir, tmp_path: Path, data: str, out: str, error: type[Exception], text: str) -> None:
@@ -96,7 +97,11 @@ class Wrong(Toy):
         return {"one": [1]}
 
 
-def test_a_column_of_another_length_is_refused(tmp_path: Path) -> None:
+class Silent(Wrong):
+    evaluate, predict = Task.evaluate, Task.predict
+
+
+def test_a_column_of_another_length_and_none_are_refused(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "save_dir": str(tmp_path / "run"),
         "training": {"max_steps": 1, "threads": 1},
@@ -105,3 +110,5 @@ def test_a_column_of_another_length_is_refused(tmp_path: Path) -> None:
     run = RunDir(lockstep.train(Wrong, settings).run_dir)
     with pytest.raises(TaskError, match="one entry per sample"):
         predict(run, "val", tmp_path / "a.csv", task=Wrong)
+    with pytest.raises(TaskError, match="the task has no predictions.*define predict"):
+        predict(run, "val", tmp_path / "a.csv", task=Silent)

@@ -190,3 +190,12 @@ def test_broken_images_are_left_out_and_counted_when_asked(tmp_path: Path) -> No
     data = made.datasets()
     assert len(data.train) + len(data.val) == 23
     assert made.remarks()[0].startswith("1 broken image(s) left out")
+
+
+def test_the_advice_on_a_broken_image_fits_the_command(tmp_path: Path) -> None:
+    spoil(folders(tmp_path))
+    made = task(tmp_path)
+    for data, advised in ((made.datasets().train, True), (made.prediction_data(tmp_path), False)):
+        with pytest.raises(DataError, match="remove or replace it") as found:
+            [data[index] for index in range(len(data))]
+        assert ("skip_broken" in found.value.fix) == advised

@@ -16,7 +16,7 @@ from lockstep.launch.finished.export import export
 from lockstep.launch.finished.reopen import load_model
 from lockstep.launch.prepare import settle
 from lockstep.tasks.text.task import NONE, TextConfig, TextScores, TextTask
-from lockstep.tasks.text.tokens import Bytes
+from lockstep.tasks.text.tokens import Bpe, Bytes, train_bpe
 from lockstep.telemetry.rundir import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
@@ -120,6 +120,34 @@ def test_a_trained_tokenizer_is_kept_in_the_cache_and_has_the_bytes_of_its_token
     assert made.tokenizer.lengths()[tokens].sum() == len("wood, chück".encode())
     assert len(list((tmp_path / "cache").rglob("*.json"))) == 1
     assert task(written(tmp_path), tokenizer="bpe", vocabulary=300).tokenizer.as_json() == made.tokenizer.as_json()
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "wordpiece", "bytes"])
+def test_tokens_have_the_bytes_of_their_text_with_other_tokenizers(kind: str) -> None:
+    library = pytest.importorskip("tokenizers")
+    models, decoders, before = library.models, library.decoders, library.pre_tokenizers
+    text = "wood, chück <mark>wood woodchuck"
+    if kind == "wordpiece":
+        vocabulary = dict.fromkeys(["wood", "##chuck", "chück", ",", "</s>", "[UNK]"])
+        own = library.Tokenizer(models.WordPiece({name: n for n, name in enumerate(vocabulary)}, unk_token="[UNK]"))
+        own.pre_tokenizer, own.decoder = before.Whitespace(), decoders.WordPiece(cleanup=False)
+        # As decoded: a space before each token that does not continue a word.
+        expected = "wood , chück <mark> wood woodchuck"
+    elif kind == "metaspace":
+        pieces = ["▁wood", "wood", ",", "▁ch", "▁", "ck", "chuck", "<0xC3>", "<0xBC>", "</s>"]
+        scores = [(name, -1.0 - number) for number, name in enumerate(pieces)]
+        own = library.Tokenizer(models.Unigram(scores, unk_id=4, byte_fallback=True))
+        own.pre_tokenizer = before.Metaspace(prepend_scheme="never")
+        own.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        expected = text
+    else:
+        own = library.Tokenizer.from_str(train_bpe([text] * 3, 280))
+        expected = text
+    own.add_tokens(["<mark>"])
+    tokens = Bpe(own.to_str())
+    numbers = tokens.encode(text)
+    assert tokens.decode(numbers.tolist()) == expected
+    assert tokens.lengths()[numbers].sum() == len(expected.encode())
 
 
 BAD: list[tuple[dict[str, str], dict[str, Any], type[LockstepError], str]] = [

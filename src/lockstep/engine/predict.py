@@ -88,8 +88,14 @@ def predictions(
 
 def _rows(columns: Any, request: Request) -> list[Row]:
     """A row for each sample, with its index."""
+    if isinstance(columns, Mapping) and not columns:
+        raise TaskError(
+            "the task has no predictions",
+            why="without predict(), the columns are what evaluate() returns, and that is nothing",
+            fix='define predict(self, model, batch) in the task: return for example {"class": …, "probability": …}',
+        )
     sized = isinstance(columns, Mapping) and all(_has_rows(column, request.size) for column in columns.values())
-    if not sized or not columns:
+    if not sized:
         raise TaskError(
             "the task's predict() must return a column for each name, with one entry per sample",
             why=f"for {request.size} samples it returned {type(columns).__name__}"

@@ -226,7 +226,13 @@ class Task:
 
     def prediction_data(self, path: Path) -> Any:
         """A data set read from ``path``, for ``lockstep predict RUN PATH``; its labels, if any, mean nothing."""
-        return self.evaluation_data(path)
+        if type(self).evaluation_data is not Task.evaluation_data:
+            return self.evaluation_data(path)
+        raise UnsupportedError(
+            f"this task cannot read data from {path}",
+            why=f"{type(self).__name__} has no prediction_data() and no evaluation_data()",
+            fix="name a split of the run: train, val or test; or define prediction_data(path)",
+        )
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write further files of a trained ``model`` to the folder of ``lockstep export``."""

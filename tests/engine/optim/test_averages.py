@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from lockstep.config import AveragingConfig
+from lockstep.engine.optim.averages import Averages
 from lockstep.errors import UnsupportedError
 from lockstep.launch.prepare import prepare
 from tests.attempts import attempt
@@ -67,6 +69,38 @@ def test_the_averages_are_those_of_torch_and_survive_a_resume(
         long = {**RUN, "training": {**RUN["training"], "max_steps": None}}
         resumed, _ = attempt(Toy, tmp_path / "parts", resume=True, averaging=EMA, **long)
         assert all(torch.equal(resumed[name], value) for name, value in saved.items())
+
+
+class Replaced(nn.Module):
+    """Makes its buffer again in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)])
+        self.register_buffer("seen", torch.zeros(2))
+        self.asked = 0
+        self.register_state_dict_pre_hook(lambda *_: setattr(self, "asked", self.asked + 1))
+
+
+def test_replaced_buffers_and_parameters_unfrozen_later_are_averaged_without_a_state_dict_per_step() -> None:
+    model = Replaced()
+    made = Averages(AveragingConfig.model_validate(EMA), model, 10)
+    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    reference.update_parameters(model)
+    for step in range(1, 6):
+        model.layers[1].requires_grad_(step > 2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * parameter.requires_grad)
+        model.seen = model.seen + step
+        asked = model.asked
+        made.update(step)
+        assert model.asked == asked
+        if step == 3:  # its average begins now
+            reference.module.layers[1].load_state_dict(model.layers[1].state_dict())
+        reference.update_parameters(model)
+    with made.in_use():
+        torch.testing.assert_close(dict(model.state_dict()), dict(reference.module.state_dict()))
 
 
 def on_ranks(rank: int, size: int, folder: Path) -> list[dict[str, Tensor]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from lockstep._compat.torch import buffers_of
 from lockstep.config import AveragingConfig
 
 
@@ -27,9 +28,18 @@ class Averages:
         self._config, self._model = config, model
         self._start = round(config.start_share * total_steps) if config.name == "swa" else 0
         self._updates = 0
+        self._parameters = dict(model.named_parameters())
+        #: Layer and key of each buffer that is averaged: the tensor there may be another one in each step.
+        self._buffers: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+        if config.name != "none":
+            self._buffers = _averaged_buffers(model)
         self._averaged: dict[str, Tensor] = {}
         if config.name == "ema":
-            self._averaged = {name: value.detach().clone() for name, value in _averageable(model).items()}
+            self._averaged = {name: value.detach().clone() for name, value in self._weights().items()}
+
+    def _weights(self) -> dict[str, Tensor]:
+        weights: dict[str, Any] = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        return weights | {name: buffers[key] for name, (buffers, key) in self._buffers.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -37,21 +47,21 @@ class Averages:
         config = self._config
         if config.name == "none" or step <= self._start or step % config.every_steps:
             return
-        weights = _averageable(self._model)
-        for name in weights.keys() - self._averaged.keys():  # the first update of SWA, or unfrozen since
-            self._averaged[name] = weights[name].detach().clone()
-        averaged, current = [self._averaged[name] for name in weights], [value.detach() for value in weights.values()]
+        weights, averaged = self._weights(), self._averaged
+        for name in weights.keys() - averaged.keys():  # the first update of SWA, or unfrozen since
+            averaged[name] = weights[name].detach().clone()
+        lists = [averaged[name] for name in weights], list(weights.values())
         if config.name == "swa":
-            get_swa_multi_avg_fn()(averaged, current, torch.tensor(self._updates))
+            get_swa_multi_avg_fn()(*lists, torch.tensor(self._updates))
         else:
             early = (1 + self._updates) / (10 + self._updates) if config.warmup else 1.0
-            get_ema_multi_avg_fn(min(config.decay, early))(averaged, current, self._updates)
+            get_ema_multi_avg_fn(min(config.decay, early))(*lists, self._updates)
         self._updates += 1
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange averages and weights, in place; called twice, all is as before."""
-        weights = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        weights = self._named()
         for name, average in self._averaged.items():
             weight = weights[name].detach()
             kept = weight.clone()
@@ -74,11 +84,11 @@ class Averages:
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Resume from ``state`` (:meth:`trained`) of a checkpoint, whose averages the model has now."""
-        named = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        named = self._named()
         saved = {} if state is None else state["trained"]
         if self._config.name != "none":
             self._updates = 0 if state is None else state["updates"]
-            names = saved if self._config.name == "swa" else {**_averageable(self._model), **saved}
+            names = saved if self._config.name == "swa" else {**self._weights(), **saved}
             self._averaged = {name: named[name].detach().clone() for name in names}
         for name, value in saved.items():
             if hasattr(named[name], "device_mesh"):  # divided among ranks
@@ -87,8 +97,15 @@ class Averages:
                 value = divided_like(value, named[name])
             named[name].detach().copy_(value)
 
+    def _named(self) -> dict[str, Tensor]:
+        return {**self._parameters, **dict(self._model.named_buffers())}
 
-def _averageable(model: nn.Module) -> dict[str, Tensor]:
+
+def _averaged_buffers(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
+    """Floating-point buffers that ``state_dict()`` has, each by its layer's buffers and its key there."""
     saved = model.state_dict().keys()
-    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return named | {name: b for name, b in model.named_buffers() if name in saved and b.is_floating_point()}
+    layers = {prefix: buffers_of(layer) for prefix, layer in model.named_modules()}
+    places = {
+        name: name.rpartition(".") for name, b in model.named_buffers() if name in saved and b.is_floating_point()
+    }
+    return {name: (layers[prefix], key) for name, (prefix, _, key) in places.items()}

@@ -117,13 +117,16 @@ def _divided(those: dict[str, list[Path]], root: Path, share: float) -> tuple[An
     return kept, held
 
 
-def read_image(file: Path, channels: int, size: int) -> Pixels:
+_REPLACE = "remove or replace it"
+
+
+def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pixels:
     """Pixels from 0 to 1, (channels, size, size): the middle square of the image, resized.
 
     Grey, palette, 16-bit and transparent images are converted (transparent pixels on white).
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read; with the advice ``fix``.
     """
     image = _pillow()
     try:
@@ -141,7 +144,7 @@ def read_image(file: Path, channels: int, size: int) -> Pixels:
         raise DataError(
             f"cannot read the image {file}",
             why=f"{type(error).__name__}: {error}",
-            fix="remove or replace it, or set task.skip_broken=true to leave such images out",
+            fix=fix,
         ) from None
     side = min(picture.size)
     left, top = (picture.width - side) // 2, (picture.height - side) // 2
@@ -197,10 +200,22 @@ class Images:
 
     Every draw is from the generator of the sample, so that an image is augmented, and mixed with another one, alike on
     any number of ranks and workers.
+
+    Args:
+        in_training: whether ``task.skip_broken`` can leave out an image that cannot be read.
     """
 
-    def __init__(self, listed: Listed, channels: int, size: int, augmentation: Augmentation | None = None) -> None:
+    def __init__(
+        self,
+        listed: Listed,
+        channels: int,
+        size: int,
+        augmentation: Augmentation | None = None,
+        *,
+        in_training: bool = True,
+    ) -> None:
         self.listed, self._channels, self._size, self._augmentation = listed, channels, size, augmentation
+        self._fix = _REPLACE + (", or train with task.skip_broken=true to leave such images out" if in_training else "")
 
     def __len__(self) -> int:
         return len(self.listed.files)
@@ -211,7 +226,7 @@ class Images:
         return [str(file) for file in self.listed.files]
 
     def read(self, index: int) -> Pixels:
-        return read_image(self.listed.files[index], self._channels, self._size)
+        return read_image(self.listed.files[index], self._channels, self._size, self._fix)
 
     def __getitem__(self, index: int) -> tuple[Pixels, int, int, np.float32]:
         label = self.listed.labels[index]

@@ -35,7 +35,7 @@ class ImagesConfig(TaskConfig):
     size: int | None = Field(
         default=None, ge=4, description="pixels of a side of an image; unset: 16 for digits, else 64"
     )
-    model: str = Field(default="resnet", description="resnet, vit, or a model of timm by name (extra `images`)")
+    model: str = Field(default="resnet", description="resnet, vit, or a model of the package timm by its name there")
     widths: tuple[PositiveInt, ...] = Field(default=(32, 64, 128), description="resnet: channels of each stage")
     depth: int | None = Field(default=None, ge=1, description="resnet: blocks per stage (1); vit: layers (4)")
     patch: int = Field(default=4, ge=1, description="vit: side of a patch")
@@ -158,7 +158,8 @@ class ImagesTask(Task):
         from lockstep.tasks.images.folders import images_below
 
         files = images_below(path)
-        return Images(Listed(files, (0,) * len(files), self.class_names), self._channels, self._size)
+        listed = Listed(files, (0,) * len(files), self.class_names)
+        return Images(listed, self._channels, self._size, in_training=False)
 
     def model(self) -> nn.Module:
         config, channels, classes = self.config, self._channels, len(self.class_names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +14,8 @@ from numpy.typing import NDArray
 from lockstep.errors import DataError, UnsupportedError
 
 END = "<|end|>"
+#: A byte that a tokenizer with fallback to bytes has no character for.
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer(Protocol):
@@ -25,7 +29,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def lengths(self) -> NDArray[np.int64]:
-        """Bytes of each token; 0 for ``end``."""
+        """Bytes of the text of each token; 0 for ``end``."""
         ...
 
     def as_json(self) -> str:
@@ -67,9 +71,25 @@ class Bpe:
         return str(self._own.decode(list(ids)))
 
     def lengths(self) -> NDArray[np.int64]:
-        # Byte-level tokens have one character for each byte.
-        names = [self._own.id_to_token(number) or "" for number in range(self.size)]
-        return np.array([0 if number == self.end else len(name) for number, name in enumerate(names)])
+        own, size = self._own, self.size
+        added = {number: token.content for number, token in own.get_added_tokens_decoder().items()}
+        names = [added.get(number) or own.id_to_token(number) or "" for number in range(size)]
+        found: list[int] = []
+        bytewise = "ByteLevel" in json.dumps(json.loads(self._text).get("decoder"))
+        # What a token adds to a text: decoded alone, it may lose the space that it begins with.
+        before = next((n for n, name in enumerate(names) if n not in added and name.isascii() and name.isalnum()), 0)
+        start = len(own.decode([before]).encode())
+        for number, name in enumerate(names):
+            if number in added:
+                found.append(len(name.encode()))
+            elif bytewise:  # one character for each byte
+                found.append(len(name))
+            elif _BYTE.fullmatch(name):
+                found.append(1)
+            else:
+                found.append(len(own.decode([before, number]).encode()) - start)
+        found[self.end] = 0
+        return np.array(found)
 
     def as_json(self) -> str:
         return self._text
