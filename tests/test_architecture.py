@@ -41,7 +41,6 @@ HEAVY = ("torch", "torchmetrics", "lightning", "tensorboard", "matplotlib", "pan
 MOST_IMPORTS = 15
 MORE_IMPORTS = {
     "lockstep.bench.measure": 19,
-    "lockstep.cli.bench": 17,
     "lockstep.engine.inspection": 16,
     "lockstep.engine.strategies.fsdp": 16,
     "lockstep.engine.strategies.pipeline": 17,

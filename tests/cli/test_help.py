@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.cli.main import VERBS, main
-from lockstep.cli.train import SubmitFlags
+from lockstep.cli.training import SubmitFlags
 from lockstep.config import RunConfig
 from lockstep.config.load import all_keys
 from tests.conftest import RunCli, cli_environment

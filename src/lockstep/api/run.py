@@ -184,13 +184,7 @@ class Run:
         """
         path = None if data is None else Path(data)
         how: dict[str, Any] = {"split": split, "devices": devices, "checkpoint": checkpoint, "data": path}
-        if self._dir.cli_config_file.exists():
-            from lockstep.lightning import finished
-
-            return dict(finished.evaluate(self._dir, **how)["metrics"])
-        from lockstep.launch import api as launch
-
-        return dict(launch.evaluate(self._dir, task=task or self._task, **how)["metrics"])
+        return dict(evaluate_run(self._dir, task or self._task, **how)["metrics"])
 
     def export(
         self,
@@ -239,3 +233,14 @@ class Run:
         from lockstep.launch import api as launch
 
         return launch.stop(self._dir, timeout)
+
+
+def evaluate_run(run: RunDir, task: Task | type[Task] | None = None, **how: Any) -> dict[str, Any]:
+    """Metrics of a checkpoint as ``lockstep evaluate --json`` prints them; ``how``: as :meth:`Run.evaluate`."""
+    if run.cli_config_file.exists():
+        from lockstep.lightning import finished
+
+        return finished.evaluate(run, **how)
+    from lockstep.launch.finished.evaluation import evaluate_checkpoint
+
+    return evaluate_checkpoint(run, task=task, **how)

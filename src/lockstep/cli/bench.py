@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, deliver
-from lockstep.cli.settings import NO_SETTINGS, Settings, to_mapping
-from lockstep.cli.train import TaskName
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, deliver, progress
+from lockstep.cli.settings import NO_SETTINGS, Flags, Settings, TaskName, numbers, to_mapping
 from lockstep.errors import UsageError
 from lockstep.launch.local.signals import held_back
 from lockstep.strategies import strategies as known_strategies
@@ -35,23 +33,28 @@ of `train` say what. The report goes to --save-dir (default:
 runs/bench-<kind>-<id>): report.json, report.md and, with matplotlib, a
 picture. Ctrl-C keeps what was measured. docs/bench.md explains the figures."""
 
-app = App(name="bench", usage="Usage: lockstep bench {step,loader,comm,scaling,batch-size,lr} [OPTIONS]")
-app.help_epilogue = EPILOGUE
+bench = App(name="bench", usage="Usage: lockstep bench {step,loader,comm,scaling,batch-size,lr} [OPTIONS]")
+bench.help_epilogue = EPILOGUE
 
-_BENCH = Group("Measurement", sort_key=0)
-Steps = Annotated[int, Parameter(group=_BENCH, help="Measured optimizer steps of each case. Default: 30.")]
-WarmUp = Annotated[int, Parameter(group=_BENCH, help="Steps before them that do not count. Default: 5.")]
-Flags = Annotated[Settings, Parameter(name="*")]
+_MEASUREMENT = Group("Measurement", sort_key=0)
+
+
+def _flag(help: str, metavar: str | None = None) -> Parameter:
+    return Parameter(group=_MEASUREMENT, negative="", metavar=metavar, help=help)
+
+
+Steps = Annotated[int, _flag("Measured optimizer steps of each case. Default: 30.")]
+WarmUp = Annotated[int, _flag("Steps before them that do not count. Default: 5.")]
 _STRATEGIES = [name for name, spec in known_strategies().items() if spec.devices == "many"]
 
 
-@app.default
+@bench.default
 def overview() -> None:
     """Show the subcommands."""
-    app.help_print()
+    bench.help_print()
 
 
-@app.command(sort_key=0)
+@bench.command(sort_key=0)
 def step(
     task: TaskName = None,
     /,
@@ -59,20 +62,13 @@ def step(
     steps: Steps = 30,
     warm_up: WarmUp = 5,
     max_batch: Annotated[
-        int | None,
-        Parameter(group=_BENCH, help="Double the batch size up to this one, or until memory runs out. Default: off."),
+        int | None, _flag("Double the batch size up to this one, or until memory runs out. Default: off.")
     ] = None,
     precisions: Annotated[
         str | None,
-        Parameter(
-            group=_BENCH,
-            metavar="NAME,...",
-            help="Which to compare: 32, tf32, bf16-mixed, 16-mixed, or all. Default: the configured one.",
-        ),
+        _flag("Which to compare: 32, tf32, bf16-mixed, 16-mixed, or all. Default: the configured one.", "NAME,..."),
     ] = None,
-    compile: Annotated[
-        bool, Parameter(group=_BENCH, negative="", help="Measure with torch.compile, too. Default: off.")
-    ] = False,
+    compile: Annotated[bool, _flag("Measure with torch.compile, too. Default: off.")] = False,
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
 ) -> int:
@@ -82,25 +78,26 @@ def step(
 
     names = PRECISIONS if precisions == "all" else tuple(_names(precisions)) if precisions else None
     report = bench_step(
-        subject, steps=steps, warm_up=warm_up, max_batch=max_batch, precisions=names, compile=compile, say=progress
+        subject,
+        steps=steps,
+        warm_up=warm_up,
+        max_batch=max_batch,
+        precisions=names,
+        compile=compile,
+        say=progress,
     )
     return finish(report, save_dir, runs_dir, as_json)
 
 
-@app.command(sort_key=1)
+@bench.command(sort_key=1)
 def loader(
     task: TaskName = None,
     /,
     *,
     workers: Annotated[
-        str | None,
-        Parameter(
-            group=_BENCH,
-            metavar="N,...",
-            help="Numbers of workers to compare. Default: 0, 1, 2, 4, ... up to the cores.",
-        ),
+        str | None, _flag("Numbers of workers to compare. Default: 0, 1, 2, 4, ... up to the cores.", "N,...")
     ] = None,
-    seconds: Annotated[float, Parameter(group=_BENCH, help="How long to load with each of them. Default: 2.")] = 2.0,
+    seconds: Annotated[float, _flag("How long to load with each of them. Default: 2.")] = 2.0,
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
 ) -> int:
@@ -108,18 +105,14 @@ def loader(
     subject, save_dir, runs_dir = _subject(settings, task)
     from lockstep.bench.loader import bench_loader
 
-    counts = None
-    if workers is not None:
-        if not all(name.isascii() and name.isdigit() for name in _names(workers)) or not _names(workers):
-            raise UsageError(f"--workers {workers!r} is not a list of numbers", fix="write for example --workers 0,2,4")
-        counts = sorted(map(int, _names(workers)))
+    counts = None if workers is None else sorted(numbers("--workers", workers, "0,2,4"))
     return finish(bench_loader(subject, workers=counts, seconds=seconds, say=progress), save_dir, runs_dir, as_json)
 
 
-@app.command(sort_key=2)
+@bench.command(sort_key=2)
 def comm(
     *,
-    max_mb: Annotated[int, Parameter(group=_BENCH, help="The largest message, in MB (2^20 bytes). Default: 64.")] = 64,
+    max_mb: Annotated[int, _flag("The largest message, in MB (2^20 bytes). Default: 64.")] = 64,
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
 ) -> int:
@@ -132,28 +125,16 @@ def comm(
     return finish(bench_comm(mapping, most=max_mb << 20, say=progress), save_dir, runs_dir, as_json)
 
 
-@app.command(sort_key=3)
+@bench.command(sort_key=3)
 def scaling(
     task: TaskName = None,
     /,
     *,
-    strategies: Annotated[
-        str,
-        Parameter(group=_BENCH, metavar="NAME,...", help=f"Which to compare: {', '.join(_STRATEGIES)}. Default: ddp."),
-    ] = "ddp",
-    weak: Annotated[
-        bool, Parameter(group=_BENCH, negative="", help="Only with the batch of each device held. Default: both.")
-    ] = False,
-    strong: Annotated[
-        bool, Parameter(group=_BENCH, negative="", help="Only with the global batch held. Default: both.")
-    ] = False,
-    repeats: Annotated[
-        int, Parameter(group=_BENCH, help="How often each point is measured, in turns with the others. Default: 3.")
-    ] = 3,
-    claims: Annotated[
-        bool,
-        Parameter(group=_BENCH, negative="", help="Show what guides claim for har or speech. Default: off."),
-    ] = False,
+    strategies: Annotated[str, _flag(f"Which to compare: {', '.join(_STRATEGIES)}. Default: ddp.", "NAME,...")] = "ddp",
+    weak: Annotated[bool, _flag("Only with the batch of each device held. Default: both.")] = False,
+    strong: Annotated[bool, _flag("Only with the global batch held. Default: both.")] = False,
+    repeats: Annotated[int, _flag("How often each point is measured, in turns with the others. Default: 3.")] = 3,
+    claims: Annotated[bool, _flag("Show what guides claim for har or speech. Default: off.")] = False,
     steps: Steps = 30,
     warm_up: WarmUp = 5,
     settings: Flags = NO_SETTINGS,
@@ -186,20 +167,17 @@ def scaling(
     return finish(report, save_dir, runs_dir, as_json)
 
 
-@app.command(sort_key=4)
+@bench.command(sort_key=4)
 def batch_size(
     task: TaskName = None,
     /,
     *,
-    max_batch: Annotated[
-        int | None, Parameter(group=_BENCH, help="Try no larger one. Default: what the data set has per device.")
-    ] = None,
+    max_batch: Annotated[int | None, _flag("Try no larger one. Default: what the data set has per device.")] = None,
     memory_limit: Annotated[
         int | None,
-        Parameter(
-            group=_BENCH,
-            help="MB (10^6 bytes) that each CPU rank may allocate for the training. Default: 80 % of what is free, "
-            "shared by the ranks.",
+        _flag(
+            "MB (10^6 bytes) that each CPU rank may allocate for the training. Default: 80 % of what is free, "
+            "shared by the ranks."
         ),
     ] = None,
     settings: Flags = NO_SETTINGS,
@@ -214,16 +192,14 @@ def batch_size(
     return finish(report, save_dir, runs_dir, as_json)
 
 
-@app.command(sort_key=5)
+@bench.command(sort_key=5)
 def lr(
     task: TaskName = None,
     /,
     *,
-    steps: Annotated[
-        int, Parameter(group=_BENCH, help="Steps from the lowest rate to the highest. Default: 100.")
-    ] = 100,
-    min_lr: Annotated[float, Parameter(group=_BENCH, help="The first rate. Default: 1e-6.")] = 1e-6,
-    max_lr: Annotated[float, Parameter(group=_BENCH, help="The last rate. Default: 10.")] = 10.0,
+    steps: Annotated[int, _flag("Steps from the lowest rate to the highest. Default: 100.")] = 100,
+    min_lr: Annotated[float, _flag("The first rate. Default: 1e-6.")] = 1e-6,
+    max_lr: Annotated[float, _flag("The last rate. Default: 10.")] = 10.0,
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
 ) -> int:
@@ -231,7 +207,12 @@ def lr(
     subject, save_dir, runs_dir = _subject(settings, task)
     from lockstep.bench.lr import bench_lr
 
-    return finish(bench_lr(subject, steps=steps, first=min_lr, last=max_lr, say=progress), save_dir, runs_dir, as_json)
+    return finish(
+        bench_lr(subject, steps=steps, first=min_lr, last=max_lr, say=progress),
+        save_dir,
+        runs_dir,
+        as_json,
+    )
 
 
 def _subject(settings: Settings, task: str | None) -> tuple[Subject, Path | None, Path]:
@@ -259,12 +240,6 @@ def places(mapping: dict[str, Any]) -> tuple[Path | None, Path]:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def progress(line: str) -> None:
-    from lockstep.telemetry.tables import say
-
-    say(f"measuring: {line}", sys.stderr)
 
 
 def finish(report: BenchReport, save_dir: Path | None, runs_dir: Path, as_json: bool) -> int:

@@ -32,17 +32,17 @@ SUBCOMMANDS = {
     "predict": "Let it predict.",
 }
 
-app = App(
+lightning = App(
     name="lightning",
     usage="Usage: lockstep lightning {fit,validate,test,predict} [OPTIONS]",
     help_epilogue=EPILOGUE,
 )
 
 
-@app.default
+@lightning.default
 def overview() -> None:
     """Show the subcommands."""
-    app.help_print()
+    lightning.help_print()
 
 
 Arguments = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
@@ -52,7 +52,7 @@ def _add(subcommand: str, explanation: str) -> None:
     def run_subcommand(*arguments: Arguments) -> int:
         return run(subcommand, *arguments)
 
-    app.command(run_subcommand, name=subcommand, help=explanation, help_flags=(), version_flags=())
+    lightning.command(run_subcommand, name=subcommand, help=explanation, help_flags=(), version_flags=())
 
 
 for _subcommand, _explanation in SUBCOMMANDS.items():

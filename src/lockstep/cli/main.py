@@ -54,7 +54,7 @@ _BEFORE, _RUNNING, _AFTER, _OTHER = (
     Group(name, sort_key=position)
     for position, name in enumerate(("Before a run", "Training", "Runs and results", "Other"))
 )
-#: Verbs in the order of the help page: name, group, one line. Module and function have the verb's name.
+#: Verbs in the order of the help page: name, group, one line.
 VERBS = (
     ("devices", _BEFORE, "List this machine's devices, their free memory and the processes that use them."),
     ("plan", _BEFORE, "Show every decision of `train` with the same flags, and its reason; starts nothing."),
@@ -86,8 +86,17 @@ VERBS = (
     ("version", _OTHER, "Show the versions of Lockstep, Python and the libraries it uses."),
     ("completion", _OTHER, "Print or install a completion script for your shell."),
 )
+#: The module of a verb, where it has not the verb's name.
+_MODULES = {
+    **dict.fromkeys(("devices", "doctor", "version", "completion"), "machine"),
+    **dict.fromkeys(("plan", "memory", "forecast", "verify"), "before"),
+    **dict.fromkeys(("train", "run", "resume", "stop"), "training"),
+    **dict.fromkeys(("runs", "show", "compare", "report"), "reading"),
+    **dict.fromkeys(("evaluate", "predict", "generate", "export", "transcribe"), "results"),
+}
 for _position, (_verb, _group, _help) in enumerate(VERBS):
-    app.command(f"lockstep.cli.{_verb}:app", name=_verb, help=_help, group=_group, sort_key=_position)
+    _place = f"lockstep.cli.{_MODULES.get(_verb, _verb)}:{_verb}"
+    app.command(_place, name=_verb, help=_help, group=_group, sort_key=_position)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

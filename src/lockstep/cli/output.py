@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO, TypeVar
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
-from lockstep.errors import LockstepError, StorageError, UsageError
+from lockstep.errors import LockstepError, StorageError
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
 RunRef = Annotated[str, Parameter(help="The run: its folder, id, the beginning of its id, or `last`.")]
 RunsDir = Annotated[Path, Parameter(name="--runs-dir", help="Where runs are looked for. Default: runs.")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON document instead of tables.")]
-ACCEPT_DATA = "Resume even if the training data are not those of the checkpoint, if equally many."
-Sets = Annotated[
-    list[str] | None,
-    Parameter(
-        name="--set",
-        negative="",
-        metavar="KEY=VALUE",
-        help="Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be repeated.",
-    ),
-]
 
 DEFAULT_RUNS_DIR = Path("runs")
 
@@ -84,6 +74,13 @@ def deliver(
     return report.exit_code
 
 
+def progress(line: str, doing: str = "measuring") -> None:
+    """Print a line on standard error about what is being done."""
+    from lockstep.telemetry.tables import say
+
+    say(f"{doing}: {line}", sys.stderr)
+
+
 def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> None:
     """What, why and fix. Under torchrun or srun every rank fails alike: all but the first print one line."""
     from lockstep.telemetry.tables import is_terminal, say
@@ -96,21 +93,25 @@ def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> Non
     say(f"\x1b[1;31merror:\x1b[0m {error}" if coloured else f"error: {error}", stream)
 
 
+def verb(usage: str, epilogue: str | None = None) -> Callable[[Callable[..., Any]], App]:
+    """The app of a command, made from its function, which has the command's name.
+
+    Args:
+        usage: what follows ``lockstep NAME`` on the help page; the line under it is in ``cli/main.py``.
+        epilogue: the end of the help page.
+    """
+
+    def made(function: Callable[..., Any]) -> App:
+        name = function.__name__
+        app = App(name=name, usage=f"Usage: lockstep {name} {usage}", help_epilogue=epilogue)
+        app.default(function)
+        return app
+
+    return made
+
+
 def find(ref: str, runs_dir: Path) -> RunDir:
     """The run that ``ref`` means. Raises :class:`~lockstep.errors.RunFolderError`."""
     from lockstep.telemetry.lookup import find_run
 
     return find_run(ref, runs_dir)
-
-
-def checkpoint_choice(text: str) -> str | int:
-    """``best``, ``last``, or the number of a step.
-
-    Raises:
-        UsageError: neither.
-    """
-    if text in {"best", "last"}:
-        return text
-    if text.isascii() and text.isdigit():
-        return int(text)
-    raise UsageError(f"invalid value for --checkpoint: {text!r}", fix="write best, last, or a step such as 1200")

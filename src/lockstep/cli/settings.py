@@ -6,10 +6,9 @@ general ones decide, in this order.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -30,215 +29,143 @@ _OTHER = Group("Any other setting", sort_key=4)
 _ALIASES = Group("Other spellings", sort_key=5)
 
 
+def _flag(kind: Any, group: Group, help: str, metavar: str | None = None) -> Any:
+    return Annotated[kind | None, Parameter(help=help, group=group, negative="", metavar=metavar)]
+
+
+_FLAGS = {
+    "devices": _flag(
+        str,
+        _DEVICES,
+        "Devices by name, comma-separated: cpu, gpu:0, or all for every GPU. One named twice carries two ranks "
+        "(cpu,cpu). Default: gpu:0 if there is one, else cpu.",
+        "DEVICE,...",
+    ),
+    "strategy": _flag(
+        Literal[("auto", *strategies())],
+        _DEVICES,
+        "How several devices share the work. Default: auto (single on one device, ddp on several).",
+    ),
+    "precision": _flag(
+        Literal["auto", "32", "16-mixed", "bf16-mixed"],
+        _DEVICES,
+        "Number format of the forward pass; 16-mixed scales the loss; auto: bf16-mixed on GPUs. Default: 32.",
+    ),
+    "reproducibility": _flag(
+        Literal["fast", "exact"],
+        _DEVICES,
+        "exact: the same weights bit for bit on 1, 2, 4 or 8 ranks, at some cost. Default: fast.",
+    ),
+    "nodes": _flag(
+        str,
+        _DEVICES,
+        "Train on several machines: start the same command on each. 2, or 1:4 for one to four. Default: this one.",
+        "N|MIN:MAX",
+    ),
+    "rdzv": _flag(
+        str,
+        _DEVICES,
+        "Where the nodes meet: the name of one of them, and a port (29400) that is free there. Default: nowhere.",
+        "HOST[:PORT]",
+    ),
+    "epochs": _flag(int, _TRAINING, "Passes over the training data. Default: 20."),
+    "max_steps": _flag(int, _TRAINING, "Stop after N optimizer steps. Default: no limit."),
+    "batch_size": _flag(int, _TRAINING, "Samples per device and micro-batch. Default: 32."),
+    "global_batch_size": _flag(
+        int,
+        _TRAINING,
+        "Samples per optimizer step over all devices; batch and accumulation follow from it. "
+        "Default: batch size x devices x accumulation.",
+    ),
+    "grad_accum_steps": _flag(int, _TRAINING, "Micro-batches per device and optimizer step. Default: 1."),
+    "lr": _flag(
+        float,
+        _TRAINING,
+        "Learning rate per optimizer step; used as it is unless --lr-scaling is given. Default: 0.001.",
+    ),
+    "lr_scaling": _flag(
+        Literal["none", "linear", "sqrt"], _TRAINING, "Scale the learning rate with the global batch. Default: none."
+    ),
+    "warmup_epochs": _flag(
+        float,
+        _TRAINING,
+        "Linear warm-up of the learning rate, in epochs (fractions allowed). Default: 2, up to a tenth of the run.",
+    ),
+    "weight_decay": _flag(float, _TRAINING, "Weight decay of the optimizer. Default: 0.0001."),
+    "max_grad_norm": _flag(
+        float, _TRAINING, "Clip the gradient to this norm; off with --set training.max_grad_norm=null. Default: 1."
+    ),
+    "early_stopping_patience": _flag(
+        int, _TRAINING, "Evaluations without improvement before the run stops; 0 is off. Default: 7."
+    ),
+    "seed": _flag(int, _TRAINING, "Seeds parameters, data order, augmentation and dropout. Default: 42."),
+    "init_from": _flag(
+        str,
+        _TRAINING,
+        "A run (folder, id or `last`) or a checkpoint folder to take the weights from; training starts at step 0. "
+        "Default: weights drawn from the seed.",
+        "RUN",
+    ),
+    "fast_dev_run": _flag(
+        bool, _TRAINING, "One training step and one validation batch, to see that all of it runs. Default: off."
+    ),
+    "data_dir": _flag(Path, FILES, "Folder that holds the task's data. Default: the data that comes with the task."),
+    "download": _flag(bool, FILES, "Let the task download its data set into --data-dir. Default: off."),
+    "skip_bad": _flag(
+        bool, FILES, "speech: leave out utterances that cannot be used, instead of refusing to start. Default: off."
+    ),
+    "num_workers": _flag(
+        str,
+        FILES,
+        "Processes that load data, per rank; auto starts them if the first steps show that they are faster. "
+        "Default: auto.",
+        "INT|auto",
+    ),
+    "save_dir": _flag(Path, FILES, "The run's folder. Default: a new folder in --runs-dir."),
+    "runs_dir": _flag(Path, FILES, "Where new run folders are made. Default: runs."),
+    "log_interval": _flag(int, FILES, "Optimizer steps between logged values. Default: 50."),
+    "profile": _flag(
+        str,
+        FILES,
+        "Record optimizer steps A to B with torch's profiler: a trace for Perfetto and a table in profile/ of "
+        "the run. Default: off.",
+        "A:B",
+    ),
+    "profile_ranks": _flag(str, FILES, "The ranks that --profile records. Default: 0.", "N,..."),
+    "config": _flag(list[Path], _OTHER, "A YAML file with settings; later files win. May be repeated.", "FILE"),
+    "set": _flag(
+        list[str],
+        _OTHER,
+        "Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be repeated.",
+        "KEY=VALUE",
+    ),
+    "multi_gpu": _flag(Literal["ddp", "dp"], _ALIASES, "--strategy ddp or dp, on every GPU unless devices are named."),
+    "gpu_ids": _flag(str, _ALIASES, "--devices by number: 0,1,3 is gpu:0,gpu:1,gpu:3; commas, no spaces.", "N,..."),
+    "mode": _flag(
+        str,
+        _ALIASES,
+        "--set task.mode=...: how the har task turns a window's channels into samples "
+        "(joint, flatten, average or first).",
+    ),
+    "no_amp": _flag(bool, _ALIASES, "--precision 32."),
+}
 if TYPE_CHECKING:
-    _StrategyName = str
-else:
-    _StrategyName = Literal[("auto", *strategies())]
-
-
-def _flag(help: str, group: Group, **more: Any) -> Parameter:
-    return Parameter(help=help, group=group, negative="", **more)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the flags say; ``None`` where a flag was not given."""
-
-    devices: Annotated[
-        str | None,
-        _flag(
-            "Devices by name, comma-separated: cpu, gpu:0, or all for every GPU. One named twice carries two ranks "
-            "(cpu,cpu). Default: gpu:0 if there is one, else cpu.",
-            _DEVICES,
-            metavar="DEVICE,...",
-        ),
-    ] = None
-    strategy: Annotated[
-        _StrategyName | None,
-        _flag("How several devices share the work. Default: auto (single on one device, ddp on several).", _DEVICES),
-    ] = None
-    precision: Annotated[
-        Literal["auto", "32", "16-mixed", "bf16-mixed"] | None,
-        _flag(
-            "Number format of the forward pass; 16-mixed scales the loss; auto: bf16-mixed on GPUs. Default: 32.",
-            _DEVICES,
-        ),
-    ] = None
-    reproducibility: Annotated[
-        Literal["fast", "exact"] | None,
-        _flag("exact: the same weights bit for bit on 1, 2, 4 or 8 ranks, at some cost. Default: fast.", _DEVICES),
-    ] = None
-    nodes: Annotated[
-        str | None,
-        _flag(
-            "Train on several machines: start the same command on each. 2, or 1:4 for one to four. Default: this one.",
-            _DEVICES,
-            metavar="N|MIN:MAX",
-        ),
-    ] = None
-    rdzv: Annotated[
-        str | None,
-        _flag(
-            "Where the nodes meet: the name of one of them, and a port (29400) that is free there. Default: nowhere.",
-            _DEVICES,
-            metavar="HOST[:PORT]",
-        ),
-    ] = None
-    epochs: Annotated[
-        int | None,
-        _flag("Passes over the training data. Default: 20.", _TRAINING),
-    ] = None
-    max_steps: Annotated[
-        int | None,
-        _flag("Stop after N optimizer steps. Default: no limit.", _TRAINING),
-    ] = None
-    batch_size: Annotated[
-        int | None,
-        _flag("Samples per device and micro-batch. Default: 32.", _TRAINING),
-    ] = None
-    global_batch_size: Annotated[
-        int | None,
-        _flag(
-            "Samples per optimizer step over all devices; batch and accumulation follow from it. "
-            "Default: batch size x devices x accumulation.",
-            _TRAINING,
-        ),
-    ] = None
-    grad_accum_steps: Annotated[
-        int | None,
-        _flag("Micro-batches per device and optimizer step. Default: 1.", _TRAINING),
-    ] = None
-    lr: Annotated[
-        float | None,
-        _flag(
-            "Learning rate per optimizer step; used as it is unless --lr-scaling is given. Default: 0.001.", _TRAINING
-        ),
-    ] = None
-    lr_scaling: Annotated[
-        Literal["none", "linear", "sqrt"] | None,
-        _flag("Scale the learning rate with the global batch. Default: none.", _TRAINING),
-    ] = None
-    warmup_epochs: Annotated[
-        float | None,
-        _flag(
-            "Linear warm-up of the learning rate, in epochs (fractions allowed). Default: 2, up to a tenth of the run.",
-            _TRAINING,
-        ),
-    ] = None
-    weight_decay: Annotated[
-        float | None,
-        _flag("Weight decay of the optimizer. Default: 0.0001.", _TRAINING),
-    ] = None
-    max_grad_norm: Annotated[
-        float | None,
-        _flag(
-            "Clip the gradient to this norm; off with --set training.max_grad_norm=null. Default: 1.",
-            _TRAINING,
-        ),
-    ] = None
-    early_stopping_patience: Annotated[
-        int | None,
-        _flag("Evaluations without improvement before the run stops; 0 is off. Default: 7.", _TRAINING),
-    ] = None
-    seed: Annotated[
-        int | None,
-        _flag("Seeds parameters, data order, augmentation and dropout. Default: 42.", _TRAINING),
-    ] = None
-    init_from: Annotated[
-        str | None,
-        _flag(
-            "A run (folder, id or `last`) or a checkpoint folder to take the weights from; training starts at step 0. "
-            "Default: weights drawn from the seed.",
-            _TRAINING,
-            metavar="RUN",
-        ),
-    ] = None
-    fast_dev_run: Annotated[
-        bool | None,
-        _flag("One training step and one validation batch, to see that all of it runs. Default: off.", _TRAINING),
-    ] = None
-    data_dir: Annotated[
-        Path | None,
-        _flag("Folder that holds the task's data. Default: the data that comes with the task.", FILES),
-    ] = None
-    download: Annotated[
-        bool | None,
-        _flag("Let the task download its data set into --data-dir. Default: off.", FILES),
-    ] = None
-    skip_bad: Annotated[
-        bool | None,
-        _flag("speech: leave out utterances that cannot be used, instead of refusing to start. Default: off.", FILES),
-    ] = None
-    num_workers: Annotated[
-        str | None,
-        _flag(
-            "Processes that load data, per rank; auto starts them if the first steps show that they are faster. "
-            "Default: auto.",
-            FILES,
-            metavar="INT|auto",
-        ),
-    ] = None
-    save_dir: Annotated[
-        Path | None,
-        _flag("The run's folder. Default: a new folder in --runs-dir.", FILES),
-    ] = None
-    runs_dir: Annotated[
-        Path | None,
-        _flag("Where new run folders are made. Default: runs.", FILES),
-    ] = None
-    log_interval: Annotated[
-        int | None,
-        _flag("Optimizer steps between logged values. Default: 50.", FILES),
-    ] = None
-    profile: Annotated[
-        str | None,
-        _flag(
-            "Record optimizer steps A to B with torch's profiler: a trace for Perfetto and a table in profile/ of "
-            "the run. Default: off.",
-            FILES,
-            metavar="A:B",
-        ),
-    ] = None
-    profile_ranks: Annotated[
-        str | None,
-        _flag("The ranks that --profile records. Default: 0.", FILES, metavar="N,..."),
-    ] = None
-    config: Annotated[
-        list[Path] | None,
-        _flag("A YAML file with settings; later files win. May be repeated.", _OTHER, metavar="FILE"),
-    ] = None
-    set: Annotated[
-        list[str] | None,
-        _flag(
-            "Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be repeated.",
-            _OTHER,
-            metavar="KEY=VALUE",
-        ),
-    ] = None
-    multi_gpu: Annotated[
-        Literal["ddp", "dp"] | None,
-        _flag("--strategy ddp or dp, on every GPU unless devices are named.", _ALIASES),
-    ] = None
-    gpu_ids: Annotated[
-        str | None,
-        _flag("--devices by number: 0,1,3 is gpu:0,gpu:1,gpu:3; commas, no spaces.", _ALIASES, metavar="N,..."),
-    ] = None
-    mode: Annotated[
-        str | None,
-        _flag(
-            "--set task.mode=...: how the har task turns a window's channels into samples "
-            "(joint, flatten, average or first).",
-            _ALIASES,
-        ),
-    ] = None
-    no_amp: Annotated[
-        bool | None,
-        _flag("--precision 32.", _ALIASES, name="--no-amp"),
-    ] = None
-
-
+    Settings = Any
+else:  # what the flags say; None where a flag was not given
+    _fields = [(*flag, None) for flag in _FLAGS.items()]
+    Settings = make_dataclass("Settings", _fields, frozen=True, kw_only=True, namespace={"__module__": __name__})
+#: The flags as a parameter of a command.
+Flags = Annotated[Settings, Parameter(name="*")]
 #: Used where no flag is given.
 NO_SETTINGS = Settings()
+
+TaskName = Annotated[
+    str | None,
+    Parameter(
+        name="task",
+        help="What to train: har, path/to/file.py:Class or package.module:Class. Default: task.name of --config.",
+    ),
+]
 
 
 def flag_table() -> dict[str, str]:
@@ -248,7 +175,7 @@ def flag_table() -> dict[str, str]:
 
 def all_flags() -> list[str]:
     """Every flag of :class:`Settings`, aliases included."""
-    return ["--" + field.name.replace("_", "-") for field in dataclasses.fields(Settings)]
+    return ["--" + name.replace("_", "-") for name in _FLAGS]
 
 
 def to_mapping(
@@ -305,7 +232,8 @@ def _aliases(settings: Settings, ranks_are_given: bool) -> dict[str, Any]:
     if settings.gpu_ids is not None:
         if settings.devices is not None:
             raise _contradiction("--gpu-ids", "--devices", "they both name the devices")
-        result["hardware.selected_devices"] = _gpu_names(settings.gpu_ids)
+        ids = numbers("--gpu-ids", settings.gpu_ids, "0,1", what="GPU numbers", fix=", or --devices gpu:0,gpu:1")
+        result["hardware.selected_devices"] = [f"gpu:{number}" for number in ids]
     if settings.multi_gpu is not None:
         if settings.strategy not in (None, settings.multi_gpu):
             raise _contradiction(f"--multi-gpu {settings.multi_gpu}", f"--strategy {settings.strategy}", "")
@@ -319,14 +247,16 @@ def _aliases(settings: Settings, ranks_are_given: bool) -> dict[str, Any]:
     return result
 
 
-def _gpu_names(numbers: str) -> list[str]:
-    names = [number.strip() for number in numbers.split(",")]
+def numbers(flag: str, text: str, example: str, *, what: str = "numbers", fix: str = "") -> list[int]:
+    """The numbers in ``text``, separated by commas.
+
+    Raises:
+        UsageError: something else is in it.
+    """
+    names = [name.strip() for name in text.split(",")]
     if not all(name.isascii() and name.isdigit() for name in names):
-        raise UsageError(
-            f"--gpu-ids {numbers!r} is not a list of GPU numbers",
-            fix="write for example --gpu-ids 0,1, or --devices gpu:0,gpu:1",
-        )
-    return [f"gpu:{int(name)}" for name in names]
+        raise UsageError(f"{flag} {text!r} is not a list of {what}", fix=f"write for example {flag} {example}{fix}")
+    return [int(name) for name in names]
 
 
 def _contradiction(one: str, other: str, why: str) -> UsageError:

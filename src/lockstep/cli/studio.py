@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR
+from lockstep.cli.output import DEFAULT_RUNS_DIR, verb
 from lockstep.errors import UnsupportedError
 
 EPILOGUE = """\
@@ -20,10 +20,8 @@ Examples:
 
 The page shows every run in --runs-dir, also those started from a terminal."""
 
-app = App(name="studio", usage="Usage: lockstep studio [OPTIONS]", help_epilogue=EPILOGUE)
 
-
-@app.default
+@verb("[OPTIONS]", EPILOGUE)
 def studio(
     *,
     port: Annotated[
@@ -48,7 +46,6 @@ def studio(
         bool, Parameter(negative="--no-browser", help="Open the page in a browser. Default: on.")
     ] = True,
 ) -> None:
-    """Open the web page: choose devices, start runs, watch and compare them."""
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401

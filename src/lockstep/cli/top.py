@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, find, print_json
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, find, print_json, verb
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,12 +24,10 @@ Without RUN: only this machine's devices. Quit with q or Ctrl-C; it ends with th
 Shares of GPUs and CPU are of the last second, memory is in GB (1e9 bytes). `own` is how long a rank works on a step
 before it waits for the others."""
 
-app = App(name="top", usage="Usage: lockstep top [RUN] [OPTIONS]", help_epilogue=EPILOGUE)
-
 State = dict[str, Any]
 
 
-@app.default
+@verb("[RUN] [OPTIONS]", EPILOGUE)
 def top(
     run: Annotated[
         str | None, Parameter(name="run", help="The run: its folder, id, the beginning of its id, or `last`.")
@@ -41,7 +39,6 @@ def top(
     interval: Annotated[float, Parameter(help="Seconds between updates. Default: 1.")] = 1.0,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> int:
-    """Watch the devices and a run's progress, live."""
     if not 0.1 <= interval <= 3600:
         raise UsageError(f"--interval {interval:g} is not between 0.1 and 3600 seconds")
     from lockstep.telemetry.tables import is_terminal

@@ -1,0 +1,173 @@
+"""What is asked before a run: its plan, its memory, its speed on other devices, the same results on several."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from lockstep.cli.bench import finish, places
+from lockstep.cli.output import AsJson, deliver, print_json, progress, verb
+from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, numbers, to_mapping
+from lockstep.errors import UsageError
+
+
+@verb("[TASK] [OPTIONS]", "Example:\n  lockstep plan har --devices gpu:0,gpu:1 --batch-size 64")
+def plan(
+    task: TaskName = None,
+    /,
+    *,
+    settings: Flags = NO_SETTINGS,
+    as_json: AsJson = False,
+) -> None:
+    name, mapping = to_mapping(settings, task)
+    from lockstep.launch.api import make_plan
+    from lockstep.telemetry.console import print_plan
+    from lockstep.telemetry.tables import say
+
+    made = make_plan(name, mapping)
+    if as_json:
+        print_json(made.as_dict(), sys.stdout)
+        return
+    print_plan(made.as_dict(), sys.stdout)
+    say(made.effective_batch_label, sys.stdout)
+    for note in made.notes:
+        say(f"{'note' if note.level == 'info' else note.level}: {note}", sys.stdout)
+
+
+@verb(
+    "[TASK] [OPTIONS]",
+    "Examples:\n  lockstep memory har --devices cpu --batch-size 512\n"
+    "  lockstep memory my_task.py:MyTask --gpus 8 --memory 80GB",
+)
+def memory(
+    task: TaskName = None,
+    /,
+    *,
+    gpus: Annotated[
+        int | None, Parameter(help="Number of hypothetical GPUs, instead of --devices. Default: none.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        Parameter(help="What each device has, such as 80GB. Default: what the chosen devices have.", metavar="SIZE"),
+    ] = None,
+    settings: Flags = NO_SETTINGS,
+    as_json: AsJson = False,
+) -> None:
+    name, mapping = to_mapping(settings, task)
+    strategy = (mapping.get("hardware") or {}).pop("strategy", None)
+    from lockstep.bench.workload import Subject
+    from lockstep.forecast.estimate import estimate_memory, print_memory
+    from lockstep.forecast.memory import MOST, check_strategy, parse_memory
+
+    limit = None if memory is None else parse_memory(memory)
+    if gpus is not None and not 1 <= gpus <= MOST:
+        raise UsageError(f"invalid value for --gpus: {gpus} (must be 1 to {MOST:,})", fix="write for example --gpus 8")
+    wanted = check_strategy(strategy)
+    found = estimate_memory(Subject(name, mapping), gpus=gpus, limit=limit, strategy=wanted)
+    if as_json:
+        print_json(found, sys.stdout)
+    else:
+        print_memory(found, sys.stdout)
+
+
+@verb(
+    "[TASK] --gpus N,... [OPTIONS]",
+    "Examples:\n  lockstep forecast har --devices gpu:0 --gpus 8,64,512\n"
+    '  lockstep forecast my_task.py:MyTask --gpu "NVIDIA H100 80GB HBM3" --gpus 8,64 --interconnect nvlink,ib400\n'
+    "  lockstep forecast har --devices cpu,cpu --gpus 1,2 --interconnect measured",
+)
+def forecast(
+    task: TaskName = None,
+    /,
+    *,
+    gpus: Annotated[str, Parameter(help="Numbers of devices, comma-separated. Default: 8,64,512.", metavar="N,...")] = (
+        "8,64,512"
+    ),
+    interconnect: Annotated[
+        str,
+        Parameter(
+            help="nvlink or pcie inside nodes, 25gbe or ib400 between them, or measured: between the chosen devices. "
+            "Default: nvlink,ib400.",
+            metavar="NAME,...",
+        ),
+    ] = "nvlink,ib400",
+    gpus_per_node: Annotated[int, Parameter(help="Devices of one machine. Default: 8.")] = 8,
+    gpu: Annotated[
+        str | None,
+        Parameter(
+            help="A hypothetical GPU, by its driver's name: its step is modelled. Default: measured on --devices.",
+            metavar="NAME",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        Parameter(help="What each GPU has, such as 80GB, to choose the strategy. Default: not asked.", metavar="SIZE"),
+    ] = None,
+    steps: Annotated[int, Parameter(help="Measured steps of one device. Default: 30.")] = 30,
+    repeats: Annotated[int, Parameter(help="How often they are measured. Default: 3.")] = 3,
+    settings: Flags = NO_SETTINGS,
+    as_json: AsJson = False,
+) -> int:
+    name, mapping = to_mapping(settings, task)
+    save_dir, runs_dir = places(mapping)
+    strategy = (mapping.get("hardware") or {}).pop("strategy", None)
+    counts = numbers("--gpus", gpus, "8,64,512")
+    from lockstep.bench.workload import Subject
+    from lockstep.forecast.memory import check_strategy, parse_memory
+    from lockstep.forecast.project import forecast as project
+    from lockstep.forecast.scaling import Wish
+
+    wish = Wish(
+        tuple(counts),
+        interconnect,
+        gpus_per_node,
+        gpu,
+        None if memory is None else parse_memory(memory),
+        check_strategy(strategy, speed=True),
+        steps,
+        repeats,
+    )
+    report = project(Subject(name, mapping), wish, say=progress)
+    return finish(report, save_dir, runs_dir, as_json)
+
+
+VERIFY = """\
+Examples:
+  lockstep verify har --devices cpu,cpu                          # two CPU ranks
+  lockstep verify my_task.py:MyTask --devices gpu:0,gpu:1 --steps 50
+  lockstep verify har --devices cpu,cpu --reproducibility exact  # equal bit for bit?
+  lockstep verify script.py --devices cpu,cpu                    # a script with a lockstep.Session
+
+Exit codes: 0 equal, 1 different or not finite (the likely cause is named), 2 wrong usage.
+The report goes to --save-dir (default: runs/verify-<id>): report.json, report.md and, with matplotlib, verify.png."""
+
+
+@verb("[TASK] --devices DEVICE,... [OPTIONS]", VERIFY)
+def verify(
+    task: TaskName = None,
+    /,
+    *,
+    steps: Annotated[int, Parameter(group=FILES, help="Optimizer steps of each run. Default: 24.")] = 24,
+    eval_batches: Annotated[int, Parameter(group=FILES, help="Batches of each validation. Default: 8.")] = 8,
+    settings: Flags = NO_SETTINGS,
+    as_json: AsJson = False,
+) -> int:
+    name, mapping = to_mapping(settings, task)
+    save_dir, runs_dir = places(mapping)
+    folder = save_dir or runs_dir / f"verify-{uuid.uuid4().hex[:8]}"
+    from lockstep.verification import verify as run
+    from lockstep.verification.report import print_report, write_report
+
+    if name.endswith(".py"):
+        from lockstep.verification.script import print_script_report, verify_script, write_script_report
+
+        del mapping["task"]
+        found = verify_script(Path(name), (), mapping, steps=steps, say=partial(progress, doing="running"))
+        return deliver(found, folder, write=write_script_report, show=print_script_report, as_json=as_json)
+    report = run(name, mapping, steps=steps, eval_batches=eval_batches, say=partial(progress, doing="running"))
+    return deliver(report, folder, write=write_report, show=print_report, as_json=as_json)

@@ -1,0 +1,143 @@
+"""What is said of this machine and this installation: devices, the doctor's checks, versions, shell completion."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, print_json, verb
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.hardware.detect import Device
+
+LIBRARIES = ("numpy", "torchmetrics", "safetensors", "pydantic", "lightning", "tensorboard")
+
+
+@verb("[OPTIONS]", "Memory is in GB (1e9 bytes).")
+def devices(*, as_json: AsJson = False) -> None:
+    from lockstep.hardware.detect import detect_devices
+    from lockstep.telemetry.tables import print_table
+
+    found = detect_devices()
+    if as_json:
+        print_json({"devices": [device.as_dict() for device in found]}, sys.stdout)
+        return
+    columns = ("device", "name", "memory", "free", "precisions", "used by", "note")
+    print_table(columns, [_row(device) for device in found], sys.stdout)
+
+
+def _row(device: Device) -> tuple[str, ...]:
+    users = [f"{user.name} ({user.pid}{_memory(user.memory_gb, ', ')})" for user in device.users]
+    return (
+        device.id,
+        device.name,
+        _memory(device.memory_gb),
+        _memory(device.free_gb),
+        ", ".join(device.precisions) if device.supported else "-",
+        ", ".join(users),
+        device.note,
+    )
+
+
+def _memory(size_gb: float | None, before: str = "") -> str:
+    return "" if size_gb is None else f"{before}{size_gb:g} GB"
+
+
+DOCTOR = """\
+Examples:
+  lockstep doctor                                    # every GPU, or two ranks on the CPU where there is none
+  lockstep doctor --devices gpu:0,gpu:0              # one GPU, with two ranks on it
+  lockstep doctor --quick --json                     # look only; start no rank
+  torchrun --nproc_per_node=2 -m lockstep doctor     # the ranks of torchrun or srun, on all their nodes
+
+Exit codes: 0 nothing fails, 1 a check fails (its fix is printed), 2 wrong usage. Nothing is left behind."""
+
+
+@verb("[OPTIONS]", DOCTOR)
+def doctor(
+    *,
+    devices: Annotated[
+        str | None,
+        Parameter(
+            help="Devices as for `lockstep train`. Default: every GPU, or cpu,cpu where there is none.",
+            metavar="DEVICE,...",
+        ),
+    ] = None,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+    quick: Annotated[bool, Parameter(negative="", help="Start no ranks and no training.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    from lockstep.doctor.examine import examine
+    from lockstep.doctor.report import print_report
+    from lockstep.hardware.world import read_world
+    from lockstep.telemetry.tables import say
+
+    report = examine(devices, runs_dir=runs_dir, quick=quick, say=lambda line: say(line, sys.stderr))
+    if not read_world(os.environ).is_main:
+        return 0  # rank 0 reports for all
+    if as_json:
+        print_json(report.as_dict(), sys.stdout)
+    else:
+        print_report(report, sys.stdout)
+    return report.exit_code
+
+
+@verb("[OPTIONS]")
+def version(*, as_json: AsJson = False) -> None:
+    from importlib import metadata
+
+    from lockstep.telemetry.records import versions
+    from lockstep.telemetry.tables import print_table
+
+    found = versions()
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    if as_json:
+        print_json(found, sys.stdout)
+        return
+    print_table(("what", "version"), list(found.items()), sys.stdout)
+
+
+@verb("[SHELL] [OPTIONS]", "Examples:\n  source <(lockstep completion bash)\n  lockstep completion bash --install")
+def completion(
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"] | None, Parameter(help="Which shell. Default: the one in $SHELL.")
+    ] = None,
+    /,
+    *,
+    install: Annotated[
+        bool, Parameter(negative="", help="Write the script where the shell looks for it, instead of printing it.")
+    ] = False,
+) -> None:
+    from lockstep.cli.main import app as root
+
+    chosen = shell or _shell_of(os.environ.get("SHELL", ""))
+    if not install:
+        sys.stdout.write(root.generate_completion(prog_name="lockstep", shell=chosen) + "\n")
+        return
+    from lockstep.telemetry.tables import say
+
+    try:
+        written = root.install_completion(shell=chosen)
+    except OSError as error:
+        raise UsageError(
+            "the completion script cannot be installed",
+            why=str(error),
+            fix="print it and put it where your shell reads it",
+        ) from None
+    say(f"written to {written}; open a new shell to use it", sys.stdout)
+
+
+def _shell_of(path: str) -> Literal["bash", "zsh", "fish"]:
+    for shell in ("bash", "zsh", "fish"):
+        if Path(path).name == shell:
+            return shell
+    raise UsageError("which shell is meant?", why=f"$SHELL is {path!r}", fix="lockstep completion bash, zsh or fish")

@@ -1,0 +1,226 @@
+"""What is read of runs: listing, showing and comparing them, and a report about them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, print_json, verb
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.telemetry.rundir import RunDir
+
+
+@verb("[OPTIONS]")
+def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> None:
+    from lockstep.telemetry.summary import summaries
+    from lockstep.telemetry.tables import print_table, say
+
+    found = summaries(runs_dir, lambda why: say(f"warning: {why}", sys.stderr))
+    if as_json:
+        print_json({"runs": found}, sys.stdout)
+    elif found:
+        columns = ["id", "name", "task", "status", "epoch", "step", "best", "started", "devices", "folder"]
+        if all(run["location"] == run["id"] for run in found):
+            columns.remove("folder")
+        print_table(columns, [_row(run)[: len(columns)] for run in found], sys.stdout)
+    else:
+        say(f"no runs in {runs_dir}; `lockstep train har` makes one", sys.stdout)
+
+
+def _row(run: dict[str, Any]) -> tuple[str, ...]:
+    from lockstep.telemetry.console import value_text
+
+    best = ", ".join(f"{name} {value_text(value)}" for name, value in run["best_metric"].items())
+    return (
+        run["id"],
+        run["name"] or "",
+        run["task"],
+        run["status"],
+        _done_of(run["epoch"], run["epochs"]),
+        _done_of(run["step"], run["total_steps"]),
+        best,
+        _local_time(run["started_at"] or run["created_at"]),
+        ",".join(run["devices"]),
+        run["location"],
+    )
+
+
+def _done_of(done: int | None, total: int | None) -> str:
+    """``3/10``; empty when nothing is done."""
+    if done is None:
+        return ""
+    return f"{done}/{total}" if total else str(done)
+
+
+def _local_time(text: str | None) -> str:
+    """``2026-01-31 14:05:09`` in this machine's time zone, from an ISO time."""
+    from datetime import datetime
+
+    return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S") if text else ""
+
+
+@verb("RUN [OPTIONS]")
+def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT_RUNS_DIR) -> None:
+    details = _describe(find(run, runs_dir))
+    if as_json:
+        print_json(details, sys.stdout)
+    else:
+        _print_details(details)
+
+
+def _describe(run: RunDir) -> dict[str, Any]:
+    """One document: summary, plan, epochs, checkpoints and logs."""
+    from lockstep.checkpoint.store import CheckpointStore
+    from lockstep.report.score import score_of
+    from lockstep.telemetry.lookup import or_else
+    from lockstep.telemetry.summary import summarize
+
+    plan = or_else(run.plan, {})  # none if it failed before planning
+    return {
+        **summarize(run),
+        "plan": plan,
+        "metrics": {"epochs": run.epochs(), "evaluations": run.evaluations()},
+        "checkpoints": CheckpointStore(run.checkpoints).listed(),
+        "logs": sorted(str(file) for file in run.logs.glob("*.log")),
+        "config": str(run.config_file),
+        "slurm": _slurm(run),
+        "forecast": score_of(run) if plan else None,
+    }
+
+
+def _slurm(run: RunDir) -> str | None:
+    """The SLURM job of the run, and its state."""
+    if not run.slurm_file.exists():
+        return None
+    from lockstep.launch.slurm.job import job_of
+    from lockstep.launch.slurm.job_control import state
+
+    job = job_of(run)
+    return None if job is None else f"{job.id}, {state(job) or 'over'}"
+
+
+def _print_details(details: dict[str, Any]) -> None:
+    from lockstep.report.score import in_words
+    from lockstep.telemetry.console import duration, print_plan, value_text
+    from lockstep.telemetry.tables import print_table, say
+
+    rows = [
+        ("run", details["id"]),
+        ("name", details["name"]),
+        ("task", details["task"]),
+        ("status", details["status"]),
+        ("attempt", details["attempt"]),
+        ("step", _done_of(details["step"], details["total_steps"])),
+        ("epoch", _done_of(details["epoch"], details["epochs"])),
+        ("time left", None if details["eta_s"] is None else duration(details["eta_s"])),
+        ("started", _local_time(details["started_at"])),
+        ("completed", _local_time(details["completed_at"])),
+        ("devices", ", ".join(details["devices"])),
+        ("strategy", details["strategy"]),
+        ("process", f"{details['pid']} on {details['host']}"),
+        ("slurm job", details["slurm"]),
+        ("command", " ".join(details["command"])),
+        ("best epoch", details["best_epoch"]),
+        *((f"best {name}", value) for name, value in details["best_metric"].items()),
+        *details["final_metrics"].items(),
+        ("forecast", in_words(details["forecast"]) if details["forecast"] else None),
+        ("folder", details["path"]),
+    ]
+    print_table(("", ""), [(name, value_text(value)) for name, value in rows if value not in (None, "")], sys.stdout)
+    say("", sys.stdout)
+    print_plan(details["plan"], sys.stdout)
+    for title, rows in zip(("last epoch", "last evaluation between epochs"), details["metrics"].values(), strict=True):
+        if rows:
+            say("", sys.stdout)
+            print_table((title, ""), [(name, value_text(value)) for name, value in rows[-1].items()], sys.stdout)
+    say("", sys.stdout)
+    files = [(_checkpoint_label(saved), saved["path"]) for saved in details["checkpoints"]]
+    files += [("log", path) for path in details["logs"]]
+    print_table(("files", ""), [*files, ("configuration", details["config"])], sys.stdout)
+    if details["error"]:
+        say(f"\nerror: {details['error']}", sys.stdout)
+
+
+def _checkpoint_label(saved: dict[str, Any]) -> str:
+    marks = [name for name in ("last", "best") if saved[name]]
+    return f"checkpoint ({', '.join(marks)})" if marks else "checkpoint"
+
+
+@verb("RUN RUN… [OPTIONS]", "Example:\n  lockstep compare run-1a2b3c4d run-5e6f7a8b --out comparison")
+def compare(
+    *runs: Annotated[str, Parameter(help="Two runs or more: folder, id, beginning of an id, or `last`.")],
+    out: Annotated[
+        Path | None, Parameter(help="Also write overlaid curves there, as report.html and PNG files. Default: no.")
+    ] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    from lockstep.report.source import compared
+    from lockstep.report.write import read_all, write_report
+    from lockstep.telemetry.tables import print_table, say
+
+    found, benches = read_all(runs, runs_dir)
+    if len(found) < 2 or benches:
+        raise UsageError(
+            "a comparison needs two runs or more",
+            why="benchmarks cannot be compared with runs" if benches else f"{len(found)} was given",
+            fix="lockstep compare RUN RUN; `lockstep runs` lists them, `lockstep report` accepts benchmarks",
+        )
+    comparison = compared(found)
+    labels, differing = comparison.labels, comparison.differences
+    written = write_report(runs, runs_dir, out) if out is not None else []
+    if as_json:
+        document = {
+            "runs": labels,
+            "summary": comparison.results,
+            "differences": differing,
+            "epochs": {run.label: run.epochs for run in found},
+            "evaluations": {run.label: run.evaluations for run in found},
+            "files": [str(path) for path in written],
+        }
+        print_json(document, sys.stdout)
+        return
+    print_table(("", *labels), _lines(comparison.results), sys.stdout)
+    say("", sys.stdout)
+    if differing:
+        print_table(("what differs", *labels), _lines(differing), sys.stdout)
+    else:
+        say("Settings and plans are the same.", sys.stdout)
+    sys.stdout.writelines(f"{path}\n" for path in written)
+
+
+def _lines(table: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
+    from lockstep.report.source import text
+
+    return [(name, *map(text, values)) for name, values in table.items()]
+
+
+@verb(
+    "RUN… [OPTIONS]",
+    "Example:\n  lockstep report last\n  lockstep report last runs/bench-scaling-5e6f7a8b --out page",
+)
+def report(
+    *runs: Annotated[
+        str, Parameter(help="Runs (folder, id, beginning of an id, `last`) and folders of `lockstep bench`.")
+    ],
+    out: Annotated[
+        Path | None, Parameter(help="Folder for report.html and pictures. Default: the folder report of the first one.")
+    ] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    from lockstep.report.write import write_report
+
+    if not runs:
+        raise UsageError("no run was named", fix="lockstep report last; `lockstep runs` lists them")
+    written = write_report(runs, runs_dir, out)
+    if as_json:
+        print_json({"files": [str(path) for path in written]}, sys.stdout)
+    else:
+        sys.stdout.writelines(f"{path}\n" for path in written)

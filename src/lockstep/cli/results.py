@@ -1,0 +1,183 @@
+"""What is done with the checkpoint of a run: evaluating, predicting, generating text, exporting and transcribing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, print_json, verb
+from lockstep.errors import ConfigError, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from lockstep.telemetry.rundir import RunDir
+
+
+def _weights(purpose: str) -> Parameter:
+    return Parameter(metavar="best|last|STEP", help=f"Which weights{purpose}. Default: best.")
+
+
+def _devices(result: str) -> Parameter:
+    same = f"any number gives the same {result}"
+    return Parameter(
+        metavar="DEVICE,...", help=f"Devices by name, comma-separated: {same}. Default: the first of the run."
+    )
+
+
+def _opened(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, str | int]:
+    """The run, and its checkpoint: ``best``, ``last`` or the number of a step.
+
+    Raises:
+        UsageError: another checkpoint. RunFolderError: no such run.
+    """
+    if checkpoint in {"best", "last"}:
+        return find(run, runs_dir), checkpoint
+    if checkpoint.isascii() and checkpoint.isdigit():
+        return find(run, runs_dir), int(checkpoint)
+    raise UsageError(f"invalid value for --checkpoint: {checkpoint!r}", fix="write best, last, or a step such as 1200")
+
+
+def _print(result: Mapping[str, Any], as_json: bool) -> None:
+    """``result`` as JSON, or as a table of names and values."""
+    if as_json:
+        print_json(result, sys.stdout)
+        return
+    from lockstep.telemetry.console import value_text
+    from lockstep.telemetry.tables import print_table
+
+    print_table(("", ""), [(name, value_text(value)) for name, value in result.items()], sys.stdout)
+
+
+@verb("RUN [OPTIONS]", "Example:\n  lockstep evaluate last --split val --checkpoint last")
+def evaluate(
+    run: RunRef,
+    /,
+    *,
+    split: Annotated[Literal["test", "val"], Parameter(help="Which data to evaluate on. Default: test.")] = "test",
+    data: Annotated[
+        Path | None,
+        Parameter(metavar="FILE", help="Evaluate on other data than the run's, such as a manifest of recordings."),
+    ] = None,
+    checkpoint: Annotated[str, _weights(" to evaluate")] = "best",
+    devices: Annotated[str | None, _devices("metrics")] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    found, chosen = _opened(run, runs_dir, checkpoint)
+    from lockstep.api.run import evaluate_run
+
+    result = evaluate_run(found, split=split, devices=devices, checkpoint=chosen, data=data)
+    _print(result if as_json else {**{k: v for k, v in result.items() if k != "metrics"}, **result["metrics"]}, as_json)
+
+
+@verb("RUN [DATA] [OPTIONS]", "Example:\n  lockstep predict last test --devices cpu,cpu --out predictions.csv")
+def predict(
+    run: RunRef,
+    data: Annotated[str, Parameter(help="train, val or test, or a file or folder of data. Default: test.")] = "test",
+    /,
+    *,
+    out: Annotated[
+        Path | None,
+        Parameter(
+            metavar="FILE",
+            help="File to write, ending in .csv, .jsonl or .parquet. Default: predictions-DATA.csv in the run folder.",
+        ),
+    ] = None,
+    checkpoint: Annotated[str, _weights(" to use")] = "best",
+    devices: Annotated[str | None, _devices("file")] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    found, chosen = _opened(run, runs_dir, checkpoint)
+    from lockstep.launch.finished.predict import predict as write_predictions
+
+    _print(write_predictions(found, data, out, devices=devices, checkpoint=chosen), as_json)
+
+
+@verb("RUN [OPTIONS]", "Example:\n  lockstep generate last --prompt 'The class ' --tokens 200")
+def generate(
+    run: RunRef,
+    /,
+    *,
+    prompt: Annotated[str, Parameter(help="What the text begins with. Default: nothing.")] = "",
+    tokens: Annotated[int, Parameter(help="Tokens to generate. Default: 200.")] = 200,
+    temperature: Annotated[
+        float, Parameter(help="0 takes the most probable token; above 1 is more varied. Default: 0.8.")
+    ] = 0.8,
+    top_k: Annotated[int | None, Parameter(help="Draw from the N most probable tokens only. Default: all.")] = None,
+    seed: Annotated[int, Parameter(help="The same seed gives the same text. Default: 0.")] = 0,
+    checkpoint: Annotated[str, _weights("")] = "best",
+    as_json: AsJson = False,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    for flag, value, least in (("--tokens", tokens, 0), ("--temperature", temperature, 0), ("--top-k", top_k, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"invalid value for {flag}: {value:g}", fix=f"use {least} or more")
+    found, chosen = _opened(run, runs_dir, checkpoint)
+    from lockstep.launch.finished.reopen import load_model
+    from lockstep.tasks.text.task import TextTask
+
+    task, model = load_model(found, chosen)
+    if not isinstance(task, TextTask):
+        raise UnsupportedError(
+            "this run generates no text", why=f"its task is {type(task).__name__}", fix="name a run of `text`"
+        )
+    text = task.generate(model, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
+    if as_json:
+        print_json({"prompt": prompt, "text": text}, sys.stdout)
+    else:
+        sys.stdout.write(text + "\n")
+
+
+@verb("RUN [OPTIONS]", "Example:\n  lockstep export last --out model --no-program")
+def export(
+    run: RunRef,
+    /,
+    *,
+    out: Annotated[
+        Path | None, Parameter(help="Folder to write to, new or empty. Default: the folder export of the run.")
+    ] = None,
+    checkpoint: Annotated[str, _weights(" to export")] = "best",
+    program: Annotated[
+        bool | None,
+        Parameter(
+            negative="--no-program",
+            help="Also write the model as a torch.export program, which runs without the task's code. Default: on, "
+            "unless it is a LightningModule without example_input_array.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    found, chosen = _opened(run, runs_dir, checkpoint)
+    from lockstep.launch.finished.export import export as write_export
+
+    result = write_export(found, out or found.path / "export", checkpoint=chosen, program=program)
+    _print(result if as_json else {**result, "files": ", ".join(result["files"])}, as_json)
+
+
+@verb("RUN FILE... [OPTIONS]", "Example:\n  lockstep transcribe last recording.wav other.flac")
+def transcribe(
+    run: RunRef,
+    /,
+    *files: Annotated[Path, Parameter(help="Recordings: WAV, FLAC or OGG, of any rate.")],
+    checkpoint: Annotated[str, _weights(" to use")] = "best",
+    as_json: AsJson = False,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    if not files:
+        raise UsageError("no recording was named", fix="write for example `lockstep transcribe last recording.wav`")
+    found, chosen = _opened(run, runs_dir, checkpoint)
+    from lockstep.launch.finished.reopen import load_model
+    from lockstep.tasks.speech.transcribe import transcribe as transcripts_of
+    from lockstep.telemetry.tables import say
+
+    transcripts = transcripts_of(*load_model(found, chosen), files)
+    if as_json:
+        print_json({"run": found.read().id, "transcripts": [t._asdict() for t in transcripts]}, sys.stdout)
+        return
+    for transcript in transcripts:
+        say(f"{transcript.file}: {transcript.text}", sys.stdout)

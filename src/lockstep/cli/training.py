@@ -1,0 +1,261 @@
+"""Starting, resuming and stopping runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, find, verb
+from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, to_mapping
+from lockstep.config.load import load, nested
+from lockstep.errors import UsageError
+from lockstep.launch.local.signals import held_back
+
+_SLURM = Group("On a cluster", sort_key=6)
+
+
+def _flag(help: str, **more: Any) -> Parameter:
+    return Parameter(help=help, group=_SLURM, negative="", **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitFlags:
+    """What the flags say; ``None`` where a flag was not given."""
+
+    on: Annotated[
+        Literal["slurm"] | None,
+        _flag("slurm: submit the training with sbatch and follow its log; --nodes says on how many nodes."),
+    ] = None
+    partition: Annotated[str | None, _flag("SLURM's partition. Default: the cluster's.")] = None
+    time: Annotated[
+        str | None,
+        _flag("SLURM's time limit, e.g. 4:00:00; the run saves before it, is requeued and resumes.", metavar="TIME"),
+    ] = None
+    gpus_per_node: Annotated[
+        str | None, _flag("GPUs on each node, a rank each: 4, or a100:4. Default: none.", metavar="[TYPE:]N")
+    ] = None
+    account: Annotated[str | None, _flag("SLURM's account. Default: yours.")] = None
+    qos: Annotated[str | None, _flag("SLURM's quality of service. Default: the cluster's.")] = None
+    sbatch_option: Annotated[
+        list[str] | None,
+        _flag("Any other option of sbatch, e.g. cpus-per-task=8. May be repeated.", metavar="NAME=VALUE"),
+    ] = None
+    print: Annotated[bool, _flag("Print the batch script and submit nothing.")] = False
+
+
+NO_SUBMIT = SubmitFlags()
+
+
+def refuse_without_slurm(flags: SubmitFlags) -> None:
+    """Raise :class:`UsageError` for flags that mean something with ``--on slurm`` only."""
+    given = [field.name for field in dataclasses.fields(flags) if field.name != "on" and getattr(flags, field.name)]
+    if given and flags.on is None:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} is for a cluster", fix="add --on slurm, or leave it out to train here"
+        )
+
+
+def submit(name: str, mapping: Mapping[str, Any], flags: SubmitFlags) -> int:
+    """Submit, and follow the job to its end; the exit code of the run."""
+    from lockstep.launch.slurm import job_control
+
+    script, config = job_control.prepare_script(name, mapping, _resources(flags))
+    if flags.print:
+        sys.stdout.write(script)
+        return 0
+    run, job = job_control.submit(script, config)
+    sys.stdout.write(f"slurm job {job.id} → {run.path}\n")
+    return job_control.follow(run, job, sys.stdout)
+
+
+def _resources(flags: SubmitFlags) -> dict[str, Any]:
+    """The flags as fields of :class:`lockstep.launch.slurm.job.Request`."""
+    names = ("partition", "time", "gpus_per_node", "account", "qos")
+    return {**{name: getattr(flags, name) for name in names}, "options": tuple(flags.sbatch_option or ())}
+
+
+TRAIN = """\
+Examples:
+  lockstep train har                                   # gpu:0 if there is one, else the CPU
+  lockstep train har --devices all --epochs 10         # every GPU
+  lockstep train har --devices cpu,cpu                 # a dry run: two CPU ranks
+  lockstep train har --config configs/har/two_gpu.yaml --lr 2e-3
+  lockstep train my_task.py:MyTask --save-dir runs/mine --resume
+  torchrun --nproc_per_node=2 -m lockstep train har    # each process is a rank
+  lockstep train har --nodes 2 --rdzv node1:29400      # the same command on two machines
+
+Ctrl-C once ends the run with a checkpoint; `lockstep resume last` resumes it."""
+
+_ACCEPT_DATA = "Resume even if the training data are not those of the checkpoint, if equally many."
+
+
+@verb("[TASK] [OPTIONS]", TRAIN)
+def train(
+    task: TaskName = None,
+    /,
+    *,
+    settings: Flags = NO_SETTINGS,
+    resume: Annotated[
+        bool,
+        Parameter(negative="", group=FILES, help="Resume the unfinished run in --save-dir, if there is one."),
+    ] = False,
+    accept_data: Annotated[bool, Parameter(negative="", group=FILES, help=_ACCEPT_DATA)] = False,
+    cluster: Annotated[SubmitFlags, Parameter(name="*")] = NO_SUBMIT,
+) -> int:
+    refuse_without_slurm(cluster)
+    name, mapping = to_mapping(settings, task)
+    if cluster.on is not None:
+        return submit(name, mapping, cluster)
+    with held_back():  # a signal in the middle of importing torch would abort the interpreter
+        from lockstep.launch.api import train as start
+
+    return start(name, mapping, resume=resume, accept_data=accept_data).exit_code
+
+
+RESUME = """\
+The run resumes from its latest valid checkpoint, also in the middle of an epoch, with exactly the remaining
+samples. On other devices the global batch does not change.
+
+Examples:
+  lockstep resume last
+  lockstep resume run-1a2b3c4d --devices gpu:0
+  lockstep resume last --epochs 40"""
+
+
+@verb("RUN [OPTIONS]", RESUME)
+def resume(
+    run: RunRef,
+    /,
+    *,
+    devices: Annotated[
+        str | None,
+        Parameter(help="Devices by name, comma-separated. Default: those of the run so far.", metavar="DEVICE,..."),
+    ] = None,
+    epochs: Annotated[
+        int | None, Parameter(help="Epochs in all, to train a completed run for longer. Default: the run's.")
+    ] = None,
+    rescale_batch: Annotated[
+        bool,
+        Parameter(negative="", help="Keep the batch per device instead of the global batch: another run from here on."),
+    ] = False,
+    accept_data: Annotated[bool, Parameter(negative="", help=_ACCEPT_DATA)] = False,
+    set: Annotated[
+        list[str] | None,
+        Parameter(
+            name="--set",
+            negative="",
+            metavar="KEY=VALUE",
+            help="Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be repeated.",
+        ),
+    ] = None,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> int:
+    overrides = load(sets=[*(set or ()), *([] if epochs is None else [f"training.epochs={epochs}"])])
+    found = find(run, runs_dir)
+    if found.cli_config_file.exists():
+        from lockstep.lightning import finished
+
+        return finished.resume(found, devices=devices, set=set, rescale_batch=rescale_batch, accept_data=accept_data)
+    with held_back():  # a signal in the middle of importing torch would abort the interpreter
+        from lockstep.launch import api as launcher
+        from lockstep.launch.session.script import resume_session
+
+    code = resume_session(found, overrides, devices)
+    if code is not None:
+        return code
+    how: dict[str, Any] = {"devices": devices, "rescale_batch": rescale_batch, "accept_data": accept_data}
+    return launcher.resume(found, overrides=overrides, **how).exit_code
+
+
+@verb("RUN [OPTIONS]", "The run ends after the current step; `lockstep resume RUN` resumes it.")
+def stop(
+    run: RunRef,
+    /,
+    *,
+    timeout: Annotated[float, Parameter(help="How long to wait for its end, in seconds. Default: 60.")] = 60.0,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    found = find(run, runs_dir)
+    from lockstep.launch import api as launcher
+    from lockstep.launch.slurm import job_control
+    from lockstep.launch.slurm.job import job_of
+    from lockstep.telemetry.tables import say
+
+    job = job_of(found)
+    became = job_control.stop(found, job, timeout) if job is not None else launcher.stop(found, timeout)
+    say(f"{found.read().id}: {became}", sys.stdout)
+
+
+RUN = """\
+The script makes a lockstep.Session; every rank runs all of it. What is not one of these options is passed to the
+script, in order; what follows -- always is. A single device needs no `lockstep run`: python script.py.
+
+  --devices DEVICE,...   as in `lockstep train`; cpu,cpu: two CPU ranks
+  --strategy S, --precision P, --name TEXT, --set KEY=VALUE   as in `lockstep train`
+  --save-dir DIR, --runs-dir DIR   the run folder, or where a new one is made
+  --resume               resume the unfinished run in --save-dir, if there is one
+
+Examples:
+  lockstep run script.py --devices gpu:0,gpu:1
+  lockstep run script.py --lr 0.1 --devices cpu,cpu --save-dir runs/mine   # --lr is the script's
+  lockstep run script.py --save-dir runs/mine --resume --devices cpu       # on another number of ranks
+  torchrun --nproc_per_node=2 script.py                                    # the same, each process is a rank
+
+Ctrl-C once ends the run with a checkpoint; `lockstep resume last` resumes it."""
+
+#: Options with a value, and their settings.
+_VALUES = {
+    "--devices": "hardware.selected_devices",
+    "--strategy": "hardware.strategy",
+    "--precision": "hardware.precision",
+    "--save-dir": "save_dir",
+    "--runs-dir": "runs_dir",
+    "--name": "name",
+}
+
+
+@verb("SCRIPT [ARGUMENTS] [OPTIONS]", RUN)
+def run(
+    script: Annotated[str, Parameter(help="A Python file that makes a lockstep.Session.")],
+    /,
+    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, help="Of the script, and these options.")],
+) -> int:
+    own, given, sets, resume = _parsed(arguments)
+    settings = load(sets=sets, overrides=nested(given))
+    from lockstep.launch.session.script import run_script
+
+    return run_script(Path(script).expanduser(), own, settings, resume=resume)[1]
+
+
+def _parsed(arguments: tuple[str, ...]) -> tuple[list[str], dict[str, Any], list[str], bool]:
+    """The script's arguments, settings by key, those of ``--set``, and whether to resume."""
+    own: list[str] = []
+    given: dict[str, Any] = {}
+    sets: list[str] = []
+    resume, rest = False, list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if word == "--":
+            own += rest
+            break
+        if word == "--resume":
+            resume = True
+        elif name in _VALUES or name == "--set":
+            if not equals:
+                if not rest:
+                    raise UsageError(f"{name} needs a value", fix="`lockstep run --help` lists what is possible")
+                value = rest.pop(0)
+            if name == "--set":
+                sets.append(value)
+            else:
+                given[_VALUES[name]] = value
+        else:
+            own.append(word)
+    return own, given, sets, resume
