@@ -72,6 +72,49 @@ def test_what_is_saved_is_loaded(store: CheckpointStore) -> None:
         assert manifest["files"][name]["size"] == (path / name).stat().st_size
 
 
+def frozen(step: int, value: float = 0.0) -> Snapshot:
+    """With a tied pair of a megabyte that training does not change, unless ``value`` differs."""
+    base = torch.full((512, 512), value)
+    model = {**snapshot(step).model, "base": base, "tied": base}
+    return replace(snapshot(step), model=model, frozen=("base", "tied", "absent"))
+
+
+def test_frozen_weights_are_written_once_and_every_checkpoint_has_them(store: CheckpointStore, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        store.save(frozen(step))
+    files = [store.path_of(step) / "frozen.safetensors" for step in (1, 2, 3)]
+    assert len({file.stat().st_ino for file in files}) == 1
+    changing = sum(file.stat().st_size for file in store.path_of(3).iterdir() if file != files[2])
+    assert changing < 20_000 < files[0].stat().st_size
+    assert read_json(store.path_of(3) / "manifest.json")["format_version"] == 3
+    store.retain([3])
+    store.save(frozen(4, value=1.0))  # it was changed after all
+    store.save(replace(frozen(5), frozen=()))
+    store.save(frozen(6, value=1.0))
+    assert (store.path_of(6) / "frozen.safetensors").stat().st_nlink == 2
+    shutil.copytree(store.path_of(4), tmp_path / "other" / store.path_of(4).name)  # whole without the others
+    for place, step, value in ((store, 3, 0), (store, 4, 1), (store, 5, 0), (CheckpointStore(tmp_path / "other"), 4, 1)):
+        found = place.load(step).model
+        assert found["tied"] is found["base"] and torch.equal(found["base"], torch.full((512, 512), float(value)))
+        assert torch.equal(found["w"], snapshot(step).model["w"]) and found.keys() == {"w", "b", "base", "tied"}
+    content = bytearray(files[2].read_bytes())
+    content[-1] ^= 1
+    files[2].write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"frozen\.safetensors is damaged"):
+        store.load(3)
+
+
+def test_a_file_system_without_hard_links_gets_copies(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> None:
+        raise OSError(95, os.strerror(95))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuses)
+    store.save(frozen(1))
+    store.save(frozen(2))
+    assert (store.path_of(2) / "frozen.safetensors").stat().st_nlink == 1
+    assert torch.equal(store.load(2).model["base"], torch.zeros(512, 512))
+
+
 def test_last_and_best_are_relative_links_that_move(store: CheckpointStore, tmp_path: Path) -> None:
     assert store.step_of("last") is store.step_of("best") is None and store.steps() == []
     store.save(snapshot(1), best=True)

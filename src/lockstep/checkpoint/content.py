@@ -13,7 +13,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -44,16 +44,32 @@ DTYPES = {
 }
 
 
-class HashingFile:
+class Hashing:
+    """Takes what is written, and keeps its size and hash alone."""
+
+    def __init__(self) -> None:
+        self._hash, self._size = hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self._size += len(view)
+        return len(view)
+
+    @property
+    def digest(self) -> Digest:
+        return Digest(size=self._size, sha256=self._hash.hexdigest())
+
+
+class HashingFile(Hashing):
     """A new file that hashes what is written. ``error`` keeps the operating system's refusal.
 
     torch's C++ archive writer turns an exception of ``write`` into one without an error number.
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._file = path.open("xb", buffering=0)
-        self._hash = hashlib.sha256()
-        self._size = 0
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -65,9 +81,7 @@ class HashingFile:
         except OSError as error:
             self.error = error
             raise
-        self._hash.update(view)
-        self._size += len(view)
-        return len(view)
+        return super().write(view)
 
     def flush(self) -> None:
         pass
@@ -75,13 +89,13 @@ class HashingFile:
     def sync(self) -> Digest:
         """Make the content durable; returns its size and hash."""
         os.fsync(self._file.fileno())
-        return Digest(size=self._size, sha256=self._hash.hexdigest())
+        return self.digest
 
     def close(self) -> None:
         self._file.close()
 
 
-def write_model(file: HashingFile, tensors: dict[str, Tensor]) -> dict[str, str]:
+def write_model(file: Hashing, tensors: dict[str, Tensor]) -> dict[str, str]:
     """Write CPU tensors in the safetensors format; returns names that are the same tensor as another.
 
     Tensors that are the same memory (tied weights) are written once: the result maps each of the
@@ -199,13 +213,15 @@ def _read_again(state: Any) -> None:
     torch.load(file, weights_only=True)
 
 
-def read_model(path: Path, aliases: dict[str, str]) -> dict[str, Tensor]:
-    """What :func:`write_model` wrote. Raises :class:`CheckpointError`."""
+def read_model(paths: Iterable[Path], aliases: dict[str, str]) -> dict[str, Tensor]:
+    """What :func:`write_model` wrote to ``paths``. Raises :class:`CheckpointError`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    tensors: dict[str, Tensor] = {}
     try:
-        tensors = load_file(path)
+        for path in paths:
+            tensors |= load_file(path)
         return {**tensors, **{name: tensors[other] for name, other in aliases.items()}}
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise unreadable(path, error) from None

@@ -18,9 +18,11 @@ from typing import Any
 from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError, UnreadableError
 from lockstep.telemetry.files import parse_json, plain
 
-#: 1: two files; 2: the same in shards. A checkpoint is of the first that has a form for it.
-FORMAT_VERSION = 2
+#: 1: two files; 2: the same in shards; 3: with frozen weights in files of their own. The first that has a form for it.
+FORMAT_VERSION = 3
 MODEL = "model.safetensors"
+#: Weights that training does not change: checkpoints of a run are hard links of one file, as long as its hash is the same.
+FROZEN = "frozen.safetensors"
 TRAINER = "trainer.pt"
 MANIFEST = "manifest.json"
 
@@ -58,7 +60,7 @@ class Manifest:
         taken = _OWN_KEYS & self.extra.keys()
         assert not taken, f"the manifest's own keys cannot be given: {taken}"
         content = {
-            "format_version": 2 if self.shards else 1,
+            "format_version": 3 if any(map(is_frozen, self.files)) else 2 if self.shards else 1,
             "step": self.step,
             "files": {name: asdict(digest) for name, digest in self.files.items()},
             "aliases": dict(self.aliases),
@@ -95,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged", why="its content does not match its checksum", fix=_FIX)
     try:
         files = {name: Digest(int(it["size"]), str(it["sha256"])) for name, it in content["files"].items()}
-        if files.keys() != file_names(_shards(files)):
+        if {name for name in files if not is_frozen(name)} != file_names(_shards(files)):
             raise ValueError(f"a checkpoint does not consist of {', '.join(files)}")
         return Manifest(
             step=int(content["step"]),
@@ -166,20 +168,30 @@ def model_shard(number: int, shards: int) -> str:
     return f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
 
 
+def frozen_shard(number: int, shards: int) -> str:
+    """The file with part ``number`` (from 0) of the frozen weights, where that has some."""
+    return f"frozen-{number + 1:05d}-of-{shards:05d}.safetensors"
+
+
+def is_frozen(name: str) -> bool:
+    """Whether a file of a checkpoint has frozen weights."""
+    return name == FROZEN or re.fullmatch(r"frozen-\d{5}-of-\d{5}\.safetensors", name) is not None
+
+
 def trainer_shard(number: int, shards: int) -> str:
     """The file with part ``number`` (from 0) of the divided tensors of the training state."""
     return f"trainer-{number + 1:05d}-of-{shards:05d}.safetensors"
 
 
 def file_names(shards: int) -> set[str]:
-    """The files of a checkpoint in N shards (0: whole), besides its manifest."""
+    """The files of a checkpoint in N shards (0: whole), besides its manifest and frozen weights."""
     if not shards:
         return {MODEL, TRAINER}
     return {TRAINER, *(name(number, shards) for name in (model_shard, trainer_shard) for number in range(shards))}
 
 
 def _shards(files: Mapping[str, Digest]) -> int:
-    return 0 if MODEL in files else (len(files) - 1) // 2
+    return 0 if MODEL in files else (sum(not is_frozen(name) for name in files) - 1) // 2
 
 
 def folder_name(step: int) -> str:

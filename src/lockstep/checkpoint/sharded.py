@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from lockstep.checkpoint.manifest import Digest, folder_name, model_shard, trainer_shard
+from lockstep.checkpoint.manifest import Digest, folder_name, frozen_shard, model_shard, trainer_shard
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import surfaced
@@ -105,12 +105,12 @@ class ShardedStore(CheckpointStore):
         if number >= shards:
             return _Part({}, {})
         model, trainer = model_shard(number, shards), trainer_shard(number, shards)
-        aliases, model_digest = self._write_tensors(folder / model, snapshot.model)
+        files, aliases = self._write_weights(folder, snapshot, model, frozen_shard(number, shards))
         self._stage("model written")
         _, trainer_digest = self._write_tensors(folder / trainer, snapshot.rows)
         fsync_folder(folder)
         self._stage("part written")
-        return _Part({model: model_digest, trainer: trainer_digest}, aliases)
+        return _Part({**files, trainer: trainer_digest}, aliases)
 
     def _finish(self, folder: Path, snapshot: Snapshot, parts: list[_Part | LockstepError], best: bool) -> str:
         written = [_ok(part) for part in parts]

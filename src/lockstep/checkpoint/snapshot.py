@@ -8,12 +8,12 @@ needs neither the number of ranks that wrote nor their way of dividing, and read
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.manifest import MODEL, TRAINER, Manifest, model_shard, trainer_shard
+from lockstep.checkpoint.manifest import MODEL, TRAINER, Manifest, is_frozen, model_shard, trainer_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,6 +119,8 @@ class Snapshot:
 
     Of a state that is divided among ranks, each has a snapshot with its rows of the divided tensors: those of the
     model, and in ``rows`` those that ``trainer`` has marks for (:class:`Pieces`). The first rank's has all the rest.
+
+    ``frozen`` names tensors of the model that training does not change: checkpoints share the file that has them.
     """
 
     step: int
@@ -126,6 +128,7 @@ class Snapshot:
     trainer: dict[str, Any]
     manifest: dict[str, Any]
     rows: dict[str, Tensor] = field(default_factory=dict)
+    frozen: Collection[str] = ()
 
 
 def read_snapshot(folder: Path, manifest: Manifest, *, in_pieces: bool = False) -> Snapshot:
@@ -137,12 +140,15 @@ def read_snapshot(folder: Path, manifest: Manifest, *, in_pieces: bool = False) 
     from lockstep.checkpoint.content import read_model, read_trainer
 
     trainer, extra, shards = read_trainer(folder / TRAINER), dict(manifest.extra), range(manifest.shards)
+    frozen = sorted(folder / name for name in manifest.files if is_frozen(name))
     if not shards:
-        return Snapshot(manifest.step, read_model(folder / MODEL, dict(manifest.aliases)), trainer, extra)
+        weights = read_model([folder / MODEL, *frozen], dict(manifest.aliases))
+        return Snapshot(manifest.step, weights, trainer, extra)
 
     def read(pieces: dict[str, Pieces]) -> dict[str, Any]:
         return dict(pieces) if in_pieces else {name: tensor.whole() for name, tensor in pieces.items()}
 
-    model = open_pieces([folder / model_shard(number, len(shards)) for number in shards], manifest.aliases)
+    parts = [folder / model_shard(number, len(shards)) for number in shards]
+    model = open_pieces([*parts, *frozen], manifest.aliases)
     rows = open_pieces([folder / trainer_shard(number, len(shards)) for number in shards], {})
     return Snapshot(manifest.step, read(model), put_back(trainer, read(rows)), extra)

@@ -10,7 +10,9 @@ Whatever ends the process at whatever moment, the checkpoints before are untouch
     .*.tmp-*                  being made, or being removed; never read
 
 In a checkpoint lie ``manifest.json``, ``trainer.pt`` and ``model.safetensors``; or, where each rank has written its
-part (:mod:`.sharded`), ``model-00001-of-00004.safetensors``, ``trainer-00001-of-00004.safetensors`` and so on.
+part (:mod:`.sharded`), ``model-00001-of-00004.safetensors``, ``trainer-00001-of-00004.safetensors`` and so on. Frozen
+weights of a megabyte and more are in ``frozen.safetensors``: they are written once, and later checkpoints whose frozen
+weights have the same hash have a hard link to that file.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lockstep.checkpoint.manifest import (
+    FROZEN,
     MANIFEST,
     MODEL,
     TRAINER,
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointStore", "Pointer", "Snapshot"]
 
 Pointer = Literal["last", "best"]
+#: Fewer bytes of frozen weights are saved with the others.
+FROZEN_BYTES = 1 << 20
 
 
 class CheckpointStore(CheckpointReader):
@@ -78,9 +83,9 @@ class CheckpointStore(CheckpointReader):
             self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone stays gone
             temporary.mkdir()
             self._stage("begun")
-            aliases, digest = self._write_tensors(temporary / MODEL, snapshot.model)
+            files, aliases = self._write_weights(temporary, snapshot, MODEL, FROZEN)
             self._stage("model written")
-            self._publish(temporary, snapshot, {MODEL: digest}, aliases, best)
+            self._publish(temporary, snapshot, files, aliases, best)
         except OSError as error:
             raise storage_error(error, target) from error
         finally:
@@ -105,6 +110,35 @@ class CheckpointStore(CheckpointReader):
         except OSError as error:
             raise storage_error(error, target) from error
         return target
+
+    def _write_weights(
+        self, folder: Path, snapshot: Snapshot, model: str, frozen: str
+    ) -> tuple[dict[str, Digest], dict[str, str]]:
+        """Write the snapshot's weights to files of these names; returns what was written, and which tensors are tied."""
+        constant = {name: snapshot.model[name] for name in snapshot.frozen if name in snapshot.model}
+        if sum(tensor.nbytes for tensor in constant.values()) < FROZEN_BYTES:
+            constant = {}
+        changing = {name: tensor for name, tensor in snapshot.model.items() if name not in constant}
+        aliases, digest = self._write_tensors(folder / model, changing)
+        files = {model: digest}
+        if constant:
+            tied, files[frozen] = self._written_once(folder / frozen, constant)
+            aliases |= tied
+        return files, aliases
+
+    def _written_once(self, path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, str], Digest]:
+        """Make ``path`` a link to the file of another checkpoint with the same content, else write it."""
+        from lockstep.checkpoint.content import Hashing, write_model
+
+        hashed = Hashing()
+        aliases = write_model(hashed, tensors)
+        for step in reversed(self.steps()):
+            with contextlib.suppress(CheckpointError, OSError, NotImplementedError):
+                earlier = self.path_of(step)
+                if read_manifest(earlier).files.get(path.name) == hashed.digest:
+                    path.hardlink_to(earlier / path.name)
+                    return aliases, hashed.digest
+        return self._write_tensors(path, tensors)
 
     def _write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, str], Digest]:
         from lockstep.checkpoint.content import write_model

@@ -13,7 +13,7 @@ from lockstep.data.stream import Stream
 from lockstep.engine.distributed.agreement import check_agreement
 from lockstep.engine.parts import Parts
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import load_shared, load_weights, restoring
+from lockstep.engine.resume import frozen_names, load_shared, load_weights, restoring
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.task import Task
 from lockstep.telemetry.progress_board import Activity, pulse
@@ -57,6 +57,7 @@ class Checkpoints:
             else:
                 content = strategy.whole(content, rank.collectives, keep=rank.writer is not None)
             if rank.writer is not None:
+                content["frozen"] = frozen_names(strategy.module)
                 self._log.write(content, best=best, steady=self._steady())
                 self._parts.update.waits_for = rank.writer.copied
 
@@ -102,8 +103,7 @@ class Checkpoints:
         state, strategy, update = self._parts.state, self._parts.strategy, self._parts.update
         state.draws_seeded, state.skipped_steps = strategy.draws.everything, update.skipped
         if not self._divides:
-            named = strategy.module.named_parameters()
-            state.frozen = [name for name, parameter in named if not parameter.requires_grad]
+            state.frozen = frozen_names(strategy.module)
         content: dict[str, Any] = {
             "state": self._log.current_state(),
             "update": update.state_dict(),

@@ -227,6 +227,11 @@ def check_moments(optimizer: Optimizer) -> None:
                 raise ValueError(f"the optimizer's {name} does not fit a parameter of shape {tuple(parameter.shape)}")
 
 
+def frozen_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that are not trained; of tied ones all names."""
+    return [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
+
+
 def freeze_again(model: nn.Module, frozen: Collection[str] | None) -> str | None:
     """Freeze and unfreeze parameters as at the checkpoint, since a hook may have changed them.
 

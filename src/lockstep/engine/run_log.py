@@ -355,7 +355,7 @@ class RunLog:
 
         ``steady``: as for :meth:`.HostBuffers.copy`.
 
-        ``content``: ``model``, ``trainer`` and, of a shard, ``rows``; see :class:`Snapshot`.
+        ``content``: ``model``, ``trainer``, ``frozen`` and, of a shard, ``rows``; see :class:`Snapshot`.
         """
         rank, state, writer = self._rank, self.state, self._rank.writer
         assert writer is not None

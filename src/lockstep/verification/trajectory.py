@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.checkpoint.manifest import MODEL
 from lockstep.engine.diagnostics.step_trace import trace_file
 from lockstep.telemetry.rundir import RunDir
 
@@ -111,7 +110,7 @@ def read_trajectory(path: Path) -> Trajectory:
     for other in others:
         digest += other["digest"]  # wraps, as the hashes' sum does
         samples += other["samples"]
-    model = run.checkpoints / "last" / MODEL
+    weights = sorted((run.checkpoints / "last").glob("*.safetensors"))
     with np.errstate(divide="ignore", invalid="ignore"):
         loss = main["loss"] / main["count"]
     return Trajectory(
@@ -127,7 +126,7 @@ def read_trajectory(path: Path) -> Trajectory:
         validation=tuple(
             {k: math.nan if v is None else v for k, v in row.items() if k.startswith("val_")} for row in run.epochs()
         ),
-        fingerprint=hashlib.sha256(model.read_bytes()).hexdigest(),
+        fingerprint=hashlib.sha256(b"".join(file.read_bytes() for file in weights)).hexdigest(),
         sizes=dict(zip(main["names"].tolist(), main["sizes"].tolist(), strict=True)),
         merged=tuple(main["merged"].tolist()),
         buffers=_named("buffer:", main),

@@ -17,7 +17,7 @@ from lockstep.engine.lightning.cluster import KeptSignals, profiler, quiet_train
 from lockstep.engine.lightning.dataloaders import evaluation_loader, replaced_loaders, training_loader
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import judge_afresh, load_initial_weights, restored_state
+from lockstep.engine.resume import frozen_names, judge_afresh, load_initial_weights, restored_state
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
 from lockstep.errors import UnsupportedError
@@ -116,7 +116,8 @@ class ModuleFit:
     def _write(self, weights: dict[str, Any], rest: dict[str, Any]) -> None:
         """Called on rank 0."""
         trainer = {"state": self.log.current_state(), "task": {}, "lightning": rest}
-        self.log.write({"model": weights, "trainer": trainer}, best=self._callback.saves_best)
+        frozen = frozen_names(self._task.module)
+        self.log.write({"model": weights, "trainer": trainer, "frozen": frozen}, best=self._callback.saves_best)
 
 
 def _precision(kind: str, device: torch.device) -> Any:

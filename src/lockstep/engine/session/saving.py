@@ -11,7 +11,7 @@ from lockstep.checkpoint.content import check_saveable
 from lockstep.engine.distributed.agreement import check_agreement
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import check_moments, freeze_again, restoring
+from lockstep.engine.resume import check_moments, freeze_again, frozen_names, restoring
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.session.stepper import Stepper
 from lockstep.engine.strategies.base import SeededDraws
@@ -67,7 +67,9 @@ class SessionCheckpoints:
         self._log.saved()
         if self._rank.writer is not None:
             with pulse.during(Activity.SAVING):
-                self._log.write({"model": self._module.state_dict(), "trainer": self._trainer_state()}, best=best)
+                trainer = self._trainer_state()
+                content = {"model": self._module.state_dict(), "trainer": trainer, "frozen": self._log.state.frozen}
+                self._log.write(content, best=best)
 
     def wait(self) -> None:
         """Wait until the last one is on disk. Collective."""
@@ -80,7 +82,7 @@ class SessionCheckpoints:
         state = self._log.state
         state.draws_seeded = self._draws.everything
         state.skipped_steps = sum(stepper.update.skipped for stepper in self._steppers.values())
-        state.frozen = [name for name, p in self._module.named_parameters() if not p.requires_grad]
+        state.frozen = frozen_names(self._module)
         return {
             "state": self._log.current_state(),
             "update": {name: stepper.update.state_dict() for name, stepper in self._steppers.items()},
