@@ -93,7 +93,12 @@ def test_frozen_weights_are_written_once_and_every_checkpoint_has_them(store: Ch
     store.save(frozen(6, value=1.0))
     assert (store.path_of(6) / "frozen.safetensors").stat().st_nlink == 2
     shutil.copytree(store.path_of(4), tmp_path / "other" / store.path_of(4).name)  # whole without the others
-    for place, step, value in ((store, 3, 0), (store, 4, 1), (store, 5, 0), (CheckpointStore(tmp_path / "other"), 4, 1)):
+    for place, step, value in (
+        (store, 3, 0),
+        (store, 4, 1),
+        (store, 5, 0),
+        (CheckpointStore(tmp_path / "other"), 4, 1),
+    ):
         found = place.load(step).model
         assert found["tied"] is found["base"] and torch.equal(found["base"], torch.full((512, 512), float(value)))
         assert torch.equal(found["w"], snapshot(step).model["w"]) and found.keys() == {"w", "b", "base", "tied"}

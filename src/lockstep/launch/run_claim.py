@@ -222,8 +222,7 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
         raise RunFolderError(
             f"the model of run {run.read().id} is made by the loop in {name}",
             why="a lockstep.Session trained it, and only its script can make it again",
-            fix=f"evaluate it there; Session(init_from={str(run.path)!r}) reads its weights, and so does "
-            f"safetensors.torch.load_file({str(run.checkpoints / 'last' / 'model.safetensors')!r})",
+            fix=f"evaluate it there; Session(init_from={str(run.path)!r}) reads its weights",
         )
     module, _, attribute = name.partition(":")
     if name == FROM_PARTS:
