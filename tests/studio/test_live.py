@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import struct
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -243,23 +245,32 @@ def test_a_tab_hears_why_something_is_refused(address: Address, run: RunDir) -> 
         assert (page.messages[-1]["run"], page.messages[-1]["request"]) == ("run-0000000a", 5)
 
 
-def test_a_tab_that_asks_and_never_reads_takes_little_memory(address: Address, run: RunDir) -> None:
+def test_a_tab_that_asks_and_never_reads_takes_little_memory_and_is_closed_at_the_end(
+    run: RunDir, tmp_path: Path
+) -> None:
     with run.steps_file.open("w") as file:
         for number in range(20_000):
             file.write(json.dumps(step(number + 1, scalars={str(name): 0.5 for name in range(20)})) + "\n")
     wanted = {"type": "range", "run": "run-0000000a", "stream": "steps", "points": 20_000}
-    with address.live() as other, address.live(max_queue=1) as tab:
-        other.send(json.dumps({"type": "subscribe", "run": "run-0000000a"}))
-        while not isinstance(other.recv(timeout=WAIT_S), bytes):
-            pass
-        tab.send(json.dumps({"type": "subscribe", "run": "run-0000000a"}))
-        before = psutil.Process().memory_info().rss
-        for _ in range(400):  # the answers have 700 MB
-            tab.send(json.dumps(wanted))
-        time.sleep(3)
-        grown = psutil.Process().memory_info().rss - before
-        assert grown < 150 << 20, grown
-        other.send('{"type": "ping"}')
-        while other.recv(timeout=WAIT_S) != '{"type":"pong"}':
-            pass
-        tab.socket.shutdown(2)
+    with ExitStack() as clients, studio(tmp_path, machine(0)) as address:
+        tab = clients.enter_context(address.live(max_queue=1))
+        with address.live() as other:
+            other.send(json.dumps({"type": "subscribe", "run": "run-0000000a"}))
+            while not isinstance(other.recv(timeout=WAIT_S), bytes):
+                pass
+            tab.send(json.dumps({"type": "subscribe", "run": "run-0000000a"}))
+            before = psutil.Process().memory_info().rss
+            for _ in range(400):  # the answers have 700 MB
+                tab.send(json.dumps(wanted))
+            time.sleep(3)
+            grown = psutil.Process().memory_info().rss - before
+            assert grown < 150 << 20, grown
+            other.send('{"type": "ping"}')
+            while other.recv(timeout=WAIT_S) != '{"type":"pong"}':
+                pass
+        clients.enter_context(suppress(OSError))
+        clients.callback(tab.socket.shutdown, 2)
+    with warnings.catch_warnings(record=True) as left:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert not [str(one.message) for one in left if one.category is ResourceWarning]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,8 @@ HOST = "127.0.0.1"
 #: The port unless --port is given or the port is taken.
 DEFAULT_PORT = 8756
 _MAX_MESSAGE_BYTES = 64 << 10
+#: How long answers may take after Ctrl-C.
+GRACE_S = 2.0
 
 
 class Server:
@@ -43,7 +46,7 @@ class Server:
             self._socket.close()
             raise
         app = make_app(self.studio, self.port)
-        self._uvicorn = uvicorn.Server(
+        self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
                 log_level="warning",
@@ -84,6 +87,19 @@ class Server:
     def stop(self) -> None:
         """End :meth:`run`; may be called from another thread."""
         self._uvicorn.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    """Waits ``GRACE_S`` seconds for answers at its end, then closes what is open: a peer may never read."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        abort = asyncio.get_running_loop().call_later(GRACE_S, self._abort)
+        await super().shutdown(sockets)
+        abort.cancel()
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _listen(port: int | None) -> socket.socket:

@@ -2,7 +2,7 @@
 
 import { computed, effect, signal } from "./html.js";
 import { post } from "./api.js";
-import { devices, schema, tasks } from "./catalogue.js";
+import { devices, schema, studio, tasks } from "./catalogue.js";
 import { connection, isGoing, runs } from "./live.js";
 import { getAt, same, setAt } from "./settings.js";
 
@@ -104,22 +104,23 @@ async function ask(request) {
   }
 }
 
-/** The running runs: the plan warns if they share devices with the draft. */
-const going = computed(() => (runs.value ?? []).filter(isGoing).map(({ id }) => id).join());
+/** The running runs: the plan warns if they share devices with the draft. Null until the list has arrived. */
+const going = computed(() => runs.value && runs.value.filter(isGoing).map(({ id }) => id).join());
 
-/** Failed requests are repeated when the studio is back. */
-const connected = computed(() => connection.value === "open");
-
-/** Requests the plan whenever the draft or the running runs change; called once. */
+/** Requests the plan when the draft or the running runs change, and again after an error when the studio is back. */
 export function keepPlanning() {
+  let made = {};
   effect(() => {
-    const request = body.value;
-    void going.value;
-    void connected.value;
+    const now = { request: JSON.stringify(body.value), server: studio.value?.instance, going: going.value, connected: connection.value === "open" };
     if (!devices.value) return;
+    const moved = made.going !== null && made.going !== now.going;
+    const again = now.connected && !made.connected && planned.peek().error;
+    const old = made.request !== now.request || made.server !== now.server || moved || again;
+    made = now;
+    if (!old) return;
     clearTimeout(timer);
     planned.value = { ...planned.peek(), waiting: true };
-    timer = setTimeout(() => ask(request), WAIT_MS);
+    timer = setTimeout(() => ask(body.peek()), WAIT_MS);
   });
 }
 
