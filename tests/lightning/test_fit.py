@@ -124,7 +124,8 @@ def test_a_named_module_stopped_on_two_ranks_goes_on_with_one_and_three(tmp_path
 
 def test_moments_are_restored_in_the_layout_of_their_weights(tmp_path: Path) -> None:
     """Stopped and resumed or not: the same weights bit for bit, of a channels_last model with a fused optimizer."""
-    task = {"hardware": ONE, "task": {"datamodule": f"{FILE}:Numbered"}}
+    task: dict[str, Any] = {"hardware": ONE, "task": {"datamodule": f"{FILE}:Numbered"}}
+    task["averaging"] = {"name": "ema", "decay": 0.5, "every_steps": 2}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     lockstep.train(f"{FILE}:Pixels", settings(whole, epochs=1) | task)
     lockstep.train(f"{FILE}:Pixels", settings(stopped, epochs=1, max_steps=3) | task)
@@ -133,6 +134,28 @@ def test_moments_are_restored_in_the_layout_of_their_weights(tmp_path: Path) -> 
     resume(RunDir.open(stopped / "run"), overrides={"training": {"max_steps": None}})
     ours, theirs = weights(stopped / "run"), weights(whole / "run")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+class Averaging(pl.Callback):
+    """Averages the weights after each step, and notes those that a validation sees."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.average = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
+        for name, value in pl_module.state_dict().items():
+            self.average[name] = 0.5 * self.average[name] + 0.5 * value
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.seen = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+
+def test_averaged_weights_are_validated_and_saved(tmp_path: Path) -> None:
+    watch, module = Averaging(), own.Classifier(str(noted(tmp_path)))
+    config = settings(tmp_path) | {"averaging": {"name": "ema", "decay": 0.5, "warmup": False}}
+    fit(module, own.Numbered(), hardware=ONE, config=config, trainer={"callbacks": [watch]})
+    for found in (weights(tmp_path / "run"), watch.seen, dict(module.state_dict())):
+        torch.testing.assert_close(found, watch.average)
 
 
 def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lockstep.telemetry.files import parse_json, plain
 #: 1: two files; 2: the same in shards; 3: with frozen weights in files of their own. The first that has a form for it.
 FORMAT_VERSION = 3
 MODEL = "model.safetensors"
-#: Weights that training does not change: checkpoints of a run are hard links of one file, as long as its hash is the same.
+#: Weights that training does not change. Checkpoints have links to one such file, as long as its hash is the same.
 FROZEN = "frozen.safetensors"
 TRAINER = "trainer.pt"
 MANIFEST = "manifest.json"

@@ -114,7 +114,7 @@ class CheckpointStore(CheckpointReader):
     def _write_weights(
         self, folder: Path, snapshot: Snapshot, model: str, frozen: str
     ) -> tuple[dict[str, Digest], dict[str, str]]:
-        """Write the snapshot's weights to files of these names; returns what was written, and which tensors are tied."""
+        """Write the snapshot's weights to files of these names; returns what was written, and the tied tensors."""
         constant = {name: snapshot.model[name] for name in snapshot.frozen if name in snapshot.model}
         if sum(tensor.nbytes for tensor in constant.values()) < FROZEN_BYTES:
             constant = {}

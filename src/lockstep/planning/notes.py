@@ -148,13 +148,11 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
             why="it lowers the learning rate when the monitored metric of evaluations does not improve",
             fix="return validation data from datasets(), or choose another schedule, such as cosine",
         )
-    if config.averaging.name != "none" and (facts.loader is not None or placement.spec.state == "staged"):
-        what = "a LightningModule" if facts.loader is not None else f"strategy {placement.strategy}"
-        own = "add lightning.pytorch.callbacks.EMAWeightAveraging to its Trainer"
+    if config.averaging.name != "none" and placement.spec.state == "staged":
         raise UnsupportedError(
-            f"averaging.name={config.averaging.name} is incompatible with {what}",
-            why="Lightning's Trainer trains it" if facts.loader is not None else "no rank has all of the weights",
-            fix=own if facts.loader is not None else "use another strategy, or averaging.name=none",
+            f"averaging.name={config.averaging.name} is incompatible with strategy {placement.strategy}",
+            why="no rank has all of the weights",
+            fix="use another strategy, or averaging.name=none",
         )
     spec, optimizer = placement.spec, config.optimizer.name
     if config.training.activation_checkpointing and (spec.scatters or spec.state == "staged"):

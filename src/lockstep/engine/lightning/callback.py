@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.engine.lightning.checkpoint_io import save
 from lockstep.engine.lightning.dataloaders import Step, epoch_steps
+from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.step import match_layouts
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog
@@ -32,12 +33,18 @@ class RunLogCallback(Checkpoint):
     A ``Checkpoint`` in Lightning's sense: its epoch-end hook comes after the module's own, so rows are complete.
     State is saved at the start of the next batch, when the module's hooks and the schedulers have run.
 
+    Args:
+        averaged: the averaged weights of a checkpoint that the run resumes from.
+
     Attributes:
         saves_best: whether the checkpoint that is being saved is the best so far.
+        averages: of the weights; in use while it validates and saves. Made when the module is on its device.
     """
 
-    def __init__(self, rank: RankContext, log: RunLog) -> None:
+    def __init__(self, rank: RankContext, log: RunLog, averaged: Mapping[str, Any] | None = None) -> None:
         self.saves_best = False
+        self.averages: Averages | None = None
+        self._averaged = averaged
         self._rank, self._log, self._state = rank, log, log.state
         self._losses: list[tuple[Tensor, int]] = []
         self._returns_loss = False
@@ -58,6 +65,8 @@ class RunLogCallback(Checkpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for optimizer in trainer.optimizers:
             match_layouts(optimizer)  # Lightning has restored them
+        self.averages = Averages(self._rank.config.averaging, pl_module, self._rank.plan.total_steps)
+        self.averages.restore(self._averaged)
         pulse.at(Activity.FIRST_STEP, self._state.step)
         self._log.unpause()
         self._begin_epoch()
@@ -125,9 +134,13 @@ class RunLogCallback(Checkpoint):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pulse.at(Activity.EVALUATING)
         self._log.pause()
+        if self.averages is not None:  # else it is the sanity check
+            self.averages.swap()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pulse.at(Activity.HOOKS)
+        if self.averages is not None:
+            self.averages.swap()
         self._log.unpause()
         self._left_at = time.perf_counter()
         if trainer.sanity_checking:
@@ -187,6 +200,8 @@ class RunLogCallback(Checkpoint):
         state.micro_step += len(step.mine)
         state.samples_seen += step.stop - step.start
         state.position = step.stop
+        assert self.averages is not None
+        self.averages.update(state.step)
         self._log.step(step.stop - step.start, self._waited_s)
         self._waited_s = 0.0
         logs = self._log.is_logged(state.step)
@@ -247,7 +262,8 @@ class RunLogCallback(Checkpoint):
         if self._due is not None:
             self.saves_best, self._due = self._due, None
             self._log.saved()
-            with pulse.during(Activity.SAVING):
+            assert self.averages is not None
+            with pulse.during(Activity.SAVING), self.averages.in_use():
                 save(trainer)
 
 
