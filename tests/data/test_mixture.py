@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, Subset
 
+from lockstep.config.sections import DataConfig
+from lockstep.data.arrays import leaves
 from lockstep.data.mixture import Mixture
-from lockstep.errors import DataError
+from lockstep.data.packing import Packed
+from lockstep.data.sampling import resolve_sampling
+from lockstep.errors import ConfigError, DataError
 
 
 class Sized:
@@ -66,6 +71,32 @@ def test_stages_begin_at_their_sample_and_parts_continue() -> None:
     assert (np.sort(mine[:40].reshape(4, 10)) == np.arange(10)).all(), "the second stage continues its epochs"
 
 
+def test_a_mixture_within_a_mixture_keeps_its_shares() -> None:
+    inner = Mixture({"b": Sized(6), "c": Sized(4)}, {"b": 0.75, "c": 0.25})
+    outer = Mixture({"a": Sized(100), "inner": inner}, {"a": 0.5, "inner": 0.5})
+    run = outer.sampling().order(400, 1).slice(0, 0, 400)
+    for stop in (8, 100, 400):
+        counts = np.diff([0, *(int((run[:stop] < end).sum()) for end in (100, 106, 110))])
+        assert np.abs(counts - stop * np.array([0.5, 0.375, 0.125])).max() <= 1
+    assert [outer.joined[place] for place in (99, 100, 105, 106, 109)] == [99, 0, 5, 0, 3]
+    assert isinstance(outer.joined, ConcatDataset)
+    assert [type(leaf) for leaf in leaves(outer.joined)] == [Sized] * 3, "what the data sets are is seen through it"
+    other = Mixture({"b": Sized(6), "c": Sized(4)}, {"b": 0.5, "c": 0.5})
+    changed = Mixture({"a": Sized(100), "inner": other}, {"a": 0.5, "inner": 0.5})
+    assert outer.sampling().facts.digest != changed.sampling().facts.digest
+
+
+def test_what_takes_samples_of_a_mixture_by_number_is_refused() -> None:
+    mixture = Mixture({"a": [[1]], "b": [[2]]}, {"a": 0.5, "b": 0.5})
+    for made in (Subset(mixture, [0]), ConcatDataset([mixture, [[3]]])):
+        with pytest.raises(ConfigError, match="would lose its shares"):
+            resolve_sampling(made, None, DataConfig())
+        with pytest.raises(ConfigError, match=f"a Mixture within a {type(made).__name__}"):
+            Mixture({"a": made}, {"a": 1}).sampling()
+    with pytest.raises(ConfigError, match="a Mixture within a Packed would lose its shares"):
+        Packed(mixture, 4)
+
+
 def test_shares_without_a_small_denominator_are_rounded_and_sum_to_one() -> None:
     mixture = Mixture({"a": Sized(3), "b": Sized(3), "c": Sized(3)}, {"a": 0.1234567, "b": 1 / 3, "c": 0.7})
     (exact,) = mixture.stages.values()
@@ -78,6 +109,7 @@ def test_shares_without_a_small_denominator_are_rounded_and_sum_to_one() -> None
     [
         ({}, {}, "names no data set"),
         ({"a": []}, {"a": 1}, "'a' of a mixture is empty"),
+        ({"a": {1, 2}}, {"a": 1}, "no length or no items"),
         ({"a": [1]}, {"b": 1}, "shares of a mixture are those of b"),
         ({"a": [1]}, {"a": 0}, "all shares"),
         ({"a": [1]}, {"a": -1}, "share of 'a'"),

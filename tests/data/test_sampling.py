@@ -93,6 +93,11 @@ def test_a_curriculum_has_the_weights_of_its_epoch() -> None:
     assert [set(order.slice(epoch, 0, 4).tolist()) for epoch in range(4)] == [{0}, {1}, {2}, {3}]
 
 
+def test_a_curriculum_is_asked_for_the_epochs_of_the_run_alone() -> None:
+    weights = [np.ones(4)]
+    assert sorted(order_of(lambda epoch: weights[epoch], 4).slice(0, 0, 4).tolist())
+
+
 @pytest.mark.parametrize("positions", [3, 10, 17, 40])
 def test_epochs_of_another_length_show_each_sample_once_before_any_again(positions: int) -> None:
     order = order_of(None, 10, positions=positions)

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
-from lockstep.data.stream import EVERY, Stream, as_stream
-from lockstep.errors import ConfigError, DataError, SampleError, UnsupportedError
+from lockstep.data.stream import EVERY, LAG, Stream, as_stream
+from lockstep.errors import ConfigError, DataError, LockstepError, SampleError, UnsupportedError
 from lockstep.hardware.world import World
+from lockstep.telemetry.files import read_jsonl
 from lockstep.telemetry.rundir import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
@@ -101,6 +102,59 @@ def test_wrong_streams_are_refused() -> None:
         Stream(Numbers(0), 10)[0]
 
 
+class Lines:
+    """Numbers, of which some cannot be read: an iterator that goes on after an error."""
+
+    torn = (7, 30, 31, 69)
+
+    def __init__(self, items: int) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        def item(number: int) -> int:
+            if number in self.torn:
+                raise ValueError(f"line {number} is torn")
+            return number
+
+        return map(item, range(self.items))
+
+
+def test_items_that_cannot_be_read_keep_their_number() -> None:
+    stream = Stream(Lines(70), 70)
+    for number in range(140):
+        if number % 70 in Lines.torn:
+            with pytest.raises(SampleError, match=f"item {number} of Lines could not be read"):
+                stream[number]
+        else:
+            assert stream[number] == number % 70
+
+
+class Counted:
+    alive = 0
+
+    def __init__(self) -> None:
+        Counted.alive += 1
+
+    def __del__(self) -> None:
+        Counted.alive -= 1
+
+
+def test_a_rank_that_asks_for_nothing_does_not_keep_all_items(tmp_path: Path) -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[Counted]:
+            while True:
+                yield Counted()
+
+    stream = Stream(Endless(), 10**6)
+    stream.begin(tmp_path, 1, World(0, 3, 0, 3), 0, 4, None)
+    try:
+        for step in range(500):
+            assert len(stream.__getitems__(range(4 * step, 4 * step + 4))) == 4
+            assert Counted.alive <= 4 * (LAG + 2)
+    finally:
+        stream.end()
+
+
 class Items(Numbers):
     """Samples of the toy."""
 
@@ -121,6 +175,53 @@ CONSTANT = {"name": "constant", "warmup_steps": 0}
 class Streaming(Toy):
     def datasets(self) -> lockstep.Datasets:
         return lockstep.Datasets(Items(200), super().datasets().val)
+
+
+class TornItems(Lines):
+    data = arrays(200, 1)
+
+    def __init__(self, items: int, *, ends: bool = False) -> None:
+        super().__init__(items)
+        self.ends = ends
+
+    def __iter__(self) -> Iterator[Any]:
+        found = ((self.data[0][number], self.data[1][number]) for number in super().__iter__())
+        return found if self.ends else map(self.sample, super().__iter__())
+
+    def sample(self, number: int) -> Any:
+        return self.data[0][number], self.data[1][number]
+
+
+class Tearing(Toy):
+    ends = False
+
+    def datasets(self) -> lockstep.Datasets:
+        return lockstep.Datasets(TornItems(200, ends=self.ends), super().datasets().val)
+
+
+class Ending(Tearing):
+    ends = True
+
+
+TORN: Any = {"training": {"max_steps": 8, "global_batch_size": 30}, "data": {"on_bad_row": "skip"}}
+
+
+def skips(rank: int, size: int, folder: Path) -> Any:
+    return attempt(Tearing, folder / "three", rank, size, scheduler=CONSTANT, **TORN)[0]
+
+
+def test_items_that_cannot_be_read_are_left_out_alike_on_one_and_three_ranks(tmp_path: Path) -> None:
+    three = run_ranks(skips, 3, tmp_path)[0]
+    one, events = attempt(Tearing, tmp_path / "one", scheduler=CONSTANT, **TORN)
+    assert all(torch.allclose(one[name], three[name], atol=1e-5) for name in one)
+    for run in ("one", "three"):
+        rows = [row for file in (tmp_path / run).glob("skipped-rank*.jsonl") for row in read_jsonl(file)]
+        assert sorted(row["index"] for row in rows) == [*Lines.torn, *(200 + number for number in Lines.torn[:3])]
+    assert any("7 training sample(s) could not be read" in getattr(event, "text", "") for event in events)
+    with pytest.raises(LockstepError, match="line 7 is torn"):
+        attempt(Tearing, tmp_path / "stops", training=TORN["training"])
+    with pytest.raises(DataError, match=r"stream ended with an error: item 7 (.|\n)*no more items after"):
+        attempt(Ending, tmp_path / "ends", **TORN)
 
 
 def runs(rank: int, size: int, folder: Path) -> int:

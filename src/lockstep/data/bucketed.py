@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.order import Order, check_slice, derive_key, shuffled
+from lockstep.data.order import BlockOrder, Order, derive_key, shuffled
 from lockstep.data.sampling import SampleOrder
 from lockstep.errors import DataError
 from lockstep.planning.order import check_sizes
 
 
-class BucketedOrder:
+class BucketedOrder(BlockOrder):
     """``order``, rearranged by length within windows of ``window`` samples.
 
     Args:
@@ -44,42 +44,17 @@ class BucketedOrder:
         check_sizes(window, block)
         self._lengths = check_lengths(lengths, order.samples if type(order) is Order else len(lengths))
         self.order, self.samples, self.repeats = order, order.samples, order.repeats
-        self.seed = order.seed
-        self.window = window
-        self.block = block
-        self._cache: tuple[int, int, NDArray[np.int64]] | None = None
+        self.seed, self.block, self._blocks = order.seed, window, block
 
-    def __len__(self) -> int:
-        return self.order.samples
-
-    def slice(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The samples at positions [start, stop) of ``epoch``: shape [stop - start], the caller's own.
-
-        Costs time and memory in proportion to ``stop - start``, and at most two windows more.
-
-        Raises:
-            IndexError: not 0 ≤ start ≤ stop ≤ samples.
-        """
-        check_slice(self.order.samples, epoch, start, stop)
-        indices = np.empty(stop - start, dtype=np.int64)
-        for number in range(start // self.window, -(-stop // self.window)):
-            first = number * self.window
-            low, high = max(start, first), min(stop, first + self.window)
-            indices[low - start : high - start] = self._window(epoch, number)[low - first : high - first]
-        return indices
-
-    def _window(self, epoch: int, number: int) -> NDArray[np.int64]:
-        cache = self._cache
-        if cache is not None and cache[:2] == (epoch, number):
-            return cache[2]
-        first = number * self.window
-        samples = self.order.slice(epoch, first, min(first + self.window, self.order.samples))
+    def _compute(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """A window."""
+        samples = self.order.slice(epoch, start, stop)
         # A stable sort: equal lengths keep their random order.
         samples = samples[np.argsort(self._lengths[samples], kind="stable")]
-        blocks = shuffled(-(-len(samples) // self.block), derive_key("blocks", self.order.seed, epoch, number))
-        places = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
+        key = derive_key("blocks", self.order.seed, epoch, start // self.block)
+        blocks = shuffled(-(-len(samples) // self._blocks), key)
+        places = (blocks[:, None] * self._blocks + np.arange(self._blocks)).reshape(-1)
         window: NDArray[np.int64] = samples[places[places < len(samples)]]
-        self._cache = (epoch, number, window)
         return window
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.data.files import Kept, found, local, shown
+from lockstep.data.files import Files, FileSamples
 from lockstep.errors import DataError
 
+Array = NDArray[Any]
 
-class ColumnFiles:
+
+class ColumnFiles(FileSamples):
     """Rows of Parquet (``.parquet``) or Arrow IPC (``.arrow``, ``.feather``) files; sample ``i`` is a dictionary.
 
     Samples are shuffled within a window of ``window`` row groups, which are drawn from all files; each row group is
@@ -32,103 +33,81 @@ class ColumnFiles:
         DataError: a missing, empty or damaged file, or one whose columns differ from those of the first.
     """
 
-    suffix = ".parquet"
+    suffixes: tuple[str, ...] = (".parquet",)
 
     def __init__(
         self,
-        files: str | Path | Sequence[str | Path],
+        files: Files,
         *,
         columns: Sequence[str] | None = None,
         transform: Callable[[dict[str, Any]], Any] | None = None,
         window: int = 8,
     ) -> None:
-        self.files, self.columns, self.transform = found(files, self.suffix), columns, transform
-        sizes: list[int] = []
-        owners: list[tuple[int, int]] = []
-        schema: Any = None
-        for number, name in enumerate(shown(self.files, "reading footers")):
-            try:
-                rows, own = self._footer(local(name))
-            except DataError:
-                raise
-            except Exception as error:  # each library has its own
-                what = f"{name} cannot be read as {self.suffix}"
-                raise DataError(what, why=str(error), fix="replace it, or leave it out: it may be cut short") from error
-            schema = schema or (name, own)
-            self._check(name, own, *schema)
-            sizes += rows
-            owners += [(number, group) for group in range(len(rows))]
-        wanted = schema[1] if self.columns is None else {name: schema[1][name] for name in self.columns}
-        self._types: dict[str, str] = wanted
+        self.columns = None if columns is None else list(columns)
+        self.shuffle_window, self._plain, self._types = window, True, dict[str, str]()
+        super().__init__(files, transform)
         #: Rows of each row group, in order.
-        self.chunks: NDArray[np.int64] = np.array(sizes, np.int64)
-        self.shuffle_window = window
-        self._ends, self._owners = np.cumsum(self.chunks).tolist(), owners
-        if not len(self):
-            raise DataError(f"the {len(self.files)} files have no row", why=self.files[0], fix="check what wrote them")
-        self._groups = Kept(self._load, window + 1)
+        self.chunks: NDArray[np.int64] = np.diff(self._ends, prepend=0)
+        self._groups = _Groups(self._load, self.chunks, window + 1)
 
-    def _check(self, name: str, own: dict[str, str], first: str, expected: dict[str, str]) -> None:
-        wanted = self.columns if self.columns is not None else {**expected, **own}
-        for column in wanted:
-            if own.get(column) != expected.get(column) or column not in own:
+    def _sizes(self, number: int) -> list[int]:
+        rows, schema = self._footer(self._opened(number))
+        name, own = self.files[number], {field.name: str(field.type) for field in schema}
+        self._types = self._types or own
+        for column in self.columns or {**self._types, **own}:
+            if own.get(column) != self._types.get(column) or column not in own:
                 has = f"has {own[column]}" if column in own else "lacks it"
-                why = f"{first} has {expected.get(column, 'none')}, {name} {has}"
-                raise DataError(
-                    f"the column {column!r} of {name} differs", why=why, fix="name the columns to read: columns=[…]"
-                )
+                why = f"{self.files[0]} has {self._types.get(column, 'none')}, {name} {has}"
+                what = f"the column {column!r} of {name} differs"
+                raise DataError(what, why=why, fix="name the columns to read: columns=[…]")
+        self._plain = self._plain and all(_is_plain(schema.field(column).type) for column in self.columns or own)
+        return rows
 
-    def _footer(self, path: Path) -> tuple[list[int], dict[str, str]]:
-        """Rows of each group, and the type of each column."""
-        file = _parquet().ParquetFile(path, memory_map=True)
-        schema, about = file.schema_arrow, file.metadata
-        rows = [about.row_group(group).num_rows for group in range(about.num_row_groups)]
-        return rows, {field.name: str(field.type) for field in schema}
+    def _open(self, number: int) -> Any:
+        _arrow()
+        import pyarrow.parquet
 
-    def _table(self, path: Path, group: int) -> Any:
-        return (
-            _parquet().ParquetFile(path, memory_map=True).read_row_group(group, columns=self.columns, use_threads=False)
-        )
+        return pyarrow.parquet.ParquetFile(self.path(number), memory_map=True)
 
-    def _load(self, chunk: int) -> dict[str, Any]:
-        number, group = self._owners[chunk]
+    def _footer(self, file: Any) -> tuple[list[int], Any]:
+        """Rows of each group, and the schema."""
+        return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)], file.schema_arrow
+
+    def _table(self, file: Any, group: int) -> Any:
+        return file.read_row_group(group, columns=self.columns, use_threads=False)
+
+    def _load(self, chunk: int) -> dict[str, Array]:
+        number = self._file_of[chunk]
+        group = chunk - bisect_left(self._file_of, number)
         try:
-            table = self._table(local(self.files[number]), group)
+            table = self._table(self._opened(number), group)
         except Exception as error:
             what = f"rows {self._ends[chunk] - self.chunks[chunk]} to {self._ends[chunk] - 1} cannot be read"
             why = f"row group {group} of {self.files[number]}: {error}"
             raise DataError(what, why=why, fix="replace the file, or leave it out") from error
         return {name: _values(column) for name, column in zip(table.column_names, table.columns, strict=True)}
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, index: int) -> Any:
-        chunk = bisect_right(self._ends, index)
-        place = index - (self._ends[chunk - 1] if chunk else 0)
-        row = {name: values[place] for name, values in self._groups(chunk).items()}
-        return row if self.transform is None else self.transform(row)
+    def _record(self, part: int, place: int) -> Any:
+        row = self._groups.row(part) + place
+        # What lies in a row of an array is copied: another group may take its place.
+        return {name: v[row] if v.ndim == 1 else v[row].copy() for name, v in self._groups.columns.items()}
 
     @property
     def is_plain(self) -> bool:
         """Whether samples are the numbers of their columns, so that :meth:`gathered` may make a batch of them."""
-        return self.transform is None and all(_is_plain(self._types[name]) for name in self._types)
+        return self.transform is None and self._plain
 
     def gathered(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         """The batch that ``default_collate`` makes of the samples ``indices``."""
-        chunks = np.searchsorted(self._ends, indices, side="right")
-        batch: dict[str, NDArray[Any]] = {}
-        for chunk in np.unique(chunks).tolist():
-            mine = np.flatnonzero(chunks == chunk)
-            places = indices[mine] - (self._ends[chunk - 1] if chunk else 0)
-            for name, values in self._groups(chunk).items():
-                if name not in batch:
-                    batch[name] = np.empty((len(indices), *values.shape[1:]), values.dtype)
-                batch[name][mine] = values[places]
-        return {name: torch.from_numpy(values) for name, values in batch.items()}
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self[int(index)] for index in indices]
+        parts = np.searchsorted(self._groups.ends, indices, side="right")
+        rows = self._groups.rows(parts)
+        if rows is None:  # more groups than are kept
+            order = np.argsort(parts, kind="stable")
+            halves = [self.gathered(half) for half in np.array_split(indices[order], 2)]
+            back = torch.from_numpy(np.argsort(order))
+            return {name: torch.cat([half[name] for half in halves])[back] for name in halves[0]}
+        where = torch.from_numpy(rows + indices - self._groups.ends[parts] + self.chunks[parts])
+        return {name: torch.from_numpy(v).index_select(0, where) for name, v in self._groups.columns.items()}
 
 
 class ParquetFiles(ColumnFiles):
@@ -138,41 +117,92 @@ class ParquetFiles(ColumnFiles):
 class ArrowFiles(ColumnFiles):
     """As :class:`ParquetFiles`, of Arrow IPC files, which are memory-mapped."""
 
-    suffix = ".arrow"
+    suffixes = (".arrow", ".feather")
 
-    def _footer(self, path: Path) -> tuple[list[int], dict[str, str]]:
-        file = _arrow().ipc.open_file(_arrow().memory_map(str(path)))
-        rows = [file.get_batch(number).num_rows for number in range(file.num_record_batches)]
-        return rows, {field.name: str(field.type) for field in file.schema}
+    def _open(self, number: int) -> Any:
+        return _arrow().ipc.open_file(_arrow().memory_map(str(self.path(number))))
 
-    def _table(self, path: Path, group: int) -> Any:
-        batch = _arrow().ipc.open_file(_arrow().memory_map(str(path))).get_batch(group)
-        table = _arrow().Table.from_batches([batch])
-        return table if self.columns is None else table.select(list(self.columns))
+    def _footer(self, file: Any) -> tuple[list[int], Any]:
+        return [file.get_batch(number).num_rows for number in range(file.num_record_batches)], file.schema
 
-
-def _is_plain(kind: str) -> bool:
-    """Of an Arrow type by its name: a number, or a list of numbers of fixed size."""
-    name = kind.removeprefix("fixed_size_list<").split(": ")[-1].split("[")[0].split(">")[0].removesuffix(" not null")
-    return not kind.startswith("list<") and name in _NUMBERS
+    def _table(self, file: Any, group: int) -> Any:
+        table = _arrow().Table.from_batches([file.get_batch(group)])
+        return table if self.columns is None else table.select(self.columns)
 
 
-_NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "float", "double")
+class _Groups:
+    """The latest ``most`` row groups: the arrays of each column have a slot for each, of the largest group's size."""
+
+    def __init__(self, load: Callable[[int], dict[str, Array]], sizes: NDArray[np.int64], most: int) -> None:
+        self._load, self._sizes, self._most = load, sizes, min(most, len(sizes))
+        self.ends, self._slot_rows = np.cumsum(sizes), int(sizes.max())
+        self.columns: dict[str, Array] = {}
+        #: The first row of each group in the arrays; -1: it is not there.
+        self._first = np.full(len(sizes), -1)
+        self._known: dict[int, int] = {}
+
+    def row(self, group: int) -> int:
+        """The row of the arrays at which a group begins."""
+        if group in self._known:
+            return self._known[group]
+        values, row = self._load(group), len(self._known) * self._slot_rows
+        if len(self._known) == self._most:
+            oldest = next(iter(self._known))
+            row, self._first[oldest] = self._known.pop(oldest), -1
+        for name, new in values.items():
+            rows = self.columns.get(name)
+            if rows is None:
+                rows = np.empty((self._most * self._slot_rows, *new.shape[1:]), new.dtype)
+            elif rows.dtype != new.dtype:  # a group with values that are missing
+                rows = _objects(list(rows.copy()))
+            self.columns[name] = rows
+            rows[row : row + len(new)] = new if new.dtype == rows.dtype else _objects(list(new))
+        self._known[group] = self._first[group] = row
+        return row
+
+    def rows(self, groups: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Where each of ``groups`` begins; ``None``: they are more than are kept."""
+        first = self._first[groups]
+        if (first < 0).any():
+            wanted = np.unique(groups).tolist()
+            if len(wanted) > self._most:
+                return None
+            for group in wanted:  # those that are there become the latest
+                if group in self._known:
+                    self._known[group] = self._known.pop(group)
+            for group in wanted:
+                self.row(group)
+            first = self._first[groups]
+        return first
+
+    def __reduce__(self) -> Any:
+        return _Groups, (self._load, self._sizes, self._most)
 
 
-def _values(column: Any) -> Any:
-    """Something that can be indexed by row: an array where there are numbers, else a list."""
+def _is_plain(kind: Any) -> bool:
+    """Of an Arrow type: a number that torch has, or a list of numbers of fixed size."""
+    if _arrow().types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return str(kind) in _NUMBERS
+
+
+_NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "halffloat", "float", "double")
+
+
+def _values(column: Any) -> Array:
+    """An array by row: of numbers where there are only numbers, else of Python's values."""
     kind = _arrow().types
-    plain = kind.is_integer(column.type) or kind.is_floating(column.type) or kind.is_boolean(column.type)
-    if plain and not column.null_count:
-        return np.array(column)  # a copy: torch warns of arrays that cannot be written to
+    flat, shape = column, [len(column)]
     if kind.is_fixed_size_list(column.type) and not column.null_count:
         flat = column.combine_chunks()
-        flat = flat.chunk(0) if hasattr(flat, "chunk") else flat
-        values = flat.flatten()
-        if not values.null_count and (kind.is_integer(values.type) or kind.is_floating(values.type)):
-            return np.array(values).reshape(-1, column.type.list_size)
-    return column.to_pylist()
+        flat = (flat.chunk(0) if hasattr(flat, "chunk") else flat).flatten()
+        shape.append(column.type.list_size)
+    numbers = kind.is_integer(flat.type) or kind.is_floating(flat.type) or kind.is_boolean(flat.type)
+    return np.asarray(flat).reshape(shape) if numbers and not flat.null_count else _objects(column.to_pylist())
+
+
+def _objects(values: list[Any]) -> Array:
+    return np.fromiter(values, object, len(values))
 
 
 def _arrow() -> Any:
@@ -181,10 +211,3 @@ def _arrow() -> Any:
     except ImportError:
         raise DataError("Parquet and Arrow files need pyarrow", fix="pip install 'lockstep-train[data]'") from None
     return pyarrow
-
-
-def _parquet() -> Any:
-    _arrow()
-    import pyarrow.parquet
-
-    return pyarrow.parquet

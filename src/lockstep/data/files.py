@@ -1,4 +1,4 @@
-"""Files behind a data set: found by name, pattern or URL, copied into a bounded cache, and indexed once."""
+"""Files behind a data set: found by name, pattern or URL, copied into a bounded cache, indexed, and read by number."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import glob
 import hashlib
 import os
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 from lockstep.errors import DataError
 
 Ints = NDArray[np.int64]
+Files = str | Path | Sequence[str | Path]
+#: Files that a data set has open at a time.
+OPEN_FILES = 64
 #: Bytes of copied files that are kept, and of indices that do not fit beside the data.
 CACHE_BYTES = 20 * 2**30
 
@@ -26,8 +30,86 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LOCKSTEP_CACHE") or Path.home() / ".cache" / "lockstep")
 
 
-def found(files: str | Path | Sequence[str | Path], suffix: str) -> list[str]:
-    """The files that are meant, sorted: of a folder those with ``suffix``, of a pattern those that match.
+def place_of(index: int, samples: int) -> int:
+    """``index`` counted from 0: as in a sequence, -1 is the last one.
+
+    Raises:
+        IndexError: there is no such sample.
+    """
+    place = index + samples if index < 0 else index
+    if not 0 <= place < samples:
+        raise IndexError(f"sample {index} of {samples}")
+    return place
+
+
+class FileSamples:
+    """Samples that lie in files, by number. A file has one part or several: numbers count through all parts."""
+
+    #: Of files in a folder; the first names the kind.
+    suffixes: tuple[str, ...] = ("",)
+
+    def __init__(self, files: Files, transform: Callable[[Any], Any] | None) -> None:
+        self.files, self.transform = found(files, self.suffixes), transform
+        self._paths: dict[int, Path] = {}
+        self._opened = Kept(self._open, OPEN_FILES)
+        sizes = [self._checked_sizes(number) for number in progress(range(len(self.files)), "indexing")]
+        #: The file of each part, and the number of its first part.
+        self._file_of = np.repeat(np.arange(len(sizes)), [len(parts) for parts in sizes]).tolist()
+        self._ends = np.cumsum([size for parts in sizes for size in parts], dtype=np.int64).tolist()
+        if not len(self):
+            what = f"the {len(self.files)} files have no sample"
+            raise DataError(what, why=self.files[0], fix="check what wrote them")
+
+    def _checked_sizes(self, number: int) -> list[int]:
+        try:
+            return self._sizes(number)
+        except DataError:
+            raise
+        except Exception as error:  # each library has its own
+            what = f"{self.files[number]} cannot be read as {self.suffixes[0]}"
+            raise DataError(what, why=str(error), fix="replace it, or leave it out: it may be cut short") from error
+
+    def _sizes(self, number: int) -> list[int]:
+        """Samples of each part of a file."""
+        raise NotImplementedError
+
+    def _open(self, number: int) -> Any:
+        """A file, ready to be read."""
+        raise NotImplementedError
+
+    def _record(self, part: int, place: int) -> Any:
+        raise NotImplementedError
+
+    def path(self, number: int) -> Path:
+        """Of a file; the copy of a URL may have been removed from the cache, and is then made again."""
+        if number not in self._paths or not self._paths[number].exists():
+            self._paths[number] = local(self.files[number])
+        return self._paths[number]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._ends else 0
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self._ends[-1]:
+            index = place_of(index, len(self))
+        part = bisect_right(self._ends, index)  # on a list: a tenth of the time of NumPy's
+        place = index - self._ends[part - 1] if part else index
+        try:
+            record = self._record(part, place)
+        except DataError:
+            raise
+        except Exception as error:  # of json, csv, or a decoder
+            what = f"record {place + 1} of {self.files[self._file_of[part]]} cannot be read"
+            why = f"{type(error).__name__}: {error}"
+            raise DataError(what, why=why, fix="repair that record or the file") from error
+        return record if self.transform is None else self.transform(record)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def found(files: Files, suffixes: tuple[str, ...]) -> list[str]:
+    """The files that are meant, sorted: of a folder those with one of ``suffixes``, of a pattern those that match.
 
     A URL (``s3://…``) is looked up by fsspec.
 
@@ -38,26 +120,26 @@ def found(files: str | Path | Sequence[str | Path], suffix: str) -> list[str]:
     for file in [files] if isinstance(files, str | Path) else files:
         name = str(file)
         if "://" in name:
-            names += _remote(name, suffix)
+            names += _remote(name, suffixes)
         elif Path(name).is_dir():
-            names += sorted(map(str, Path(name).rglob(f"*{suffix}")))
+            names += sorted(str(path) for path in Path(name).rglob("*") if path.name.endswith(suffixes))
         elif glob.has_magic(name) and not Path(name).exists():
             names += sorted(glob.glob(name, recursive=True))  # noqa: PTH207, Path.glob takes no absolute pattern
         else:
             names.append(name)
     missing = [name for name in names if "://" not in name and not Path(name).is_file()]
     if missing or not names:
-        what = f"{missing[0]} is missing" if missing else f"there is no {suffix} file in {files}"
+        what = f"{missing[0]} is missing" if missing else f"there is no {' or '.join(suffixes)} file in {files}"
         raise DataError(what, why=f"{len(names)} files were named", fix="check the path, or data.data_dir")
     return names
 
 
-def _remote(url: str, suffix: str) -> list[str]:
+def _remote(url: str, suffixes: tuple[str, ...]) -> list[str]:
     system, path = _fsspec().core.url_to_fs(url)
     if system.isdir(path):
         path = f"{path.rstrip('/')}/**"
     names = system.glob(path) if glob.has_magic(path) else [path]
-    return [system.unstrip_protocol(name) for name in sorted(names) if name.endswith(suffix) or name == path]
+    return [system.unstrip_protocol(name) for name in sorted(names) if name.endswith(suffixes) or name == path]
 
 
 def _fsspec() -> Any:
@@ -69,7 +151,10 @@ def _fsspec() -> Any:
 
 
 def local(name: str) -> Path:
-    """A path to ``name``; of a URL, to a copy in the cache, whose oldest files make room.
+    """A path to ``name``; of a URL, to a copy in the cache, where those that were not used for longest make room.
+
+    The name of a copy has the version of the file, and so its time of change is always the same. When it was used last
+    is its time of access.
 
     Raises:
         DataError: it cannot be copied.
@@ -86,18 +171,16 @@ def local(name: str) -> Path:
             part = copy.with_name(f".{os.getpid()}-{copy.name}")
             system.get_file(path, str(part))
             part.replace(copy)
-        else:
-            os.utime(copy)
+        os.utime(copy, (time.time(), 0))
     except OSError as error:
-        raise DataError(
-            f"{name} cannot be copied", why=str(error), fix="check the URL, the network and the disk"
-        ) from error
+        what = f"{name} cannot be copied"
+        raise DataError(what, why=str(error), fix="check the URL, the network and the disk") from error
     return copy
 
 
 def _make_room(folder: Path, size: int) -> None:
     kept = sorted(
-        (path for path in folder.iterdir() if not path.name.startswith(".")), key=lambda path: path.stat().st_mtime
+        (path for path in folder.iterdir() if not path.name.startswith(".")), key=lambda path: path.stat().st_atime
     )
     total = size + sum(path.stat().st_size for path in kept)
     for path in kept:
@@ -131,30 +214,30 @@ def indexed(path: Path, kind: str, build: Callable[[Path], Ints]) -> Ints:
     return index
 
 
-def shown(items: Sequence[Any], what: str) -> Any:
+def progress(items: Sequence[Any], what: str) -> Iterator[Any]:
     """``items``, with a line of progress on a terminal where there are many."""
-    for number, item in enumerate(items):
-        if sys.stderr.isatty() and len(items) > 1:
-            print(f"\r{what}: {number + 1} of {len(items)}", end="", file=sys.stderr, flush=True)
+    shows = sys.stderr.isatty() and len(items) > 1
+    for number, item in enumerate(items, 1):
+        if shows:
+            end = "\n" if number == len(items) else ""
+            print(f"\r{what}: {number} of {len(items)}", end=end, file=sys.stderr, flush=True)
         yield item
-    if sys.stderr.isatty() and len(items) > 1:
-        print(file=sys.stderr)
 
 
 class Kept:
     """The values of a function for its latest arguments: at most ``most`` of them."""
 
     def __init__(self, make: Callable[[int], Any], most: int) -> None:
-        self._make, self._most, self._values = make, most, OrderedDict[int, Any]()
+        self._make, self._most, self._values = make, most, dict[int, Any]()
 
     def __call__(self, key: int) -> Any:
-        if key in self._values:
-            self._values.move_to_end(key)
-        else:
+        try:
+            return self._values[key]
+        except KeyError:
             while len(self._values) >= self._most:
-                self._values.popitem(last=False)
-            self._values[key] = self._make(key)
-        return self._values[key]
+                del self._values[next(iter(self._values))]
+            self._values[key] = value = self._make(key)
+            return value
 
     def __reduce__(self) -> Any:
         return Kept, (self._make, self._most)

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 
-from lockstep.data.order import check_slice, derive_key
-from lockstep.data.sampling import Cycled, SampleOrder, natural_order
+from lockstep.data.order import BlockOrder, derive_key
+from lockstep.data.sampling import Cycled, SampleOrder, Sampling, natural
 from lockstep.errors import DataError
 from lockstep.planning.order import SamplingFacts
 
@@ -65,8 +65,9 @@ class Mixture(ConcatDataset[Any]):
                 "a mixture names no data set", fix='Mixture({"a": first, "b": second}, {"a": 0.7, "b": 0.3})'
             )
         for name, part in parts.items():
-            if not hasattr(part, "__len__") or len(part) == 0:
-                raise DataError(f"the part {name!r} of a mixture is empty or has no length", fix="leave it out")
+            if not hasattr(part, "__len__") or not hasattr(part, "__getitem__") or len(part) == 0:
+                what = f"the part {name!r} of a mixture is empty, or has no length or no items"
+                raise DataError(what, fix="give a map-style data set, or leave it out")
         super().__init__(parts.values())
         self.names = tuple(parts)
         #: The exact shares of each stage, by its first position.
@@ -79,7 +80,7 @@ class Mixture(ConcatDataset[Any]):
     @property
     def joined(self) -> ConcatDataset[Any]:
         """The parts, one after the other."""
-        return ConcatDataset(self.datasets)
+        return ConcatDataset([getattr(part, "joined", part) for part in self.datasets])
 
     def sampling(self) -> MixtureSampling:
         return MixtureSampling(self)
@@ -89,14 +90,15 @@ class MixtureSampling:
     """How a mixture's samples are chosen."""
 
     def __init__(self, mixture: Mixture) -> None:
-        self._parts, self._sizes = mixture.datasets, np.diff([0, *mixture.cumulative_sizes]).tolist()
+        self._parts = [natural(part) for part in mixture.datasets]
+        self._sizes = np.diff([0, *mixture.cumulative_sizes]).tolist()
         self._names, self._shares = mixture.names, mixture.stages
         shown = "; ".join(
             (f"from sample {start:,}: " if start else "")
             + ", ".join(f"{name} {float(share):.4g}" for name, share in zip(mixture.names, shares, strict=True))
             for start, shares in mixture.stages.items()
         )
-        text = repr((self._names, self._sizes, self._shares))
+        text = repr((self._names, self._sizes, self._shares)) + "".join(part.facts.digest for part in self._parts)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.facts = SamplingFacts(kind=f"mixture of {shown}", digest=digest, positions=len(mixture))
 
@@ -104,14 +106,14 @@ class MixtureSampling:
         return MixtureOrder(self._parts, self._sizes, self._shares, positions, seed)
 
 
-class MixtureOrder:
+class MixtureOrder(BlockOrder):
     """The order of a mixture: indices count through its parts, one after the other."""
 
     repeats = True
 
     def __init__(
         self,
-        parts: list[Any],
+        parts: list[Sampling],
         sizes: list[int],
         shares: Mapping[int, tuple[Fraction, ...]],
         samples: int,
@@ -120,7 +122,8 @@ class MixtureOrder:
         self.samples, self.seed = samples, seed
         self._offsets = np.cumsum([0, *sizes])
         self._parts = [
-            Cycled(natural_order(part, derive_key("part", seed, place)), len(part)) for place, part in enumerate(parts)
+            Cycled(part.order(size, derive_key("part", seed, place)), size)
+            for place, (part, size) in enumerate(zip(parts, sizes, strict=True))
         ]
         self._stages = [Stage(start, *_period(given)) for start, given in shares.items()]
         #: What each part has given before each stage.
@@ -128,8 +131,7 @@ class MixtureOrder:
         for stage, following in zip(self._stages, self._stages[1:], strict=False):
             self._given.append(self._given[-1] + _counts(stage, following.start - stage.start))
 
-    def slice(self, epoch: int, start: int, stop: int) -> Indices:
-        check_slice(self.samples, epoch, start, stop)
+    def _compute(self, epoch: int, start: int, stop: int) -> Indices:
         first, last = epoch * self.samples + start, epoch * self.samples + stop
         found = np.empty(stop - start, np.int64)
         ends = [stage.start for stage in self._stages[1:]] + [last]

@@ -29,6 +29,7 @@ import math
 import multiprocessing
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,37 +112,19 @@ _WORDS = NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Order:
-    """The order in which a run of ``seed`` visits a data set of ``samples`` samples.
+class BlockOrder:
+    """An order computed in blocks of positions, of which the latest is kept: an object for each reader."""
 
-    One object serves one reader well: it keeps the block of positions that it computed last.
-
-    Raises:
-        DataError: there are no samples, or more than ``MAX_SAMPLES``.
-    """
-
-    #: No sample is seen twice in an epoch.
-    repeats = False
-
-    def __init__(self, samples: int, seed: int) -> None:
-        if not 1 <= samples <= MAX_SAMPLES:
-            raise DataError(
-                f"a data set of {samples} samples has no order",
-                why=f"an epoch needs between 1 and {MAX_SAMPLES} samples",
-                fix="check where the task's data lies, and its filters",
-            )
-        self.samples = samples
-        self.seed = seed
-        self._cache: tuple[int, int, NDArray[np.int64]] | None = None
+    samples: int
+    #: Positions of a block.
+    block = 4096
+    _latest: tuple[int, int, NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
         return self.samples
 
-    def __repr__(self) -> str:
-        return f"Order(samples={self.samples}, seed={self.seed})"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (Order, (self.samples, self.seed))
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_latest"}
 
     def slice(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """The samples at positions [start, stop) of ``epoch``: shape [stop - start], the caller's own.
@@ -153,25 +136,46 @@ class Order:
         """
         check_slice(self.samples, epoch, start, stop)
         indices = np.empty(stop - start, dtype=np.int64)
-        for number in range(start // BLOCK, -(-stop // BLOCK)):
-            first = number * BLOCK
-            low, high = max(start, first), min(stop, first + BLOCK)
-            indices[low - start : high - start] = self._block(epoch, number)[low - first : high - first]
+        for first in range(start - start % self.block, stop, self.block):
+            low, high = max(start, first), min(stop, first + self.block)
+            if self._latest is None or self._latest[:2] != (epoch, first):
+                self._latest = epoch, first, self._compute(epoch, first, min(first + self.block, self.samples))
+            indices[low - start : high - start] = self._latest[2][low - first : high - first]
         return indices
 
-    def _block(self, epoch: int, number: int) -> NDArray[np.int64]:
-        cache = self._cache
-        if cache is not None and cache[:2] == (epoch, number):
-            return cache[2]
+    def _compute(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """The samples at the positions of a block."""
+        raise NotImplementedError
+
+
+class Order(BlockOrder):
+    """The order in which a run of ``seed`` visits a data set of ``samples`` samples.
+
+    Raises:
+        DataError: there are no samples, or more than ``MAX_SAMPLES``.
+    """
+
+    #: No sample is seen twice in an epoch.
+    repeats = False
+    block = BLOCK
+
+    def __init__(self, samples: int, seed: int) -> None:
+        if not 1 <= samples <= MAX_SAMPLES:
+            raise DataError(
+                f"a data set of {samples} samples has no order",
+                why=f"an epoch needs between 1 and {MAX_SAMPLES} samples",
+                fix="check where the task's data lies, and its filters",
+            )
+        self.samples, self.seed = samples, seed
+
+    def __repr__(self) -> str:
+        return f"Order(samples={self.samples}, seed={self.seed})"
+
+    def _compute(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         if self.samples < SHUFFLE_BELOW:
-            block = shuffled(self.samples, derive_key("order", self.seed, epoch))
-        else:
-            first = number * BLOCK
-            positions = np.arange(first, min(first + BLOCK, self.samples), dtype=np.uint64)
-            keys = [derive_key("order", self.seed, epoch, turn) for turn in range(ROUNDS)]
-            block = _permute(positions, self.samples, keys).view(np.int64)
-        self._cache = (epoch, number, block)
-        return block
+            return shuffled(self.samples, derive_key("order", self.seed, epoch))
+        keys = [derive_key("order", self.seed, epoch, turn) for turn in range(ROUNDS)]
+        return _permute(np.arange(start, stop, dtype=np.uint64), self.samples, keys).view(np.int64)
 
 
 def check_slice(samples: int, epoch: int, start: int, stop: int) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.data.files import Ints, place_of
+from lockstep.data.sampling import check_shares
 from lockstep.errors import DataError
-
-Ints = NDArray[np.int64]
 
 
 class Packed:
@@ -48,6 +47,7 @@ class Packed:
     ) -> None:
         if window < 1 or open_windows < 1:
             raise DataError(f"windows of {window} tokens, {open_windows} of them open", fix="give two numbers from 1")
+        check_shares(dataset, within="Packed")
         self.dataset, self.window, self.pad, self._take = dataset, window, pad, tokens
         given = getattr(dataset, "lengths", None) if lengths is None else lengths
         if given is None:
@@ -91,6 +91,7 @@ class Packed:
         )
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        index = place_of(index, len(self))
         tokens = np.full(self.window, self.pad, np.int64)
         documents, positions = np.zeros((2, self.window), np.int64)
         place = 0

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.arrays import gather_of, is_hugging_face, leaf_of, leaves
 from lockstep.data.order import derive_key, mixed, sample_rng
-from lockstep.errors import LockstepError, SampleError
+from lockstep.errors import DataError, LockstepError, SampleError
 
 #: Its stubs lack two functions.
 _np: Any = np.random
@@ -207,6 +207,10 @@ Places = frozenset[int]
 _ALL: Places = frozenset({0, 1, 2})
 
 
+class StreamEnded(DataError):
+    """A stream failed and gives no more items: nothing to leave out and continue after."""
+
+
 class Reader:
     """Reads batches of ``dataset``.
 
@@ -349,7 +353,7 @@ class Reader:
             try:
                 items.append(self._item(epoch, index, index if keys is None else int(keys[number])))
             except Exception as error:
-                if self._skipped is not None:
+                if self._skipped is not None and not isinstance(error, StreamEnded):
                     self._leave_out(index, error)
                     continue
                 if isinstance(error, LockstepError):

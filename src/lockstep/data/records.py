@@ -6,91 +6,48 @@ import codecs
 import csv
 import io
 import json
-import os
+import mmap
 import tarfile
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from lockstep.data.files import Ints, found, indexed, local, shown
+from lockstep.data.files import Files, FileSamples, Ints, indexed
 from lockstep.errors import DataError
 
-Files = str | Path | Sequence[str | Path]
-#: Files that a data set has open at a time.
-OPEN_FILES = 64
 _BLOCK = 2**24
 
 
-class _Records:
-    """Records at known places of files. An index has the start of each, and the file's end."""
+class _Records(FileSamples):
+    """Records at known places of files: an index has the start and the end of each."""
 
-    suffix = ""
+    def __init__(self, files: Files, *, transform: Callable[[Any], Any] | None = None) -> None:
+        self._indices: list[Ints] = []
+        super().__init__(files, transform)
 
-    def __init__(self, files: Files, transform: Callable[[Any], Any] | None) -> None:
-        self.files, self.transform = found(files, self.suffix), transform
-        self._indices = [
-            indexed(local(name), type(self).__name__, self._build) for name in shown(self.files, "indexing")
-        ]
-        self._ends = np.cumsum([self._count(index) for index in self._indices]).tolist()
-        self._open: dict[int, int] = {}
-        self._process = 0
-        if not len(self):
-            raise DataError(
-                f"the {len(self.files)} files have no record", why=self.files[0], fix="check what wrote them"
-            )
-
-    def _count(self, index: Ints) -> int:
-        return len(index) - 1
+    def _sizes(self, number: int) -> list[int]:
+        self._indices.append(indexed(self.path(number), type(self).__name__, self._build))
+        return [len(self._indices[-1]) // 2]
 
     def _build(self, path: Path) -> Ints:
         raise NotImplementedError
 
-    def __len__(self) -> int:
-        return int(self._ends[-1])
+    def _open(self, number: int) -> Any:
+        with self.path(number).open("rb") as file:
+            content, end = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), int(self._indices[number][-1])
+        if len(content) < end:
+            raise EOFError(f"the file ends at byte {len(content)}, before {end}")
+        return content
 
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = bisect_right(self._ends, index)  # on a list: a tenth of the time of NumPy's
-        place = index - (self._ends[number - 1] if number else 0)
-        try:
-            record = self._record(number, place)
-        except DataError:
-            raise
-        except Exception as error:  # of json, csv, or a decoder
-            what = f"record {place + 1} of {self.files[number]} cannot be read"
-            raise DataError(
-                what, why=f"{type(error).__name__}: {error}", fix="repair that record or the file"
-            ) from error
-        return record if self.transform is None else self.transform(record)
-
-    def _record(self, number: int, place: int) -> Any:
-        raise NotImplementedError
-
-    def _bytes(self, number: int, start: int, stop: int) -> bytes:
-        """Read without a position, so that threads and processes may share the file."""
-        if self._process != os.getpid():  # a worker process opens its own
-            self._open, self._process = {}, os.getpid()
-        if number not in self._open:
-            if len(self._open) >= OPEN_FILES:
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[number] = os.open(local(self.files[number]), os.O_RDONLY)
-        found = os.pread(self._open[number], stop - start, start)
-        if len(found) != stop - start:
-            raise EOFError(f"the file ends at byte {start + len(found)}")
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_open": {}, "_process": 0}
-
-    def __del__(self) -> None:
-        if getattr(self, "_process", 0) == os.getpid():
-            for descriptor in self._open.values():
-                os.close(descriptor)
+    def _bytes(self, number: int, place: int) -> bytes:
+        start, stop = self._indices[number][2 * place : 2 * place + 2].tolist()
+        content: bytes = self._opened(number)[start:stop]
+        return content
 
 
 class JsonLines(_Records):
@@ -101,54 +58,52 @@ class JsonLines(_Records):
         transform: makes a sample of a value.
     """
 
-    suffix = ".jsonl"
-
-    def __init__(self, files: Files, *, transform: Callable[[Any], Any] | None = None) -> None:
-        super().__init__(files, transform)
+    suffixes = (".jsonl",)
 
     def _build(self, path: Path) -> Ints:
         return _lines(path, quoted=False)
 
-    def _count(self, index: Ints) -> int:
-        return len(index) // 2
+    def _record(self, part: int, place: int) -> Any:
+        text = self._bytes(part, place).decode().strip()
+        value, end = _decode(text)
+        return value if end == len(text) else json.loads(text)
 
-    def _record(self, number: int, place: int) -> Any:
-        return json.loads(self._bytes(number, *self._indices[number][2 * place : 2 * place + 2].tolist()).decode())
+
+#: ``json.loads`` without its search for space around the value.
+_decode = json.JSONDecoder().raw_decode
 
 
-class CsvFiles(JsonLines):
+class CsvFiles(_Records):
     """Rows of CSV files with a header, as dictionaries of texts; a quoted field may have line breaks.
 
     Raises:
         DataError: a file whose header differs from that of the first.
     """
 
-    suffix = ".csv"
-
-    def __init__(self, files: Files, *, transform: Callable[[Any], Any] | None = None) -> None:
-        super().__init__(files, transform=transform)
-        headers = [self._row(number, 0) for number in range(len(self.files))]
-        for name, header in zip(self.files, headers, strict=True):
-            if header != headers[0]:
-                why = f"{self.files[0]} has {', '.join(headers[0])}; {name} has {', '.join(header)}"
-                raise DataError(f"the columns of {name} differ", why=why, fix="give files with the same columns")
-        self.columns = headers[0]
+    suffixes = (".csv",)
 
     def _build(self, path: Path) -> Ints:
         return _lines(path, quoted=True)
 
-    def _count(self, index: Ints) -> int:
-        return max(0, len(index) // 2 - 1)
+    def _sizes(self, number: int) -> list[int]:
+        (lines,) = super()._sizes(number)
+        header = self._row(number, 0) if lines else []
+        if not number:
+            self.columns = header
+        elif header != self.columns:
+            why = f"{self.files[0]} has {', '.join(self.columns)}; {self.files[number]} has {', '.join(header)}"
+            what = f"the columns of {self.files[number]} differ"
+            raise DataError(what, why=why, fix="give files with the same columns")
+        return [max(0, lines - 1)]
 
     def _row(self, number: int, line: int) -> list[str]:
-        start, stop = self._indices[number][2 * line : 2 * line + 2].tolist()
-        rows = list(csv.reader(io.StringIO(self._bytes(number, start, stop).decode(), newline="")))
+        rows = list(csv.reader(io.StringIO(self._bytes(number, line).decode(), newline="")))
         if len(rows) > 1:
             raise ValueError("a quote is not closed")
         return rows[0]
 
-    def _record(self, number: int, place: int) -> Any:
-        row = self._row(number, place + 1)
+    def _record(self, part: int, place: int) -> Any:
+        row = self._row(part, place + 1)
         if len(row) != len(self.columns):
             raise ValueError(f"{len(row)} fields, not {len(self.columns)}")
         return dict(zip(self.columns, row, strict=True))
@@ -185,37 +140,27 @@ class TarShards(_Records):
     A sample is a dictionary of bytes by extension, and ``__key__``. Texts, numbers (``.cls``) and JSON are decoded.
     """
 
-    suffix = ".tar"
-
-    def __init__(self, files: Files, *, transform: Callable[[Any], Any] | None = None) -> None:
-        super().__init__(files, transform)
+    suffixes = (".tar",)
 
     def _build(self, path: Path) -> Ints:
         """For each sample, where its first member's header begins, and the end of its last member."""
         starts, ends, before = [], [], None
-        try:
-            with tarfile.open(path, "r:") as tar:
-                for member in tar:
-                    if not member.isfile():
-                        continue
-                    key = _key(member.name)[0]
-                    if key != before:
-                        starts.append(member.offset)
-                        ends.append(0)
-                    ends[-1], before = member.offset_data + -(-member.size // 512) * 512, key
-        except (tarfile.TarError, EOFError) as error:
-            raise DataError(f"{path} is not a whole tar file", why=str(error), fix="replace the shard") from error
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if not member.isfile():
+                    continue
+                key = _key(member.name)[0]
+                if key != before:
+                    starts.append(member.offset)
+                    ends.append(0)
+                ends[-1], before = member.offset_data + -(-member.size // 512) * 512, key
         if ends and ends[-1] > path.stat().st_size:
-            raise DataError(f"{path} is cut short", why="its last member is not whole", fix="replace the shard")
+            raise EOFError("its last member is not whole")
         return np.stack([starts, ends], axis=1).reshape(-1).astype(np.int64)
 
-    def _count(self, index: Ints) -> int:
-        return len(index) // 2
-
-    def _record(self, number: int, place: int) -> Any:
-        start, stop = self._indices[number][2 * place : 2 * place + 2].tolist()
+    def _record(self, part: int, place: int) -> Any:
         sample: dict[str, Any] = {}
-        with tarfile.open(fileobj=io.BytesIO(self._bytes(number, start, stop)), mode="r:", ignore_zeros=True) as tar:
+        with tarfile.open(fileobj=io.BytesIO(self._bytes(part, place)), mode="r:", ignore_zeros=True) as tar:
             for member in tar:
                 content = tar.extractfile(member)
                 if content is not None:
@@ -239,34 +184,51 @@ def _decoded(extension: str, content: bytes) -> Any:
     return json.loads(content) if last in ("json", "jsn") else content
 
 
-class TokenFile:
-    """A flat file of token numbers, memory-mapped: sample ``i`` has the tokens from ``i·window`` on.
+class TokenFile(FileSamples):
+    """Flat files of token numbers, memory-mapped: sample ``i`` of a file has the tokens from ``i·window`` on.
 
     Args:
-        dtype: of a token in the file.
+        files: a file, folder (of ``.bin`` files), pattern, fsspec URL, or several of them.
+        dtype: of a token in the files.
         window: tokens of a sample; ``targets`` adds one, so that input and target are ``[:-1]`` and ``[1:]``.
 
     Raises:
         DataError: a file that is missing, or too small for one sample.
     """
 
-    def __init__(self, file: str | Path, window: int, *, dtype: str = "uint16", targets: bool = True) -> None:
-        (name,) = found(file, "")
-        self.window, self._size = window, window + targets
-        path = local(name)
-        self._tokens: NDArray[Any] = np.empty(0)
-        if path.stat().st_size:  # an empty file cannot be mapped
-            self._tokens = np.memmap(path, dtype=dtype, mode="r")
-        if not len(self):
-            why = f"it has {len(self._tokens)} tokens, a sample has {self._size}"
-            raise DataError(f"{name} is too small", why=why, fix="give a smaller window, or check dtype")
+    suffixes = (".bin",)
+    #: For :meth:`gathered`.
+    is_plain = True
 
-    def __len__(self) -> int:
-        return max(0, len(self._tokens) - (self._size - self.window)) // self.window
+    def __init__(self, files: Files, window: int, *, dtype: str = "uint16", targets: bool = True) -> None:
+        self.window, self._size, self._dtype = window, window + targets, np.dtype(dtype)
+        super().__init__(files, None)
+        self._span = np.arange(self._size)
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        start = index * self.window
-        return self._tokens[start : start + self._size].astype(np.int64)
+    def _sizes(self, number: int) -> list[int]:
+        tokens = self.path(number).stat().st_size // self._dtype.itemsize
+        if tokens < self._size:
+            why = f"it has {tokens} tokens, a sample has {self._size}"
+            raise DataError(f"{self.files[number]} is too small", why=why, fix="give a smaller window, or check dtype")
+        return [(tokens - (self._size - self.window)) // self.window]
+
+    def _open(self, number: int) -> Any:
+        return np.asarray(np.memmap(self.path(number), self._dtype, "r"))  # a memmap's own slices are slow
+
+    def _record(self, part: int, place: int) -> NDArray[np.int64]:
+        start = place * self.window
+        tokens: NDArray[np.int64] = self._opened(part)[start : start + self._size].astype(np.int64)
+        return tokens
+
+    def gathered(self, indices: NDArray[np.int64]) -> Tensor:
+        """The batch that ``default_collate`` makes of the samples ``indices``: int64, of shape ``(n, size)``."""
+        parts = np.searchsorted(self._ends, indices, side="right")
+        batch = np.empty((len(indices), self._size), np.int64)
+        for part in np.unique(parts).tolist():
+            mine = np.flatnonzero(parts == part)
+            starts = (indices[mine] - (self._ends[part - 1] if part else 0)) * self.window
+            batch[mine] = self._opened(part)[starts[:, None] + self._span]
+        return torch.from_numpy(batch)
 
 
 class ClassFolders:

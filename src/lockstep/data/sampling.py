@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, WeightedRandomSampler
 
 from lockstep.config.sections import DataConfig
-from lockstep.data.arrays import is_hugging_face
-from lockstep.data.order import Order, check_slice, derive_key, mixed, words_of
+from lockstep.data.arrays import is_hugging_face, leaves
+from lockstep.data.order import BlockOrder, Order, check_slice, derive_key, mixed, words_of
 from lockstep.errors import ConfigError, DataError
 from lockstep.planning.order import SamplingFacts
 
@@ -59,7 +59,7 @@ class Sampling(Protocol):
     def order(self, positions: int, seed: int) -> SampleOrder: ...
 
 
-class WindowOrder:
+class WindowOrder(BlockOrder):
     """Each sample once an epoch, shuffled so that only a bounded part of a large data set is read at a time.
 
     The data set consists of ``chunks`` of neighbouring samples. Their order is shuffled; ``window`` chunks after one
@@ -73,34 +73,23 @@ class WindowOrder:
         self._sizes, self._first = chunks, np.cumsum(chunks) - chunks
         self._window, self._epoch, self._order = window, -1, np.empty(0, np.int64)
         self._ends = np.empty(0, np.int64)
-        self._inner = (-1, -1), Order(1, seed)
 
-    def slice(self, epoch: int, start: int, stop: int) -> Indices:
-        check_slice(self.samples, epoch, start, stop)
+    def _compute(self, epoch: int, start: int, stop: int) -> Indices:
         if epoch != self._epoch:
             self._order = Order(len(self._sizes), derive_key("chunks", self.seed)).slice(epoch, 0, len(self._sizes))
             self._ends, self._epoch = np.cumsum(self._sizes[self._order]), epoch
-        found = np.empty(stop - start, np.int64)
-        at = start
-        while at < stop:
-            first = int(np.searchsorted(self._ends, at, side="right")) // self._window * self._window
+        pieces = []
+        while start < stop:
+            first = int(np.searchsorted(self._ends, start, side="right")) // self._window * self._window
             last = min(first + self._window, len(self._order))
             low, high = int(self._ends[first - 1]) if first else 0, int(self._ends[last - 1])
-            until = min(stop, high)
-            if self._inner[0] != (epoch, first):  # an order keeps what it computed last
-                self._inner = (epoch, first), Order(high - low, derive_key("window", self.seed, first))
-            inner = self._inner[1].slice(epoch, at - low, until - low) + low
-            place = np.searchsorted(self._ends, inner, side="right")
-            chunk = self._order[place]
-            found[at - start : until - start] = self._first[chunk] + inner - (self._ends[place] - self._sizes[chunk])
-            at = until
-        return found
-
-
-def natural_order(dataset: Any, seed: int) -> SampleOrder:
-    """Each sample once an epoch: shuffled, within windows where the data set says in which ``chunks`` it is read."""
-    window = getattr(dataset, "shuffle_window", None)
-    return Order(len(dataset), seed) if window is None else WindowOrder(dataset.chunks, window, seed)
+            inner = Order(high - low, derive_key("window", self.seed, first))
+            places = inner.slice(epoch, start - low, min(stop, high) - low) + low
+            turn = np.searchsorted(self._ends, places, side="right")
+            chunk = self._order[turn]
+            pieces.append(self._first[chunk] + places - (self._ends[turn] - self._sizes[chunk]))
+            start = high
+        return np.concatenate(pieces)
 
 
 class Cycled:
@@ -130,7 +119,7 @@ class Cycled:
         return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
 
-class WeightedOrder:
+class WeightedOrder(BlockOrder):
     """Samples drawn with probabilities in proportion to their weights.
 
     With replacement, position p takes the sample at which the sum of the weights first exceeds a hash of p: O(log n).
@@ -147,8 +136,7 @@ class WeightedOrder:
         self._epoch = -1
         self._known: NDArray[Any] = np.empty(0)
 
-    def slice(self, epoch: int, start: int, stop: int) -> Indices:
-        check_slice(self.samples, epoch, start, stop)
+    def _compute(self, epoch: int, start: int, stop: int) -> Indices:
         known = self._of(epoch)
         if not self.repeats:
             return cast(Indices, known[start:stop].astype(np.int64))
@@ -203,8 +191,37 @@ class Uniform:
         self.facts = SamplingFacts(kind=kind, digest=digest, positions=len(dataset))
 
     def order(self, positions: int, seed: int) -> SampleOrder:
-        whole = natural_order(self._dataset, seed)
-        return whole if positions == whole.samples else Cycled(whole, positions)
+        data, samples = self._dataset, len(self._dataset)
+        window = getattr(data, "shuffle_window", None)
+        whole = Order(samples, seed) if window is None else WindowOrder(data.chunks, window, seed)
+        return whole if positions == samples else Cycled(whole, positions)
+
+
+def natural(dataset: Any) -> Sampling:
+    """A data set's own sampling (a mixture's, a stream's), or else each sample once an epoch.
+
+    Raises:
+        ConfigError: a mixture within it would lose its shares.
+    """
+    check_shares(dataset)
+    own = getattr(dataset, "sampling", None)
+    return cast(Sampling, own()) if callable(own) else Uniform(dataset)
+
+
+def check_shares(dataset: Any, within: str | None = None) -> None:
+    """Refuse a mixture among the parts of ``dataset``, or ``dataset`` itself ``within`` what takes it by number.
+
+    Raises:
+        ConfigError: there is one, which would lose its shares.
+    """
+    for leaf in leaves(dataset):
+        if (within is not None or leaf is not dataset) and callable(getattr(leaf, "sampling", None)):
+            outer, inner = within or type(dataset).__name__, type(leaf).__name__
+            raise ConfigError(
+                f"a {inner} within a {outer} would lose its shares",
+                why=f"a {outer} takes samples by number, and a {inner} decides which come, and when",
+                fix=f"make a {outer} of each part, and the {inner} of those",
+            )
 
 
 @dataclass(frozen=True)
@@ -226,17 +243,17 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
         ConfigError: settings that lack what they need. DataError: weights or labels that cannot be used.
     """
     given, name = weights, config.sampling
-    own = getattr(dataset, "sampling", None)
-    if callable(own):  # a mixture, or a stream
+    whole = natural(dataset)
+    if not isinstance(whole, Uniform):  # a mixture, or a stream
         if weights is not None or name not in ("auto", "uniform"):
             raise ConfigError(
                 f"a {type(dataset).__name__} cannot be weighted by sample",
                 why="it decides itself which samples come, and when",
                 fix="leave out data.sampling and Datasets(weights=…); a Mixture takes shares",
             )
-        return cast(Sampling, own())
+        return whole
     if name == "uniform":
-        return Uniform(dataset)
+        return whole
     if name == "weighted" and weights is None:
         raise ConfigError(
             "data.sampling is weighted, but the task gives no weights",
@@ -246,7 +263,7 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
     if name == "balanced":
         given = balanced_weights(labels_of(dataset))
     if given is None:
-        return Uniform(dataset)
+        return whole
     positions, replacement = None, config.replacement
     if isinstance(given, WeightedRandomSampler):
         positions = given.num_samples
@@ -264,7 +281,6 @@ def _weighted(given: Weights, samples: int, positions: int | None, replacement: 
         def weights(epoch: int) -> Floats:
             return check_weights(curriculum(epoch), samples, f" of epoch {epoch}")
 
-        digest.update(weights(1).tobytes())
         kind, most = kind or "weighted by epoch", None
     else:
         fixed = check_weights(given, samples)

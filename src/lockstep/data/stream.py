@@ -7,6 +7,9 @@ no rank can ask for it again. When the data set ends, it is read again: no rank 
 With ``state_dict`` and ``load_state_dict``, as torchdata and Hugging Face have them, the state before every
 :data:`EVERY` items is kept until those have been trained on, so a checkpoint has one at or before its position, and a
 resume skips the few items between the two.
+
+An item that cannot be read keeps its number, and raises when it is asked for: so ``data.on_bad_row=skip`` leaves the
+same items out on any number of ranks. A generator ends with the error that it raises, and so does the run.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from inspect import isgenerator
+from itertools import islice
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -28,10 +33,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.order import check_slice
+from lockstep.data.reader import StreamEnded
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
 from lockstep.hardware.world import World
 from lockstep.planning.order import SamplingFacts
 
+#: Steps for which items are kept for a rank that has asked for none since, as one without samples does. Ranks that take
+#: part in the same collectives are less apart.
+LAG = 32
 #: Items between two states of a data set that has a cursor.
 EVERY = 64
 #: How long a rank waits for the reader of its node, in seconds.
@@ -66,18 +75,23 @@ class Stream:
         self._listener: Listener | None = None
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._asked, self._every = [0], EVERY
+        self._asked, self._window = [0], EVERY
         self._begin_at(0)
 
     def _begin_at(self, position: int) -> None:
         self._iterator: Iterator[Any] | None = None
-        self._next, self._passes, self._given = position, 0, 0
-        self._kept: dict[int, Any] = {}
+        self._first, self._passes, self._given = position, 0, 0
+        #: Items from number ``_first`` on; in the place of one that could not be read, its error.
+        self._kept: list[Any] = []
         self._states: dict[int, Any] = {}
-        self._failed: SampleError | None = None
+        self._ended: StreamEnded | None = None
 
     def __len__(self) -> int:
         return self._samples
+
+    @property
+    def _next(self) -> int:
+        return self._first + len(self._kept)
 
     @property
     def has_cursor(self) -> bool:
@@ -120,49 +134,62 @@ class Stream:
 
     def _read(self, numbers: list[int], rank: int) -> list[Any]:
         with self._lock:
-            while self._next <= max(numbers, default=-1):
-                self._advance()
-            gone = next((number for number in numbers if number not in self._kept), None)
-            if gone is not None:
+            first = min(numbers)
+            if first < self._first:
                 raise DataError(
-                    f"item {gone} of the training stream was asked for after later ones",
+                    f"item {first} of the training stream was asked for after later ones",
                     why="a stream is read once, in order",
                     fix="use a map-style data set for what reads samples again",
                 )
-            found = [self._kept[number] for number in numbers]
-            self._asked[rank] = max(self._asked[rank], min(numbers, default=0))
-            self._forget(min(self._asked))
+            self._fill(max(numbers) + 1)
+            found = [self._kept[number - self._first] for number in numbers]
+            for item in found:
+                if isinstance(item, LockstepError):
+                    raise item
+            self._asked[rank] = max(self._asked[rank], first)
+            self._forget(max(min(self._asked), max(self._asked) - LAG * self._window))
             return found
 
     def _forget(self, before: int) -> None:
-        for number in [number for number in self._kept if number < before]:
-            del self._kept[number]
-        # A checkpoint may be some steps behind, as batches are fetched ahead; there is one state a step at most.
-        for number in sorted(number for number in self._states if number <= before)[:-4]:
-            del self._states[number]
+        if before > self._first:
+            del self._kept[: before - self._first]
+            self._first = before
+            # A checkpoint may be some steps behind, as batches are fetched ahead; there is one state a step at most.
+            for number in sorted(number for number in self._states if number <= before)[:-4]:
+                del self._states[number]
 
-    def _advance(self) -> None:
-        """Read the next item."""
-        if self._iterator is None:
-            self._iterator = iter(self.dataset)
-        if self._next % self._every == 0 and self.has_cursor and self._next not in self._states:
-            self._note()
-        try:
-            item = next(self._iterator)
-        except StopIteration:
-            if self._failed is not None:  # a generator ends with the error that it raised
-                raise self._failed from None
-            self._again()
-            return
-        except LockstepError:
-            raise
-        except Exception as error:
-            what = f"item {self._next} of {type(self.dataset).__name__} could not be read"
-            self._failed = SampleError(what, why=f"{type(error).__name__}: {error}", fix="fix the data set")
-            raise self._failed from error
-        self._failed = None
-        self._kept[self._next], self._given = item, self._given + 1
-        self._next += 1
+    def _fill(self, stop: int) -> None:
+        """Read until there is item ``stop - 1``."""
+        every = max(EVERY, self._window)
+        while self._next < stop:
+            if self._ended is not None:
+                raise self._ended
+            before, ended = self._next, False
+            end = min(stop, before - before % every + every)
+            try:
+                if self._iterator is None:
+                    self._iterator = iter(self.dataset)
+                if before % every == 0 and self.has_cursor and before not in self._states:
+                    self._note()
+                self._kept.extend(islice(self._iterator, end - before))
+                ended = self._next < end
+            except LockstepError as error:
+                self._failed(error)
+            except Exception as error:
+                what = f"item {self._next} of {type(self.dataset).__name__} could not be read"
+                self._failed(SampleError(what, why=f"{type(error).__name__}: {error}", fix="fix the data set"))
+            self._given += self._next - before
+            if ended:
+                self._again()
+
+    def _failed(self, error: LockstepError) -> None:
+        if isgenerator(self._iterator):
+            self._ended = StreamEnded(
+                f"the training stream ended with an error: {error.what}",
+                why=f"{error.why}; a generator gives no more items after it has raised",
+                fix="catch the error in the data set, or give it an iterator whose __next__() can be called again",
+            )
+        self._kept.append(error)
 
     def _note(self) -> None:
         self._states[self._next] = (self._passes, self._given, copy.deepcopy(self.dataset.state_dict()))
@@ -170,10 +197,9 @@ class Stream:
     def _again(self) -> None:
         if not self._given:
             raise DataError(f"{type(self.dataset).__name__} gives no item", fix="check its files and filters")
-        self._passes, self._given = self._passes + 1, 0
+        self._passes, self._given, self._iterator = self._passes + 1, 0, None
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(self._passes)
-        self._iterator = iter(self.dataset)
 
     # --- What an attempt does with it ---------------------------------------------------------------------------------
 
@@ -195,16 +221,16 @@ class Stream:
             self._connection = _connected(address, key)
             self._connection.send(world.local_rank)
             return
-        if position or saved is not None or (self._next and 0 not in self._kept):
+        if position or saved is not None or self._first:
             self._begin_at(position)
         # Else it is at its beginning: what the plan has looked at stays.
-        self._asked, self._every = [position] * world.local_size, max(EVERY, window)
+        self._asked, self._window = [position] * world.local_size, window
         if saved is not None:
-            self._next, self._passes, self._given = saved["item"], saved["passes"], saved["given"]
+            self._first, self._passes, self._given = saved["item"], saved["passes"], saved["given"]
             if callable(getattr(self.dataset, "set_epoch", None)):
                 self.dataset.set_epoch(self._passes)
             self.dataset.load_state_dict(copy.deepcopy(saved["state"]))
-            self._states[self._next] = (self._passes, self._given, saved["state"])
+            self._states[self._first] = (self._passes, self._given, saved["state"])
         if world.local_size > 1:
             with contextlib.suppress(FileNotFoundError):
                 Path(address).unlink()
