@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError, LockstepError, RankFailed, TaskError, UnsupportedError
+from lockstep.telemetry.rundir import RunDir
 
 QUIET = {"telemetry.progress": "silent", "telemetry.system_metrics": False}
 
@@ -92,6 +93,49 @@ def test_sharpness_aware_steps_twice_on_a_batch(session: lockstep.Session) -> No
         assert session.step(optimizer)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_cleared_between_backward_calls_do_not_count(session: lockstep.Session, to_none: bool) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session):
+        twin = nn.Linear(4, 1)
+        twin.load_state_dict(model.state_dict())
+        (squares(twin, x, y) / len(y)).backward()
+        for _ in range(2):
+            session.backward(3 * squares(model, x, y), count=len(y))
+            optimizer.zero_grad(set_to_none=to_none)
+        session.backward(3 * squares(model, x, y), count=len(y))
+        session.reduce(optimizer)
+        model.zero_grad(set_to_none=to_none)
+        session.backward(squares(model, x, y), count=len(y))
+        session.step(optimizer)
+        torch.testing.assert_close(model.weight, twin.weight - 0.1 * twin.weight.grad)  # type: ignore[operator]
+
+
+def test_a_loop_left_after_a_step_counts_it(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    seen = []
+    for _ in session.epochs(2):
+        for number, (x, y) in enumerate(session.batches(data())):
+            session.backward(squares(model, x, y), len(y))
+            session.step(optimizer)
+            seen.append(len(y))
+            if number == 1:
+                break
+    assert seen == [8] * 4
+    assert session.step_count == 4
+    assert [row["step"] for row in RunDir.open(session.folder).epochs()] == [2, 4]
+
+
+def test_rows_follow_the_loop(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for _ in session.epochs(1):
+        for accumulate in (1, 2):
+            for x, y in session.batches(data(16), accumulate=accumulate):
+                assert session.rows == slice(0, len(y))
+                session.backward(squares(model, x, y), len(y))
+                session.step(optimizer)
+
+
 def test_parts_of_a_loss_for_some_models(session: lockstep.Session) -> None:
     one, two = nn.Linear(4, 4), nn.Linear(4, 1)
     first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
@@ -140,6 +184,39 @@ def left_over_gradients(session: lockstep.Session) -> None:
     model, _ = prepared(session)
     for x, y in batches(session):
         session.backward(squares(model, x, y), len(y))
+
+
+def cleared_gradients(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session):
+        session.backward(squares(model, x, y), len(y))
+        optimizer.zero_grad()
+        session.step(optimizer)
+
+
+def gradients_after_reduce(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session):
+        session.backward(squares(model, x, y), len(y))
+        session.reduce(optimizer)
+        session.backward(squares(model, x, y), len(y))
+
+
+def own_step(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session):
+        session.backward(squares(model, x, y), len(y))
+        optimizer.step()
+
+
+def reduce_of_another(session: lockstep.Session) -> None:
+    model, _ = prepared(session)
+    for _ in batches(session):
+        session.reduce(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def name_with_a_dot(session: lockstep.Session) -> None:
+    session.prepare(**{"net.body": nn.Linear(4, 1)})
 
 
 def iterable(session: lockstep.Session) -> None:
@@ -193,6 +270,11 @@ def scheduler_stepped_twice(session: lockstep.Session) -> None:
         (mean_with_count_1, TaskError, "mean of 8 samples, and its count is 1"),
         (mean_with_its_count, TaskError, "the loss is a mean"),
         (left_over_gradients, TaskError, "left from an earlier batch"),
+        (cleared_gradients, TaskError, "without a backward"),
+        (gradients_after_reduce, TaskError, r"mean gradient that reduce\(optimizer\) has made"),
+        (own_step, TaskError, r"optimizer\.step\(\) was called by the loop"),
+        (reduce_of_another, TaskError, r"^reduce\(\) was given SGD"),
+        (name_with_a_dot, TaskError, r"'net\.body' as a name"),
         (iterable, UnsupportedError, "is iterable"),
         (a_loader, TaskError, "DataLoader"),
         (batches_of_a_loader, TaskError, "DataLoader"),
@@ -240,6 +322,7 @@ def on_ranks(bucket_cap_mb: float | None = None) -> dict[str, Any]:
         found["weights"] = [p.detach().tolist() for p in model.parameters()]
         found["untouched"] = torch.equal(extra.weight, before)
         found["rows"] = [row for (row,) in session.evaluate(data(10), lambda batch: batch[1], batch_size=3)]
+        found["gathered"] = [session.gather(torch.full((session.rank + n, 2), n)).tolist() for n in (1, 1, 3, 0)]
         found["sum"] = session.all_reduce(1.0), session.all_reduce(torch.tensor([2.0]), "max").item()
         found["broadcast"] = session.broadcast(f"from {session.rank}")
         with session.main_first():
@@ -260,7 +343,13 @@ def test_gather_ghosts_and_evaluation_on_two_ranks(tmp_path: Path, monkeypatch: 
     assert two["untouched"], "no rank has a gradient for it, so it is not decayed"
     assert torch.equal(torch.cat(alone["rows"]), torch.cat(two["rows"]))
     assert torch.equal(torch.cat(two["rows"]), data(10).tensors[1])
+    assert two["gathered"] == [[[n, n]] * (2 * n + 1) for n in (1, 1, 3, 0)]
     assert (two["sum"], two["broadcast"], two["size"]) == ((2.0, 2.0), "from 0", 2)
+
+
+def clears_on_ranks() -> None:
+    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
+        cleared_gradients(session)
 
 
 def leaves_early() -> None:
@@ -278,6 +367,8 @@ def test_a_rank_that_leaves_the_loop_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 left the loop over batches after step 2") as caught:
         lockstep.Session.launch(leaves_early, devices="cpu,cpu", save_dir=tmp_path / "run")
     assert "all_reduce" in caught.value.fix
+    with pytest.raises(TaskError, match="without a backward"):
+        lockstep.Session.launch(clears_on_ranks, devices="cpu,cpu", save_dir=tmp_path / "cleared")
 
 
 def test_every_loop_of_the_last_epoch_runs_and_a_changed_accumulation_is_taken(session: lockstep.Session) -> None:

@@ -64,6 +64,14 @@ def test_torchrun_on_three_ranks(folder: Path, alone: str) -> None:
     assert numbers(output, "weights") == pytest.approx(numbers(alone, "weights"), abs=1e-5)
 
 
+def test_a_script_that_exits_with_a_status_has_failed(folder: Path) -> None:
+    exits = CLASSIFIER.replace("    assert rows == 40\n", "    if epoch == 1:\n        sys.exit(3)\n")
+    (folder / "exits.py").write_text(exits.replace("seed=3", "seed=3, save_dir='exits'"))
+    run("exits.py", cwd=folder, code=3)
+    record = RunDir.open(folder / "exits").read()
+    assert (record.status, record.error) == ("failed", "SystemExit: 3\n")
+
+
 def test_verify_compares_one_device_with_two(folder: Path) -> None:
     found = json.loads(
         run(*LOCKSTEP, "verify", "script.py", "--devices", "cpu,cpu", "--steps", "6", "--json", cwd=folder)

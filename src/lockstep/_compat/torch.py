@@ -133,12 +133,23 @@ _profiler_enabled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabl
 _HAS_KERNELS = None not in (fused_adam_, fused_adamw_, *_HOOKS_OF_ALL)
 
 
+def guard_step(made: Any, before: Callable[..., None]) -> Callable[[], None]:
+    """Call ``before`` in ``made.step()``, a hook that :func:`needs_own_step` does not count; undone by the result."""
+    handle, made._lockstep_guards = made.register_step_pre_hook(before), 1
+
+    def undo() -> None:
+        handle.remove()
+        made._lockstep_guards = 0
+
+    return undo
+
+
 def needs_own_step(made: Any) -> bool:
     """Whether ``made.step()`` must be called: for its hooks, or a profiler that shows it, or without fused kernels."""
     own = vars(made).get("step")
     return bool(
         not _HAS_KERNELS
-        or made._optimizer_step_pre_hooks
+        or len(made._optimizer_step_pre_hooks) > getattr(made, "_lockstep_guards", 0)
         or made._optimizer_step_post_hooks
         or any(_HOOKS_OF_ALL)
         # A scheduler of torch's wraps it to note that a step was taken, which note_step() has noted for good.

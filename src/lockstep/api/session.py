@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack, cast, overload
 
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig, resolve
@@ -87,9 +88,12 @@ class Session:
         seed_everything(whole.training.seed)
         self._joined, self._loop = joined, Loop(joined, whole, given, device)
         opened(self)
-        atexit.register(self.close)
-        self._ending.callback(atexit.unregister, self.close)
+        atexit.register(self._at_exit)
+        self._ending.callback(atexit.unregister, self._at_exit)
         self._hook, sys.excepthook = sys.excepthook, self._on_exception
+        self._exit, sys.exit = sys.exit, self._on_exit
+        self._exits: BaseException | None = None
+        self._most_gathered: dict[Any, int] = {}
 
     # Who this is.
 
@@ -316,7 +320,8 @@ class Session:
         """
         from lockstep.engine.session.between_ranks import gather_rows
 
-        return gather_rows(rows, counts=self._loop.run is None or not self._loop.run.training.is_ghost)
+        counts = self._loop.run is None or not self._loop.run.training.is_ghost
+        return gather_rows(rows, counts=counts, most=self._most_gathered)
 
     @overload
     def all_reduce(self, value: float, operation: Literal["sum", "mean", "min", "max"] = "sum") -> float: ...
@@ -377,6 +382,15 @@ class Session:
 
         return cast(T, call_on_ranks(function, arguments, mapping_of(config, settings), resume=resume))
 
+    def _on_exit(self, status: Any = None, /) -> NoReturn:
+        """``sys.exit()``, whose status is not known when Python ends."""
+        if threading.current_thread() is threading.main_thread():
+            self._exits = SystemExit(status) if status else None
+        self._exit(status)
+
+    def _at_exit(self) -> None:
+        self.close(self._exits)
+
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with contextlib.suppress(BaseException):  # the first error is the one to report
             self.close(error)
@@ -392,7 +406,7 @@ class Session:
 
         if not closed(self):
             return
-        sys.excepthook = self._hook
+        sys.excepthook, sys.exit = self._hook, self._exit
         error = None if isinstance(error, SystemExit) and not error.code else error
         try:
             self._loop.finish(error)

@@ -77,17 +77,22 @@ class DataFeed:
         training, rank = self._training, self._training.rank
         batches = self._at(epoch, position)
         for window in self._windows(epoch, position, epoch + 1):
-            training.begin_window(window)
+            training.begin_window(window, self.batch)
             if self._samples is not None:
                 self._record(window, self._samples)
-            for place, request in enumerate(window.requests):
-                batch = next(batches)
-                batch = self._side(batch) if self._side is not None else to_device(batch, rank.device)
-                with training.micro_batch(request, place):
-                    yield batch
-            over = self.batch.window(window.stop) is None
-            self._next = (epoch + 1, 0) if over else (epoch, window.stop)
-            training.end_window(window, batches.waited_s(), epoch_over=over)
+            is_done = False
+            try:
+                for place, request in enumerate(window.requests):
+                    batch = next(batches)
+                    batch = self._side(batch) if self._side is not None else to_device(batch, rank.device)
+                    with training.micro_batch(request, place):
+                        yield batch
+                is_done = True
+            finally:
+                if is_done or training.has_stepped:  # the loop may be left after a step
+                    over = self.batch.window(window.stop) is None
+                    self._next = (epoch + 1, 0) if over else (epoch, window.stop)
+                    training.end_window(window, batches.waited_s(), epoch_over=over)
             if training.log.ended_by is not None:
                 return
 

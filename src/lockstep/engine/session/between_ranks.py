@@ -12,42 +12,65 @@ from torch.autograd.function import once_differentiable
 from lockstep.engine.distributed.staging import all_gather_rows, wire_device
 from lockstep.errors import CollectiveError
 
+#: Bytes of a number of rows in a message; a multiple of the size of every type.
+_HEAD = 16
 
-def gather_rows(tensor: Tensor, *, counts: bool) -> Tensor:
+
+def gather_rows(tensor: Tensor, *, counts: bool, most: dict[Any, int]) -> Tensor:
     """The rows of all ranks, in rank order: [n_r, ...] → [Σ n_r, ...]. Collective, and so is its backward.
 
     The gradient of a rank's own rows is the sum of what all ranks' losses give them.
 
     Args:
         counts: whether this rank's rows are among them; a rank without samples gives none.
+        most: of a session: the most rows that a rank had, by type and shape of a row.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return tensor
     if tensor.dim() == 0:
         raise CollectiveError("gather() was given a number", fix="give it rows: tensor.unsqueeze(0), or all_reduce()")
-    gathered: Tensor = cast(Any, _Gather.apply)(tensor, counts)
+    gathered: Tensor = cast(Any, _Gather.apply)(tensor, counts, most)
     return gathered
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, counts: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, counts: bool, most: dict[Any, int]) -> Tensor:
         own = tensor.detach()[: None if counts else 0].contiguous()
-        sizes = all_gather_rows(torch.tensor([len(own)]), None).flatten().tolist()
-        most, rank = max(sizes), dist.get_rank()
-        sent = own.new_zeros(most, *own.shape[1:])
-        sent[: len(own)] = own
-        rows = all_gather_rows(sent.reshape(-1), None).view(len(sizes), most, *own.shape[1:])
+        sizes, rows = _gathered(own, most)
+        rank = dist.get_rank()
         ctx.start, ctx.size, ctx.shape = sum(sizes[:rank]), sizes[rank], tensor.shape
-        return torch.cat([one[:size] for one, size in zip(rows, sizes, strict=True)])
+        return torch.cat(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         total = _summed(gradient.contiguous().clone())
         own = gradient.new_zeros(ctx.shape)
         own[: ctx.size] = total[ctx.start : ctx.start + ctx.size]
-        return own, None
+        return own, None, None
+
+
+def _gathered(own: Tensor, most: dict[Any, int]) -> tuple[list[int], list[Tensor]]:
+    """How many rows each rank has, and the rows. Collective: one message, unless a rank has more than any before.
+
+    The numbers of rows travel with as many rows as the largest number so far, which all ranks know.
+    """
+    key = own.dtype, own.shape[1:]
+    length = own.dtype.itemsize * own.shape[1:].numel()
+    while True:
+        room = most.get(key, 0)
+        sent = torch.zeros(_HEAD + room * length, dtype=torch.uint8, device=own.device)
+        sent[:8].view(torch.int64).fill_(len(own))
+        fits = own[:room].reshape(-1).view(torch.uint8)
+        sent[_HEAD : _HEAD + len(fits)] = fits
+        found = all_gather_rows(sent, None)
+        sizes = found[:, :8].contiguous().view(torch.int64).flatten().tolist()
+        if max(sizes) <= room:
+            break
+        most[key] = max(sizes)
+    parts = [row[_HEAD : _HEAD + size * length] for row, size in zip(found, sizes, strict=True)]
+    return sizes, [part.view(own.dtype).view(-1, *own.shape[1:]) for part in parts]
 
 
 class _Sum(torch.autograd.Function):

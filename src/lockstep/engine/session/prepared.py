@@ -61,6 +61,9 @@ class Prepared:
         self.models: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
+        self._container: nn.Module | None = None
+        #: Parameters of modules that were chosen before, with the modules.
+        self._chosen: dict[tuple[int, ...], tuple[list[nn.Module], list[nn.Parameter]]] = {}
 
     def add(self, thing: Any, name: str | None = None) -> nn.Module | None:
         """Take a module, an optimizer or a scheduler; the module, if it is one that was not known.
@@ -73,7 +76,7 @@ class Prepared:
             if known:
                 return None
             _refuse_unready(thing)
-            self.models[self._name("model", name)] = thing.to(self._device)
+            self.models[self._name("model", name)], self._container = thing.to(self._device), None
             return thing
         if isinstance(thing, Optimizer):
             if not any(thing is one for one in self.optimizers.values()):
@@ -91,13 +94,21 @@ class Prepared:
         taken = {*self.models, *self.optimizers, *self.schedulers}
         number = len(getattr(self, f"{kind}s")) + 1
         name = name or (kind if number == 1 else f"{kind}_{number}")
-        if name in taken or not name.isidentifier():
+        if name in taken:
             raise TaskError(f"prepare() was given {name!r} twice", fix="use a different keyword for each")
+        if not name.isidentifier():
+            raise TaskError(
+                f"prepare() was given {name!r} as a name",
+                why="it is part of the names in checkpoints and logs, as in generator.0.weight",
+                fix="use letters, digits and underscores, as in prepare(generator=model)",
+            )
         return name
 
     def container(self) -> nn.Module:
         """The model, or all of them as one module."""
-        return next(iter(self.models.values())) if len(self.models) == 1 else Models(self.models)
+        if self._container is None:
+            self._container = next(iter(self.models.values())) if len(self.models) == 1 else Models(self.models)
+        return self._container
 
     def check(self) -> None:
         """Raise :class:`TaskError` where an optimizer could not train what it has."""
@@ -127,22 +138,26 @@ class Prepared:
                         fix="use one optimizer with several parameter groups",
                     )
 
-    def optimizer_name(self, optimizer: Any) -> str:
-        """Raises :class:`TaskError` where it was not prepared."""
+    def optimizer_name(self, optimizer: Any, call: str) -> str:
+        """Raises :class:`TaskError` where it was not prepared; ``call``: what was called with it."""
         for name, known in self.optimizers.items():
             if known is optimizer:
                 return name
         raise TaskError(
-            f"step() was given {type(optimizer).__name__}, which was not prepared",
+            f"{call}() was given {type(optimizer).__name__}, which was not prepared",
             fix="call optimizer = session.prepare(optimizer) together with the models whose parameters it has",
         )
 
     def parameters(self, models: Iterable[nn.Module] | nn.Module) -> list[nn.Parameter]:
         """The trained parameters of ``models``. Raises :class:`TaskError`: they belong to no prepared module."""
-        known = {id(p) for p in self.container().parameters()}
         chosen = [models] if isinstance(models, nn.Module) else list(models)
-        found = [p for model in chosen for p in model.parameters() if p.requires_grad]
-        if not found or any(id(p) not in known for p in found):
+        key = tuple(map(id, chosen))
+        if key not in self._chosen:
+            known = {id(p) for p in self.container().parameters()}
+            parameters = [p for model in chosen for p in model.parameters()]
+            self._chosen[key] = chosen, parameters if all(id(p) in known for p in parameters) else []
+        found = [p for p in self._chosen[key][1] if p.requires_grad]
+        if not found:
             raise TaskError(
                 "backward() was given models without prepared, trained parameters",
                 why=f"of {', '.join(type(model).__name__ for model in chosen)}",

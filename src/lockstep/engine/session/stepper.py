@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep._compat.torch import foreach_mul_
+from lockstep._compat.torch import foreach_mul_, guard_step
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
@@ -104,11 +104,26 @@ class Stepper:
         self._last_call = 0
         self._now = 0
         self._at: int | None = None
+        self._applies = False
+        self._unguard = guard_step(optimizer, self._refuse_own_step)
+        self._own_zero_grad, optimizer.zero_grad = optimizer.zero_grad, self._zero_grad  # type: ignore[method-assign]
         self._follow()
+
+    def _refuse_own_step(self, *_: Any) -> None:
+        if not self._applies:
+            raise TaskError(
+                f"{self.name}.step() was called by the loop",
+                why="its gradients are sums of this rank alone, neither reduced nor divided by their count",
+                fix=f"call session.step({self.name}) in its place; it clears the gradients, too",
+            )
+
+    def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self._own_zero_grad(*args, **kwargs)
+        self._forget()
 
     def _follow(self) -> None:
         """Hook the parameters that are trained now."""
-        self.close()
+        self._unhook()
         self._parameters = parameters_of(self.optimizer)
         self._requires_grad = [p.requires_grad for p in self._parameters]
         self._trained = [p for p in self._parameters if p.requires_grad]
@@ -124,10 +139,16 @@ class Stepper:
         assert self._buckets is not None
         self._buckets.ready(parameter)
 
-    def close(self) -> None:
+    def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def close(self) -> None:
+        """Leave the optimizer as it was."""
+        self._unhook()
+        self._unguard()
+        vars(self.optimizer).pop("zero_grad", None)
 
     def begin_window(self) -> None:
         """Before a window: follow parameters that were frozen or unfrozen.
@@ -144,6 +165,8 @@ class Stepper:
             )
         if [p.requires_grad for p in self._parameters] != self._requires_grad:
             self._follow()
+        if not any(call.touched for call in self._calls):
+            self._forget()
 
     def before_backward(self, window: int, call: int, *, last: bool) -> None:
         """Before the backward call number ``call`` of this micro-batch, counted from 1.
@@ -154,8 +177,8 @@ class Stepper:
         Raises:
             TaskError: gradients are left over from another window.
         """
-        if self._calls and all(p.grad is None for p in self._trained):
-            self._forget()  # by zero_grad()
+        if self._calls:
+            self.notice_clearing()
         if self._buckets is not None and self._buckets.is_launched:
             self._buckets.discard()  # another call follows after all: the sum is made again
         self._now = call
@@ -167,6 +190,12 @@ class Stepper:
         self, window: int, total: Tensor | float, count: Tensor | float, flags: Callable[[], Flags]
     ) -> None:
         touched = bool(self._fired)
+        if touched and self.held:
+            raise TaskError(
+                f"backward() added to the mean gradient that reduce({self.name}) has made",
+                why="that of all ranks would be added to that of this rank",
+                fix=f"call {self.name}.zero_grad() between reduce() and backward()",
+            )
         if touched and self._calls and self._window != window:
             raise TaskError(
                 f"backward() added to gradients of {self.name} that are left from an earlier batch",
@@ -182,6 +211,15 @@ class Stepper:
     @property
     def is_pending(self) -> bool:
         return bool(self._calls)
+
+    def notice_clearing(self) -> None:
+        """Forget the calls whose gradients the loop has cleared since."""
+        if self.held:  # a reduced gradient is zero on all ranks, or on none
+            is_cleared = not any(p.grad is not None and bool(p.grad.any()) for p in self._trained)
+        else:
+            is_cleared = all(p.grad is None for p in self._trained) and any(call.touched for call in self._calls)
+        if is_cleared:
+            self._forget()
 
     def _forget(self) -> None:
         self._calls, self.held = [], None
@@ -252,7 +290,11 @@ class Stepper:
                 fix="remove scheduler.step(); give one that steps by epoch to "
                 "session.checkpoint(scheduler=...) instead of prepare()",
             )
-        self.update.apply(step, sums.count, 1.0, want_norm=want_norm)
+        self._applies = True
+        try:
+            self.update.apply(step, sums.count, 1.0, want_norm=want_norm)
+        finally:
+            self._applies = False
         self._at = None if scheduler is None else scheduler.last_epoch
         self.clear()
 

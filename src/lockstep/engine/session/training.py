@@ -24,6 +24,7 @@ from lockstep.engine.session.steppers import build_steppers
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, SeededDraws
 from lockstep.errors import CollectiveError, TaskError
+from lockstep.planning import BatchPlan
 from lockstep.telemetry.progress_board import Activity, pulse
 
 #: Windows of an attempt in which losses are checked to be sums.
@@ -37,6 +38,7 @@ class Training:
         stage: how many loops over batches the epoch has finished.
         loops: how many have begun, in this attempt.
         place: of the current micro-batch in its window; -1 outside.
+        has_stepped: whether an optimizer was stepped in this window.
         scalars: what the loop has logged since the last row.
     """
 
@@ -58,7 +60,7 @@ class Training:
         self._draws = SeededDraws(plan.seed, [rank.device], everything=state.draws_seeded)
         self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
         self.stage, self.loops, self.place, self.calls = 0, 0, -1, 0
-        self._has_stepped, self._checked = False, 0
+        self.has_stepped, self._checked, self._batch = False, 0, plan.batch
         parts = self.module, self.steppers, self._buffers, self._draws
         self.checkpoints = SessionCheckpoints(rank, self.log, *parts, registered, lambda: {"stage": self.stage})
         self.window: Window | None = None
@@ -72,9 +74,10 @@ class Training:
 
     # Windows and micro-batches.
 
-    def begin_window(self, window: Window) -> None:
+    def begin_window(self, window: Window, batch: BatchPlan) -> None:
+        """Args: batch: sizes of the windows of this loop."""
         pulse.at(Activity.STEP, self.state.step)
-        self.window, self._flags, self._has_stepped = window, None, False
+        self.window, self._batch, self._flags, self.has_stepped = window, batch, None, False
         for stepper in self.steppers.values():
             stepper.begin_window()
         self._buffers.begin()
@@ -82,7 +85,7 @@ class Training:
     @contextlib.contextmanager
     def micro_batch(self, request: Request, place: int) -> Iterator[None]:
         """One run of the loop's body."""
-        part = request.part if self.rank.plan.batch.lanes else self.rank.world.rank + (place << 16)
+        part = request.part if self._batch.lanes else self.rank.world.rank + (place << 16)
         self.place, self.calls, self.is_ghost = place, 0, request.ghost
         self._buffers.rewind()
         self._draws(self.state.step, part)
@@ -91,8 +94,10 @@ class Training:
             if request.ghost:
                 around.enter_context(ghost(self.module))
                 around.enter_context(self._buffers.untouched())
-            yield
-        self.place = -1
+            try:
+                yield
+            finally:
+                self.place, self.is_ghost = -1, False
 
     @property
     def generator(self) -> torch.Generator:
@@ -160,7 +165,7 @@ class Training:
         assert self.window is not None
         sizes = [
             share[self.place][1] - share[self.place][0] if self.place < len(share) else 0
-            for share in self.rank.plan.batch.split(self.window.size)
+            for share in self._batch.split(self.window.size)
         ]
         start = sum(sizes[: self.rank.world.rank])
         return slice(start, start + sizes[self.rank.world.rank])
@@ -213,7 +218,8 @@ class Training:
 
     def step(self, optimizer: Any, max_norm: float | None) -> bool:
         self._inside("step")
-        stepper = self.steppers[self.prepared.optimizer_name(optimizer)]
+        stepper = self.steppers[self.prepared.optimizer_name(optimizer, "step")]
+        stepper.notice_clearing()
         if not stepper.is_pending:
             raise TaskError(
                 f"step({stepper.name}) without a backward() before it",
@@ -225,7 +231,7 @@ class Training:
         if not self.is_last:
             return False
         sums = self.reduce(stepper)
-        self._has_stepped = True
+        self.has_stepped = True
         (self.log.losses if stepper.name == next(iter(self.steppers)) else self._losses[stepper.name]).add(
             sums.total, sums.count
         )
@@ -235,7 +241,7 @@ class Training:
     def reduce_only(self, optimizer: Any) -> bool:
         """Make ``p.grad`` the mean gradient over all ranks; :meth:`step` may follow."""
         self._inside("reduce")
-        stepper = self.steppers[self.prepared.optimizer_name(optimizer)]
+        stepper = self.steppers[self.prepared.optimizer_name(optimizer, "reduce")]
         if not self.is_last:
             return False
         stepper.hold(self.reduce(stepper))
@@ -254,10 +260,10 @@ class Training:
     def left(self) -> None:
         """This rank left a loop over batches before its end: the others may be waiting for it."""
         if self.rank.collectives.size > 1:
-            note = json.dumps([self.loops, self.state.step + self._has_stepped])
+            note = json.dumps([self.loops, self.state.step])
             with contextlib.suppress(RuntimeError):  # the store is gone, and so are they
                 default_store().set(self._note(self.rank.world.rank), note)
-        self.window, self.place = None, -1
+        self.window = None
 
     def _note(self, rank: int) -> str:
         return f"lockstep/rank {rank} left in attempt {self.rank.attempt}"

@@ -47,7 +47,7 @@ class Loop:
         self._resumed = Resumed()
         self._feeds: dict[int, DataFeed] = {}
         self._number = 0
-        self._in_epochs = self._is_over = False
+        self._in_epochs = False
         self._logged: dict[str, Any] = {}
         self._epochs = 1
 
@@ -92,7 +92,9 @@ class Loop:
                 yield self.state.epoch
                 self._end_epoch()
         finally:
-            self._in_epochs, self._is_over = False, True
+            self._in_epochs = False
+        if self._has_ended() and not self.running("epochs()").log.is_completed:
+            self._stop()  # the loop was left in the step that ended the run
 
     def _has_ended(self) -> bool:
         return self.run is not None and self.run.training.log.ended_by is not None
