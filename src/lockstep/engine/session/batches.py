@@ -77,7 +77,7 @@ class DataFeed:
         training, rank = self._training, self._training.rank
         batches = self._at(epoch, position)
         for window in self._windows(epoch, position, epoch + 1):
-            training.begin_window(window, self.batch)
+            training.begin_window(window, self.batch.split)
             if self._samples is not None:
                 self._record(window, self._samples)
             is_done = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from lockstep.engine.session.steppers import build_steppers
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, SeededDraws
 from lockstep.errors import CollectiveError, TaskError
-from lockstep.planning import BatchPlan
 from lockstep.telemetry.progress_board import Activity, pulse
 
 #: Windows of an attempt in which losses are checked to be sums.
@@ -60,7 +59,7 @@ class Training:
         self._draws = SeededDraws(plan.seed, [rank.device], everything=state.draws_seeded)
         self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
         self.stage, self.loops, self.place, self.calls = 0, 0, -1, 0
-        self.has_stepped, self._checked, self._batch = False, 0, plan.batch
+        self.has_stepped, self._checked = False, 0
         parts = self.module, self.steppers, self._buffers, self._draws
         self.checkpoints = SessionCheckpoints(rank, self.log, *parts, registered, lambda: {"stage": self.stage})
         self.window: Window | None = None
@@ -74,10 +73,10 @@ class Training:
 
     # Windows and micro-batches.
 
-    def begin_window(self, window: Window, batch: BatchPlan) -> None:
-        """Args: batch: sizes of the windows of this loop."""
+    def begin_window(self, window: Window, split: Callable[[int], Any]) -> None:
+        """Args: split: the spans of each rank's micro-batches in a window of this loop."""
         pulse.at(Activity.STEP, self.state.step)
-        self.window, self._batch, self._flags, self.has_stepped = window, batch, None, False
+        self.window, self._split, self._flags, self.has_stepped = window, split, None, False
         for stepper in self.steppers.values():
             stepper.begin_window()
         self._buffers.begin()
@@ -85,7 +84,7 @@ class Training:
     @contextlib.contextmanager
     def micro_batch(self, request: Request, place: int) -> Iterator[None]:
         """One run of the loop's body."""
-        part = request.part if self._batch.lanes else self.rank.world.rank + (place << 16)
+        part = request.part if self.rank.plan.batch.lanes else self.rank.world.rank + (place << 16)
         self.place, self.calls, self.is_ghost = place, 0, request.ghost
         self._buffers.rewind()
         self._draws(self.state.step, part)
@@ -165,7 +164,7 @@ class Training:
         assert self.window is not None
         sizes = [
             share[self.place][1] - share[self.place][0] if self.place < len(share) else 0
-            for share in self._batch.split(self.window.size)
+            for share in self._split(self.window.size)
         ]
         start = sum(sizes[: self.rank.world.rank])
         return slice(start, start + sizes[self.rank.world.rank])
