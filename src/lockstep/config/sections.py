@@ -217,6 +217,13 @@ class OptimizerConfig(Section):
     weight_decay_on: Literal["all", "matrices"] = Field(
         default="all", description="matrices: norms and biases (less than two dimensions) have no weight decay"
     )
+    layer_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="factor of the learning rate from each block of the model to the one before it (fine-tuning: 0.65 "
+        "to 0.9); 1: one rate for all. The blocks are those of Task.blocks",
+    )
     betas: tuple[float, float] = Field(
         default=(0.9, 0.999),
         description="adam, adamw, lion, and muon's adamw",

@@ -49,7 +49,7 @@ class Checkpoints:
         if rank.writer is None and not strategy.is_sharded:
             return
         with pulse.during(Activity.SAVING), self._parts.update.averages.in_use():
-            content = {"model": strategy.module.state_dict(), "trainer": self._trainer_state()}
+            content: dict[str, Any] = {"model": strategy.module.state_dict(), "trainer": self._trainer_state()}
             if rank.reads_shards:
                 from lockstep.engine.distributed.dtensor_state import own_part
 

@@ -29,7 +29,7 @@ from lockstep.engine.optim.optimizers import build_optimizer, scheduler_of
 from lockstep.engine.process.runtime import generators_kept
 from lockstep.engine.strategies.small_ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.trained import bare, build_model
+from lockstep.engine.trained import bare, blocks_of, build_model
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.planning.plan import Mode, TaskFacts
@@ -149,8 +149,10 @@ def on_meta(task: Task) -> nn.Module:
 
 def check_configured_optimizer(task: Task, config: RunConfig) -> None:
     """Raise what a rank would where the configured optimizer cannot be made for the task's model."""
-    if config.optimizer.name not in ("adamw", "adam", "sgd") or config.optimizer.options:
-        build_optimizer(config.optimizer, blueprint(task), config.optimizer.lr)
+    settings = config.optimizer
+    if settings.name not in ("adamw", "adam", "sgd") or settings.options or settings.layer_decay < 1:
+        model = blueprint(task)
+        build_optimizer(settings, model, settings.lr, blocks_of(task, bare(model)))
 
 
 def optimizer_facts(task: Task, model: nn.Module) -> tuple[float | None, bool]:

@@ -105,6 +105,7 @@ def make_plan(
         *course.decisions,
         _parameters(given),
         *_weight_decay(given),
+        *_layer_decay(given),
         *_averaging(given, course.schedule.total_steps),
     ]
     decisions += [_reproducibility(given), synced, _threads(given, batch), loaded, _checkpoints(given), judging]
@@ -271,6 +272,15 @@ def _weight_decay(given: Given) -> list[Decision]:
     without = f"optimizer.weight_decay_on is matrices: the {vectors} have none"
     reason = without if on == "matrices" else f"on all parameters, the {vectors} included"
     return [Decision("weight_decay", "weight decay", config.weight_decay, reason)]
+
+
+def _layer_decay(given: Given) -> list[Decision]:
+    """Learning rates by depth."""
+    decay = given.config.optimizer.layer_decay
+    if decay == 1 or given.facts.optimizer_lr is not None or given.facts.loader is not None:
+        return []
+    reason = f"each block has {decay:g} of the rate of the one after it; the rate shown is that of the output layer"
+    return [Decision("layer_decay", "rates by depth", decay, reason)]
 
 
 def _averaging(given: Given, steps: int) -> list[Decision]:

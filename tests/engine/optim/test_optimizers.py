@@ -56,6 +56,28 @@ def test_muon_trains_the_matrices_of_hidden_layers_alone() -> None:
     assert len(optimizer._parts[-1].param_groups) == 2
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
+def test_rates_fall_by_depth_from_the_output_to_the_input(name: str) -> None:
+    model = network()
+    config = OptimizerConfig(name=name, layer_decay=0.5, weight_decay=0.1, weight_decay_on="matrices")
+    optimizer = build_optimizer(config, model, 0.08, blocks=[model[1], model[2]])
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    expected = {0: 0.01, 1: 0.02, 2: 0.04, 3: 0.08}
+    assert {n: rates[id(p)] for n, p in model.named_parameters()} == pytest.approx(
+        {n: expected[int(n[0])] for n, _ in model.named_parameters()}
+    )
+    undecayed = [p for g in optimizer.param_groups if not g["weight_decay"] for p in g["params"]]
+    assert [p.dim() for p in undecayed] == [1, 1, 1, 1]
+    first = train(model, optimizer, 1)
+    assert train(model, optimizer, 5) < first
+
+
+def test_rates_by_depth_need_several_blocks() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="needs a model of several blocks"):
+        build_optimizer(OptimizerConfig(layer_decay=0.5), model, 0.1, blocks=[])
+
+
 def test_lion_as_its_paper_writes_it() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, -2.0]))
     optimizer = build_optimizer(

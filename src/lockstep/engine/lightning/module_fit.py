@@ -47,7 +47,7 @@ class ModuleFit:
         if note is not None:
             rank.note("judged_afresh", note)
         self.log = RunLog(rank, self._state, timed=lambda: task.module.parameters())
-        self._callback = RunLogCallback(rank, self.log, snapshot and snapshot.trainer.get("averages"))
+        self._callback = RunLogCallback(rank, self.log, None if snapshot is None else snapshot.trainer.get("averages"))
 
     def run(self) -> RunResult:
         """Train until the last step or an agreed stop, and record how the run ended."""
@@ -115,9 +115,9 @@ class ModuleFit:
 
     def _write(self, weights: dict[str, Any], rest: dict[str, Any]) -> None:
         """Called on rank 0."""
-        averages = self._callback.averages
-        trainer = {"state": self.log.current_state(), "task": {}, "lightning": rest}
-        trainer["averages"] = averages and averages.trained()
+        assert self._callback.averages is not None
+        trainer: dict[str, Any] = {"state": self.log.current_state(), "task": {}, "lightning": rest}
+        trainer["averages"] = self._callback.averages.trained()
         frozen = frozen_names(self._task.module)
         self.log.write({"model": weights, "trainer": trainer, "frozen": frozen}, best=self._callback.saves_best)
 

@@ -22,20 +22,27 @@ from lockstep.errors import ConfigError, TaskError, UnsupportedError
 Groups = list[dict[str, Any]]
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, model: nn.Module, lr: float, blocks: Sequence[nn.Module] | None = None
+) -> Optimizer:
     """The configured optimizer over all parameters, fused where torch has a fused kernel.
 
     Frozen ones have no gradient, and are left alone until they are unfrozen.
 
+    Args:
+        blocks: of ``model``, for ``optimizer.layer_decay``; ``None``: all parameters have one rate.
+
     Raises:
-        ConfigError: there is no such class, or it does not take ``optimizer.options``.
+        ConfigError: there is no such class, or it does not take ``optimizer.options``; or rates by depth are wanted
+            of a model with one block.
         UnsupportedError: it needs a closure, or this torch does not have it.
     """
     parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     fused = all(p.device.type in {"cpu", "cuda"} and p.is_floating_point() for p in parameters)
     fused = fused and not sparse_layers(model)
+    rates = {} if blocks is None or config.layer_decay == 1 else _rates(config.layer_decay, model, blocks)
     if config.name == "muon":
-        return _muon(config, model, parameters, lr, fused=fused)
+        return _muon(config, model, parameters, lr, rates, fused=fused)
     make: Callable[..., Optimizer]
     settings: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
     if config.name == "sgd":
@@ -51,7 +58,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Opt
         make = Adafactor if config.name == "adafactor" else _find(config.name)
         taken = signature(make).parameters
         settings = {name: value for name, value in settings.items() if name in taken or "kwargs" in taken}
-    return _made(config, make, _decayed(config, parameters), settings, model)
+    return _made(config, make, _grouped(config, parameters, lr, rates), settings, model)
 
 
 def _made(
@@ -70,12 +77,43 @@ def _made(
     return made
 
 
-def _decayed(config: OptimizerConfig, parameters: list[nn.Parameter]) -> Any:
-    """``parameters``, in two groups where norms and biases have no weight decay."""
-    kinds = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
-    if config.weight_decay_on == "all" or not all(kinds):
+def _rates(decay: float, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, float]:
+    """The factor of the learning rate of each parameter, by its ``id``: 1 at the output, ``decay`` one block before.
+
+    Parameters before the first block are one block deeper than it, others outside are at the output.
+
+    Raises:
+        ConfigError: there is one depth only.
+    """
+    places = {id(p): place for place, block in enumerate(blocks, start=1) for p in block.parameters()}
+    depths: dict[int, int] = {}
+    for parameter in model.parameters():
+        outside = len(blocks) + 1 if places.keys() & depths.keys() else 0
+        depths[id(parameter)] = places.get(id(parameter), outside)
+    last = max(depths.values(), default=0)
+    if last == min(depths.values(), default=0):
+        raise ConfigError(
+            f"optimizer.layer_decay={decay:g} needs a model of several blocks",
+            why="the rate follows from the block that a parameter is in, and one block has all of them",
+            fix="return the blocks from Task.blocks(model), or remove the setting",
+        )
+    return {key: decay ** (last - depth) for key, depth in depths.items()}
+
+
+def _grouped(config: OptimizerConfig, parameters: list[nn.Parameter], lr: float, rates: dict[int, float]) -> Any:
+    """``parameters``, in groups by their rate and by whether they have weight decay; those of the output first."""
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        vector = config.weight_decay_on != "all" and parameter.dim() < 2
+        groups.setdefault((rates.get(id(parameter), 1.0), vector), []).append(parameter)
+    if len(groups) < 2 and not rates:
         return parameters
-    return [{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}]
+    return [
+        {"params": groups[rate, vector]}
+        | ({"lr": lr * rate} if rates else {})
+        | ({"weight_decay": 0.0} if vector else {})
+        for rate, vector in sorted(groups, key=lambda key: (-key[0], key[1]))
+    ]
 
 
 def _find(path: str) -> Callable[..., Optimizer]:
@@ -151,7 +189,13 @@ class Several(Optimizer):
 
 
 def _muon(
-    config: OptimizerConfig, model: nn.Module, parameters: list[nn.Parameter], lr: float, *, fused: bool
+    config: OptimizerConfig,
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    lr: float,
+    rates: dict[int, float],
+    *,
+    fused: bool,
 ) -> Optimizer:
     """Torch's Muon for the matrices of hidden layers, AdamW for embeddings, the output layer, norms and biases.
 
@@ -165,12 +209,12 @@ def _muon(
     outer = {id(m.weight) for m in layers if isinstance(m, nn.Embedding) or m is layers[-1]}
     hidden = [p for p in parameters if p.dim() == 2 and id(p) not in outer]
     chosen = set(map(id, hidden))
-    others = _decayed(config, [p for p in parameters if id(p) not in chosen])
+    others = _grouped(config, [p for p in parameters if id(p) not in chosen], lr, rates)
     same: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
     parts: list[Optimizer] = []
     if hidden:
         settings = {**same, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
-        parts.append(_made(config, muon, hidden, settings, model))
+        parts.append(_made(config, muon, _grouped(config, hidden, lr, rates), settings, model))
     if others:
         parts.append(AdamW(others, betas=config.betas, eps=config.eps, fused=fused, **same))
     return parts[0] if len(parts) == 1 else Several(parts)

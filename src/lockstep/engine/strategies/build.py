@@ -14,7 +14,7 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Replica, Strategy
 from lockstep.engine.strategies.partition import Divided, Undivided
 from lockstep.engine.task import Task
-from lockstep.engine.trained import bare, refuse_modules
+from lockstep.engine.trained import bare, blocks_of, refuse_modules
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.strategies import auto_strategy, find_strategy
@@ -54,7 +54,7 @@ def build_strategy(
         return divided.strategy(task, precision, plan, world)
     replica = Replica(task, model, precision, device, plan.seed, world.rank)
     if config.training.activation_checkpointing:
-        from lockstep.engine.strategies.fsdp import blocks_of, checkpoint_activations
+        from lockstep.engine.strategies.fsdp import checkpoint_activations
 
         checkpoint_activations(bare(model), blocks_of(task, bare(model)))
     if plan.reproducibility == "exact":

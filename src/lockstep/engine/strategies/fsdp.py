@@ -11,7 +11,6 @@ ranks make the same number of them.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -39,6 +38,7 @@ from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Repli
 from lockstep.engine.strategies.partition import Divided, Through, Undivided, pick
 from lockstep.engine.strategies.single import RanksStrategy
 from lockstep.engine.task import Task
+from lockstep.engine.trained import blocks_of
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
@@ -266,36 +266,6 @@ def _policy(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> M
     return MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=None if half is None else torch.float32, cast_forward_inputs=False
     )
-
-
-def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters are gathered together; all others are the root's."""
-    named = task.blocks(model)
-    if named is not None:
-        modules = set(model.modules())
-        for block in named:
-            if block not in modules:
-                raise TaskError(
-                    f"blocks(model) returns a {type(block).__name__} that is not a part of the model",
-                    fix="return modules of the model that was passed",
-                )
-        return list(named)
-    repeated = [
-        child
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1 and len(module) > 1
-        for child in module
-    ]
-    inner = {id(part) for block in repeated for part in block.modules() if part is not block}
-    candidates = [block for block in repeated if id(block) not in inner] or list(model.children())
-    return [block for block in candidates if _owns_its_parameters(block, model)]
-
-
-def _owns_its_parameters(block: nn.Module, model: nn.Module) -> bool:
-    """Whether ``block`` has parameters, and shares none with the rest of ``model`` (tied weights)."""
-    everywhere = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    here = Counter(id(p) for module in block.modules() for p in module.parameters(recurse=False))
-    return bool(here) and all(everywhere[key] == count for key, count in here.items())
 
 
 def _refuse_indivisible(model: nn.Module) -> None:
