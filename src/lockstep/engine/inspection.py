@@ -27,9 +27,10 @@ from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.groups import check_optimizer
 from lockstep.engine.optim.optimizers import build_optimizer, scheduler_of
 from lockstep.engine.process.runtime import generators_kept
+from lockstep.engine.strategies.partition import blocks_of
 from lockstep.engine.strategies.small_ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.trained import bare, blocks_of, build_model
+from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.planning.plan import Mode, TaskFacts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -71,36 +70,6 @@ def build_model(task: Task) -> nn.Module:
 def bare(module: nn.Module) -> nn.Module:
     """The task's model itself: what its functions are called with."""
     return module.model if isinstance(module, Trained) else module
-
-
-def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of ``model``, in their order: the task's ``blocks``, or those found; none is in another."""
-    named = task.blocks(model)
-    if named is not None:
-        modules = set(model.modules())
-        for block in named:
-            if block not in modules:
-                raise TaskError(
-                    f"blocks(model) returns a {type(block).__name__} that is not a part of the model",
-                    fix="return modules of the model that was passed",
-                )
-        return list(named)
-    repeated = [
-        child
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1 and len(module) > 1
-        for child in module
-    ]
-    inner = {id(part) for block in repeated for part in block.modules() if part is not block}
-    candidates = [block for block in repeated if id(block) not in inner] or list(model.children())
-    return [block for block in candidates if _owns_its_parameters(block, model)]
-
-
-def _owns_its_parameters(block: nn.Module, model: nn.Module) -> bool:
-    """Whether ``block`` has parameters, and shares none with the rest of ``model`` (tied weights)."""
-    everywhere = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    here = Counter(id(p) for module in block.modules() for p in module.parameters(recurse=False))
-    return bool(here) and all(everywhere[key] == count for key, count in here.items())
 
 
 def refuse_modules(model: nn.Module, strategy: str) -> None:

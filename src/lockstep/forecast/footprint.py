@@ -22,8 +22,9 @@ from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.runtime import seeded
 from lockstep.engine.strategies.fsdp import checkpoint_activations
+from lockstep.engine.strategies.partition import blocks_of
 from lockstep.engine.task import Task
-from lockstep.engine.trained import bare, blocks_of, build_model
+from lockstep.engine.trained import bare, build_model
 from lockstep.errors import LockstepError, TaskError, UnsupportedError
 from lockstep.forecast.allocation_tracker import Ledger
 from lockstep.forecast.roofline import Work, gpu_machine, seconds

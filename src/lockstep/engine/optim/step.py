@@ -34,9 +34,9 @@ from lockstep.engine.optim.groups import (
 )
 from lockstep.engine.optim.optimizers import build_optimizer, scheduler_of
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.partition import Divided
+from lockstep.engine.strategies.partition import Divided, blocks_of
 from lockstep.engine.task import Scheduler, Task
-from lockstep.engine.trained import bare, blocks_of
+from lockstep.engine.trained import bare
 from lockstep.errors import TaskError
 from lockstep.planning import Plan, Schedule
 

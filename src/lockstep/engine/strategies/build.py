@@ -12,9 +12,9 @@ from lockstep._compat.torch import watch_compiler
 from lockstep.config import RunConfig
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Replica, Strategy
-from lockstep.engine.strategies.partition import Divided, Undivided
+from lockstep.engine.strategies.partition import Divided, Undivided, blocks_of
 from lockstep.engine.task import Task
-from lockstep.engine.trained import bare, blocks_of, refuse_modules
+from lockstep.engine.trained import bare, refuse_modules
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.strategies import auto_strategy, find_strategy

@@ -35,10 +35,9 @@ from lockstep.engine.distributed.staging import wait
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica
-from lockstep.engine.strategies.partition import Divided, Through, Undivided, pick
+from lockstep.engine.strategies.partition import Divided, Through, Undivided, blocks_of, pick
 from lockstep.engine.strategies.single import RanksStrategy
 from lockstep.engine.task import Task
-from lockstep.engine.trained import blocks_of
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan

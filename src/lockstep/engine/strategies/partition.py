@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Strategy
 from lockstep.engine.task import Datasets, Loss, Task
+from lockstep.errors import TaskError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 
@@ -90,3 +92,33 @@ class Through(Task):
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
         result: tuple[Loss, tuple[Any, ...]] = self._ask(self._task.validate, model, batch)
         return result
+
+
+def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of ``model``, in their order: the task's ``blocks``, or those found; none is in another."""
+    named = task.blocks(model)
+    if named is not None:
+        modules = set(model.modules())
+        for block in named:
+            if block not in modules:
+                raise TaskError(
+                    f"blocks(model) returns a {type(block).__name__} that is not a part of the model",
+                    fix="return modules of the model that was passed",
+                )
+        return list(named)
+    repeated = [
+        child
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1 and len(module) > 1
+        for child in module
+    ]
+    inner = {id(part) for block in repeated for part in block.modules() if part is not block}
+    candidates = [block for block in repeated if id(block) not in inner] or list(model.children())
+    return [block for block in candidates if _owns_its_parameters(block, model)]
+
+
+def _owns_its_parameters(block: nn.Module, model: nn.Module) -> bool:
+    """Whether ``block`` has parameters, and shares none with the rest of ``model`` (tied weights)."""
+    everywhere = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    here = Counter(id(p) for module in block.modules() for p in module.parameters(recurse=False))
+    return bool(here) and all(everywhere[key] == count for key, count in here.items())
