@@ -27,7 +27,6 @@ from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.groups import check_optimizer
 from lockstep.engine.optim.optimizers import build_optimizer, scheduler_of
 from lockstep.engine.process.runtime import generators_kept
-from lockstep.engine.strategies.partition import blocks_of
 from lockstep.engine.strategies.small_ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
@@ -152,8 +151,7 @@ def check_configured_optimizer(task: Task, config: RunConfig) -> None:
     """Raise what a rank would where the configured optimizer cannot be made for the task's model."""
     settings = config.optimizer
     if settings.name not in ("adamw", "adam", "sgd") or settings.options or settings.layer_decay < 1:
-        model = blueprint(task)
-        build_optimizer(settings, model, settings.lr, blocks_of(task, bare(model)))
+        build_optimizer(settings, blueprint(task), settings.lr, task)
 
 
 def optimizer_facts(task: Task, model: nn.Module) -> tuple[float | None, bool]:

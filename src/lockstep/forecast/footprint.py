@@ -21,8 +21,7 @@ from lockstep.engine.inspection import blueprint
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.runtime import seeded
-from lockstep.engine.strategies.fsdp import checkpoint_activations
-from lockstep.engine.strategies.partition import blocks_of
+from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.errors import LockstepError, TaskError, UnsupportedError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from lockstep.config import OptimizerConfig, RunConfig
 from lockstep.engine.optim.optimizers import Several, build_optimizer
+from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, UnsupportedError
 
 
@@ -56,11 +58,20 @@ def test_muon_trains_the_matrices_of_hidden_layers_alone() -> None:
     assert len(optimizer._parts[-1].param_groups) == 2
 
 
+class Blocks(Task):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self._blocks
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
 def test_rates_fall_by_depth_from_the_output_to_the_input(name: str) -> None:
     model = network()
     config = OptimizerConfig(name=name, layer_decay=0.5, weight_decay=0.1, weight_decay_on="matrices")
-    optimizer = build_optimizer(config, model, 0.08, blocks=[model[1], model[2]])
+    optimizer = build_optimizer(config, model, 0.08, Blocks(model[1], model[2]))
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     expected = {0: 0.01, 1: 0.02, 2: 0.04, 3: 0.08}
     assert {n: rates[id(p)] for n, p in model.named_parameters()} == pytest.approx(
@@ -75,7 +86,7 @@ def test_rates_fall_by_depth_from_the_output_to_the_input(name: str) -> None:
 def test_rates_by_depth_need_several_blocks() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="needs a model of several blocks"):
-        build_optimizer(OptimizerConfig(layer_decay=0.5), model, 0.1, blocks=[])
+        build_optimizer(OptimizerConfig(layer_decay=0.5), model, 0.1, Blocks())
 
 
 def test_lion_as_its_paper_writes_it() -> None:

@@ -16,21 +16,21 @@ from lockstep._compat.torch import note_step
 from lockstep.config import OptimizerConfig
 from lockstep.config.sections import OPTIMIZERS
 from lockstep.engine.optim.groups import check_optimizer, sparse_layers
+from lockstep.engine.strategies.partition import blocks_of
 from lockstep.engine.task import Scheduler, Task
+from lockstep.engine.trained import bare
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
 
 Groups = list[dict[str, Any]]
 
 
-def build_optimizer(
-    config: OptimizerConfig, model: nn.Module, lr: float, blocks: Sequence[nn.Module] | None = None
-) -> Optimizer:
+def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, task: Task | None = None) -> Optimizer:
     """The configured optimizer over all parameters, fused where torch has a fused kernel.
 
     Frozen ones have no gradient, and are left alone until they are unfrozen.
 
     Args:
-        blocks: of ``model``, for ``optimizer.layer_decay``; ``None``: all parameters have one rate.
+        task: knows the blocks of ``model``, for ``optimizer.layer_decay``; ``None``: all parameters have one rate.
 
     Raises:
         ConfigError: there is no such class, or it does not take ``optimizer.options``; or rates by depth are wanted
@@ -40,7 +40,9 @@ def build_optimizer(
     parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     fused = all(p.device.type in {"cpu", "cuda"} and p.is_floating_point() for p in parameters)
     fused = fused and not sparse_layers(model)
-    rates = {} if blocks is None or config.layer_decay == 1 else _rates(config.layer_decay, model, blocks)
+    rates: dict[int, float] = {}
+    if task is not None and config.layer_decay < 1:
+        rates = _rates(config.layer_decay, model, blocks_of(task, bare(model)))
     if config.name == "muon":
         return _muon(config, model, parameters, lr, rates, fused=fused)
     make: Callable[..., Optimizer]

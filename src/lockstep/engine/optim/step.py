@@ -34,7 +34,7 @@ from lockstep.engine.optim.groups import (
 )
 from lockstep.engine.optim.optimizers import build_optimizer, scheduler_of
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.partition import Divided, blocks_of
+from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
 from lockstep.errors import TaskError
@@ -377,9 +377,7 @@ def build_update(
 def _optimizer(task: Task, model: nn.Module, config: RunConfig, plan: Plan) -> tuple[Optimizer, Scheduler | None]:
     with compiler_not_imported():
         own = task.optimizer(bare(model))
-        by_depth = config.optimizer.layer_decay < 1 and own is None
-        blocks = blocks_of(task, bare(model)) if by_depth else None
-        optimizer = own or build_optimizer(config.optimizer, model, plan.schedule.base_lr, blocks)
+        optimizer = own or build_optimizer(config.optimizer, model, plan.schedule.base_lr, task)
     check_optimizer(optimizer, model)
     check_sparse(model, reduced=not plan.strategy.one_process or plan.reproducibility == "exact")
     if type(task).scheduler is not Task.scheduler:

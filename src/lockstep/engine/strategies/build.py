@@ -12,7 +12,7 @@ from lockstep._compat.torch import watch_compiler
 from lockstep.config import RunConfig
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Replica, Strategy
-from lockstep.engine.strategies.partition import Divided, Undivided, blocks_of
+from lockstep.engine.strategies.partition import Divided, Undivided, blocks_of, checkpoint_activations
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, refuse_modules
 from lockstep.hardware.world import World
@@ -54,8 +54,6 @@ def build_strategy(
         return divided.strategy(task, precision, plan, world)
     replica = Replica(task, model, precision, device, plan.seed, world.rank)
     if config.training.activation_checkpointing:
-        from lockstep.engine.strategies.fsdp import checkpoint_activations
-
         checkpoint_activations(bare(model), blocks_of(task, bare(model)))
     if plan.reproducibility == "exact":
         from lockstep.engine.strategies.exact import ExactStrategy

@@ -10,7 +10,6 @@ ranks make the same number of them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -23,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from lockstep._compat.torch import NormBase, fsdp_reduce_scatter
 from lockstep.config import FsdpConfig
@@ -35,7 +33,7 @@ from lockstep.engine.distributed.staging import wait
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica
-from lockstep.engine.strategies.partition import Divided, Through, Undivided, blocks_of, pick
+from lockstep.engine.strategies.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
 from lockstep.engine.strategies.single import RanksStrategy
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError
@@ -282,16 +280,3 @@ def _refuse_indivisible(model: nn.Module) -> None:
                 "nor in a transposed view",
                 fix="leave it contiguous in the task's model(), or use --strategy ddp",
             )
-
-
-def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Keep only the inputs of each block, and compute what is inside again in the backward pass."""
-    for name, module in model.named_modules():
-        if isinstance(module, NormBase) and module.track_running_stats:
-            raise UnsupportedError(
-                f"activation_checkpointing is incompatible with the {type(module).__name__} {name!r}",
-                why="computing it again in the backward pass would count each batch twice in its running statistics",
-                fix="set activation_checkpointing to false, or use a normalisation without running statistics",
-            )
-    for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

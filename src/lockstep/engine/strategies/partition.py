@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -9,13 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
+from lockstep._compat.torch import NormBase
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Strategy
 from lockstep.engine.task import Datasets, Loss, Task
-from lockstep.errors import TaskError
+from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 
@@ -122,3 +125,16 @@ def _owns_its_parameters(block: nn.Module, model: nn.Module) -> bool:
     everywhere = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     here = Counter(id(p) for module in block.modules() for p in module.parameters(recurse=False))
     return bool(here) and all(everywhere[key] == count for key, count in here.items())
+
+
+def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Keep only the inputs of each block, and compute what is inside again in the backward pass."""
+    for name, module in model.named_modules():
+        if isinstance(module, NormBase) and module.track_running_stats:
+            raise UnsupportedError(
+                f"activation_checkpointing is incompatible with the {type(module).__name__} {name!r}",
+                why="computing it again in the backward pass would count each batch twice in its running statistics",
+                fix="set activation_checkpointing to false, or use a normalisation without running statistics",
+            )
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
