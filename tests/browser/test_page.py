@@ -83,8 +83,9 @@ def test_the_token_leaves_the_address_and_a_new_one_is_asked_for(open_page: Open
         page.goto("data:text/html,<a href='" + address.base + "'>studio</a>")
         page.get_by_role("link").click()  # a link elsewhere: without the cookie
         expect(train).to_be_visible()
-        token = home.token(new=True)
-        page.get_by_role("link", name="Scaling").click()  # its first request is refused
+        page.get_by_role("link", name="Scaling").click()
+        expect(page.get_by_role("button", name="Measure scaling")).to_be_visible()
+        token = home.token(new=True)  # which ends the page's connection
         expect(page.get_by_role("alert")).to_contain_text("token has changed")
         page.get_by_role("button", name="Enter the token").click()
         expect(page.get_by_text("your session has expired")).to_be_visible()
@@ -344,6 +345,18 @@ def test_the_doctor_examines_this_machine(open_page: OpenPage, tmp_path: Path) -
         findings = page.get_by_role("list", name="Findings").get_by_role("listitem")
         expect(findings.first).to_be_visible()
         expect(findings.get_by_role("heading", level=2).first).not_to_be_empty()
+
+
+def test_a_job_shows_what_it_does_and_is_stopped(server: Address, open_page: OpenPage) -> None:
+    page = open_page(server.url)
+    page.get_by_role("link", name="Machine").click()
+    page.get_by_label("Quick: start no ranks").uncheck()
+    page.get_by_role("button", name="Check this machine").click()
+    job = page.get_by_role("region", name="doctor running")
+    expect(job.get_by_role("progressbar")).to_be_visible()
+    job.get_by_role("button", name="Stop").click()
+    expect(page.get_by_role("region", name="doctor stopped")).to_be_visible()
+    expect(page.get_by_role("button", name="Check this machine")).to_be_enabled()
 
 
 def test_a_report_opens_in_a_tab_of_its_own(server: Address, open_page: OpenPage) -> None:

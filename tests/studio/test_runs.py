@@ -108,8 +108,11 @@ def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: 
         address.post("/api/runs/run-00000001/export", {"checkpoint": "last", "program": False}, 202),
         address.post("/api/runs/run-00000001/evaluate", {"checkpoint": "999"}, 202),
     ]
+    jobs.append(address.post("/api/runs/run-00000001/evaluate", {}, 202))
+    assert address.post(f"/api/jobs/{jobs[-1]['id']}/stop")["stopping"] in {True, False}  # it may be over already
     done = [wait_for_job(address, job["id"]) for job in jobs]
-    assert [job["status"] for job in done] == ["done", "failed"], done
+    assert [job["status"] for job in done] == ["done", "failed", "stopped"], done
+    assert done[2]["error"] is None
     assert list((tmp_path / "runs" / "run-00000001" / "export").iterdir())
     assert "999" in done[1]["error"]["message"]
     assert done[1]["error"]["fix"]

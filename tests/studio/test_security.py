@@ -22,7 +22,7 @@ from lockstep.config import load, resolve
 from lockstep.studio.home import Home
 from lockstep.telemetry.rundir import RunDir
 from tests.hardware.machines import machine
-from tests.studio.serving import Address, studio
+from tests.studio.serving import WAIT_S, Address, studio
 
 
 @pytest.fixture
@@ -100,8 +100,16 @@ def test_the_token_is_exchanged_once_for_a_session_of_this_port(address: Address
     assert not enters(address.port, name), "it has expired"
     kept.write_text(json.dumps(sessions))
     assert enters(address.port, name)
-    assert Home(folder / "runs").token(new=True) != address.token
-    assert not enters(address.port, name), "a new token ends every session"
+    by_cookie = {"Cookie": f"lockstep_studio_{address.port}={name}"}
+    page = connect(f"ws://127.0.0.1:{address.port}/api/live", additional_headers=by_cookie, proxy=None)
+    with page, address.live() as script:
+        assert Home(folder / "runs").token(new=True) != address.token
+        assert not enters(address.port, name), "a new token ends every session"
+        for tab in (page, script):
+            with pytest.raises(ConnectionClosed) as closed:
+                for _ in range(100):
+                    tab.recv(timeout=WAIT_S)
+            assert closed.value.rcvd is not None and closed.value.rcvd.reason == "UNAUTHORISED"
 
 
 def test_the_policy_of_every_answer(address: Address) -> None:

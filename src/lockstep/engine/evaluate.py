@@ -50,6 +50,7 @@ def evaluate(
     ghosts: bool = False,
     together: bool = False,
     forward: nn.Module | None = None,
+    report: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
     """``{"loss": mean, metric: value, …}`` over ``dataset``, the same on every rank.
 
@@ -64,6 +65,7 @@ def evaluate(
         chunks: number of chunks to evaluate (a sanity check); ``None``: all.
         ghosts: a rank without a chunk evaluates a sample that counts nothing (for models whose forward is collective).
         forward: called in place of ``model``: the same, compiled.
+        report: called before each chunk with the number of samples before it.
         together: all ranks take part in every chunk, and one of them has its rows.
     """
     with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING):
@@ -104,6 +106,7 @@ def evaluate(
         ):
             for request, batch in zip(rounds, batches, strict=True):
                 pulse.at(Activity.EVALUATING)
+                report(request.start)
                 draw(step, request.start // batch_size)
                 mine = _chunk(task, forward or bare(model), batch, request, device, precision, checked=not merges)
                 if states is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import secrets
@@ -43,6 +44,8 @@ _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 #: What the page that asks for the token needs; it shows nothing of a run.
 _PUBLIC = {"/static/app/enter.js", "/static/styles/base.css", "/static/vendor/inter.woff2", "/static/icon.svg"}
 SESSION_S = 30 * 86_400
+#: How often an open WebSocket's session is checked: a new token ends it.
+RECHECK_S = 1.0
 _MAX_SESSIONS = 100
 
 
@@ -114,6 +117,19 @@ class Guard:
             await self._refuse(scope, headers, send, error)
             return
 
+        async def receive_while_known() -> Message:
+            message = asyncio.ensure_future(receive())
+            try:
+                while not (await asyncio.wait({message}, timeout=RECHECK_S))[0]:
+                    self._check(headers)
+                self._check(headers)
+                return await message
+            except ApiError as error:
+                await send({"type": "websocket.close", "code": 1008, "reason": error.code})
+                return {"type": "websocket.disconnect", "code": 1008}
+            finally:
+                message.cancel()
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 present = {name for name, _ in message["headers"]}
@@ -121,7 +137,7 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        await self._app(scope, receive_while_known if scope["type"] == "websocket" else receive, send_with_headers)
 
     def _check(self, headers: Mapping[str, str]) -> None:
         scheme, _, given = headers.get("authorization", "").partition(" ")

@@ -35,6 +35,7 @@ class _Job(BaseModel):
     pid: int
     created: float
     at: float
+    stopped: bool = False
 
 
 class Jobs:
@@ -43,7 +44,7 @@ class Jobs:
     def __init__(self, home: Home) -> None:
         self._home = home
         self._done: dict[str, dict[str, Any]] = {}
-        self._reported: dict[str, str] = {}
+        self._reported: dict[str, tuple[str, str]] = {}
         self._lock = threading.Lock()
 
     def begin(
@@ -105,17 +106,18 @@ class Jobs:
         return sorted(found, key=lambda job: str(job["started_at"]), reverse=True)
 
     def changed(self) -> list[dict[str, Any]]:
-        """Jobs whose status has changed since the last call."""
-        found = self.all()
-        news = [job for job in found if self._reported.get(job["id"]) != job["status"]]
-        self._reported = {job["id"]: job["status"] for job in found}
-        return news
+        """Jobs whose status or output has changed since the last call."""
+        found = {job["id"]: job for job in self.all()}
+        before, self._reported = self._reported, {name: (job["status"], job["output"]) for name, job in found.items()}
+        return [job for name, job in found.items() if before.get(name) != self._reported[name]]
 
     def stop(self, name: str) -> dict[str, Any]:
         """End a job with all its processes."""
-        self.read(name)
-        job = _Job.model_validate(read_json(self._home.job(name) / "job.json"))
-        send(Identity(job.pid, job.created), signal.SIGTERM, group=True)
+        if self.read(name)["status"] == "running":
+            file = self._home.job(name) / "job.json"
+            job = _Job.model_validate(read_json(file)).model_copy(update={"stopped": True})
+            write_json(file, job.model_dump())
+            send(Identity(job.pid, job.created), signal.SIGTERM, group=True)
         return self.read(name)
 
     def _names(self) -> Sequence[str]:
@@ -138,12 +140,13 @@ def _describe(name: str, job: _Job, folder: Path, running: bool) -> dict[str, An
         "id": name,
         "kind": job.kind,
         "run": job.run,
-        "status": "running" if running else "failed" if failed else "done",
+        "status": "running" if running else "done" if not failed else "stopped" if job.stopped else "failed",
         "started_at": iso(job.at),
         "ended_at": None if running else iso(_modified(folder)),
         "command_text": command_text(job.arguments),
         "result": result,
-        "error": error_of(lines) if failed else None,
+        "stopping": running and job.stopped,
+        "error": error_of(lines) if failed and not job.stopped else None,
         "output": "\n".join(lines),
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,8 +77,22 @@ def measure(
             seed=plan.seed,
             step=snapshot.step,
             ghosts=plan.sharded,
+            report=_reporter(len(subject.dataset), collectives),
         )
     return {"samples": len(subject.dataset), "metrics": {f"{split}_{name}": value for name, value in values.items()}}
+
+
+def _reporter(total: int, collectives: Collectives) -> Callable[[int], None]:
+    """Prints on rank 0 how many of ``total`` samples are done, at most once a second."""
+    last = time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal last
+        if collectives.is_main and time.monotonic() - last >= 1:
+            last = time.monotonic()
+            print(f"evaluating: {done:,} of {total:,} samples", file=sys.stderr, flush=True)
+
+    return report
 
 
 class Subject(NamedTuple):

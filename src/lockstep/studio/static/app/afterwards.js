@@ -4,10 +4,8 @@ import { html, useEffect, useState } from "./html.js";
 import { post, runPath } from "./api.js";
 import { devices } from "./catalogue.js";
 import { duration, number, words } from "./format.js";
-import { jobs, merge } from "./live.js";
-import { Badge, Dialog, Problem } from "./ui.js";
-
-const heard = (job) => (jobs.value = { ...jobs.value, [job.id]: job });
+import { jobs, merge, takeJob } from "./live.js";
+import { Badge, Button, Dialog, Problem, tellError } from "./ui.js";
 
 /** Checkboxes for devices; several ranks when only the CPU is selected. */
 export function DeviceChoice({ chosen, onChoose }) {
@@ -95,7 +93,7 @@ function CheckpointChoice({ detail, value, onChange }) {
 export function EvaluateDialog({ run, detail, onClose }) {
   const [split, setSplit] = useState("test");
   const [checkpoint, setCheckpoint] = useState("best");
-  const start = async () => heard(await post(runPath(run.id, "/evaluate"), { split, checkpoint, device: null }));
+  const start = async () => takeJob(await post(runPath(run.id, "/evaluate"), { split, checkpoint, device: null }));
   return html`<${Dialog} title="Evaluate run" submit="Evaluate" onClose=${onClose} onSubmit=${start}>
     <label class="stack">
       Data
@@ -111,7 +109,7 @@ export function EvaluateDialog({ run, detail, onClose }) {
 export function ExportDialog({ run, detail, onClose }) {
   const [checkpoint, setCheckpoint] = useState("best");
   const [program, setProgram] = useState(true);
-  const start = async () => heard(await post(runPath(run.id, "/export"), { checkpoint, program }));
+  const start = async () => takeJob(await post(runPath(run.id, "/export"), { checkpoint, program }));
   return html`<${Dialog} title="Export run" submit="Export" onClose=${onClose} onSubmit=${start}>
     <${CheckpointChoice} detail=${detail} value=${checkpoint} onChange=${setCheckpoint} />
     <label class="row">
@@ -124,17 +122,29 @@ export function ExportDialog({ run, detail, onClose }) {
 
 const plain = (value) => (typeof value === "number" ? number(value) : typeof value === "object" ? JSON.stringify(value) : String(value));
 
-/** A command started from the page, with its output. */
+/** Those of `found` and of the live connection that are `wanted`, each as it is now. */
+export const newestJobs = (found, wanted) => {
+  const all = [...found, ...Object.values(jobs.value).filter(wanted)];
+  return [...new Map(all.map((job) => [job.id, jobs.value[job.id] ?? job])).values()];
+};
+
+/** A command started from the page: progress and Stop while it runs, then its result or error. */
 export function Job({ job }) {
+  const running = job.status === "running";
   const took = job.ended_at ? (Date.parse(job.ended_at) - Date.parse(job.started_at)) / 1000 : null;
   const rows = job.result && typeof job.result === "object" ? Object.entries(job.result.metrics ?? job.result) : [];
+  const doing = job.output.split("\n").at(-1);
+  const [, done, all] = /([\d,]+) of ([\d,]+)/.exec(doing)?.map((text) => Number(text.replaceAll(",", ""))) ?? [];
+  const stop = () => post(`/jobs/${job.id}/stop`).then(takeJob, tellError);
   return html`<section class="card stack" aria-label=${`${job.kind} ${job.status}`}>
     <div class="row">
       <h2 class="grow">${words(job.kind[0].toUpperCase() + job.kind.slice(1))}</h2>
       ${took !== null && html`<span class="muted">${duration(took)}</span>`}
-      <${Badge} status=${{ running: "running", done: "completed", failed: "failed" }[job.status]} />
+      <${Badge} status=${job.status === "done" ? "completed" : job.status} />
+      ${running && html`<${Button} kind="small danger" busy=${job.stopping} onClick=${stop}>${job.stopping ? "Stopping…" : "Stop"}<//>`}
     </div>
     <code class="muted">${job.command_text}</code>
+    ${running && html`<progress aria-label=${`Progress of ${job.kind}`} max=${all} value=${done}></progress><p class="muted" role="status">${doing || "starting…"}</p>`}
     ${rows.length > 0 &&
     html`<dl class="facts-list">${rows.map(([name, value]) => html`<dt key=${name}>${words(name)}</dt><dd>${plain(value)}</dd>`)}</dl>`}
     <${Problem} error=${job.error} />

@@ -1,7 +1,7 @@
 // The WebSocket of this tab: the list of runs, and the data of those that are shown.
 
 import { batch, signal } from "./html.js";
-import { get } from "./api.js";
+import { get, locked } from "./api.js";
 import { decode, Stream } from "./columns.js";
 import { setClock } from "./format.js";
 import { tellError } from "./ui.js";
@@ -21,6 +21,7 @@ export const isGoing = ({ status }) => status === "running" || status === "pendi
 
 /** The newest state of each job, by id. */
 export const jobs = signal({});
+export const takeJob = (job) => (jobs.value = { ...jobs.value, [job.id]: job });
 
 /** The data of one run while it is shown. */
 class RunData {
@@ -116,8 +117,8 @@ export function connect() {
     for (const resolve of ranges.values()) resolve(null);
     ranges.clear();
     failures += 1;
-    get("/studio").then(() => {}, () => {}); // says whether this page is locked out
-    setTimeout(connect, Math.min(LONGEST_WAIT_MS, 250 * 2 ** Math.min(failures, 6)));
+    const later = () => locked.value || setTimeout(connect, Math.min(LONGEST_WAIT_MS, 250 * 2 ** Math.min(failures, 6)));
+    get("/studio").then(later, later); // says whether this page is locked out
   };
 }
 
@@ -157,7 +158,7 @@ const handlers = {
     else if (looked.has(run)) looked.get(run).error.value = error;
     else if (!run) tellError(error); // errors about a run that is no longer shown are dropped
   },
-  job: ({ job }) => (jobs.value = { ...jobs.value, [job.id]: job }),
+  job: ({ job }) => takeJob(job),
 };
 
 function onText(message) {

@@ -2,13 +2,13 @@
 
 import { html, useEffect, useState } from "./html.js";
 import { get, post } from "./api.js";
-import { DeviceChoice } from "./afterwards.js";
+import { DeviceChoice, Job } from "./afterwards.js";
 import { devices, refreshDevices } from "./catalogue.js";
 import { clock, gigabytes } from "./format.js";
 import { isGoing, jobs, runs } from "./live.js";
 import { address } from "./route.js";
 import { label } from "./runs.js";
-import { Badge, Button, Problem, tellError } from "./ui.js";
+import { Badge, Button, tellError } from "./ui.js";
 
 const WORST_FIRST = ["fail", "warn", "ok", "skip"];
 
@@ -48,11 +48,11 @@ function Doctor() {
         Quick: start no ranks
       </label>
       <div class="row">
-        <${Button} kind="primary" busy=${job?.status === "running"} onClick=${start}>${job?.status === "running" ? "Checking…" : "Check this machine"}<//>
-        ${job && html`<span class="muted">${clock(job.started_at)} · <code>${job.command_text}</code></span>`}
+        <${Button} kind="primary" busy=${job?.status === "running"} onClick=${start}>Check this machine<//>
+        ${job && html`<span class="muted">${clock(job.started_at)}</span>`}
       </div>
     </section>
-    <${Problem} error=${job?.error} />
+    ${job && job.status !== "done" && html`<${Job} job=${job} />`}
     ${job?.result && html`<p role="status" class="note ${job.result.fit ? "info" : "bad"}"><strong>${job.result.verdict}</strong></p>`}
     <ul class="stack" aria-label="Findings">${findings.map((finding) => html`<${Finding} key=${`${finding.node} ${finding.name} ${finding.what}`} finding=${finding} />`)}</ul>`;
 }

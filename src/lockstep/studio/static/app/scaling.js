@@ -2,11 +2,11 @@
 
 import { html, useEffect, useState } from "./html.js";
 import { get, post } from "./api.js";
-import { DeviceChoice, Job } from "./afterwards.js";
+import { DeviceChoice, Job, newestJobs } from "./afterwards.js";
 import { devices, tasks } from "./catalogue.js";
 import { Chart } from "./charts.js";
 import { clock, gigabytes, number, percent } from "./format.js";
-import { jobs } from "./live.js";
+import { takeJob } from "./live.js";
 import { Button, Problem, tellError } from "./ui.js";
 
 const CHARTS = [
@@ -99,19 +99,15 @@ function Start({ busy, onStart }) {
 export function Scaling() {
   const [found, setFound] = useState(null);
   const [error, setError] = useState(null);
-  const ours = Object.fromEntries(
-    [...(found?.jobs ?? []), ...Object.values(jobs.value).filter(({ kind }) => kind === "scaling")].map((job) => [job.id, jobs.value[job.id] ?? job]),
-  );
-  const list = Object.values(ours);
+  const list = newestJobs(found?.jobs ?? [], ({ kind }) => kind === "scaling");
   const over = list.filter(({ status }) => status !== "running").length;
   useEffect(() => void get("/scaling").then(setFound, setError), [over]);
-  const started = (job) => (jobs.value = { ...jobs.value, [job.id]: job });
   return html`<div class="view">
     <h1>Scaling</h1>
     <${Problem} error=${error} />
     ${found?.available === false && html`<p class="note">This version of Lockstep has no <code>lockstep bench scaling</code>; existing reports are shown.</p>`}
     ${found?.available && !(devices.value && tasks.value) && html`<p class="empty" role="status">Loading devices and tasks…</p>`}
-    ${found?.available && devices.value && tasks.value && html`<${Start} busy=${list.some(({ status }) => status === "running")} onStart=${started} />`}
+    ${found?.available && devices.value && tasks.value && html`<${Start} busy=${list.some(({ status }) => status === "running")} onStart=${takeJob} />`}
     ${list.filter(({ status }) => status !== "done").map((job) => html`<${Job} key=${job.id} job=${job} />`)}
     ${found?.reports.map((report) => html`<${Report} key=${report.id} report=${report} />`)}
     ${found?.reports.length === 0 && html`<p class="empty">No measurements yet.</p>`}
