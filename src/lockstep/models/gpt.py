@@ -23,7 +23,9 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, hidden: Tensor, angles: Tensor | None = None, past: Cache | None = None) -> tuple[Tensor, Cache]:
+    def forward(
+        self, hidden: Tensor, angles: Tensor | None = None, past: Cache | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Cache]:
         batch, time, width = hidden.shape
         parts = self.qkv(self.norm_attention(hidden)).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -32,13 +34,14 @@ class Block(nn.Module):
         if past is not None:
             key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
         dropout = self.dropout if self.training else 0.0
-        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=past is None)
+        causal = past is None and mask is None
+        seen = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, is_causal=causal)
         hidden = hidden + F.dropout(self.out(seen.transpose(1, 2).reshape(batch, time, width)), dropout)
         return hidden + F.dropout(self.mlp(self.norm_mlp(hidden)), dropout), (key, value)
 
 
 def rotated(values: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864); ``angles``: (time, half the width)."""
+    """Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864); ``angles``: (…, time, half the width)."""
     first, second = values.chunk(2, dim=-1)
     cosine, sine = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
@@ -86,19 +89,30 @@ class Gpt(nn.Module):
             if name.endswith(("out.weight", "mlp.2.weight")):  # what is added to the residual stream
                 nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.extend(ids, None)[0]
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        """Logits.
 
-    def extend(self, ids: Tensor, past: list[Cache] | None) -> tuple[Tensor, list[Cache]]:
+        Args:
+            attention_mask: which positions each position attends to, boolean, (batch, 1, time, time); ``None``: to
+                itself and those before.
+            position_ids: (batch, time); ``None``: from 0.
+        """
+        return self.extend(ids, None, attention_mask, position_ids)[0]
+
+    def extend(
+        self, ids: Tensor, past: list[Cache] | None, mask: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, list[Cache]]:
         """Logits of ``ids``, which follow what ``past`` has the keys and values of, and those of all."""
         start = 0 if past is None else past[0][0].shape[2]
+        if positions is None:
+            positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         hidden, caches = self.tokens(ids), []
-        angles = self.angles[start : start + ids.shape[1]] if self.places is None else None
+        angles = self.angles[positions].unsqueeze(1) if self.places is None else None
         if self.places is not None:
-            hidden = hidden + self.places(torch.arange(start, start + ids.shape[1], device=ids.device))
+            hidden = hidden + self.places(positions)
         hidden = F.dropout(hidden, self.dropout, self.training)
         for number, block in enumerate(self.blocks):
-            hidden, cache = block(hidden, angles, None if past is None else past[number])
+            hidden, cache = block(hidden, angles, None if past is None else past[number], mask)
             caches.append(cache)
         return F.linear(self.norm(hidden), self.tokens.weight), caches
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.data.arrays import ArrayDataset
+from lockstep.data.packing import Packed, document_mask
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.gpt import Gpt, Positions, generate
@@ -43,6 +44,11 @@ class TextConfig(TaskConfig):
     )
     vocabulary: int = Field(default=4096, ge=257, le=65_535, description="bpe: number of tokens")
     context: int = Field(default=128, ge=2, description="tokens of a sample")
+    pack: bool = Field(
+        default=False,
+        description="pack documents into windows, with attention and positions within each document; false: the corpus "
+        "is one line of tokens, cut into windows",
+    )
     model: Path | None = Field(
         default=None, description="a config.json or a folder of transformers, for another causal language model"
     )
@@ -71,6 +77,26 @@ class TextScores:
         lost, tokens, size = self._sums
         bits = lost / math.log(2) / size if size else math.nan
         return {"bits_per_byte": bits, "perplexity": math.exp(min(lost / tokens, 700.0)) if tokens else math.nan}
+
+
+class PackedTexts:
+    """Windows of packed documents: inputs, targets, document numbers and positions, each (context,)."""
+
+    def __init__(self, tokens: NDArray[Any], end: int, context: int) -> None:
+        documents = np.split(tokens, np.flatnonzero(tokens[:-1] == end) + 1)
+        lengths = [len(document) for document in documents]
+        self._windows = Packed(documents, context + 1, lengths=lengths, pad=end)
+        self.remark = self._windows.remark
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        window = self._windows[index]
+        tokens, documents = window["tokens"], window["documents"]
+        follows = (documents[1:] == documents[:-1]) & (documents[1:] > 0)
+        targets = torch.where(follows, tokens[1:], NONE)
+        return tokens[:-1], targets, documents[:-1], window["positions"][:-1]
 
 
 class TextTask(Task):
@@ -142,9 +168,11 @@ class TextTask(Task):
         end = np.array([self.tokenizer.end])
         return np.concatenate([part for text in documents for part in (self.tokenizer.encode(text), end)])
 
-    def _windows(self, tokens: NDArray[Any]) -> ArrayDataset:
+    def _windows(self, tokens: NDArray[Any]) -> ArrayDataset | PackedTexts:
         """Inputs and targets (n, context); the last window may have positions without a target."""
         context = self.config.context
+        if self.config.pack and len(tokens):
+            return PackedTexts(tokens, self.tokenizer.end, context)
         number = -(-(len(tokens) - 1) // context)
         if number < 1:
             raise DataError("the text has fewer than 2 tokens", fix="use a longer text")
@@ -164,7 +192,7 @@ class TextTask(Task):
             )
         return Datasets(self._windows(stream[:-held]), self._windows(stream[-held:]))
 
-    def evaluation_data(self, path: Path) -> ArrayDataset:
+    def evaluation_data(self, path: Path) -> ArrayDataset | PackedTexts:
         """The texts of a file or folder, as one line of tokens."""
         if path.suffix == ".bin":
             return self._windows(read_tokens(path, self.tokenizer.size))
@@ -200,11 +228,17 @@ class TextTask(Task):
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
         """Of each token, (n, context): 0 where there is no target."""
-        found = model(batch[0])
+        ids, targets, *packed = batch
+        if packed:
+            documents, positions = packed
+            # Padding attends to padding: a position that attends to nothing has no finite result.
+            mask = document_mask(documents + 1).tril().unsqueeze(1)
+            found = model(ids, attention_mask=mask, position_ids=positions)
+        else:
+            found = model(ids)
         logits = getattr(found, "logits", found).float()
-        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=NONE, reduction="none").view(
-            batch[1].shape
-        )
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NONE, reduction="none")
+        return losses.view(targets.shape)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Summed over tokens; the items are tokens."""
