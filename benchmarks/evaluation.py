@@ -29,7 +29,7 @@ from lockstep.bench.rank import PeakMemory, Rank
 from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.evaluate import evaluate
+from lockstep.engine.evaluate import Evaluator, evaluate
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.runtime import join
 from lockstep.planning import LoaderPlan
@@ -93,17 +93,9 @@ def in_turns(rank: Rank, rounds: int) -> None:
     model, memory = nn.Linear(INPUTS, OUTPUTS), PeakMemory([CPU])
 
     def lockstep(task: Task) -> dict[str, float]:
-        return evaluate(
-            task,
-            model,
-            ArrayDataset(*data),
-            collectives,
-            batch_size=BATCH,
-            device=CPU,
-            precision=Precision("32", CPU, 1.0),
-            loader=LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False),
-            seed=0,
-        )
+        loader = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+        evaluator = Evaluator(collectives, CPU, Precision("32", CPU, 1.0), loader, BATCH, seed=0)
+        return evaluate(evaluator, task, model, ArrayDataset(*data))
 
     forms: dict[str, Callable[[], dict[str, float]]] = {
         "hand": lambda: by_hand(model, data, rank.world.rank),

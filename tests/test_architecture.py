@@ -41,10 +41,6 @@ HEAVY = ("torch", "torchmetrics", "lightning", "tensorboard", "matplotlib", "pan
 MOST_IMPORTS = 15
 MORE_IMPORTS = {
     "lockstep.bench.measure": 19,
-    "lockstep.engine.inspection": 16,
-    "lockstep.engine.strategies.fsdp": 16,
-    "lockstep.engine.strategies.pipeline": 17,
-    "lockstep.launch.finished.measure": 16,
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.api.fit import fit as fit
     from lockstep.api.run import Run as Run
     from lockstep.api.run import Run as RunResult
     from lockstep.api.session import Session as Session
+    from lockstep.api.train import fit as fit
     from lockstep.api.train import plan as make_plan
     from lockstep.api.train import plan as plan
     from lockstep.api.train import train as train
@@ -58,7 +58,7 @@ _HOMES = {
     "TaskConfig": "lockstep.engine.task",
     "collectives": "lockstep.engine.distributed.collectives",
     "detect_devices": "lockstep.hardware.detect",
-    "fit": "lockstep.api.fit",
+    "fit": "lockstep.api.train",
     "get_available_gpus": "lockstep.hardware.detect",
     "make_plan": "lockstep.api.train:plan",
     "plan": "lockstep.api.train",

@@ -30,7 +30,7 @@ class StrategySpec:
         summary: for help and reasons.
         module: import path of the module with ``build(replica, config, plan)``, which returns a
             :class:`lockstep.engine.strategies.base.Strategy`; where ``state`` is not ``replicated``, with
-            ``divide(undivided)``, which returns a :class:`lockstep.engine.strategies.partition.Divided`.
+            ``divide(undivided)``, which returns a :class:`lockstep.engine.strategies.base.Divided`.
         devices: ``one`` or ``many``.
         one_process: one process uses all devices; else each device has its process.
         state: each device has all parameters (``replicated``), a part of every one (``sharded``), or some of the

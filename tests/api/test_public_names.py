@@ -25,7 +25,7 @@ PUBLIC = {
     "lockstep.lightning",
     "lockstep.lightning.callbacks",
     "lockstep.lightning.cli",
-    "lockstep.models.autoencoder",
+    "lockstep.models.vision",
     "lockstep.models.har",
     "lockstep.models.lmu",
     "lockstep.models.recogniser",

@@ -42,29 +42,21 @@ def test_the_life_of_a_run_on_two_ranks(tmp_path: Path) -> None:
     assert not isinstance(caught.value, UsageError)
 
 
-def test_a_task_made_in_a_function_is_remembered_or_asked_for(tmp_path: Path) -> None:
+def test_a_task_made_in_a_function_is_remembered_or_asked_for_and_needs_no_super(tmp_path: Path) -> None:
     class Local(Toy):
-        pass
+        def __init__(self, width: int) -> None:
+            self.width = width
 
-    run = lockstep.train(Local(), devices="cpu", epochs=1, save_dir=tmp_path / "run")
+    run = lockstep.train(Local(7), devices="cpu", epochs=1, save_dir=tmp_path / "run")
     assert "test_loss" in run.evaluate(devices="cpu,cpu")  # to other processes it travels by value
     opened = lockstep.Run(run.run_dir)
     for use in (opened.load_model, opened.evaluate, lambda: opened.resume(epochs=2)):
         with pytest.raises(RunFolderError, match="is defined in a script or notebook"):
             use()
-    assert opened.resume(Local, epochs=2).step == 2 * run.plan.steps_per_epoch
-    assert torch.equal(*(next(r.load_model(task=Local).parameters()) for r in (run, opened)))
-
-
-def test_an_init_without_super_works(tmp_path: Path) -> None:
-    class Wide(Toy):
-        def __init__(self, width: int) -> None:
-            self.width = width
-
-    run = lockstep.train(Wide(7), devices="cpu,cpu", epochs=1, save_dir=tmp_path / "run")
-    assert run.status == "completed"
+    assert opened.resume(Local(7), epochs=2).step == 2 * run.plan.steps_per_epoch
+    assert torch.equal(*(next(r.load_model(task=Local(7)).parameters()) for r in (run, opened)))
     with pytest.raises(TaskError, match="required parameter width"):
-        lockstep.plan(Wide, devices="cpu")
+        lockstep.plan(Local, devices="cpu")
 
 
 def test_no_task_is_an_error_that_names_what_to_give() -> None:

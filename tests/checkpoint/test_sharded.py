@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lockstep.checkpoint.content import HashingFile
 from lockstep.checkpoint.manifest import file_names, model_shard, read_manifest
+from lockstep.checkpoint.reader import mark, open_pieces
 from lockstep.checkpoint.sharded import ShardedStore
-from lockstep.checkpoint.snapshot import mark, open_pieces
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.engine.distributed.collectives import Collectives

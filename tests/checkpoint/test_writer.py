@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
-from lockstep.checkpoint.writer import BackgroundWriter, HostBuffers, to_host
+from lockstep.checkpoint.writer import BackgroundWriter, HostBuffers
 from lockstep.errors import CheckpointError, LockstepError, StorageError
 from lockstep.telemetry.progress_board import pulse
 from tests.conftest import cli_environment
@@ -164,7 +164,7 @@ def test_a_copy_does_not_change_when_training_goes_on() -> None:
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    copy = to_host(state)
+    copy = HostBuffers().copy(state)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     moment = optimizer.state_dict()["state"][0]["exp_avg"].clone()
     model(torch.randn(5, 3)).sum().backward()
@@ -180,16 +180,16 @@ def test_used_again_buffers_hold_the_newest_values(shapes: list[list[int]], time
     buffers = HostBuffers()
     for n in range(times):
         state = {"tensors": [torch.full(shape, float(n)) for shape in shapes], "n": n}
-        copy = to_host(state, buffers)
+        copy = buffers.copy(state)
         assert copy["n"] == n and all(map(torch.equal, copy["tensors"], state["tensors"]))
 
 
 def test_memory_is_used_again_until_a_shape_or_type_changes() -> None:
     buffers = HostBuffers()
-    places = [to_host({"w": tensor}, buffers)["w"].data_ptr() for tensor in (torch.zeros(4000), torch.ones(4000))]
+    places = [buffers.copy({"w": tensor})["w"].data_ptr() for tensor in (torch.zeros(4000), torch.ones(4000))]
     assert places[0] == places[1]
-    assert to_host({"w": torch.ones(40, 100)}, buffers)["w"].shape == (40, 100)
-    assert to_host({"w": torch.ones(40, 100, dtype=torch.bfloat16)}, buffers)["w"].dtype == torch.bfloat16
+    assert buffers.copy({"w": torch.ones(40, 100)})["w"].shape == (40, 100)
+    assert buffers.copy({"w": torch.ones(40, 100, dtype=torch.bfloat16)})["w"].dtype == torch.bfloat16
 
 
 def test_tied_tensors_stay_tied_and_others_stay_apart() -> None:
@@ -200,7 +200,7 @@ def test_tied_tensors_stay_tied_and_others_stay_apart() -> None:
         {"a": shared + 1, "b": shared + 2, "part": shared[:2]},
         {"a": shared, "b": shared, "part": shared[2:]},
     ):
-        copy = to_host(state, buffers)
+        copy = buffers.copy(state)
         assert all(torch.equal(copy[name], tensor) for name, tensor in state.items())
         assert (copy["a"] is copy["b"]) == (state["a"] is state["b"])
 
@@ -214,7 +214,7 @@ def test_places_with_like_names_do_not_share_memory() -> None:
         "0": torch.tensor([4.0]),
     }
     for _ in range(2):
-        copy = to_host(state, buffers)
+        copy = buffers.copy(state)
         assert [copy["a/b"].item(), copy["a"]["b"].item(), copy[0].item(), copy["0"].item()] == [1, 2, 3, 4]
 
 
@@ -234,14 +234,14 @@ def test_places_with_like_names_do_not_share_memory() -> None:
     ],
 )
 def test_any_dense_tensor_is_copied_contiguous(tensor: Tensor) -> None:
-    copy = to_host([tensor])[0]
+    copy = HostBuffers().copy([tensor])[0]
     assert torch.equal(copy, tensor) and copy.is_contiguous() and not copy.requires_grad
     assert tensor.numel() == 0 or copy.data_ptr() != tensor.data_ptr()
 
 
 def test_containers_and_plain_values_are_copied() -> None:
     inner = [1, {"x": "y"}]
-    copy = to_host(OrderedDict(a=inner, b=(1.5, None), c=b"raw"))
+    copy = HostBuffers().copy(OrderedDict(a=inner, b=(1.5, None), c=b"raw"))
     inner.append(2)
     assert copy == {"a": [1, {"x": "y"}], "b": (1.5, None), "c": b"raw"} and type(copy) is dict
 
@@ -249,7 +249,7 @@ def test_containers_and_plain_values_are_copied() -> None:
 def test_a_tensor_without_values_is_refused_by_its_place() -> None:
     for tensor in (torch.empty(2, device="meta"), torch.eye(2).to_sparse()):
         with pytest.raises(CheckpointError, match="optimizer/3/odd"):
-            to_host({"optimizer": {3: {"odd": tensor}}})
+            HostBuffers().copy({"optimizer": {3: {"odd": tensor}}})
 
 
 @pytest.mark.gpu
@@ -258,7 +258,7 @@ def test_a_gpu_state_arrives_whole_in_page_locked_memory() -> None:
     weight = torch.zeros(10_000_000, device="cuda")
     for n in range(3):
         weight.fill_(n)
-        copy = to_host({"w": weight, "tied": weight}, buffers)
+        copy = buffers.copy({"w": weight, "tied": weight})
         weight.fill_(99)
         assert (
             copy["w"].is_pinned()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, Section, json_schema, resolve
+from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, Section, resolve
 from lockstep.errors import ConfigError
 
 
@@ -131,7 +131,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 def test_the_schema_knows_every_key() -> None:
-    schema = json_schema()
+    schema = RunConfig.model_json_schema()
     for section in sections():
         where = schema if section is RunConfig else schema["$defs"][section.__name__]
         assert set(where["properties"]) == set(section.model_fields)

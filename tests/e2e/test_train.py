@@ -20,7 +20,7 @@ from tests.gloo import ROOT, clean_environment
 
 #: The same global batch for any number of ranks; one rank takes it in one micro-batch, so BatchNorm sees the same.
 SAME = ("--global-batch-size", "32", "--batch-size", "32", "--set", "task.batchnorm=true")
-#: The toy is small enough for one all-reduce a step (engine/strategies/small_ddp.py); this trains it by DDP's reducer.
+#: The toy is small enough for one all-reduce a step (engine/strategies/ddp.py); this trains it by DDP's reducer.
 REDUCER = ("--set", "distributed.bucket_cap_mb=1")
 TOY = f"{ROOT / 'tests' / 'toys.py'}:Toy"
 

@@ -17,7 +17,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Sco
 from lockstep import Loss, Task
 from lockstep.data.arrays import ArrayDataset
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.evaluate import evaluate, evaluating, train_mode
+from lockstep.engine.evaluate import Evaluator, evaluate, evaluating, train_mode
 from lockstep.engine.optim.precision import Precision
 from lockstep.errors import TaskError
 from lockstep.hardware.world import World
@@ -66,18 +66,10 @@ def run(rank: int, ranks: int, samples: int, batch_size: int, task: Task, step: 
     scores = torch.randn(samples, 1, generator=generator)
     labels = (torch.arange(samples) % 2).float()
     torch.manual_seed(0)
-    return evaluate(
-        task,
-        nn.Linear(1, 1),
-        ArrayDataset(scores, labels),
-        Collectives(World(rank, ranks, rank, ranks)),
-        batch_size=batch_size,
-        device=CPU,
-        precision=Precision("32", CPU, 1.0),
-        loader=LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False),
-        seed=0,
-        step=step,
-    )
+    loader = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+    collectives = Collectives(World(rank, ranks, rank, ranks))
+    evaluator = Evaluator(collectives, CPU, Precision("32", CPU, 1.0), loader, batch_size, seed=0, step=step)
+    return evaluate(evaluator, task, nn.Linear(1, 1), ArrayDataset(scores, labels))
 
 
 def sizes(rank: int, ranks: int, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.engine.task import Context
 from lockstep.errors import CheckpointError, DataError, TaskError
 from lockstep.launch.api import resume
-from lockstep.launch.finished.evaluation import evaluate_checkpoint
+from lockstep.launch.finished.evaluation import evaluate as evaluate_checkpoint
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start
 from tests.gloo import ROOT

@@ -15,9 +15,8 @@ from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Flags, Replica
-from lockstep.engine.strategies.ddp import DdpStrategy
+from lockstep.engine.strategies.ddp import DdpStrategy, FlatStrategy
 from lockstep.engine.strategies.single import SingleStrategy
-from lockstep.engine.strategies.small_ddp import FlatStrategy
 from lockstep.engine.task import Loss, Task
 from lockstep.planning import BatchPlan
 from tests.gloo import run_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.engine.process.prefetch import SideStream
+from lockstep.engine.distributed.staging import SideStream
 
 pytestmark = pytest.mark.gpu
 

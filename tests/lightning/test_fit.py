@@ -18,8 +18,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
-from lockstep.engine.lightning.checkpoint_io import plain_values
-from lockstep.engine.lightning.evaluate import evaluate_module
+from lockstep.engine.lightning.callback import plain_values
+from lockstep.engine.lightning.module_fit import evaluate_module
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.errors import ConfigError, DataError, DeviceError, RankFailed, TaskError, UnsupportedError
 from lockstep.launch.api import evaluate, resume

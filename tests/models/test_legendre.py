@@ -12,7 +12,7 @@ from scipy.signal import cont2discrete
 from scipy.special import eval_legendre
 from torch import Tensor
 
-from lockstep.models.legendre import delay_system, transition, zero_order_hold
+from lockstep.models.lmu import delay_system, transition, zero_order_hold
 
 thetas = st.floats(1.0, 3000.0)
 

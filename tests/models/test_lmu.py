@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.models.legendre import delay_system, zero_order_hold
-from lockstep.models.lmu import CHUNK, FORMS, LMU, LMUState
+from lockstep.models.lmu import CHUNK, FORMS, LMU, LMUState, delay_system, zero_order_hold
 
 both_forms = pytest.mark.parametrize("form", FORMS)
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lockstep import train
 from lockstep.errors import ConfigError
-from lockstep.models.autoencoder import Autoencoder
+from lockstep.models.vision import Autoencoder
 from lockstep.report.source import read_run
 from lockstep.tasks.autoencoder import AutoencoderConfig, AutoencoderTask, load_digits
 from lockstep.telemetry.rundir import RunDir

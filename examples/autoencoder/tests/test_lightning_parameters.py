@@ -8,7 +8,7 @@ import yaml
 from src.data.lightning_datamodule import DigitsDataModule
 from src.model.lightning_module import AutoencoderModule
 
-from lockstep.models.autoencoder import Autoencoder as NativeAutoencoder
+from lockstep.models.vision import Autoencoder as NativeAutoencoder
 from lockstep.tasks.autoencoder import draw
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "config" / "config.yaml").read_text())

@@ -241,6 +241,6 @@ def evaluate_run(run: RunDir, task: Task | type[Task] | None = None, **how: Any)
         from lockstep.lightning import finished
 
         return finished.evaluate(run, **how)
-    from lockstep.launch.finished.evaluation import evaluate_checkpoint
+    from lockstep.launch.finished.evaluation import evaluate
 
-    return evaluate_checkpoint(run, task=task, **how)
+    return evaluate(run, task=task, **how)

@@ -19,7 +19,7 @@ from lockstep.bench.results import BenchReport
 from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.process.prefetch import finish
+from lockstep.engine.distributed.staging import finish
 from lockstep.engine.process.runtime import join, rank_device
 from lockstep.errors import UsageError
 from lockstep.hardware.resolve import Placement

@@ -18,7 +18,7 @@ from lockstep.bench.trials import Outcome, new_trials
 from lockstep.bench.workload import Subject
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Source
-from lockstep.engine.process.prefetch import finish, to_device
+from lockstep.engine.distributed.staging import finish, to_device
 from lockstep.engine.training_data import training_source
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World

@@ -19,9 +19,9 @@ from lockstep.config import RunConfig
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Request
 from lockstep.engine.distributed.collectives import Collectives, shared
+from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.parts import Parts, build_parts
-from lockstep.engine.process.prefetch import to_device
 from lockstep.engine.process.runtime import rank_device, runtime
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Flags

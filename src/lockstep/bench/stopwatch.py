@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.engine.distributed.staging import finish
 from lockstep.engine.optim.step import Update
-from lockstep.engine.process.prefetch import finish
 from lockstep.engine.task import Loss, Task
 
 #: Parts of a step. ``other``: what the host does in between.
@@ -61,7 +61,7 @@ def moment(device: torch.device) -> Any:
 
 
 def between(start: Any, stop: Any) -> float:
-    """Seconds between two moments of one device that has finished (:func:`lockstep.engine.process.prefetch.finish`)."""
+    """Seconds between two moments of one device that has finished (:func:`.staging.finish`)."""
     return float(stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3)
 
 

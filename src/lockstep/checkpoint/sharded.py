@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from lockstep.checkpoint.manifest import Digest, folder_name, frozen_shard, model_shard, trainer_shard
-from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.reader import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import surfaced
 from lockstep.errors import CollectiveError, LockstepError

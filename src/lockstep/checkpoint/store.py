@@ -35,8 +35,7 @@ from lockstep.checkpoint.manifest import (
     step_in,
     verify_files,
 )
-from lockstep.checkpoint.reader import BROKEN, REPLACED, CheckpointReader
-from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.reader import BROKEN, REPLACED, CheckpointReader, Snapshot
 from lockstep.errors import CheckpointError
 from lockstep.telemetry.files import (
     fsync_folder,

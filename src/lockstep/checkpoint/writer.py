@@ -61,16 +61,11 @@ class HostBuffers:
         return result
 
 
-def to_host(state: Any, buffers: HostBuffers | None = None) -> Any:
-    """A copy of ``state`` in host memory, into ``buffers`` if given; see :meth:`HostBuffers.copy`."""
-    return (buffers or HostBuffers()).copy(state)
-
-
 class _Copier:
     """One walk over a state."""
 
     def __init__(
-        self, buffers: Mapping[_Place, Tensor], steady: Steady | None = None, stream: torch.cuda.Stream | None = None
+        self, buffers: Mapping[_Place, Tensor], steady: Steady | None, stream: torch.cuda.Stream | None
     ) -> None:
         self._buffers, self._steady, self.stream = buffers, steady, stream
         self._seen: dict[_Memory, Tensor] = {}

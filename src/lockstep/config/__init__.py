@@ -1,6 +1,6 @@
 """Settings of a run: sections, loading from files and flags, JSON schema. Imports no torch."""
 
-from lockstep.config.load import dump, json_schema, load, resolve
+from lockstep.config.load import dump, load, resolve
 from lockstep.config.sections import (
     AveragingConfig,
     CheckpointConfig,
@@ -44,7 +44,6 @@ __all__ = [
     "TrainingConfig",
     "ValidationConfig",
     "dump",
-    "json_schema",
     "load",
     "resolve",
 ]

@@ -14,7 +14,7 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.sections import RunConfig, TaskSection
+from lockstep.config.sections import RunConfig
 from lockstep.errors import ConfigError
 
 #: Of a user's file as of a run's; the values are enough for a list of the classes of ImageNet-21k.
@@ -265,11 +265,6 @@ def to_yaml(settings: Mapping[str, Any]) -> str:
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def json_schema() -> dict[str, Any]:
-    """JSON schema of :class:`RunConfig`, with a description of each setting."""
-    return RunConfig.model_json_schema()
-
-
 def key_for(option: str) -> str | None:
     """The setting that an unknown command-line option most likely means: by its own name, or by a peer's."""
     name = option.lstrip("-").replace("-", "_")
@@ -304,11 +299,7 @@ def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | N
     here: type[BaseModel] | None = model
     for parent in parents:
         field = here.model_fields.get(parent) if here else None
-        here = (
-            field.annotation
-            if field and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-            else None
-        )
+        here = _section_of(field.annotation) if field else None
     if here:
         close = difflib.get_close_matches(wrong, here.model_fields, n=1, cutoff=0.6)
         if close:
@@ -322,14 +313,13 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Every dotted key of a settings model, sections excluded."""
     keys = []
     for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys += all_keys(kind, f"{prefix}{name}.")
-            if kind is TaskSection:
-                continue
-        else:
-            keys.append(prefix + name)
+        section = _section_of(field.annotation)
+        keys += [prefix + name] if section is None else all_keys(section, f"{prefix}{name}.")
     return keys
+
+
+def _section_of(kind: Any) -> type[BaseModel] | None:
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 #: Of each short name, the key. ``skip_bad`` and ``mode`` are settings of built-in tasks: flags only.
@@ -371,9 +361,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings whose keys may have dots, as nested mappings: ``{"optimizer.lr": 1}`` → ``{"optimizer": {"lr": 1}}``."""
     result: dict[str, Any] = {}
     for key, value in settings.items():
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        result = merge(result, value)
+        result = merge(result, parse_path(key, value))
     return result
 
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.process.prefetch import finish
+from lockstep.engine.distributed.staging import finish
 from lockstep.engine.process.runtime import rank_device
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World

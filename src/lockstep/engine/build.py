@@ -45,11 +45,14 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
         share, text = peak_share(task, source, rank.plan)
         remarks.append(text)
     log = RunLog(rank, parts.state, timed=lambda: () if untimed else strategy.module.parameters(), peak_share=share)
-    file = trace_file(rank.run_dir.path, rank.world.rank)
-    trace = Trace(rank.config.debug, file, rank.world.is_main, parts.update, strategy.module, parts.draws)
+    trace = None
     if rank.config.debug.trace == "off":
         source, remark = kept_on(source, rank.device, rank.config.data.device)
         remarks.append(remark)
+    else:
+        file = trace_file(rank.run_dir.path, rank.world.rank)
+        trace = Trace(rank.config.debug, file, rank.world.is_main, parts.update, strategy.module, parts.draws)
+        source = trace.source(source)
     parts = parts._replace(notes=(*parts.notes, *filter(None, remarks)))
     return Fit(
         rank,
@@ -60,7 +63,7 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
         Validation(rank, task, datasets, parts),
         Checkpoints(rank, task, parts, log, datasets.train),
         trace,
-        trace.source(source),
+        source,
         scalars={},
     )
 
@@ -88,7 +91,8 @@ def hooks_after(fit: Fit) -> list[Hook[StepResult]]:
     def saves(step: StepResult) -> bool:
         return step.flags is not None and step.flags.save > 0 and not step.epoch_ended
 
-    hooks = [Hook("sum the loss", _always, fit.count)]
+    losses = fit.log.losses
+    hooks = [Hook("sum the loss", _always, lambda step: losses.add(step.loss_total, step.loss_count))]
     if rank.config.averaging.name != "none":
         hooks.append(Hook("average the weights", _always, lambda step: fit.parts.update.averages.update(step.step)))
     if fit.parts.callbacks:
@@ -105,7 +109,7 @@ def hooks_after(fit: Fit) -> list[Hook[StepResult]]:
         Hook("save", saves, lambda step: checkpoints.save()),
         Hook("end the step", _always, fit.end_step),
     ]
-    if trace.is_on:
+    if trace is not None:
         hooks.insert(0, Hook("trace the update", _always, trace.after_update))
         hooks.append(
             Hook("trace the hooks", _always, lambda step: trace.after_hooks(step, checkpoints.saved_at == step.step))

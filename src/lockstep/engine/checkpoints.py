@@ -10,7 +10,7 @@ from lockstep.checkpoint.content import check_saveable
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import Steady
 from lockstep.data.stream import Stream
-from lockstep.engine.distributed.agreement import check_agreement
+from lockstep.engine.distributed.buffers import check_agreement
 from lockstep.engine.parts import Parts
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import frozen_names, load_shared, load_weights, restoring

@@ -53,10 +53,6 @@ def remarks_of(dataset: Any) -> tuple[str, ...]:
     return tuple(leaf.remark for leaf in leaves(dataset) if isinstance(getattr(leaf, "remark", None), str))
 
 
-def fingerprint(dataset: Any) -> str:
-    return examined(dataset)[0]
-
-
 def examined(dataset: Any, *, skips: bool = False) -> tuple[str, tuple[str, ...]]:
     """Length and a hash of up to 16 samples spread over the data set: shows a resume that the data changed.
 

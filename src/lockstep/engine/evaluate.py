@@ -10,7 +10,8 @@ fail on a rank that has seen no sample.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -22,33 +23,85 @@ from torch import Tensor, nn
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import InOrder, Request, Source
 from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.distributed.staging import to_device, to_host
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.prefetch import to_device, to_host
 from lockstep.engine.process.runtime import generators_kept
 from lockstep.engine.strategies.base import SeededDraws, check_loss
 from lockstep.engine.task import Metrics, Task
 from lockstep.engine.trained import Callbacks, bare
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError
-from lockstep.planning import LoaderPlan
+from lockstep.planning import LoaderPlan, Plan
 from lockstep.telemetry.progress_board import Activity, pulse
 
 
+@dataclass(frozen=True)
+class Evaluator:
+    """How a rank goes through data with the others, in chunks of ``batch_size`` samples.
+
+    What is drawn for a chunk depends on ``seed``, ``step`` and the chunk's number alone.
+
+    Attributes:
+        step: finished optimizer steps of the weights.
+        ghosts: a rank without a chunk evaluates a sample that counts nothing (for models whose forward is collective).
+        together: all ranks take part in every chunk, and one of them has its rows.
+    """
+
+    collectives: Collectives
+    device: torch.device
+    precision: Precision
+    loader: LoaderPlan
+    batch_size: int
+    seed: int
+    step: int = 0
+    ghosts: bool = False
+    together: bool = False
+
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, collectives: Collectives, device: torch.device, precision: Precision, step: int
+    ) -> Evaluator:
+        together = {"ghosts": plan.sharded, "together": plan.pipelined}
+        return cls(collectives, device, precision, plan.loader, plan.eval_batch_size, plan.seed, step, **together)
+
+    def chunks(self, samples: int, *, first: int = 0, most: int | None = None) -> list[Request]:
+        """This rank's chunk of every round from chunk ``first`` on; an empty one, or a ghost, when it has none for it.
+
+        Args:
+            most: chunks of all ranks; ``None``: all of ``samples``.
+        """
+        rank, ranks = (0, 1) if self.together else (self.collectives.rank, self.collectives.size)
+        number, size = -(-samples // self.batch_size), self.batch_size
+        number = number if most is None else min(number, most)
+        nothing = Request(0, 0, 0, int(self.ghosts), ghost=self.ghosts)
+        starts = (size * (start + rank) for start in range(first, number, ranks))
+        return [
+            Request(0, 0, start, min(start + size, samples)) if start < number * size else nothing for start in starts
+        ]
+
+    def batches(
+        self, chunks: Sequence[Request], source: Source, *others: torch.device
+    ) -> Generator[tuple[Request, Any], None, None]:
+        """``chunks`` and their batches, on this rank's device; ``others`` draw random numbers too."""
+        loader, devices = self.loader, list(dict.fromkeys((self.device, *others)))
+        if source.is_at_hand or source.reader.gathers:  # to start processes for it takes longer than its rows
+            loader = loader.model_copy(update={"num_workers": 0, "most_workers": 0, "persistent_workers": False})
+        draw = SeededDraws(self.seed, devices, everything=True, purpose="evaluation")
+        batches = make_loader(source, chunks, loader, self.collectives.rank, largest=self.batch_size)
+        with contextlib.closing(batches):
+            for chunk, batch in zip(chunks, batches, strict=True):
+                pulse.at(Activity.EVALUATING)
+                draw(self.step, chunk.start // self.batch_size)
+                yield chunk, to_device(batch, self.device) if chunk.size and self.device.type != "cpu" else batch
+
+
 def evaluate(
+    evaluator: Evaluator,
     task: Task,
     model: nn.Module,
     dataset: Any,
-    collectives: Collectives,
     *,
-    batch_size: int,
-    device: torch.device,
-    precision: Precision,
-    loader: LoaderPlan,
-    seed: int,
-    step: int = 0,
     chunks: int | None = None,
-    ghosts: bool = False,
-    together: bool = False,
     forward: nn.Module | None = None,
     report: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
@@ -56,18 +109,14 @@ def evaluate(
 
     Scalar metrics come back as floats, others (a confusion matrix) as nested lists. Collective.
 
-    Random numbers that a chunk draws depend on ``seed``, ``step`` and its number alone. Generators and the training
-    flag of every module are afterwards as they were.
+    Generators and the training flag of every module are afterwards as they were.
 
     Args:
-        batch_size: samples of a chunk.
-        step: finished optimizer steps of the weights.
         chunks: number of chunks to evaluate (a sanity check); ``None``: all.
-        ghosts: a rank without a chunk evaluates a sample that counts nothing (for models whose forward is collective).
         forward: called in place of ``model``: the same, compiled.
-        report: called before each chunk with the number of samples before it.
-        together: all ranks take part in every chunk, and one of them has its rows.
+        report: called with the number of samples before each chunk.
     """
+    collectives = evaluator.collectives
     with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING):
         metrics = _own_metrics(task) if collectives.is_main else None
         total = count = 0.0
@@ -92,23 +141,14 @@ def evaluate(
                     metrics.update(*chunk[2])
             found.clear()
 
-        place = (0, 1) if together else (collectives.rank, collectives.size)
-        rounds = list(rank_chunks(len(dataset), batch_size, *place, chunks, ghosts))
-        source = Source(dataset, collate_of(task), seed, InOrder())
-        if source.is_at_hand or source.reader.gathers:  # to start processes for it takes longer than its rows
-            loader = loader.model_copy(update={"num_workers": 0, "most_workers": 0, "persistent_workers": False})
-        devices = dict.fromkeys((device, *(parameter.device for parameter in model.parameters())))
-        draw = SeededDraws(seed, list(devices), everything=True, purpose="evaluation")
+        source = Source(dataset, collate_of(task), evaluator.seed, InOrder())
+        others = [parameter.device for parameter in model.parameters()]
+        batches = evaluator.batches(evaluator.chunks(len(dataset), most=chunks), source, *others)
         # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.
-        with (
-            contextlib.closing(make_loader(source, rounds, loader, collectives.rank, largest=batch_size)) as batches,
-            torch.no_grad(),
-        ):
-            for request, batch in zip(rounds, batches, strict=True):
-                pulse.at(Activity.EVALUATING)
+        with contextlib.closing(batches), torch.no_grad():
+            for request, batch in batches:
                 report(request.start)
-                draw(step, request.start // batch_size)
-                mine = _chunk(task, forward or bare(model), batch, request, device, precision, checked=not merges)
+                mine = _chunk(task, forward or bare(model), batch, request, evaluator.precision, checked=not merges)
                 if states is not None:
                     mine = states.update(mine, collectives)
                 found.append(mine)
@@ -272,35 +312,12 @@ def _merging() -> dict[Any, Callable[[Tensor, Tensor], Tensor]]:
     return {data.dim_zero_sum: torch.add, data.dim_zero_max: torch.maximum, data.dim_zero_min: torch.minimum}
 
 
-def rank_chunks(
-    samples: int, batch_size: int, rank: int, ranks: int, chunks: int | None, ghosts: bool
-) -> Iterator[Request]:
-    """This rank's chunk of every round; an empty one, or a ghost, when the round has none for it."""
-    number = -(-samples // batch_size)
-    number = number if chunks is None else min(number, chunks)
-    for first in range(0, number, ranks):
-        chunk = first + rank
-        if chunk < number:
-            yield Request(0, 0, chunk * batch_size, min((chunk + 1) * batch_size, samples))
-        else:
-            yield Request(0, 0, 0, int(ghosts), ghost=ghosts)
-
-
 def _chunk(
-    task: Task,
-    model: nn.Module,
-    batch: Any,
-    request: Request,
-    device: torch.device,
-    precision: Precision,
-    *,
-    checked: bool,
+    task: Task, model: nn.Module, batch: Any, request: Request, precision: Precision, *, checked: bool
 ) -> tuple[float, float, Any] | None:
     """Sum of the loss, its count, and the rows; ``None`` when the chunk counts nothing."""
     if request.size == 0:
         return None
-    if device.type != "cpu":
-        batch = to_device(batch, device)
     with precision.autocast():
         found = task.validate(model, batch)
     if request.ghost or found is None:  # a pipeline's last rank alone has rows

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -86,7 +87,7 @@ class Fit:
     log: RunLog
     validation: Validation
     checkpoints: Checkpoints
-    trace: Trace
+    trace: Trace | None
     source: Source
     scalars: dict[str, float]
 
@@ -114,14 +115,14 @@ class Fit:
         requests = chain.from_iterable(window.requests for window in walk(plan, rank.world, **start))
         settled, largest = self.validation.settle_loader, plan.batch.batch_size
         loader = make_loader(self.source, requests, plan.loader, rank.world.rank, largest=largest, settled=settled)
-        batches = TimedBatches(trace.batches(iter(loader)))
+        batches = TimedBatches(iter(loader) if trace is None else trace.batches(iter(loader)))
         train_mode(self.parts.strategy.module)
         self.task.context.is_training = True
         telemetry, folder = rank.config.telemetry, rank.run_dir.profile
         place: dict[str, Any] = {
             "rank": rank.world.rank,
             "device": rank.device,
-            "remark": self._note_profile,
+            "remark": partial(rank.note, "profile"),
         }
         log.unpause()
         pulse.at(Activity.FIRST_STEP, state.step)
@@ -143,17 +144,12 @@ class Fit:
                     if log.ended_by is not None:
                         break
         log.flush()
-        trace.write()
-
-    def _note_profile(self, text: str) -> None:
-        self.rank.note("profile", text)
+        if trace is not None:
+            trace.write()
 
     def callback(self, event: str) -> None:
         """Call the task's callbacks of ``event``."""
         self.parts.callbacks.call(event, self.task.context, self.parts.strategy.module)
-
-    def count(self, step: StepResult) -> None:
-        self.log.losses.add(step.loss_total, step.loss_count)
 
     def log_step(self, step: StepResult) -> None:
         update = self.parts.update

@@ -24,10 +24,9 @@ from lockstep.data.reader import Reader
 from lockstep.engine.dataset_checks import check_dataset, examined, read_sample, remarks_of
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.module_task import ModuleTask
-from lockstep.engine.optim.groups import check_optimizer
-from lockstep.engine.optim.optimizers import build_optimizer, scheduler_of
+from lockstep.engine.optim.optimizers import build_optimizer, check_optimizer, scheduler_of
 from lockstep.engine.process.runtime import generators_kept
-from lockstep.engine.strategies.small_ddp import joint_bytes
+from lockstep.engine.strategies.ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import collate_of

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.diagnostics.ablation import Watched
-from lockstep.engine.distributed.agreement import check_start
+from lockstep.engine.distributed.buffers import check_start
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.optim.step import Update, build_update, untrained_note
 from lockstep.engine.process.runtime import seed_everything

@@ -6,84 +6,58 @@ gets its rows in index order.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import make_loader
 from lockstep.data.requests import InOrder, Request, Source
-from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.evaluate import evaluating
-from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.prefetch import to_device, to_host
+from lockstep.engine.distributed.staging import to_host
+from lockstep.engine.evaluate import Evaluator, evaluating
 from lockstep.engine.process.runtime import generators_kept
-from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError
-from lockstep.planning import LoaderPlan
 from lockstep.telemetry.progress_board import Activity, pulse
 
 Row = dict[str, Any]
 
 
 def predictions(
-    task: Task,
-    model: nn.Module,
-    dataset: Any,
-    collectives: Collectives,
-    *,
-    batch_size: int,
-    device: torch.device,
-    precision: Precision,
-    loader: LoaderPlan,
-    seed: int,
-    step: int,
-    first: int = 0,
+    evaluator: Evaluator, task: Task, model: nn.Module, dataset: Any, *, first: int = 0
 ) -> Iterator[list[list[Row]]]:
     """The rows of as many chunks as there are ranks, on rank 0; the others get empty lists. Collective.
 
     Args:
-        batch_size: samples of a chunk.
         dataset: where it has ``names``, rows have that of their sample as ``file``.
-        step: finished optimizer steps of the weights.
         first: the chunk to begin with.
 
     Raises:
         TaskError: the task's ``predict`` does not return a value for each sample.
     """
     names = getattr(dataset, "names", None)
-    samples, number = len(dataset), -(-len(dataset) // batch_size)
-    starts = [chunk * batch_size for chunk in range(first + collectives.rank, number, collectives.size)]
-    requests = [Request(0, 0, start, min(start + batch_size, samples)) for start in starts]
-    requests += [Request(0, 0, 0, 0)] * (-(-(number - first) // collectives.size) - len(requests))
-    source = Source(dataset, collate_of(task), seed, InOrder())
-    if source.is_at_hand:
-        loader = loader.model_copy(update={"num_workers": 0, "most_workers": 0, "persistent_workers": False})
-    draw = SeededDraws(seed, [device], everything=True, purpose="evaluation")
+    source = Source(dataset, collate_of(task), evaluator.seed, InOrder())
+    batches = evaluator.batches(evaluator.chunks(len(dataset), first=first), source)
     with (
         generators_kept(),
         evaluating(model),
         pulse.during(Activity.EVALUATING),
-        contextlib.closing(make_loader(source, requests, loader, collectives.rank, largest=batch_size)) as batches,
+        closing(batches),
         torch.no_grad(),
     ):
-        for request, batch in zip(requests, batches, strict=True):
-            pulse.at(Activity.EVALUATING)
+        for request, batch in batches:
             rows: list[Row] = []
             if request.size:
-                draw(step, request.start // batch_size)
-                with precision.autocast():
-                    found = task.predict(bare(model), batch if device.type == "cpu" else to_device(batch, device))
+                with evaluator.precision.autocast():
+                    found = task.predict(bare(model), batch)
                 rows = _rows(to_host(found), request)
                 if names is not None:
                     rows = [{**row, "file": names[row["index"]]} for row in rows]
-            yield [chunk for chunk in collectives.gather(rows) or () if chunk]
+            yield [chunk for chunk in evaluator.collectives.gather(rows) or () if chunk]
 
 
 def _rows(columns: Any, request: Request) -> list[Row]:

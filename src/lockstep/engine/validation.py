@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
 
-from lockstep.engine.evaluate import evaluate, evaluation
+from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
 from lockstep.engine.parts import Parts
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.task import Datasets, Task
@@ -94,23 +95,12 @@ class Validation:
         return self._rank.collectives.size if debug.fast_dev_run else debug.limit_eval_batches
 
     def _evaluate(self, dataset: Any, chunks: int | None, step: int | None = None) -> dict[str, Any]:
-        plan, strategy = self._rank.plan, self._parts.strategy
-        return evaluate(
-            strategy.evaluating(self._task),
-            strategy.module,
-            dataset,
-            self._rank.collectives,
-            batch_size=plan.eval_batch_size,
-            device=self._rank.device,
-            precision=self._parts.update.precision,
-            loader=self._loader,
-            seed=plan.seed,
-            step=self._parts.state.step if step is None else step,
-            chunks=chunks,
-            ghosts=plan.sharded,
-            together=plan.pipelined,
-            forward=strategy.compiled,
-        )
+        rank, strategy, precision = self._rank, self._parts.strategy, self._parts.update.precision
+        step = self._parts.state.step if step is None else step
+        evaluator = Evaluator.of_plan(rank.plan, rank.collectives, rank.device, precision, step)
+        evaluator = replace(evaluator, loader=self._loader)
+        model, forward = strategy.module, strategy.compiled
+        return evaluate(evaluator, strategy.evaluating(self._task), model, dataset, chunks=chunks, forward=forward)
 
     def _show(self, *, emits: bool = True) -> None:
         """Emit the task's remarks and pictures of an evaluation, whose metrics only rank 0 has."""

@@ -18,9 +18,8 @@ from lockstep.bench.stopwatch import Stopwatch, between, moment
 from lockstep.bench.summary import summarise
 from lockstep.bench.trials import TIMEOUT_S
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import Group, all_gather_rows
+from lockstep.engine.distributed.staging import Group, all_gather_rows, finish
 from lockstep.engine.distributed.sync_batchnorm import convert
-from lockstep.engine.process.prefetch import finish
 from lockstep.hardware.world import World
 
 #: Messages in a forward by which it is measured what one costs ranks that share cores.

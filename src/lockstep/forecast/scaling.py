@@ -94,7 +94,7 @@ class Setting:
         meeting_s: what each message that computation waits for costs beside its own time, where ranks share cores: the
             wait for the last rank, and being woken.
         joint: ddp's gradients and count travel in one message after the backward
-            (:mod:`lockstep.engine.strategies.small_ddp`).
+            (:mod:`lockstep.engine.strategies.ddp`).
         hybrid: fsdp divides the model within each node only.
     """
 

@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig
@@ -15,7 +14,7 @@ from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
 from lockstep.errors import RunFolderError
 from lockstep.hardware import read_world
-from lockstep.launch.finished.evaluation import evaluate_checkpoint
+from lockstep.launch.finished.evaluation import evaluate
 from lockstep.launch.nodes.command import train_on_nodes
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import Request
@@ -117,28 +116,6 @@ def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool, accept_dat
     prepared = plan_settled(task, config, read_world(os.environ), point)
     keep_config(run, config)
     return start_with_retries(prepared, run, resumed_from=point.step if point else 0)
-
-
-def evaluate(
-    run: RunDir,
-    *,
-    split: str = "test",
-    devices: str | None = None,
-    checkpoint: str | int = "best",
-    data: Path | None = None,
-    task: Task | type[Task] | None = None,
-) -> dict[str, Any]:
-    """Metrics of a checkpoint on the ``val`` or ``test`` data, the same on any number of devices.
-
-    Args:
-        devices: as ``--devices``; ``None``: the first one of the run.
-        data: a file of other data, for a task with ``evaluation_data``.
-        task: the run's task; ``None``: made from its settings.
-
-    Raises:
-        UsageError: no such split, checkpoint or device. RunError: a rank failed.
-    """
-    return evaluate_checkpoint(run, split=split, devices=devices, checkpoint=checkpoint, data=data, task=task)
 
 
 def stop(run: RunDir, timeout: float = 60.0) -> str:

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
-from lockstep.engine.lightning.checkpoint_io import set_progress
+from lockstep.engine.lightning.callback import set_progress
 from lockstep.engine.lightning.dataloaders import orders, training_loader
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError

@@ -6,7 +6,7 @@ A step of the cell, for an input ``x``, a hidden state ``h`` and a memory ``m`` 
     m = A m + B u                    the Legendre delay system of some order over θ steps
     h = tanh(W_x x + W_h h + W_m m)  the output
 
-``A`` and ``B`` are constants (:mod:`lockstep.models.legendre`), so ``m`` is linear in the ``u``. Both forms go through
+``A`` and ``B`` are constants (:func:`delay_system`), so ``m`` is linear in the ``u``. Both forms go through
 time in chunks: the memory after step k of a chunk is the product of a constant matrix, ``[A^(k+1), A^k B, …, B]``, and
 ``[m, u_0, …, u_k]`` with the memory before the chunk, for all of the chunk's steps and all sequences at once.
 """
@@ -14,16 +14,148 @@ time in chunks: the memory after step k of a chunk is the product of a constant 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lockstep._compat.torch import ConvertedModule
-from lockstep.models.legendre import transition
-from lockstep.models.recurrence import feedback_scan, linear_scan, project
+
+
+def delay_system(order: int, theta: float) -> tuple[Tensor, Tensor]:
+    """The continuous system ``dm/dt = A m + B u``, time in steps: A of shape (order, order), B of (order,).
+
+    The state ``m`` holds the last θ steps of the scalar input ``u`` as coefficients of shifted Legendre polynomials,
+    each of maximum 1 on the window: ``u(t-θ')`` is about ``Σ_i m_i P_i(2θ'/θ - 1)`` (equations 1–3). In float64 on the
+    CPU.
+
+    ``A_ij = (2i+1)/θ · (-1 if i < j else (-1)^(i-j+1))`` and ``B_i = (2i+1)/θ · (-1)^i`` (equation 2 of
+    Voelker et al. 2019).
+    """
+    index = torch.arange(order, dtype=torch.float64, device="cpu")
+    scale = (2 * index + 1) / theta
+    alternating = 1 - 2 * (index % 2)
+    lower = -alternating[:, None] * alternating
+    return scale[:, None] * torch.where(index[:, None] < index, -1.0, lower), scale * alternating
+
+
+def zero_order_hold(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The step ``m[t] = A m[t-1] + B u[t]`` that is exact while ``u`` is constant over a step of length 1.
+
+    The exponential of ``[[a, b], [0, 0]]`` is ``[[A, B], [0, 1]]`` (Van Loan 1978, "Computing integrals
+    involving the matrix exponential"), so ``a`` need not be inverted.
+    """
+    order = len(b)
+    joint = a.new_zeros(order + 1, order + 1)
+    joint[:order, :order], joint[:order, order] = a, b
+    joint = torch.linalg.matrix_exp(joint)
+    return joint[:order, :order], joint[:order, order]
+
+
+def transition(order: int, theta: float, steps: int) -> Tensor:
+    """What ``steps`` steps do: row k of shape (order, order + steps) maps ``[m, u_0, u_1, …]`` to the memory after u_k.
+
+    Row k is ``[A^(k+1), A^k B, …, A B, B, 0, …]``. Shape (steps, order, order + steps).
+    """
+    a, b = zero_order_hold(*delay_system(order, theta))
+    rows = a.new_zeros(steps, order, order + steps)
+    rows[0, :, :order], rows[0, :, order] = a, b
+    for k in range(1, steps):
+        rows[k] = a @ rows[k - 1]
+        rows[k, :, order + k] = b
+    return rows
+
+
+class _Projection(torch.autograd.Function):
+    """``(x Wᵀ, x e)`` for ``x`` (batch, time, inputs), ``W`` (outputs, inputs) and ``e`` (inputs,).
+
+    Both gradients of ``x`` land in one tensor; apart, they would be two of the size of ``x`` and their sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, encoder: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight, encoder)
+        return x @ weight.t(), x @ encoder
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor, grad_scalars: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        x, weight, encoder = ctx.saved_tensors
+        rows, scalars, inputs = grad_rows.flatten(0, 1), grad_scalars.flatten(), x.flatten(0, 1)
+        grad_x = (rows @ weight).addr_(scalars, encoder).view_as(x) if ctx.needs_input_grad[0] else None
+        return grad_x, rows.t() @ inputs, scalars @ inputs
+
+
+class _LinearScan(torch.autograd.Function):
+    """The states of ``s[j+1] = A s[j] + l[j]``, from ``s[0]`` on, for a constant ``A``.
+
+    Shapes: ``s[0]`` (batch, order), ``l`` (batch, steps, order), ``A`` (order, order); the result is
+    (batch, steps + 1, order).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, inputs: Tensor, matrix: Tensor) -> Tensor:
+        ctx.save_for_backward(matrix)
+        states = torch.cat([start[None], inputs.transpose(0, 1)])
+        for k in range(1, len(states)):
+            states[k].addmm_(states[k - 1], matrix.t())
+        return states.transpose(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (matrix,) = ctx.saved_tensors
+        grad = grad.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        for k in range(len(grad) - 1, 0, -1):
+            grad[k - 1].addmm_(grad[k], matrix)
+        return grad[0], grad[1:].transpose(0, 1), None
+
+
+class _FeedbackScan(torch.autograd.Function):
+    """``[h[t], u[t]] = [tanh, identity](i[t] + M [h[t-1], u[t-1], u[t-2], …])``, from ``h[-1]`` and no ``u`` on.
+
+    Shapes: ``h[-1]`` (batch, hidden); the inputs ``i`` for ``h`` (batch, time, hidden) and for ``u`` (batch, time),
+    and the results likewise; ``M`` (hidden + history, hidden + history), whose rows after the first ``hidden`` + 1
+    shift the history by one place. A step is two kernels, forward and backward; the gradient of ``M`` is one
+    product at the end.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, h_inputs: Tensor, u_inputs: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        batch, time, hidden = h_inputs.shape
+        states = h.new_zeros(time + 1, batch, len(matrix))
+        states[0, :, :hidden] = h
+        states[1:, :, :hidden] = h_inputs.transpose(0, 1)
+        states[1:, :, hidden] = u_inputs.t()
+        for k in range(1, time + 1):
+            states[k].addmm_(states[k - 1], matrix.t())[:, :hidden].tanh_()
+        ctx.save_for_backward(states, matrix)
+        return states[1:, :, :hidden].transpose(0, 1), states[1:, :, hidden].t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_h: Tensor, grad_u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        states, matrix = ctx.saved_tensors
+        hidden = grad_h.shape[2]
+        slopes = 1 - states[1:, :, :hidden].square()
+        grad = torch.zeros_like(states)
+        grad[1:, :, :hidden] = grad_h.transpose(0, 1)
+        grad[1:, :, hidden] = grad_u.t()
+        for k in range(len(grad) - 1, 0, -1):
+            grad[k, :, :hidden].mul_(slopes[k - 1])
+            grad[k - 1].addmm_(grad[k], matrix)
+        grad_matrix = grad[1:].flatten(0, 1).t() @ states[:-1].flatten(0, 1)
+        return grad[0, :, :hidden], grad[1:, :, :hidden].transpose(0, 1), grad[1:, :, hidden].t(), grad_matrix
+
+
+project: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = _Projection.apply
+linear_scan: Callable[[Tensor, Tensor, Tensor], Tensor] = _LinearScan.apply
+feedback_scan: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = _FeedbackScan.apply
+
 
 FORMS = ("parallel", "recurrent")
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,8 +68,9 @@ class Recogniser(nn.Module):
 
     def stages(self) -> list[nn.Module]:
         """Modules that, one after the other, compute what :meth:`forward` does: one for each block, and both ends."""
-        blocks = [BlockStage(block) for block in self.blocks]
-        return [FirstStage(self.encoder, self.downsample), *blocks, LastStage(self.hidden, self.decoder)]
+        first = Stage(partial(_embed, self.encoder, self.downsample), self.encoder)
+        blocks = [Stage(partial(_pass_on, block), block) for block in self.blocks]
+        return [first, *blocks, Stage(partial(_classify, self.hidden, self.decoder), self.hidden, self.decoder)]
 
 
 def _embed(encoder: nn.Module, downsample: int, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,42 +86,26 @@ def _embed(encoder: nn.Module, downsample: int, features: Tensor, lengths: Tenso
     return encoder(features), lengths, padding
 
 
-def _classify(hidden: nn.Module, decoder: nn.Module, x: Tensor) -> Tensor:
+def _pass_on(block: nn.Module, x: Tensor, lengths: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``block`` of ``x``, with what the next block needs."""
+    return block(x, lengths, padding), lengths, padding
+
+
+def _classify(hidden: nn.Module, decoder: nn.Module, x: Tensor, *_: Tensor) -> Tensor:
     logits: Tensor = decoder(F.relu(hidden(x)))
     return F.log_softmax(logits.float(), dim=-1)
 
 
-class FirstStage(nn.Module):
-    """A recogniser up to its first block."""
+class Stage(nn.Module):
+    """A part of a recogniser as a function, and the modules that it uses."""
 
-    def __init__(self, encoder: nn.Module, downsample: int) -> None:
+    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
         super().__init__()
-        self.encoder, self.downsample = encoder, downsample
+        self.parts = nn.ModuleList(modules)
+        self._function = function
 
-    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _embed(self.encoder, self.downsample, features, lengths)
-
-
-class BlockStage(nn.Module):
-    """A block that passes on what the next one needs."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor, lengths: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.block(x, lengths, padding), lengths, padding
-
-
-class LastStage(nn.Module):
-    """A recogniser behind its last block."""
-
-    def __init__(self, hidden: nn.Module, decoder: nn.Module) -> None:
-        super().__init__()
-        self.hidden, self.decoder = hidden, decoder
-
-    def forward(self, x: Tensor, lengths: Tensor, padding: Tensor) -> Tensor:
-        return _classify(self.hidden, self.decoder, x)
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._function(*inputs)
 
 
 class Block(nn.Module):

@@ -1,8 +1,10 @@
-"""Classifiers of images: (batch, channels, height, width) to logits (batch, classes)."""
+"""Models of images (batch, channels, height, width): classifiers to logits (batch, classes), and an autoencoder."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -113,3 +115,55 @@ class LinePlots(nn.Module):
         top, bottom = torch.minimum(rows, following)[:, :, None], torch.maximum(rows, following)[:, :, None]
         pixels = torch.arange(self.height, device=windows.device, dtype=windows.dtype)[:, None]
         return (1 - torch.maximum(top - pixels, pixels - bottom).clamp(min=0)).clamp(min=0)
+
+
+class Encoder(nn.Module):
+    """Images ``(batch, *shape)`` → codes ``(batch, code)``.
+
+    Args:
+        shape: of one image.
+        hidden: widths of the layers between image and code.
+        code: numbers that an image is squeezed into.
+    """
+
+    def __init__(self, shape: Sequence[int], hidden: Sequence[int], code: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), *_layers([math.prod(shape), *hidden, code]))
+
+    def forward(self, images: Tensor) -> Tensor:
+        codes: Tensor = self.layers(images)
+        return codes
+
+
+class Decoder(nn.Module):
+    """Codes ``(batch, code)`` → images ``(batch, *shape)`` with pixels from 0 to 1. The encoder's mirror image."""
+
+    def __init__(self, shape: Sequence[int], hidden: Sequence[int], code: int) -> None:
+        super().__init__()
+        widths = [code, *reversed(hidden), math.prod(shape)]
+        self.layers = nn.Sequential(*_layers(widths), nn.Sigmoid(), nn.Unflatten(1, tuple(shape)))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        images: Tensor = self.layers(codes)
+        return images
+
+
+class Autoencoder(nn.Module):
+    """Encoder and decoder; ``forward`` gives the reconstruction of ``(batch, *shape)``."""
+
+    def __init__(self, shape: Sequence[int] = (1, 8, 8), hidden: Sequence[int] = (128, 64), code: int = 16) -> None:
+        super().__init__()
+        self.encoder = Encoder(shape, hidden, code)
+        self.decoder = Decoder(shape, hidden, code)
+
+    def forward(self, images: Tensor) -> Tensor:
+        reconstructions: Tensor = self.decoder(self.encoder(images))
+        return reconstructions
+
+
+def _layers(widths: Sequence[int]) -> list[nn.Module]:
+    """Linear layers with ReLU between them."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return layers[:-1]

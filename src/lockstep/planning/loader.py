@@ -1,16 +1,16 @@
-"""How data is loaded: the processes of a rank, by a rule or from measured rates, and a user's own training loader."""
+"""How data is loaded: the processes of a rank, by rule or from measured rates; what a user's loader or loop decides."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.config import DataConfig, RunConfig
-from lockstep.config.sections import TrainingConfig
+from lockstep.config.sections import OptimizerConfig, TrainingConfig
 from lockstep.errors import ConfigError, UnsupportedError
-from lockstep.planning.decision import Decision
-from lockstep.planning.plan import LoaderFacts, LoaderPlan, TaskFacts
+from lockstep.planning.decision import Decision, by_key
+from lockstep.planning.plan import LoaderFacts, LoaderPlan, Plan, TaskFacts
 
 #: Data should come this much faster than the step takes it, so that a slow batch does not stop it.
 HEADROOM = 1.2
@@ -200,3 +200,39 @@ def training_of_loader(config: RunConfig, loader: LoaderFacts, *, held: int | No
         )
     tail = "drop" if loader.drop_last else t.tail
     return t.model_copy(update={"batch_size": batch_size, "tail": tail})
+
+
+def of_session(plan: Plan) -> Plan:
+    """``plan`` with the decisions that the loop takes itself, and without notes on settings that it does not use."""
+
+    def own(decision: Decision) -> Decision:
+        if decision.key == "lr":
+            return replace(decision, reason="the loop's own optimizer (its first parameter group)")
+        if decision.key == "schedule":
+            return replace(decision, value="loop", shown="loop", reason="prepared schedulers, or the loop itself")
+        return decision
+
+    decisions = by_key(own(d) for d in plan.decisions.values() if d.key not in ("warmup", "monitor", "weight_decay"))
+    notes = tuple(note for note in plan.notes if not note.key.startswith(("lr_", "warmup", "optimizer", "schedule")))
+    return plan.model_copy(update={"decisions": decisions, "notes": notes})
+
+
+def sized(config: RunConfig, *, has_batch_size: bool, ranks: int, accumulate: int | None, lr: float) -> RunConfig:
+    """``config`` with the sizes of a loop over batches.
+
+    Args:
+        has_batch_size: whether the user has set ``training.batch_size``; else a rank's share is one micro-batch for
+            each of ``accumulate``.
+        lr: of the loop's first optimizer.
+    """
+    training = config.training
+    parts, update = training.accumulate if accumulate is None else accumulate, dict[str, Any]()
+    if training.global_batch_size is None:
+        update["accumulate"] = parts
+    else:
+        most = -(-training.global_batch_size // (ranks * parts))
+        update["batch_size"] = min(training.batch_size, most) if has_batch_size else most
+    settings: dict[str, Any] = {"training": TrainingConfig.model_validate({**training.model_dump(), **update})}
+    if lr > 0:
+        settings["optimizer"] = OptimizerConfig.model_validate({**config.optimizer.model_dump(), "lr": lr})
+    return config.model_copy(update=settings)

@@ -108,7 +108,8 @@ def make_plan(
         *_layer_decay(given),
         *_averaging(given, course.schedule.total_steps),
     ]
-    decisions += [_reproducibility(given), synced, _threads(given, batch), loaded, _checkpoints(given), judging]
+    form = choose_form(config.checkpoint.sharded, placement.spec, facts.parameters, config.optimizer)
+    decisions += [_reproducibility(given), synced, _threads(given, batch), loaded, form, judging]
     if facts.loader is None:
         notes += course.notes
     else:
@@ -157,30 +158,19 @@ def _kernels(given: Given) -> list[Decision]:
     hardware, placement = given.config.hardware, given.placement
     if placement.accelerator != "gpu":
         return []
-    exact = given.config.training.reproducibility == "exact"
-    matmul, benchmark = hardware.matmul_precision, hardware.cudnn_benchmark
-    if exact:
+    products, reason = str(hardware.matmul_precision), "as set"
+    if products == "auto" and placement.tf32:
+        products, reason = "high", "auto: TF32, which keeps the range of float32 and 10 bits of its mantissa"
+    elif products == "auto":
+        products, reason = "highest", "auto: this GPU has no TF32"
+    measures, why = hardware.cudnn_benchmark == "on", "as set"
+    if hardware.cudnn_benchmark == "auto" and given.facts.lengths is None:
+        measures, why = True, "auto: samples have one length, so that each shape is measured once"
+    elif hardware.cudnn_benchmark == "auto":
+        why = "auto: samples differ in length, and each shape would be measured"
+    if given.config.training.reproducibility == "exact":
         products, reason = "highest", "exact mode: float32, whose rounding is the same on every GPU of a model"
-    elif matmul == "auto":
-        products = "high" if placement.tf32 else "highest"
-        reason = (
-            "auto: TF32, which keeps the range of float32 and 10 bits of its mantissa"
-            if placement.tf32
-            else ("auto: this GPU has no TF32")
-        )
-    else:
-        products, reason = matmul, "as set"
-    if exact:
         measures, why = False, "exact mode: measured choices may differ from run to run"
-    elif benchmark == "auto":
-        measures = given.facts.lengths is None
-        why = (
-            "auto: samples have one length, so that each shape is measured once"
-            if measures
-            else ("auto: samples differ in length, and each shape would be measured")
-        )
-    else:
-        measures, why = benchmark == "on", "as set"
     return [
         Decision("matmul_precision", "float32 products", products, reason),
         Decision("cudnn_benchmark", "cudnn benchmark", measures, why),
@@ -242,11 +232,6 @@ def _threads(given: Given, batch: BatchPlan) -> Decision:
         threads = max(1, given.cores // local_ranks)
         reason = f"{given.cores} cores shared by {local_ranks} rank(s) of this node"
     return Decision("threads", "threads", threads, reason)
-
-
-def _checkpoints(given: Given) -> Decision:
-    config, facts = given.config, given.facts
-    return choose_form(config.checkpoint.sharded, given.placement.spec, facts.parameters, config.optimizer)
 
 
 def _reduction(given: Given) -> list[Decision]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import json_schema, resolve
+from lockstep.config import RunConfig, resolve
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.hardware.device import Device, choose_default, parse, select
 from lockstep.studio import planning, settings
@@ -96,7 +96,7 @@ class Forms:
 
     def schema(self) -> dict[str, Any]:
         return {
-            "schema": json_schema(),
+            "schema": RunConfig.model_json_schema(),
             "defaults": resolve().model_dump(mode="json"),
             "sections": [{"name": name, "title": title} for name, title in _SECTIONS.items()],
             "refused": list(settings.REFUSED),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lockstep.engine.distributed.agreement import check_agreement, check_start
+from lockstep.engine.distributed.buffers import check_agreement, check_start
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.errors import LockstepError
 from lockstep.hardware.world import World

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.engine.distributed.tree_reduce import Leaf, TreeAllReduce, TreeSum
+from lockstep.engine.strategies.exact import Leaf, TreeAllReduce, TreeSum
 from tests.gloo import run_ranks
 
 LANES = 8

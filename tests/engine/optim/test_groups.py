@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.writer import to_host
+from lockstep.checkpoint.writer import HostBuffers
 from lockstep.config import OptimizerConfig
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
@@ -58,7 +58,9 @@ def test_a_checkpoint_of_trainable_parameters_alone_fits_the_optimizer_of_all() 
     old = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1, weight_decay=decay, fused=True)
     update = update_of(model, old)
     take(model, update, range(2))
-    state = {key: value for key, value in to_host(update.state_dict()).items() if key not in {"names", "settings"}}
+    state = {
+        key: value for key, value in HostBuffers().copy(update.state_dict()).items() if key not in {"names", "settings"}
+    }
     resumed = update_of(again)
     resumed.load_state_dict(state)
     assert moments(again, resumed).keys() == {"1.weight", "1.bias"}
@@ -79,7 +81,7 @@ def test_a_group_that_a_hook_adds_follows_the_schedule_and_is_restored() -> None
     update.optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 0.01})
     take(model, update, range(2, 4))
     assert [group["lr"] for group in update.optimizer.param_groups] == pytest.approx([0.1, 0.01])
-    resumed.load_state_dict(to_host(update.state_dict()))
+    resumed.load_state_dict(HostBuffers().copy(update.state_dict()))
     again.load_state_dict(model.state_dict())
     again[0].requires_grad_(True)
     take(model, update, range(4, 6))
@@ -121,11 +123,11 @@ def test_what_an_optimizer_estimates_in_its_groups_is_restored_and_changed_setti
     model, update = new(1.0, 0.0)
     take(model, update, range(3))
     update.optimizer.param_groups[0]["weight_decay"] = 0.5  # as a hook may
-    state = to_host(update.state_dict())
+    state = HostBuffers().copy(update.state_dict())
     (same, resumed), (other, changed) = new(1.0, 0.0), new(0.5, 0.25)
     for one, its in ((same, resumed), (other, changed)):
         one.load_state_dict(model.state_dict())
-        its.load_state_dict(to_host(state))
+        its.load_state_dict(HostBuffers().copy(state))
     kept, given = resumed.optimizer.param_groups[0], changed.optimizer.param_groups[0]
     assert (kept["d"], kept["k"], kept["weight_decay"]) == (update.optimizer.param_groups[0]["d"], 3, 0.5)
     assert (given["d"], given["k"], given["weight_decay"]) == (kept["d"], 3, 0.25)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint.writer import to_host
+from lockstep.checkpoint.writer import HostBuffers
 from lockstep.config import OptimizerConfig
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
@@ -173,7 +173,7 @@ def test_a_resume_goes_on_bit_for_bit_with_weights_that_are_not_row_major(name: 
 
     (model, update), (again, resumed) = channels_last(), channels_last()
     take_steps(model, update, range(3))
-    weights, state = to_host(model.state_dict()), to_host(update.state_dict())
+    weights, state = HostBuffers().copy(model.state_dict()), HostBuffers().copy(update.state_dict())
     take_steps(model, update, range(3, 6))
     load_weights(again, weights, "a checkpoint")
     resumed.load_state_dict(state)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lockstep.data.loader import _pinned
-from lockstep.engine.process.prefetch import to_device
+from lockstep.engine.distributed.staging import to_device
 
 
 class Pair(NamedTuple):

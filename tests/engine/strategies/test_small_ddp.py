@@ -18,7 +18,7 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.strategies.base import Flags, Replica
 from lockstep.engine.strategies.build import build_strategy
-from lockstep.engine.strategies.small_ddp import FlatStrategy, joint_bytes, pack, unpack
+from lockstep.engine.strategies.ddp import FlatStrategy, joint_bytes, pack, unpack
 from lockstep.engine.task import Loss, Task
 from lockstep.hardware.world import World
 from lockstep.planning import Plan, Schedule

@@ -6,8 +6,8 @@ import torch
 
 from lockstep.data.requests import Request, Source
 from lockstep.data.stream import Stream
+from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.inspection import on_meta, trial_of
-from lockstep.engine.process.prefetch import to_device
 from lockstep.engine.process.runtime import generators_kept
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare

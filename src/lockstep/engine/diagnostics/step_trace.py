@@ -43,7 +43,7 @@ from lockstep.data.order import derive_key
 from lockstep.data.reader import Indices
 from lockstep.data.requests import Request, Source
 from lockstep.engine.dataset_checks import as_array, feed
-from lockstep.engine.distributed.agreement import bit_sum, weights_of
+from lockstep.engine.distributed.buffers import bit_sum, weights_of
 from lockstep.engine.loop import StepResult
 from lockstep.engine.optim.step import Update
 from lockstep.engine.strategies.partition import pick
@@ -110,7 +110,7 @@ class DigestingCollate:
 
 @dataclass
 class Trace:
-    """Collects what happened on one rank; nothing at all when ``debug.trace`` is off.
+    """Collects what happened on one rank, for ``debug.trace``.
 
     Args:
         draws: the random functions of the forward pass, a set that may still grow.
@@ -132,8 +132,6 @@ class Trace:
     _buffers: dict[str, list[NDArray[np.float32]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.is_on:
-            return
         # By name, since requires_grad, and what a name means, may change on the way.
         self._names = {name: p for name, p in self.model.named_parameters() if p.is_floating_point() or p.is_complex()}
         self._picks = {name: _picked(p) for name, p in self._names.items()}
@@ -144,19 +142,13 @@ class Trace:
         self._read()
         self._read_buffers(0)
 
-    @property
-    def is_on(self) -> bool:
-        return self.settings.trace != "off"
-
     def source(self, source: Source) -> Source:
-        if not self.is_on:
-            return source
         own = {field.name: getattr(source, field.name) for field in fields(source)}
         own["collate"] = DigestingCollate(source.collate)
         return TracedSource(**own, arrangement=self.settings.trace)
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return map(self._unpack, batches) if self.is_on else batches
+        return map(self._unpack, batches)
 
     def _unpack(self, batch: Any) -> Any:
         if not isinstance(batch, Traced):
@@ -166,8 +158,6 @@ class Trace:
 
     def after_update(self, result: StepResult) -> None:
         """Begins the row of the step that has just ended, before its hooks are called."""
-        if not self.is_on:
-            return
         norm = self.update.grad_norm
         row: dict[str, Any] = {
             "digest": self._digest,
@@ -186,8 +176,6 @@ class Trace:
 
     def after_hooks(self, result: StepResult, merged: bool) -> None:
         """Completes the row; ``merged``: ranks have just merged their buffers."""
-        if not self.is_on:
-            return
         self._read_sums()
         self._read()
         if merged:
@@ -228,7 +216,7 @@ class Trace:
 
     def write(self) -> None:
         """Write the file."""
-        if not self._rows:
+        if not self._rows:  # the run ended before a step
             return
         kinds = {"digest": np.uint64, "samples": np.int64}
         columns: dict[str, Any] = {

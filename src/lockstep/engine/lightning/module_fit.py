@@ -1,4 +1,4 @@
-"""One attempt of one rank that trains a user's ``LightningModule`` on Lightning's Trainer."""
+"""A user's ``LightningModule`` on Lightning's Trainer: one attempt of one rank, and the evaluation of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from lightning.pytorch.callbacks import ProgressBar
 from lockstep.checkpoint.store import Snapshot
 from lockstep.data.workers import child_signal_kept
 from lockstep.engine.distributed.sync_batchnorm import convert
-from lockstep.engine.lightning.callback import RunLogCallback
-from lockstep.engine.lightning.checkpoint_io import OWN, StoreIO
+from lockstep.engine.lightning.callback import OWN, RunLogCallback, StoreIO
 from lockstep.engine.lightning.cluster import KeptSignals, profiler, quiet_trainer, rank_arguments
-from lockstep.engine.lightning.dataloaders import evaluation_loader, replaced_loaders, training_loader
+from lockstep.engine.lightning.dataloaders import defines, evaluation_loader, replaced_loaders, training_loader
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import frozen_names, judge_afresh, load_initial_weights, restored_state
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
-from lockstep.errors import UnsupportedError
+from lockstep.errors import DataError, UnsupportedError
+from lockstep.hardware.world import World
+from lockstep.telemetry.scalars import as_row
 
 
 class ModuleFit:
@@ -132,3 +133,52 @@ def _as_list(given: Any) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def evaluate_module(
+    task: ModuleTask, split: str, device: torch.device, precision: str, seed: int
+) -> tuple[dict[str, float], int | None]:
+    """What ``task.module`` logs over ``split``, by the names of rows, and how many samples there were.
+
+    Their number is ``None`` where a loader does not say it: of an iterable data set, or several loaders in one.
+
+    Raises:
+        DataError: neither the module nor its data module has such a loader.
+    """
+    module, data = task.module, task.datamodule
+    hook = f"{split}_dataloader"
+    owners = [owner for owner in (module, data) if owner is not None]
+    if split not in ("val", "test") or not any(defines(owner, hook) for owner in owners):
+        raise DataError(
+            f"this module has no {split} data",
+            why=f"neither it nor its data module defines {hook}()",
+            fix=f"write {hook}()" + (", or choose --split val" if split == "test" else ""),
+        )
+    sizes: list[int | None] = []
+
+    def counted(loader: Any) -> Any:
+        sizes.append(_size(loader))
+        return evaluation_loader(loader, World(), seed)
+
+    with quiet_trainer(), replaced_loaders([data, module], lambda loader: loader, counted, seed=seed):
+        trainer = pl.Trainer(
+            accelerator="cpu" if device.type == "cpu" else "cuda",
+            devices=1 if device.type == "cpu" else [device.index],
+            precision="32-true" if precision == "32" else precision,  # type: ignore[arg-type]
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        run = trainer.validate if split == "val" else trainer.test
+        results = run(module, datamodule=data, verbose=False)
+    known = [size for size in sizes if size is not None]
+    samples = sum(known) if len(known) == len(sizes) else None
+    return as_row({name: value for result in results for name, value in result.items()}), samples
+
+
+def _size(loader: Any) -> int | None:
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError):
+        return None

@@ -21,18 +21,19 @@ from lockstep._compat.torch import (
 from lockstep.config import AveragingConfig, RunConfig
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.fused_adam import Stepper
-from lockstep.engine.optim.groups import (
+from lockstep.engine.optim.optimizers import (
+    build_optimizer,
     check_belongs,
     check_optimizer,
     check_sparse,
     fitted,
     names_of,
     restore_changed,
+    scheduler_of,
     settings_of,
     sparse_layers,
     untrained,
 )
-from lockstep.engine.optim.optimizers import build_optimizer, scheduler_of
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler, Task

@@ -11,8 +11,8 @@ from torch.utils.data import default_collate
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order
 from lockstep.data.requests import Source, Window, windows
+from lockstep.engine.distributed.staging import SideStream, to_device
 from lockstep.engine.fit import TimedBatches
-from lockstep.engine.process.prefetch import SideStream, to_device
 from lockstep.engine.session.training import Training
 from lockstep.planning import BatchPlan
 from lockstep.telemetry.files import JsonLines

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.loader import make_loader
 from lockstep.data.reader import Collate
 from lockstep.data.requests import InOrder, Source
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.evaluate import check_rows, evaluating, rank_chunks
-from lockstep.engine.process.prefetch import to_device, to_host
+from lockstep.engine.distributed.staging import to_host
+from lockstep.engine.evaluate import Evaluator, check_rows, evaluating
+from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.runtime import generators_kept
-from lockstep.engine.strategies.base import SeededDraws
 from lockstep.planning import LoaderPlan
 from lockstep.telemetry.progress_board import Activity, pulse
 
@@ -42,22 +41,15 @@ def evaluated_rows(
     and modes are afterwards as they were.
     """
     loader = loader or LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
-    mine = list(rank_chunks(len(dataset), batch_size, collectives.rank, collectives.size, None, ghosts))
-    draw = SeededDraws(seed, [device], everything=True, purpose="evaluation")
-    with (
-        generators_kept(),
-        evaluating(model),
-        pulse.during(Activity.EVALUATING),
-        contextlib.closing(
-            make_loader(Source(dataset, collate, seed, InOrder()), mine, loader, collectives.rank, largest=batch_size)
-        ) as batches,
-    ):
-        for request, batch in zip(mine, batches, strict=True):
+    full = Precision("32", device, 1.0)
+    evaluator = Evaluator(collectives, device, full, loader, batch_size, seed, step, ghosts)
+    batches = evaluator.batches(evaluator.chunks(len(dataset)), Source(dataset, collate, seed, InOrder()))
+    with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING), contextlib.closing(batches):
+        for request, batch in batches:
             found = None
             if request.size:
-                draw(step, request.start // batch_size)
                 with torch.no_grad(), autocast():
-                    rows = predict(to_device(batch, device))
+                    rows = predict(batch)
                 rows = rows if isinstance(rows, (tuple, list)) else (rows,)
                 check_rows(rows, request.size, "predict(batch)")
                 found = None if request.ghost else tuple(to_host(rows))

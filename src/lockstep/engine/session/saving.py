@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from lockstep.checkpoint.content import check_saveable
-from lockstep.engine.distributed.agreement import check_agreement
-from lockstep.engine.distributed.buffers import Buffers
+from lockstep.engine.distributed.buffers import Buffers, check_agreement
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import check_moments, freeze_again, frozen_names, restoring
 from lockstep.engine.run_log import RunLog

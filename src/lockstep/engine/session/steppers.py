@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.engine.optim.groups import check_sparse
+from lockstep.engine.optim.optimizers import check_sparse
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.session.buckets import BUCKET_BYTES
 from lockstep.engine.session.prepared import Prepared

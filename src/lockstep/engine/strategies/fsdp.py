@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from lockstep._compat.torch import NormBase, fsdp_reduce_scatter
 from lockstep.config import FsdpConfig
 from lockstep.data.requests import Window
-from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.staging import wait
@@ -141,7 +140,7 @@ class ShardedModel(Divided):
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        """As :func:`lockstep.engine.strategies.partition.pick`, of whole parameters. Collective."""
+        """As :func:`lockstep.engine.strategies.base.pick`, of whole parameters. Collective."""
         return pick((gathered(parameter, keep=True) for parameter in parameters), places)
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -169,7 +168,6 @@ class FsdpStrategy(RanksStrategy):
         self._sharded = sharded
         self._world_size = world_size
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
-        self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
 
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._sums.zero_()

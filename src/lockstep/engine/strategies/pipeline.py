@@ -13,7 +13,6 @@ section 2.2.1 of Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.data.requests import Request, Window
-from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import all_reduce
+from lockstep.engine.distributed.staging import all_reduce, to_device
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.prefetch import to_device
 from lockstep.engine.process.runtime import rank_device
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica
 from lockstep.engine.strategies.partition import Divided, Through, Undivided, pick
@@ -152,7 +149,7 @@ class PipelineModel(Divided):
         flag.copy_(all_reduce(flag, None, dist.ReduceOp.MAX))
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        """As :func:`lockstep.engine.strategies.partition.pick`; of what other ranks hold, theirs. Collective."""
+        """As :func:`lockstep.engine.strategies.base.pick`; of what other ranks hold, theirs. Collective."""
         held = (*self.mine.parameters(), *self.mine.buffers())
         own, nothing = {id(tensor) for tensor in held}, torch.zeros(())
         mine = [p if id(p) in own else nothing.expand(p.numel()) for p in parameters]
@@ -213,7 +210,6 @@ class PipelineStrategy(SingleStrategy):
         self._pipeline, self._world, self._kind = model, world, kind
         self._down, self._up = lines
         self._generators = generators_of(replica.device)
-        self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 from lockstep._compat.torch import backward
 from lockstep.config import RunConfig
 from lockstep.data.requests import Window
+from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import wait
+from lockstep.engine.distributed.staging import SideStream, to_device, wait
 from lockstep.engine.distributed.sync_batchnorm import ghost
-from lockstep.engine.process.prefetch import SideStream, to_device
 from lockstep.engine.strategies.base import (
     CheckedLoss,
     Flags,
@@ -45,6 +46,7 @@ class SingleStrategy:
         self.module, device = replica.module, replica.device
         self._task = replica.task
         self._ask = CheckedLoss(replica.task)
+        self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
         self._model = bare(self.module) if replica.forward is None else replica.forward
         self._wrapped = self._model is not bare(self.module)
         self._parameters = list(self.module.parameters())

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.engine.distributed.staging import wire_device
+from lockstep.engine.distributed.staging import finish, wire_device
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.prefetch import finish
 from lockstep.engine.strategies.base import Replica, SeededDraws
 from lockstep.engine.strategies.partition import Divided, Through
 from lockstep.engine.strategies.single import SingleStrategy

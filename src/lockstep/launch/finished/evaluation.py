@@ -14,11 +14,10 @@ from lockstep.config import RunConfig, resolve
 from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.process.runtime import rank_device, runtime
 from lockstep.engine.task import Task
-from lockstep.engine.training_data import open_data
 from lockstep.hardware import World
 from lockstep.hardware.host import usable_cores
 from lockstep.launch.finished.measure import Compute, measure, refuse_several
-from lockstep.launch.finished.reopen import Evaluation, find_checkpoint, find_step, reopen_shared
+from lockstep.launch.finished.reopen import Evaluation, find_step, reopen
 from lockstep.launch.local.on_ranks import run_on_ranks, temporary_folder
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import place
@@ -30,12 +29,12 @@ from lockstep.telemetry.rundir import RunDir
 STOP_GRACE_S = 5.0
 
 
-def evaluate_checkpoint(
+def evaluate(
     run: RunDir,
     *,
-    split: str,
-    devices: str | None,
-    checkpoint: str | int,
+    split: str = "test",
+    devices: str | None = None,
+    checkpoint: str | int = "best",
     data: Path | None = None,
     task: Task | type[Task] | None = None,
 ) -> dict[str, Any]:
@@ -99,9 +98,7 @@ def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConf
 
 def _here(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:
     """Evaluate in this process, on one device."""
-    snapshot = find_checkpoint(wanted.run, wanted.step)
-    datasets = None if wanted.data else open_data(task, wanted.config)
-    return function(wanted, task, datasets, snapshot, World(), Collectives(World()))
+    return function(reopen(wanted, task, World(), Collectives(World())))
 
 
 def _on_ranks(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:
@@ -135,5 +132,4 @@ def _on_rank(rank: Rank, function: Compute, wanted: Evaluation) -> dict[str, Any
     device = rank_device(tuple(plan.placement["devices"]), world)
     with runtime(plan, device, world, timeout_s, detect_anomaly=False), shared(world, timeout_s):
         collectives = Collectives(world, timeout_s=timeout_s)
-        snapshot, datasets = reopen_shared(wanted, task, collectives)
-        return function(wanted, task, datasets, snapshot, world, collectives)
+        return function(reopen(wanted, task, world, collectives))

@@ -226,7 +226,7 @@ def _write_module(snapshot: Snapshot, folder: Path) -> None:
     """``module.ckpt`` for ``LightningModule.load_from_checkpoint``: the weights, and what the module was made with."""
     import torch
 
-    from lockstep.engine.lightning.checkpoint_io import checkpoint_file
+    from lockstep.engine.lightning.callback import checkpoint_file
 
     torch.save(checkpoint_file(snapshot), folder / "module.ckpt")
 

@@ -8,15 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.evaluate import evaluate, evaluation
+from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.runtime import rank_device
 from lockstep.engine.resume import load_weights, restoring
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.build import divide
@@ -24,8 +21,7 @@ from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, build_model
 from lockstep.errors import DataError, UnsupportedError
-from lockstep.hardware import World
-from lockstep.launch.finished.reopen import Evaluation, as_restored, restore
+from lockstep.launch.finished.reopen import Reopened, as_restored, restore
 
 
 def refuse_several(task: Task, devices: Sequence[str]) -> None:
@@ -38,47 +34,25 @@ def refuse_several(task: Task, devices: Sequence[str]) -> None:
         )
 
 
-#: What each rank computes, from the task, its data, a checkpoint and the other ranks: the same on all of them.
-Compute = Callable[[Evaluation, Task, Datasets | None, Snapshot, World, Collectives], dict[str, Any]]
+#: What each rank computes: the same on all of them.
+Compute = Callable[[Reopened], dict[str, Any]]
 
 
-def measure(
-    wanted: Evaluation,
-    task: Task,
-    datasets: Datasets | None,
-    snapshot: Snapshot,
-    world: World,
-    collectives: Collectives,
-) -> dict[str, Any]:
-    """``samples`` and ``metrics`` of a checkpoint, the same on all ranks. Collective.
+def measure(reopened: Reopened) -> dict[str, Any]:
+    """``samples`` and ``metrics`` of a checkpoint, the same on all ranks. Collective."""
+    task, snapshot, run = reopened.task, reopened.snapshot, reopened.wanted.run
+    config, plan, split = reopened.wanted.config, reopened.wanted.plan, reopened.wanted.split
+    if isinstance(task, ModuleTask) and reopened.datasets is not None:
+        from lockstep.engine.lightning.module_fit import evaluate_module
 
-    Args:
-        datasets: the run's; ``None``: the file ``wanted.data``.
-    """
-    config, plan, split = wanted.config, wanted.plan, wanted.split
-    device = rank_device(tuple(plan.placement["devices"]), world)
-    if isinstance(task, ModuleTask) and datasets is not None:
-        from lockstep.engine.lightning.evaluate import evaluate_module
-
-        load_weights(task.module, snapshot.model, wanted.run.path)
-        metrics, samples = evaluate_module(task, split, device, plan.placement["precision"], config.training.seed)
+        load_weights(task.module, snapshot.model, run.path)
+        precision, seed = plan.placement["precision"], config.training.seed
+        metrics, samples = evaluate_module(task, split, reopened.device, precision, seed)
         return {"samples": samples, "metrics": metrics}
-    subject = opened(wanted, task, datasets, snapshot, world, collectives, task.evaluation_data)
+    subject = opened(reopened, task.evaluation_data)
     with evaluation(task, subject.model, Callbacks(task)):
-        values = evaluate(
-            subject.evaluated,
-            subject.model,
-            subject.dataset,
-            collectives,
-            batch_size=plan.eval_batch_size,
-            device=device,
-            precision=subject.precision,
-            loader=plan.loader,
-            seed=plan.seed,
-            step=snapshot.step,
-            ghosts=plan.sharded,
-            report=_reporter(len(subject.dataset), collectives),
-        )
+        report = _reporter(len(subject.dataset), reopened.collectives)
+        values = evaluate(subject.evaluator, subject.task, subject.model, subject.dataset, report=report)
     return {"samples": len(subject.dataset), "metrics": {f"{split}_{name}": value for name, value in values.items()}}
 
 
@@ -98,44 +72,38 @@ def _reporter(total: int, collectives: Collectives) -> Callable[[int], None]:
 class Subject(NamedTuple):
     """A model with the weights of a checkpoint, on the device of a rank, and the data for it.
 
-    ``evaluated``: the task as evaluations ask it, where the model is divided.
+    ``task``: as evaluations ask it, where the model is divided.
     """
 
     model: nn.Module
-    evaluated: Task
+    task: Task
     dataset: Any
-    device: torch.device
-    precision: Precision
+    evaluator: Evaluator
 
 
-def opened(
-    wanted: Evaluation,
-    task: Task,
-    datasets: Datasets | None,
-    snapshot: Snapshot,
-    world: World,
-    collectives: Collectives,
-    read: Callable[[Path], Any],
-) -> Subject:
+def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
     """What to evaluate. Collective where the model is divided.
 
     Args:
-        read: opens ``wanted.data``, where that is given instead of ``datasets``.
+        read: opens ``wanted.data``, where that is given instead of data sets.
     """
+    wanted, task, snapshot, datasets = reopened.wanted, reopened.task, reopened.snapshot, reopened.datasets
     config, plan, split = wanted.config, wanted.plan, wanted.split
-    device = rank_device(tuple(plan.placement["devices"]), world)
     data = datasets or Datasets(None, test=read(Path(str(wanted.data))))
     if getattr(data, split, None) is None:
         raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
-    precision = Precision(plan.placement["precision"], device, 1.0)
+    precision = Precision(plan.placement["precision"], reopened.device, 1.0)
     with restoring(f"the checkpoint of step {snapshot.step}"):
         task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
     model, evaluated = build_model(task), task
     if plan.sharded:
-        divided = divide(Undivided(task, model, config, plan, data, device, world, collectives))
-        evaluated = divided.strategy(task, precision, plan, world).evaluating(task)
+        divided = divide(
+            Undivided(task, model, config, plan, data, reopened.device, reopened.world, reopened.collectives)
+        )
+        evaluated = divided.strategy(task, precision, plan, reopened.world).evaluating(task)
     else:
-        model = model.to(device)
+        model = model.to(reopened.device)
     restore(task, model, snapshot, wanted.run.path)
     dataset = getattr(as_restored(task, config, data) if datasets is not None else data, split)
-    return Subject(model, evaluated, dataset, device, precision)
+    evaluator = Evaluator.of_plan(plan, reopened.collectives, reopened.device, precision, snapshot.step)
+    return Subject(model, evaluated, dataset, evaluator)

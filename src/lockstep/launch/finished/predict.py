@@ -14,16 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.checkpoint.store import Snapshot
-from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.predict import Row, predictions
-from lockstep.engine.task import Datasets, Task
+from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, RunFolderError, UnsupportedError
-from lockstep.hardware import World
 from lockstep.launch.finished.evaluation import compute, wanted_on
 from lockstep.launch.finished.measure import opened
-from lockstep.launch.finished.reopen import Evaluation, find_step
+from lockstep.launch.finished.reopen import Reopened, find_step
 from lockstep.launch.run_claim import task_again
 from lockstep.telemetry.files import read_json, write_json
 from lockstep.telemetry.rundir import RunDir
@@ -99,36 +96,18 @@ def _progress(out: Path) -> Path:
     return out.with_name(out.name + ".partial.json")
 
 
-def _write(
-    wanted: Evaluation,
-    task: Task,
-    datasets: Datasets | None,
-    snapshot: Snapshot,
-    world: World,
-    collectives: Collectives,
-) -> dict[str, Any]:
+def _write(reopened: Reopened) -> dict[str, Any]:
     """Write what is missing in ``OUT.partial``, on rank 0. Collective."""
+    wanted, collectives = reopened.wanted, reopened.collectives
     out = wanted.out
     assert out is not None
-    subject = opened(wanted, task, datasets, snapshot, world, collectives, task.prediction_data)
+    subject = opened(reopened, reopened.task.prediction_data)
     size = wanted.plan.eval_batch_size
     key = {"run": wanted.run.read().id, "step": wanted.step, "split": wanted.split, "data": str(wanted.data)}
     key |= {"samples": len(subject.dataset), "batch_size": size}
     done, length = _resumed(out, key) if collectives.is_main else (0, 0)
     done = collectives.broadcast(done)
-    chunks = predictions(
-        task,
-        subject.model,
-        subject.dataset,
-        collectives,
-        batch_size=size,
-        device=subject.device,
-        precision=subject.precision,
-        loader=wanted.plan.loader,
-        seed=wanted.plan.seed,
-        step=wanted.step,
-        first=done,
-    )
+    chunks = predictions(subject.evaluator, reopened.task, subject.model, subject.dataset, first=done)
     if not collectives.is_main:
         for _ in chunks:
             pass

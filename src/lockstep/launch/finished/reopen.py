@@ -10,11 +10,13 @@ import torch
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.process.runtime import rank_device
 from lockstep.engine.resume import load_shared, load_weights, restoring
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import open_data, open_datasets
 from lockstep.errors import CheckpointError
+from lockstep.hardware import World
 from lockstep.launch.run_claim import task_again
 from lockstep.planning import Plan
 from lockstep.telemetry.rundir import RunDir
@@ -42,11 +44,33 @@ class Evaluation:
     out: Path | None = None
 
 
-def reopen_shared(wanted: Evaluation, task: Task, collectives: Collectives) -> tuple[Snapshot, Datasets | None]:
-    """The checkpoint and the data of an evaluation on ranks; ``None`` if it has a file of other data. Collective."""
+@dataclass(frozen=True)
+class Reopened:
+    """What one rank evaluates with, among the others.
+
+    Attributes:
+        datasets: the run's; ``None``: the file ``wanted.data``.
+    """
+
+    wanted: Evaluation
+    task: Task
+    datasets: Datasets | None
+    snapshot: Snapshot
+    world: World
+    collectives: Collectives
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        return rank_device(tuple(self.wanted.plan.placement["devices"]), self.world)
+
+
+def reopen(wanted: Evaluation, task: Task, world: World, collectives: Collectives) -> Reopened:
+    """The checkpoint and the data of an evaluation, on every rank. Collective."""
     store = CheckpointStore(wanted.run.checkpoints)
-    snapshot = load_shared(store, wanted.step, collectives, in_pieces=wanted.plan.sharded)
-    return snapshot, None if wanted.data else open_data(task, wanted.config, collectives)
+    snapshot = load_shared(store, wanted.step, collectives, in_pieces=wanted.plan.sharded and world.size > 1)
+    datasets = None if wanted.data else open_data(task, wanted.config, collectives)
+    return Reopened(wanted, task, datasets, snapshot, world, collectives)
 
 
 def restore(task: Task, model: torch.nn.Module, snapshot: Snapshot, source: Path) -> None:

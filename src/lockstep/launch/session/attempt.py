@@ -23,7 +23,7 @@ from lockstep.launch.prepare import plan_for
 from lockstep.launch.run_claim import keep_config, resume_point, warn
 from lockstep.launch.session.join import Joined
 from lockstep.planning import Plan
-from lockstep.planning.session import of_session
+from lockstep.planning.loader import of_session
 from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
 
 

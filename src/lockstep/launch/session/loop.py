@@ -23,7 +23,7 @@ from lockstep.engine.state import TrainState
 from lockstep.errors import TaskError
 from lockstep.launch.session.attempt import Attempt, LoopTask, refuse_loader
 from lockstep.launch.session.join import Joined
-from lockstep.planning.session import sized
+from lockstep.planning.loader import sized
 
 _SPLITS = ("train_", "val_", "test_")
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lockstep.data.arrays import ArrayDataset
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError
-from lockstep.models.autoencoder import Autoencoder
+from lockstep.models.vision import Autoencoder
 from lockstep.tasks.autoencoder.digits import load_digits
 from lockstep.tasks.autoencoder.metrics import PixelErrors, draw
 
