@@ -157,9 +157,9 @@ def _key(argument: Argument, keys: Mapping[str, str]) -> tuple[str, ...]:
 def configuration_page() -> str:
     """Every key of RunConfig, a table per section."""
     from lockstep.cli.settings import flag_table
-    from lockstep.config import json_schema
+    from lockstep.config import RunConfig
 
-    schema = json_schema()
+    schema = RunConfig.model_json_schema()
     flags = {key: flag for flag, key in flag_table().items()}
     sections = {name: field["$ref"] for name, field in schema["properties"].items() if "$ref" in field}
     own = {name: field for name, field in schema["properties"].items() if name not in sections}
