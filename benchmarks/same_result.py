@@ -1,9 +1,9 @@
-"""The same experiment with Lockstep's tasks and sessions, Lightning and Accelerate; arithmetic says what is right.
+"""The same experiment with Lockstep's tasks and sessions and with other trainers; arithmetic says what is right.
 
 ::
 
     pip install -c constraints.txt -e '.[peers]'
-    python benchmarks/same_result.py [--json FILE] [--markdown FILE] [--sides lockstep,session,lightning,accelerate]
+    python benchmarks/same_result.py [--json FILE] [--markdown FILE] [--sides lockstep,transformers,…]
 
 On one and two ranks of the CPU, over gloo:
 
@@ -45,6 +45,7 @@ SIDES = {
     "session": ("lockstep-train",),
     "lightning": ("lightning", "torchdata"),
     "accelerate": ("accelerate", "torchdata"),
+    "transformers": ("transformers", "accelerate"),
 }
 SEEDABLE, STATEFUL = "use_seedable_sampler=True", "use_stateful_dataloader=True"
 #: What each trainer is run with, by question.
@@ -68,6 +69,12 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "resume": ("default", SEEDABLE, STATEFUL, f"{STATEFUL}, {SEEDABLE}"),
         "equal": ("default", f"split_batches=True, {SEEDABLE}"),
     },
+    "transformers": {
+        "validation": ("default",),
+        "accumulation": ("default", "num_items_in_batch"),
+        "resume": ("default",),
+        "equal": ("default",),
+    },
 }
 #: What goes on with another number of ranks: of the ways that resume rightly on the same number, the first.
 ON_OTHER_RANKS = {
@@ -75,6 +82,7 @@ ON_OTHER_RANKS = {
     "session": "default",
     "lightning": "StatefulDataLoader, StatefulDistributedSampler",
     "accelerate": SEEDABLE,
+    "transformers": "default",
 }
 ACCUMULATE, BATCH, MICRO_BATCHES = 4, 2, 10
 RESUME_SAMPLES, RESUME_BATCH, RESUME_STOPS = 24, 4, (3, 9)
