@@ -1,0 +1,209 @@
+"""Ranks are killed, and their run resumes on another number: every kind of file, however its samples are chosen."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import random
+import signal
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset
+
+import lockstep
+from lockstep.config.sections import DataConfig
+from lockstep.data.mixture import Mixture
+from lockstep.data.packing import Packed
+from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
+from lockstep.data.sampling import resolve_sampling
+from lockstep.telemetry.rundir import RunDir
+from tests.attempts import attempt
+from tests.gloo import run_ranks
+from tests.samples import used_samples
+from tests.toys import CLASSES, FEATURES, Toy, arrays
+
+ROWS, SHARDS = 30, 2
+KINDS = ["uniform", "weighted", "mixed", "packed", "stream"]
+
+
+def write(folder: Path) -> None:
+    """The same rows in every kind of file, two files of each."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    inputs, labels = arrays(ROWS, 1)
+    tokens = torch.cat([(inputs * 100 + 1000).long(), labels[:, None]], 1).numpy().astype(np.uint16)
+    for shard, part in enumerate(np.array_split(np.arange(ROWS), SHARDS)):
+        rows = [{"x": inputs[row].tolist(), "y": int(labels[row])} for row in part]
+        (folder / f"{shard}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with (folder / f"{shard}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([["x", "y"], *([json.dumps(row["x"]), row["y"]] for row in rows)])
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for number, row in zip(part.tolist(), rows, strict=True):
+                for extension, content in (("x.json", json.dumps(row["x"])), ("cls", str(row["y"]))):
+                    member = tarfile.TarInfo(f"{number:03d}.{extension}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content.encode()))
+        x = pa.FixedSizeListArray.from_arrays(pa.array(inputs[part].numpy().reshape(-1)), FEATURES)
+        table = pa.table({"x": x, "y": labels[part].numpy()})
+        pyarrow.parquet.write_table(table, folder / f"{shard}.parquet", row_group_size=4)
+        with pa.OSFile(str(folder / f"{shard}.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
+            out.write_table(table, max_chunksize=4)
+        tokens[part].tofile(folder / f"{shard}.bin")
+        for number, row in zip(part.tolist(), rows, strict=True):
+            place = folder / "classes" / str(row["y"])
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{number}.json").write_text(json.dumps(row["x"]))
+
+
+def sample(row: Any) -> tuple[Tensor, int]:
+    x = row["x"] if "x" in row else row["x.json"]
+    x = json.loads(x) if isinstance(x, str) else x
+    return torch.tensor(np.asarray(x, np.float32)), int(row["y"] if "y" in row else row["cls"])
+
+
+class OfTokens:
+    def __init__(self, folder: str) -> None:
+        self.tokens = TokenFile(folder, FEATURES + 1, targets=False)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        row = self.tokens[index]
+        return torch.tensor((row[:-1] - 1000) / 100, dtype=torch.float32), int(row[-1])
+
+
+def loaded(path: Path) -> Tensor:
+    return torch.tensor(json.loads(path.read_text()))
+
+
+def parts(folder: str) -> dict[str, Any]:
+    from lockstep.data.columns import ArrowFiles, ParquetFiles
+
+    found: dict[str, Any] = {kind.__name__: kind(folder, transform=sample) for kind in (JsonLines, CsvFiles, TarShards)}
+    found |= {kind.__name__: kind(folder, transform=sample, window=2) for kind in (ParquetFiles, ArrowFiles)}
+    return found | {"tokens": OfTokens(folder), "folders": ClassFolders(Path(folder) / "classes", loaded)}
+
+
+class Lines:
+    """A stream with a cursor."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.at = rows, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(self.rows):
+            self.at += 1
+            yield self.rows[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def some_tokens(row: tuple[Tensor, int]) -> list[int]:
+    return [int(value) for value in row[0][: 3 + 4 * row[1]] * 100]
+
+
+def training_set(kind: str, folder: str) -> tuple[Any, Any]:
+    """The data set, and weights."""
+    every = parts(folder)
+    if kind == "mixed":
+        inner = {name: every.pop(name) for name in ("CsvFiles", "ArrowFiles")}
+        shares = {"CsvFiles": 0.7, "ArrowFiles": 0.3}
+        return Mixture({**every, "inner": Mixture(inner, shares)}, {**dict.fromkeys(every, 1.0), "inner": 2.5}), None
+    whole: Any = ConcatDataset(every.values())
+    if kind == "packed":
+        return Packed(whole, FEATURES, tokens=some_tokens), None
+    if kind == "stream":
+        return Lines(whole), None
+    return whole, None if kind == "uniform" else np.arange(len(whole)) % 5
+
+
+class OfFiles(Toy):
+    def datasets(self) -> lockstep.Datasets:
+        train, weights = training_set(os.environ["KIND"], os.environ["FOLDER"])
+        return lockstep.Datasets(train, super().datasets().val, weights=weights)
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        if isinstance(batch, dict):
+            batch = batch["tokens"] / 100, (batch["documents"].sum(1) + batch["positions"].sum(1)) % CLASSES
+        return super().loss(model, batch)
+
+    def _misbehave(self) -> None:
+        self.calls += 1
+        rank, call = json.loads(os.environ.get("KILL", "[0, 0]"))
+        if self.calls == call and os.environ.get("RANK") == str(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+SETTINGS: Any = {
+    "training": {"max_steps": 24, "global_batch_size": 18},
+    "data": {"epoch_samples": 150},
+    "telemetry": {"record_samples": True},
+    "checkpoint": {"every_steps": 3},
+    "scheduler": {"name": "constant", "warmup_steps": 0},
+}
+
+
+def trains(rank: int, size: int, folder: Path, resume: bool) -> dict[str, Tensor]:
+    return attempt(OfFiles, folder, rank, size, resume=resume, **SETTINGS)[0]
+
+
+def check(kind: str, worlds: list[tuple[int, list[int]]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train on each number of ranks of ``worlds`` until one of them is killed; then to the end, on two."""
+    pytest.importorskip("pyarrow")
+    data = folder / "data"
+    data.mkdir()
+    write(data)
+    env = {"KIND": kind, "FOLDER": str(data)}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    run = RunDir(folder / "run")
+    for number, (ranks, kill) in enumerate(worlds):
+        with pytest.raises(RuntimeError, match=f"rank {kill[0]} died"):
+            run_ranks(trains, ranks, run.path, number > 0, env={**env, "KILL": json.dumps(kill)})
+    weights = run_ranks(trains, 2, run.path, True, env=env)[0]
+    whole = attempt(OfFiles, folder / "whole", **SETTINGS)[0]
+    assert all(torch.allclose(whole[name], weights[name], atol=1e-4) for name in whole)
+    dataset, given = training_set(kind, str(data))
+    if kind == "stream":
+        expected = [range(0, 150), range(150, 300), range(300, 432)]
+    else:
+        sampling = resolve_sampling(dataset, given, DataConfig())
+        assert sampling is not None
+        order = sampling.order(150, RunDir(folder / "whole").plan()["seed"])
+        expected = [order.slice(epoch, 0, 150).tolist() for epoch in range(3)]
+    used = used_samples(run)
+    assert used == used_samples(RunDir(folder / "whole"))
+    assert [used[epoch] for epoch in sorted(used)][:2] == [Counter(epoch) for epoch in expected[:2]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sample_is_lost_or_repeated_when_ranks_are_killed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(kind, [(3, [KINDS.index(kind) % 3, 11])], tmp_path, monkeypatch)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_kills(kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(seed)
+    worlds = [(ranks, [chance.randrange(ranks), chance.randint(4, 8)]) for ranks in (1, 3, 2, 4)]
+    check(kind, worlds, tmp_path, monkeypatch)
