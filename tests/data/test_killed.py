@@ -7,7 +7,10 @@ import io
 import json
 import os
 import random
+import re
+import resource
 import signal
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -147,7 +150,7 @@ class OfFiles(Toy):
     def _misbehave(self) -> None:
         self.calls += 1
         rank, call = json.loads(os.environ.get("KILL", "[0, 0]"))
-        if self.calls == call and os.environ.get("RANK") == str(rank):
+        if self.calls == call and os.environ.get("RANK", "0") == str(rank):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -207,3 +210,62 @@ def test_many_kills(kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.Mo
     chance = random.Random(seed)
     worlds = [(ranks, [chance.randrange(ranks), chance.randint(4, 8)]) for ranks in (1, 3, 2, 4)]
     check(kind, worlds, tmp_path, monkeypatch)
+
+
+# --- More data than memory -------------------------------------------------------------------------------------------
+
+LIMIT_MB, FILES, WIDE = 220, 20, 1024
+
+
+class Large(OfFiles):
+    """20 Parquet files of 12 MB each, 240 MB in all."""
+
+    def datasets(self) -> lockstep.Datasets:
+        from lockstep.data.columns import ParquetFiles
+
+        rows = ParquetFiles(os.environ["FOLDER"], transform=lambda row: (row["x"][:FEATURES], row["label"]), window=4)
+        return lockstep.Datasets(rows, Toy.datasets(self).val)
+
+
+def write_large(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for number in range(FILES):
+        x = np.full((3000, WIDE), number, np.float32)
+        x[:, 0] = np.arange(3000) / 3000
+        flat = pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), WIDE)
+        table = pa.table({"x": flat, "label": np.arange(3000) % 3})
+        pq.write_table(table, folder / f"{number:02d}.parquet", row_group_size=500, compression="zstd")
+
+
+def trains_large(rank: int, size: int, folder: Path, resume: bool) -> None:
+    """Under a limit of :data:`LIMIT_MB` for what is allocated from here on, as ``ulimit -d`` sets it."""
+    import pyarrow.parquet as pq
+
+    used = re.search(r"VmData:\s*(\d+)", Path("/proc/self/status").read_text())
+    assert used is not None
+    most = int(used[1]) * 1024 + LIMIT_MB * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    settings: Any = {
+        "training": {"max_steps": 60, "global_batch_size": 1000, "batch_size": 500},
+        "telemetry": {"record_samples": True},
+        "checkpoint": {"every_steps": 5},
+    }
+    attempt(Large, folder, rank, size, resume=resume, **settings)
+    with pytest.raises(MemoryError):
+        pq.read_table(os.environ["FOLDER"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_more_data_than_memory_two_ranks_killed_and_one_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "data").mkdir()
+    write_large(tmp_path / "data")
+    # Arrow's own allocator reserves a GB at once.
+    env = {"FOLDER": str(tmp_path / "data"), "ARROW_DEFAULT_MEMORY_POOL": "system"}
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        run_ranks(trains_large, 2, tmp_path / "run", False, env={**env, "KILL": "[1, 13]"})
+    run_ranks(trains_large, 1, tmp_path / "run", True, env=env)
+    used = used_samples(RunDir(tmp_path / "run"))
+    assert used == {1: Counter(range(3000 * FILES))}

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import os
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import lockstep
+from lockstep import Task
 from lockstep.data.mixture import Mixture
 from lockstep.data.packing import Packed, document_mask
+from lockstep.data.records import CsvFiles, JsonLines
 from lockstep.data.requests import Request, Source, windows
 from lockstep.errors import DataError
+from lockstep.telemetry.rundir import RunDir
+from tests.attempts import attempt
 from tests.data.test_sampling import batch_of
+from tests.gloo import run_ranks
 
 
 @given(
@@ -78,6 +88,54 @@ def test_a_mixture_of_packed_sequences_is_the_same_on_any_number_of_ranks() -> N
     assert len(steps[0]) == 4
     assert all(torch.equal(one, three) for one, three in zip(*steps, strict=True))
     assert sources[0].batch(Request(0, 0, 0, 5))["documents"].shape == (5, 64)
+
+
+class Texts(Task):
+    """A language model of bytes, of two packed sources of text; attention stays within a document."""
+
+    defaults: ClassVar[Any] = {"optimizer": {"lr": 0.05}, "scheduler": {"name": "constant", "warmup_steps": 0}}
+
+    def datasets(self) -> lockstep.Datasets:
+        folder = os.environ["TEXTS"]
+        lines = JsonLines(f"{folder}/*.jsonl", transform=lambda row: list(row["text"].encode()))
+        rows = CsvFiles(f"{folder}/*.csv", transform=lambda row: list(row["text"].encode()))
+        parts = {"lines": Packed(lines, 32), "rows": Packed(rows, 32)}
+        return lockstep.Datasets(Mixture(parts, {"lines": 0.75, "rows": 0.25}), None)
+
+    def model(self) -> nn.Module:
+        return nn.ModuleDict({"words": nn.Embedding(256, 8), "places": nn.Embedding(32, 8), "head": nn.Linear(8, 256)})
+
+    def loss(self, model: Any, batch: Any) -> lockstep.Loss:
+        tokens, documents = batch["tokens"], batch["documents"]
+        x = model["words"](tokens) + model["places"](batch["positions"])
+        mask = document_mask(documents) & torch.ones(32, 32, dtype=torch.bool).tril()
+        x = nn.functional.scaled_dot_product_attention(x, x, x, mask | torch.eye(32, dtype=torch.bool))
+        follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)
+        scores = model["head"](x[:, :-1])[follows]
+        return lockstep.Loss(nn.functional.cross_entropy(scores, tokens[:, 1:][follows], reduction="sum"), len(tokens))
+
+
+def texts(rank: int, size: int, folder: Path, mode: str) -> Any:
+    training = {"max_steps": 12, "global_batch_size": 24, "reproducibility": mode}
+    weights, _ = attempt(Texts, folder, rank, size, training=training, data={"epoch_samples": 96})
+    return weights, [row["loss"] for row in RunDir(folder).steps()]
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("fast", 3), ("exact", 2)])
+def test_two_packed_sources_of_text_train_alike_on_one_rank_and_several(
+    mode: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"{'abc' * (n % 5)} {n} {'de ' * (n % 11)}" for n in range(150)]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words[:100]))
+    (tmp_path / "1.csv").write_text("text\n" + "".join(f'"{text}"\n' for text in words[100:]))
+    monkeypatch.setenv("TEXTS", str(tmp_path))
+    together, losses = run_ranks(texts, ranks, tmp_path / "together", mode, env={"TEXTS": str(tmp_path)})[0]
+    alone, their_losses = texts(0, 1, tmp_path / "alone", mode)
+    assert len(losses) == 12 and losses[-1] < losses[0]
+    assert np.allclose(losses, their_losses, rtol=1e-5) and (mode == "fast" or losses == their_losses)
+    for name in alone:
+        assert torch.allclose(alone[name], together[name], atol=1e-5), name
+        assert mode == "fast" or torch.equal(alone[name], together[name])
 
 
 @pytest.mark.parametrize(
