@@ -20,18 +20,15 @@ import report
 import torch
 
 from lockstep.bench.comm import measure_message
-from lockstep.bench.links import fit_alpha_beta
 from lockstep.bench.measure import Case, on_site
 from lockstep.bench.rank import Rank
-from lockstep.bench.summary import summarise
-from lockstep.bench.trials import new_trials
-from lockstep.bench.workload import Subject
+from lockstep.bench.summary import fit_alpha_beta, summarise
+from lockstep.bench.trials import Subject, new_trials
 from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
-from lockstep.forecast.contention import contention, jitter, meeting
 from lockstep.forecast.estimate import Counting
 from lockstep.forecast.footprint import blocking_messages
 from lockstep.forecast.measure import gradients_of, take_turns, timed_steps
-from lockstep.forecast.measured import cases, step_of
+from lockstep.forecast.measured import cases, contention, jitter, meeting, step_of
 from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
 from lockstep.planning.resolve import resolve_reduction
 
@@ -84,16 +81,16 @@ def predict_ranks(
             meeting_s=meeting(turns, ranks, fit.alpha_s / 2),
         )
         bars = with_error_bars(step, ranks, setting)
-        predicted, real = bars.middle, row["real"]
+        real = row["real"]
         found.append(
             {
                 "one_ms": step.seconds * 1e3,
                 "contention": setting.contention[ranks],
                 "meeting_ms": setting.meeting_s * 1e3,
-                "predicted_ms": predicted.step_s * 1e3,
-                "predicted_parts_ms": {name: seconds * 1e3 for name, seconds in predicted.parts.items()},
+                "predicted_ms": bars["step_ms"],
+                "predicted_parts_ms": bars["parts_ms"],
                 "measured_ms": real["mean_ms"],
-                "ratio": predicted.step_s * 1e3 / real["mean_ms"],
+                "ratio": bars["step_ms"] / real["mean_ms"],
             }
         )
     return found
@@ -106,14 +103,7 @@ def ranks_of_this_machine(counts: list[int], rounds: int, steps: int) -> list[di
             subject = Subject(task, {**settings, "hardware": {"selected_devices": ["cpu"] * ranks}})
             together, alone = cases(subject, ["cpu"] * ranks, steps, strategy)
             with new_trials() as trials:
-                outcome = trials.run(
-                    round_of_measurements,
-                    *(together, alone, rounds),
-                    ranks=ranks,
-                    config=together.config,
-                    task=subject.base.task,
-                    threads=together.plan.threads,
-                )
+                outcome = trials.run_case(round_of_measurements, together, alone, rounds, task=subject.base.task)
             if outcome.ended != "done":
                 raise SystemExit(f"{name}, {ranks} ranks: {outcome.ended} ({outcome.error})")
             base, counting = subject.base, Counting(subject)
@@ -208,15 +198,14 @@ def published() -> list[dict[str, Any]]:
     for name, step, setting, base, gpus, truth in table:
         reference = predict(step, base, setting).efficiency
         bars = with_error_bars(step, gpus, setting)
-        low, high = (share / reference for share in bars.efficiency)
         rows.append(
             {
                 "case": name,
                 "published": truth,
-                "predicted": bars.middle.efficiency / reference,
-                "low": low,
-                "high": min(1.0, high),
-                "parts_ms": {part: seconds * 1e3 for part, seconds in bars.middle.parts.items()},
+                "predicted": bars["efficiency"] / reference,
+                "low": bars["efficiency_low"] / reference,
+                "high": min(1.0, bars["efficiency_high"] / reference),
+                "parts_ms": bars["parts_ms"],
             }
         )
     return rows

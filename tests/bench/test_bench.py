@@ -20,7 +20,7 @@ from lockstep.bench.lr import bench_lr
 from lockstep.bench.scaling import bench_scaling
 from lockstep.bench.step import bench_step
 from lockstep.bench.tables import table_of
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Subject
 from lockstep.cli.output import deliver
 from lockstep.errors import StorageError, UsageError
 from tests.bench.greedy import Greedy
@@ -65,7 +65,7 @@ def test_step_says_where_time_and_memory_go(tmp_path: Path, capsys: pytest.Captu
 
 def test_comm_measures_every_operation_and_every_link() -> None:
     three = {"hardware": {"selected_devices": ["cpu"] * 3}}
-    report = bench_comm(three, most=64 << 10)
+    report = bench_comm(three, most=4096)
     assert {row["operation"] for row in report.rows} == {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}
     for row in report.rows:
         assert row["status"] == "ok"
@@ -78,8 +78,8 @@ def test_comm_measures_every_operation_and_every_link() -> None:
 
 def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> None:
     report = bench_scaling(
-        Subject(Toy, TWO),
-        strategies=("ddp", "dp", "fsdp"),
+        Subject(Staged, TWO),
+        strategies=("ddp", "dp", "fsdp", "pipeline"),
         steps=4,
         warm_up=2,
         repeats=1,
@@ -102,8 +102,11 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
         assert rows[2, "dp", mode]["status"] == "refused"
         assert rows[2, "fsdp", mode]["samples_per_s"] > 0
         assert rows[2, "fsdp", mode]["shares"]["communication"] is None, "it hides in forward and backward"
-    assert any(note.startswith("fsdp: communication is inside") for note in report.notes)
-    assert {row[1] for row in table_of("scaling", report.rows)[1]} == {"single", "ddp", "dp", "fsdp"}
+    pipelined = rows[2, "pipeline", "strong"]
+    assert (pipelined["global_batch"], pipelined["accumulate"]) == (32, 8), "its micro-batches keep both ranks busy"
+    assert len(pipelined["memory_mb_per_device"]) == 2, "each stage has a process of its own"
+    assert any(note.startswith("fsdp and pipeline: communication is inside") for note in report.notes)
+    assert {row[1] for row in table_of("scaling", report.rows)[1]} == {"single", "ddp", "dp", "fsdp", "pipeline"}
     assert any("1 thread" in note for note in report.notes)
     assert any("dp needs GPUs" in note for note in report.notes)
     assert report.notes[-1].endswith("the guides speak of har and speech"), "and not of this task"
@@ -113,16 +116,6 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
 
 
 PIPELINE: dict[str, Any] = {**TWO, "hardware": {**TWO["hardware"], "strategy": "pipeline"}}
-
-
-def test_a_pipeline_is_measured_on_two_ranks_that_its_micro_batches_keep_busy() -> None:
-    subject = Subject(Staged, TWO)
-    report = bench_scaling(subject, strategies=("pipeline",), modes=("strong",), steps=3, warm_up=2, repeats=1)
-    one, two = report.rows
-    assert (one["global_batch"], one["accumulate"]) == (32, 1)
-    assert two["status"] == "ok"
-    assert (two["global_batch"], two["accumulate"]) == (32, 8)
-    assert len(two["memory_mb_per_device"]) == 2, "each stage has a process of its own"
 
 
 def test_a_pipelines_largest_batch_is_tried_with_as_many_micro_batches_as_its_devices_hold() -> None:

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.bench.claims import claim_of
-from lockstep.bench.scaling import Point, lost_repeats
-from lockstep.bench.stopwatch import PARTS
+from lockstep.bench.measure import PARTS
+from lockstep.bench.scaling import Point, claim_of, lost_repeats
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, summarise, with_waits
 from lockstep.bench.tables import table_of
 

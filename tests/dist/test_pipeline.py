@@ -82,7 +82,7 @@ def test_verify_finds_har_with_dropout_equal_in_any_precision(tmp_path: Path, pr
     assert "dropout" in report.comparison.one.draws
     assert (report.outcome, report.causes) in {("identical", ()), ("equal", ())}
     # Rounding is that of the sums over micro-batches and, for clipping, over stages.
-    assert report.as_configured.loss.max() < 1e-6
+    assert report.as_configured["loss"].max() < 1e-6
 
 
 @pytest.mark.drill

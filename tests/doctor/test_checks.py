@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.doctor.finding import Finding, guarded
+from lockstep.doctor.finding import Finding, failed, guarded
 from lockstep.doctor.gpus import (
     Versions,
     check_devices,
@@ -18,20 +18,19 @@ from lockstep.doctor.gpus import (
     check_links,
     check_memory,
     check_versions,
-    gather_health,
-    gather_links,
     gather_versions,
 )
 from lockstep.doctor.host import (
-    Cores,
     Limits,
+    RunFolder,
     SharedMemory,
     check_cores,
     check_limits,
+    check_run_folder,
     check_shared_memory,
-    gather_cores,
     gather_limits,
     gather_shared_memory,
+    probe_run_folder,
 )
 from lockstep.doctor.network import (
     Network,
@@ -44,13 +43,11 @@ from lockstep.doctor.network import (
     read_clock,
 )
 from lockstep.doctor.node import merged
-from lockstep.doctor.practice import failed
-from lockstep.doctor.ranks import AllReduce, Meeting, RankFacts
-from lockstep.doctor.storage import RunFolder, check_run_folder, probe_run_folder
-from lockstep.doctor.together import check_meeting
+from lockstep.doctor.ranks import AllReduce, Meeting, RankFacts, check_meeting
 from lockstep.errors import DataError
 from lockstep.hardware.device import GpuUser
 from lockstep.hardware.nvml import GpuHealth, GpuLink, NvmlGpu
+from lockstep.hardware.world import World
 from tests.fakes import FakeNvml
 from tests.hardware.machines import CPU, broken_gpu, gpu, machine
 
@@ -130,7 +127,7 @@ def test_memory_and_other_users() -> None:
     ],
 )
 def test_ecc_and_throttling(health: GpuHealth, ecc: str, clocks: str) -> None:
-    found = statuses(check_health(gather_health(fake(health), [gpu(0)])))
+    found = statuses(check_health(fake(health), [gpu(0)]))
     assert found == {"ECC of gpu:0": ecc, "clocks of gpu:0": clocks}
 
 
@@ -138,10 +135,10 @@ def test_peer_access() -> None:
     near = GpuLink(peer=True, nvlink=True, path="one PCIe switch")
     far = GpuLink(peer=False, nvlink=False, path="two CPU sockets")
     nvml = fake(links={(0, 1): near, (0, 2): far, (1, 2): far})
-    assert statuses(check_links(gather_links(nvml, [gpu(0)]))) == {"peer access": "skip"}
-    joined = by_name(check_links(gather_links(nvml, [gpu(0), gpu(1)])))["peer access"]
+    assert statuses(check_links(nvml, [gpu(0)])) == {"peer access": "skip"}
+    joined = by_name(check_links(nvml, [gpu(0), gpu(1)]))["peer access"]
     assert (joined.status, "1 over NVLink" in joined.what) == ("ok", True)
-    apart = by_name(check_links(gather_links(nvml, [gpu(0), gpu(1), gpu(2)])))["peer access"]
+    apart = by_name(check_links(nvml, [gpu(0), gpu(1), gpu(2)]))["peer access"]
     assert apart.status == "warn"
     assert "2 of 3 pairs" in apart.what and "gpu:1 and gpu:2" in apart.what
 
@@ -170,20 +167,19 @@ def test_limits() -> None:
 
 
 def test_cores() -> None:
-    assert "up to 4" in only(check_cores(Cores(16, 16), 2, gpus=True)).what
-    assert only(check_cores(Cores(2, 2), 2, gpus=False)).status == "ok", "a rehearsal on two cores"
-    assert statuses(check_cores(Cores(2, 2), 2, gpus=True)) == {"cores": "warn"}
-    assert statuses(check_cores(Cores(2, 2), 4, gpus=False)) == {"cores": "warn"}
-    quota = by_name(check_cores(Cores(64, 4), 2, gpus=True))["cores"]
+    assert "up to 4" in only(check_cores(16, 16, 2, gpus=True)).what
+    assert only(check_cores(2, 2, 2, gpus=False)).status == "ok", "a rehearsal on two cores"
+    assert statuses(check_cores(2, 2, 2, gpus=True)) == {"cores": "warn"}
+    assert statuses(check_cores(2, 2, 4, gpus=False)) == {"cores": "warn"}
+    quota = by_name(check_cores(64, 4, 2, gpus=True))["cores"]
     assert (quota.status, "--num-workers 2" in quota.fix) == ("warn", True)
 
 
 def test_what_this_machine_really_has() -> None:
-    assert gather_cores().usable >= 1
     assert gather_limits().files != 0
     assert gather_shared_memory().total > 0
     assert gather_shared_memory(Path("/no/such/folder")).error
-    network = gather_network({}, nodes=1, outside=False, nccl=False)
+    network = gather_network({}, World(), nccl=False)
     assert network.host and network.interfaces
     assert find_free_port() == ""
     assert statuses(check_clock(read_clock())) == {"clock": "ok"}

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
-from lockstep.forecast.advice import advise
-from lockstep.forecast.buckets import FIRST_BUCKET, buckets, exposed
+from lockstep.forecast.allocation_tracker import Work
 from lockstep.forecast.collectives import (
     LEVELS,
     Cluster,
@@ -24,9 +23,20 @@ from lockstep.forecast.collectives import (
     measured_cluster,
     ring_all_reduce,
 )
+from lockstep.forecast.footprint import gpu_machine, seconds
 from lockstep.forecast.memory import check_strategy, choose_strategy, largest_batch, parse_memory
-from lockstep.forecast.roofline import Work, gpu_machine, seconds
-from lockstep.forecast.scaling import COUNT_BYTES, Setting, Step, expected_max, predict, with_error_bars
+from lockstep.forecast.project import advise
+from lockstep.forecast.scaling import (
+    COUNT_BYTES,
+    FIRST_BUCKET,
+    Setting,
+    Step,
+    buckets,
+    expected_max,
+    exposed,
+    predict,
+    with_error_bars,
+)
 
 SIZES = st.integers(1, 1 << 34)
 DEVICES = st.integers(1, 4096)
@@ -159,12 +169,10 @@ def test_a_faster_network_never_slows_a_step(
 
 @given(steps(), DEVICES, CLUSTERS)
 def test_error_bars_hold_the_prediction(step: Step, devices: int, cluster: Cluster) -> None:
-    bars = with_error_bars(step, devices, Setting(cluster))
-    low, high = bars.samples_per_s
-    assert low <= bars.middle.samples_per_s <= high
-    low, high = bars.efficiency
-    assert low <= bars.middle.efficiency + 1e-9
-    assert high >= min(1.0, bars.middle.efficiency - 1e-9)
+    row = with_error_bars(step, devices, Setting(cluster))
+    assert row["samples_per_s_low"] <= row["samples_per_s"] <= row["samples_per_s_high"]
+    assert row["efficiency_low"] <= row["efficiency"] + 1e-9
+    assert row["efficiency_high"] >= min(1.0, row["efficiency"] - 1e-9)
 
 
 @given(st.integers(1, 5000))

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Subject
 from lockstep.errors import ConfigError, UsageError
 from lockstep.forecast.collectives import measured_cluster
-from lockstep.forecast.contention import contention, counts_beside, jitter, meeting
 from lockstep.forecast.measure import MEETINGS
+from lockstep.forecast.measured import contention, counts_beside, jitter, meeting
 from lockstep.forecast.project import forecast
 from lockstep.forecast.scaling import Setting, Wish
 from lockstep.hardware.host import usable_cores
-from lockstep.report.score import in_words, score
+from lockstep.report.source import in_words, score
 from lockstep.telemetry.records import read_forecast
 from tests.toys import Toy
 

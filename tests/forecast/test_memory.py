@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep import Datasets, Loss, Task
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Subject
 from lockstep.cli.main import main
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import fetch
@@ -110,7 +110,7 @@ class Deep(Task):
 def test_settings_of_fsdp_are_in_its_estimate() -> None:
     def found(**fsdp: Any) -> dict[str, float]:
         settings = {"hardware": {"selected_devices": ["cpu"]}, "training": {"batch_size": 256}, "fsdp": fsdp}
-        estimate = estimate_memory(Subject(Deep, settings), gpus=64, limit=80e9, strategy="fsdp")
+        estimate = estimate_memory(Subject(Deep, settings), gpus=64, strategy="fsdp")
         kinds: dict[str, float] = estimate["strategies"]["fsdp"]
         return kinds
 
@@ -133,7 +133,7 @@ def test_the_first_gpu_of_dp_is_the_fullest() -> None:
     """Deep returns 16 numbers a sample; its batch is as large."""
     subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu"]}, "training": {"batch_size": 256}})
     found = estimate_memory(subject, gpus=4, limit=80e9, strategy="dp")
-    ddp = estimate_memory(subject, gpus=4, limit=80e9, strategy="ddp")["strategies"]["ddp"]
+    ddp = estimate_memory(subject, gpus=4, strategy="ddp")["strategies"]["ddp"]
     first, other = found["strategies"]["dp"], found["strategies"]["dp, each other"]
     assert found["chosen"]["strategy"] == "dp"
     outputs = 256 * 16 * 4

@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep import Loss
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Subject
 from lockstep.data.requests import Request, Window
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
@@ -78,7 +78,7 @@ def test_fewer_micro_batches_at_once_need_less() -> None:
     """The first of two devices holds two of four micro-batches under 1f1b, and all under gpipe."""
     held = {}
     for kind in ("gpipe", "1f1b"):
-        found = estimate_memory(Subject(Cut, settings(schedule=kind)), limit=1e9, strategy="pipeline")
+        found = estimate_memory(Subject(Cut, settings(schedule=kind)), limit=1.0, strategy="pipeline")
         first, second = found["strategies"]["device 1"], found["strategies"]["device 2"]
         held[kind] = first["activations"], second["activations"]
         assert found["strategies"]["pipeline"] == max(first, second, key=lambda kinds: kinds["total"])

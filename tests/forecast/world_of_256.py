@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_leaves
 from lockstep import Datasets, Loss, Task
 from lockstep.config import RunConfig
 from lockstep.data.arrays import ArrayDataset
-from lockstep.forecast.buckets import buckets
 from lockstep.forecast.collectives import cluster_of
 from lockstep.forecast.footprint import count_step
 from lockstep.forecast.memory import device_memory
-from lockstep.forecast.scaling import Setting, Step, bytes_sent
+from lockstep.forecast.scaling import Setting, Step, buckets, bytes_sent
 
 WORLD, WIDTH, BLOCKS, BATCH = 256, 1024, 6, 64
 #: Width of the layers around the blocks: 101 MB of parameters, more than all blocks together.

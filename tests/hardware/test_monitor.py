@@ -21,7 +21,7 @@ GPUS = [
     for letter in "abc"
 ]
 READINGS = {
-    "GPU-c": GpuReading(0.97, 71_200_000_000, 80_000_000_000, 640.5, 700.0, 61, 1980, 2619, ("power cap", "hot")),
+    "GPU-c": GpuReading(0.97, 71.2, 80.0, 640.5, 700.0, 61, 1980, 2619, ("power cap", "hot")),
     "GPU-a": GpuReading(0.25),
 }
 

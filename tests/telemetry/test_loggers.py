@@ -29,12 +29,9 @@ from lockstep.events import (
     RunStarted,
     StepLogged,
 )
-from lockstep.telemetry import background, sinks
-from lockstep.telemetry.background import BackgroundSink
-from lockstep.telemetry.csv import CsvSink
-from lockstep.telemetry.mlflow import MlflowSink
+from lockstep.telemetry import loggers as the_loggers
+from lockstep.telemetry.loggers import BackgroundSink, CsvSink, MlflowSink, loggers
 from lockstep.telemetry.scalars import as_row
-from lockstep.telemetry.sinks import loggers
 from tests.fakes import RecordingSink
 from tests.gloo import ROOT, clean_environment
 from tests.telemetry.runs import make_run
@@ -187,7 +184,7 @@ def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = resolve({"training": {"epochs": 3}, "name": "first try"})
     for first, status in ((0, "failed"), (10, "completed")):  # two attempts of one run
-        sink = MlflowSink(tmp_path, "run-1", config, uri=None, experiment="lockstep")
+        sink = MlflowSink(tmp_path, "run-1", config)
         for event in events(tmp_path, first=first, status=status):
             sink.emit(event)
         sink.close()
@@ -209,7 +206,7 @@ def test_loggers_are_off_by_default_and_named_when_they_are_missing(
 ) -> None:
     run = make_run(tmp_path / "run")
     assert loggers(run, resolve({"telemetry": {"tensorboard": "off"}})) == []
-    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(the_loggers.importlib.util, "find_spec", lambda name: None)
     for name in ("wandb", "mlflow"):
         with pytest.raises(ConfigError, match=f"{name} is not installed") as caught:
             loggers(run, resolve({"telemetry": {name: True}}))
@@ -241,8 +238,7 @@ def test_a_logger_whose_folder_vanishes_warns_once(tmp_path: Path) -> None:
 
 def test_a_server_that_is_not_there_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    config = resolve({})
-    sink = MlflowSink(tmp_path, "run-1", config, uri="http://127.0.0.1:9", experiment="lockstep")
+    sink = MlflowSink(tmp_path, "run-1", resolve({"telemetry": {"mlflow_uri": "http://127.0.0.1:9"}}))
     (warning,) = warnings_of(BackgroundSink(sink), folder=tmp_path)
     assert warning.startswith("MLflow failed and is switched off")
     assert "127.0.0.1" in warning
@@ -254,7 +250,7 @@ def test_a_logger_whose_import_raises_warns_once(tmp_path: Path, monkeypatch: py
     for name in [name for name in sys.modules if name.partition(".")[0] == "mlflow"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    sink = MlflowSink(tmp_path, "run-1", resolve({}), uri=None, experiment="lockstep")
+    sink = MlflowSink(tmp_path, "run-1", resolve({}))
     (warning,) = warnings_of(BackgroundSink(sink), folder=tmp_path)
     assert warning == "MLflow failed and is switched off: a broken installation"
 
@@ -284,7 +280,7 @@ def test_a_logger_that_hangs_does_not_hold_up_the_run(tmp_path: Path) -> None:
 
 
 def test_a_logger_that_hangs_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MAX_WAITING", 3)
+    monkeypatch.setattr(the_loggers, "MAX_WAITING", 3)
     stuck = Stuck()
     try:
         (warning,) = warnings_of(BackgroundSink(stuck), folder=tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RunFolderError
-from lockstep.telemetry.lookup import find_run, list_runs
+from lockstep.telemetry.lookup import find_run, read_runs
 from tests.telemetry.runs import make_run
 
 # Finding runs.
@@ -24,10 +24,10 @@ def test_runs_are_listed_newest_first_and_only_their_own_files_are_read(tmp_path
     (tmp_path / "not-a-run").mkdir()
     (tmp_path / ".run-x.tmp-1").mkdir()
     (tmp_path / "notes.txt").write_text("")
-    listed = list_runs(tmp_path)
+    listed = [run for run, _ in read_runs(tmp_path)]
     assert [run.read().created_at.day for run in listed] == [5, 4, 3, 2, 1]
     assert {run.status() for run in listed} == {"pending"}
-    assert list_runs(tmp_path / "nowhere") == []
+    assert read_runs(tmp_path / "nowhere") == []
 
 
 @pytest.fixture

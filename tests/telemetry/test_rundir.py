@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError, RunFolderError
-from lockstep.telemetry.lookup import list_runs
+from lockstep.telemetry.lookup import read_runs
 from lockstep.telemetry.rundir import (
     FORMAT_VERSION,
     RunDir,
@@ -269,7 +269,7 @@ def test_a_damaged_run_file_is_one_error(tmp_path: Path, content: bytes, says: s
         RunDir.open(run.path)
     assert caught.value.fix
     heard: list[str] = []
-    assert list_runs(tmp_path, heard.append) == [] and len(heard) == 1
+    assert read_runs(tmp_path, heard.append) == [] and len(heard) == 1
 
 
 def test_a_newer_format_asks_for_an_upgrade(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import RunFolderError
@@ -45,7 +45,7 @@ def fresh(tmp_path: Path) -> RunDir:
 CLEAN = [EpochSamples(epoch, SAMPLES, (), ()) for epoch in (1, 2)]
 
 
-@ON_TMP_PATH
+@settings(ON_TMP_PATH, max_examples=40)
 @given(
     killed=st.lists(st.tuples(st.integers(1, 4), st.integers(0, STEPS), st.integers(0, STEPS)), max_size=4),
     ranks=st.integers(1, 4),

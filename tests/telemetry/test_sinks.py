@@ -1,5 +1,6 @@
 """What a run leaves behind: real run folders, read back with the readers that everybody uses."""
 
+import importlib.util
 import io
 import json
 import math
@@ -24,9 +25,9 @@ from lockstep.events import (
     StepLogged,
 )
 from lockstep.telemetry import sinks
+from lockstep.telemetry.loggers import TensorBoardSink, tensorboard_wanted
 from lockstep.telemetry.rundir import RunDir, new_run_id
 from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
-from lockstep.telemetry.tensorboard import TensorBoardSink, tensorboard_wanted
 
 PLAN: dict[str, Any] = {"task": {"name": "har"}, "epochs": 3, "decisions": {}, "notes": []}
 
@@ -246,7 +247,7 @@ def test_tensorboard_of_a_run_that_begins_again_hides_all_that_was(run: RunDir) 
 def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tensorboard_wanted("auto")
     assert not tensorboard_wanted("off")
-    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not tensorboard_wanted("auto")
     with pytest.raises(ConfigError, match="not installed") as caught:
         tensorboard_wanted("on")

@@ -35,14 +35,14 @@ def trajectory(losses: list[float], **changes: Any) -> Trajectory:
 @given(LOSSES, st.floats(1e-9, 0.5))
 def test_a_gap_is_relative_symmetric_and_zero_only_for_equals(losses: list[float], share: float) -> None:
     one, other = trajectory(losses), trajectory([loss * (1 - share) for loss in losses])
-    assert gap_between(one, one).loss.max() == 0
-    assert np.allclose(gap_between(one, other).loss, share, rtol=1e-6)
-    assert np.array_equal(gap_between(one, other).loss, gap_between(other, one).loss)
+    assert gap_between(one, one)["loss"].max() == 0
+    assert np.allclose(gap_between(one, other)["loss"], share, rtol=1e-6)
+    assert np.array_equal(gap_between(one, other)["loss"], gap_between(other, one)["loss"])
 
 
 def test_nan_equals_nan_and_nothing_else() -> None:
     one, other = trajectory([1.0, math.nan, math.nan]), trajectory([1.0, math.nan, 2.0])
-    assert gap_between(one, other).loss.tolist() == [0.0, 0.0, math.inf]
+    assert gap_between(one, other)["loss"].tolist() == [0.0, 0.0, math.inf]
 
 
 def test_weights_are_measured_against_the_way_they_came() -> None:
@@ -50,7 +50,7 @@ def test_weights_are_measured_against_the_way_they_came() -> None:
     shifted = one.weights.copy()
     shifted[1:] += 0.5
     gap = gap_between(one, trajectory([1.0, 1.0], weights=shifted))
-    assert gap.weights == pytest.approx([0.5, 0.25])
+    assert gap["weights"] == pytest.approx([0.5, 0.25])
 
 
 @given(st.lists(st.floats(0, 1e-3), min_size=3, max_size=3), st.floats(2.0, 100.0))
@@ -58,7 +58,7 @@ def test_the_floor_never_falls_and_parting_is_beyond_it(noise: list[float], fact
     base = trajectory([1.0, 1.0, 1.0])
     noisy = gap_between(base, trajectory([1.0 - n for n in noise]))
     floor = floor_of([noisy], base)
-    values = floor.values["loss"]
+    values = floor["loss"]
     assert (np.diff(values) >= 0).all()
     assert values[0] >= ROUNDING
     assert floor.parting(noisy, factor) is None

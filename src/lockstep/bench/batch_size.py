@@ -7,14 +7,12 @@ continues with a smaller batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from lockstep.bench.measure import Case, measure, on_site
-from lockstep.bench.rank import Rank, limit_memory
+from lockstep.bench.measure import measure, on_site
+from lockstep.bench.rank import Rank, limit_memory, memory_share
 from lockstep.bench.results import BenchReport
-from lockstep.bench.trials import memory_share, new_trials
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.errors import UsageError
 from lockstep.planning import BatchPlan, Plan
 
@@ -99,19 +97,11 @@ def _search(report: BenchReport, subject: Subject, first: int, most: int, limit:
             say(f"batch {candidate}" + (" and larger" if fails is None else f", below {fails}"))
             sizes = {"batch_size": candidate, "global_batch_size": None, "accumulate": report.settings["accumulate"]}
             case = subject.case({}, {"training": sizes}, steps=STEPS, warm_up=WARM_UP)
-            outcome = trials.run(
-                partial(search, case=case, candidate=candidate, fits=fits, fails=fails, most=most, limit=limit),
-                ranks=case.plan.world_size,
-                config=case.config,
-                task=subject.base.task,
-                threads=case.plan.threads,
-            )
+            outcome = trials.run_case(search, case, candidate, fits, fails, most, limit, task=subject.base.task)
             for row in outcome.rows:
                 report.rows.append({**row, "status": "ok"})
                 fits = max(fits, row["batch_size"])
-            if outcome.ended == "stopped":
-                raise KeyboardInterrupt
-            if outcome.ended == "done":
+            if outcome.ended in ("done", "stopped"):
                 break
             tried = next_batch(fits, fails, most) if outcome.rows else candidate
             assert tried is not None, "a trial that failed was trying something"

@@ -6,16 +6,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lockstep.bench.links import OPERATIONS, Fit, bus_factor, fit_alpha_beta, message_sizes, slow_links
 from lockstep.bench.rank import Rank
 from lockstep.bench.results import BenchReport
+from lockstep.bench.summary import OPERATIONS, Fit, bus_factor, fit_alpha_beta, message_sizes, slow_links
 from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
@@ -68,14 +66,11 @@ def bench_comm(
     links: list[dict[str, Any]] = []
     with report.kept(), new_trials() as trials:
         say(f"{placement.world_size} ranks over {placement.backend}: {', '.join(OPERATIONS)}")
-        measured = partial(measure_comm, placed=placement.as_dict(), sizes=sizes)
-        outcome = trials.run(measured, ranks=placement.world_size, config=config)
+        outcome = trials.run(measure_comm, placement, sizes, ranks=placement.world_size, config=config)
         report.rows += [row for row in outcome.rows if "operation" in row]
         links = [row for row in outcome.rows if "link" in row]
         if outcome.error:
             report.notes.append(f"the ranks failed: {outcome.error}")
-        if outcome.ended == "stopped":
-            raise KeyboardInterrupt
     _conclude(report, links)
     return report
 
@@ -114,9 +109,9 @@ def _in_words(fit: Fit) -> str:
     return f"α = {fit.alpha_s * 1e6:.3g} µs, 1/β = {speed} (fit within {fit.error:.0%})"
 
 
-def measure_comm(rank: Rank, placed: dict[str, Any], sizes: Sequence[int]) -> None:
+def measure_comm(rank: Rank, placement: Placement, sizes: Sequence[int]) -> None:
     """On a rank: every operation with every size, then each pair of ranks separately."""
-    placement, world = Placement.from_dict(placed), rank.world
+    world = rank.world
     device = rank_device(placement.devices, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -136,9 +131,15 @@ def measure_message(collectives: Collectives, operation: str, size: int, device:
     ranks = collectives.size
     part = max(1, size // 4 // ranks)
     exact = part * ranks * 4  # every rank's part is equally large
-    call = _operation(operation, torch.zeros(part * ranks, device=device), torch.zeros(part, device=device))
+    whole, own = torch.zeros(part * ranks, device=device), torch.zeros(part, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: _ALL_GATHER(whole, own),
+        "reduce_scatter": lambda: _REDUCE_SCATTER(own, whole),
+        "broadcast": lambda: dist.broadcast(whole, src=0),
+    }
     try:
-        seconds = _time(collectives, call, device)
+        seconds = call_time(collectives, calls[operation], device)
     except (NotImplementedError, RuntimeError) as error:
         if "not support" not in str(error):
             raise
@@ -153,17 +154,7 @@ def measure_message(collectives: Collectives, operation: str, size: int, device:
     }
 
 
-def _operation(name: str, whole: Tensor, part: Tensor) -> Callable[[], Any]:
-    if name == "all_reduce":
-        return lambda: dist.all_reduce(whole)
-    if name == "all_gather":
-        return lambda: _ALL_GATHER(whole, part)
-    if name == "reduce_scatter":
-        return lambda: _REDUCE_SCATTER(part, whole)
-    return lambda: dist.broadcast(whole, src=0)
-
-
-def _time(collectives: Collectives, call: Callable[[], Any], device: torch.device) -> float:
+def call_time(collectives: Collectives, call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call: the slowest rank's median, each call begun together."""
 
     def once() -> float:

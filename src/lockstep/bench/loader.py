@@ -6,41 +6,26 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-from lockstep.bench.measure import Case, measure, on_site, requests_of
+from lockstep.bench.measure import measure, on_site, requests_of
 from lockstep.bench.rank import Rank
 from lockstep.bench.results import BenchReport
-from lockstep.bench.trials import Outcome, new_trials
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Case, Outcome, Subject, new_trials
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Source
 from lockstep.engine.distributed.staging import finish, to_device
 from lockstep.engine.training_data import training_source
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World
-from lockstep.planning import LoaderPlan, Plan
+from lockstep.planning import Plan
 from lockstep.planning.loader import CLOSE, recommend, worker_counts
 
 WARM_UP, STEPS = 3, 12
 #: More epochs than a measurement reads.
 EPOCHS = 100_000
-
-
-class Rate(NamedTuple):
-    """How fast a loader is. ``first_s``: seconds until the first batch, whose workers have to start.
-
-    ``transfer_s``: to bring a batch to the GPU, where there is one.
-    """
-
-    samples_per_s: float
-    batch_s: float
-    first_s: float
-    transfer_s: float | None
-    batches: int
 
 
 def bench_loader(
@@ -81,20 +66,12 @@ def bench_loader(
         report.notes.append(f"the data set has only {samples} samples for a batch of {planned}")
     with report.kept(), new_trials() as trials:
         say(f"workers: {', '.join(map(str, counts))}")
-        outcome = trials.run(
-            partial(measure_loader, step=step, endless=endless, counts=counts, seconds=seconds),
-            ranks=1,
-            config=step.config,
-            task=base.task,
-            threads=step.plan.threads,
-        )
+        outcome = trials.run_case(measure_loader, step, endless, counts, seconds, task=base.task)
         demands = [row["demand"] for row in outcome.rows if "demand" in row]
         report.rows += [{**row, "status": "ok"} for row in outcome.rows if "demand" not in row]
         if outcome.ended in {"out of memory", "failed"}:
             _blame(report, bool(demands), outcome)
         conclude(report, demands[0] if demands else None)
-        if outcome.ended == "stopped":
-            raise KeyboardInterrupt
     return report
 
 
@@ -165,40 +142,19 @@ def measure_loader(rank: Rank, step: Case, endless: Plan, counts: Sequence[int],
         rank.report({"demand": step.plan.batch.global_batch / needed * 1e3})
         source = training_source(site.task, site.datasets, endless)
         for workers in counts:
-            rate = loading_rate(source, endless, workers, seconds, device=site.device, check=rank.check)
-            rank.report(
-                {
-                    "num_workers": workers,
-                    "samples_per_s": rate.samples_per_s,
-                    "load_ms": rate.batch_s * 1e3,
-                    "transfer_ms": None if rate.transfer_s is None else rate.transfer_s * 1e3,
-                    "first_batch_s": rate.first_s,
-                    "batches": rate.batches,
-                }
-            )
+            rank.report(loading_rate(source, endless, workers, seconds, device=site.device, check=rank.check))
 
 
 def loading_rate(
-    source: Source,
-    plan: Plan,
-    workers: int,
-    seconds: float,
-    *,
-    device: torch.device | None = None,
-    check: Callable[[], None] = lambda: None,
-) -> Rate:
-    """Load the batches of a single rank for about ``seconds``, after the first one.
+    source: Source, plan: Plan, workers: int, seconds: float, *, device: torch.device, check: Callable[[], None]
+) -> dict[str, Any]:
+    """Load the batches of a single rank for about ``seconds``, after the first one, whose workers have to start.
 
     Args:
         device: where to bring some of the batches, to see how long that takes; only a GPU takes any time.
         check: called with every batch; may raise to end it.
     """
-    how = LoaderPlan(
-        num_workers=workers,
-        prefetch_factor=plan.loader.prefetch_factor,
-        persistent_workers=workers > 0,
-        pin_memory=plan.loader.pin_memory,
-    )
+    how = plan.loader.model_copy(update={"num_workers": workers, "most_workers": 0, "persistent_workers": workers > 0})
     loader = make_loader(source, requests_of(plan, World()), how, 0, largest=plan.batch.batch_size)
     first, samples, loaded, transfers = 0.0, 0, 0, list[float]()
     started = now = time.perf_counter()
@@ -210,18 +166,19 @@ def loading_rate(
                 first, started = now - started, now
                 continue
             samples, loaded = samples + request.size, loaded + 1
-            if loaded <= 10 and device is not None and device.type == "cuda":
+            if loaded <= 10 and device.type == "cuda":
                 transfers.append(_transfer(batch, device))
             if now - started > seconds:
                 break
         taken = time.perf_counter() - started - sum(transfers)
-    return Rate(
-        samples / taken if taken > 0 else 0.0,
-        taken / max(1, loaded),
-        first,
-        statistics.median(transfers) if transfers else None,
-        loaded,
-    )
+    return {
+        "num_workers": workers,
+        "samples_per_s": samples / taken if taken > 0 else 0.0,
+        "load_ms": taken / max(1, loaded) * 1e3,
+        "transfer_ms": statistics.median(transfers) * 1e3 if transfers else None,
+        "first_batch_s": first,
+        "batches": loaded,
+    }
 
 
 def _transfer(batch: Any, device: torch.device) -> float:

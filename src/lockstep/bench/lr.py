@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.bench.measure import Case, on_site, training
+from lockstep.bench.measure import Stopwatch, on_site, training
 from lockstep.bench.rank import Rank
 from lockstep.bench.results import BenchReport
-from lockstep.bench.stopwatch import Stopwatch
-from lockstep.bench.trials import new_trials
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.errors import UsageError
 from lockstep.planning import Schedule
 
@@ -145,18 +142,10 @@ def bench_lr(
     report = BenchReport("lr", subject.name, settings)
     with report.kept(), new_trials() as trials:
         say(f"learning rate {first:g} to {last:g} in {steps} steps")
-        outcome = trials.run(
-            partial(sweep, case=case, first=first, last=last),
-            ranks=case.plan.world_size,
-            config=case.config,
-            task=base.task,
-            threads=case.plan.threads,
-        )
+        outcome = trials.run_case(sweep, case, first, last, task=base.task)
         report.rows += outcome.rows
         if outcome.error:
             report.notes.append(f"the ranks failed: {outcome.error}")
-        if outcome.ended == "stopped":
-            raise KeyboardInterrupt
     conclude(report, own_optimizer=case.plan.task.optimizer_lr is not None)
     if few:
         report.notes.append(f"the data set has only {samples} samples for a global batch of {wanted}")

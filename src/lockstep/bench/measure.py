@@ -1,49 +1,162 @@
-"""On the ranks: take real training steps, and say where their time and memory went."""
+"""On the ranks: take real training steps, and say where their time and memory went.
+
+Every moment of a step belongs to exactly one part, so the parts add up to the step.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.bench.rank import PeakMemory, Rank, Utilisation, limit_memory
-from lockstep.bench.stopwatch import LastGradient, Stopwatch, TimedUpdate, time_loss, timed_batches
 from lockstep.bench.summary import summarise
+from lockstep.bench.trials import Case
 from lockstep.config import RunConfig
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Request
 from lockstep.engine.distributed.collectives import Collectives, shared
-from lockstep.engine.distributed.staging import to_device
+from lockstep.engine.distributed.staging import finish, to_device
 from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.parts import Parts, build_parts
 from lockstep.engine.process.runtime import rank_device, runtime
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Flags
-from lockstep.engine.task import Datasets, Task
+from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import kept_on, open_data, training_source, walk
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.tasks.registry import load_task
 
+#: Parts of a step. ``other``: what the host does in between.
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")
+_NEXT_STEP = "next step"
+
+
+class Stopwatch:
+    """Notes when which part begins. On a GPU the notes are events on its stream.
+
+    So what the host does while the GPU is still busy costs nothing there, and waiting counts only where the GPU
+    has run out of work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, Any]] = []
+
+    def enter(self, part: str) -> None:
+        """From now on time belongs to ``part``."""
+        self._marks.append((part, moment(self._device)))
+
+    def next_step(self) -> None:
+        """A step ends here, and the next one begins."""
+        self.enter(_NEXT_STEP)
+
+    def marks(self) -> list[tuple[str, Any]]:
+        """Each part that was entered, and when; for :func:`between`."""
+        finish(self._device)
+        return self._marks
+
+    def steps(self) -> list[dict[str, float]]:
+        """Seconds of each part, for every step between two calls of :meth:`next_step`."""
+        found: list[dict[str, float]] = []
+        for (part, start), (_, stop) in pairwise(self.marks()):
+            if part == _NEXT_STEP:
+                found.append(dict.fromkeys(PARTS, 0.0))
+            if found:
+                found[-1]["other" if part == _NEXT_STEP else part] += between(start, stop)
+        return found
+
+
+def moment(device: torch.device) -> Any:
+    """Now; on a GPU when it has done what it has been given so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def between(start: Any, stop: Any) -> float:
+    """Seconds between two moments of one device that has finished (:func:`.staging.finish`)."""
+    return float(stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3)
+
+
+def time_update(parts: Parts, watch: Stopwatch) -> None:
+    """``parts.update.apply`` counts as ``optimizer``."""
+    apply = parts.update.apply
+
+    def timed(*arguments: Any, **more: Any) -> None:
+        watch.enter("optimizer")
+        apply(*arguments, **more)
+        watch.enter("other")
+
+    parts.update.apply = timed  # type: ignore[method-assign]
+
+
+def timed_batches(batches: Iterator[Any], watch: Stopwatch) -> Iterator[Any]:
+    """``batches``; waiting for one counts as ``data``."""
+    while True:
+        watch.enter("data")
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        watch.enter("other")
+        yield batch
+
+
+def time_loss(task: Task, watch: Stopwatch) -> None:
+    """``task.loss`` counts as ``forward``, and what follows it as ``backward``. Before the strategy is made."""
+    loss: Callable[[nn.Module, Any], Loss] = type(task).loss.__get__(task)
+
+    def timed(model: nn.Module, batch: Any) -> Loss:
+        watch.enter("forward")
+        result = loss(model, batch)
+        watch.enter("backward")
+        return result
+
+    task.loss = timed  # type: ignore[method-assign]
+
+
+class LastGradient:
+    """With the last gradient that a rank computes, ``communication`` begins: what of it no computation hides.
+
+    Which parameter is the last one is learned in the first steps; from :meth:`settle` on only that one is watched.
+    """
+
+    def __init__(self, model: nn.Module, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._last: Tensor | None = None
+        self._handles: list[RemovableHandle] = [
+            p.register_post_accumulate_grad_hook(self._note) for p in model.parameters() if p.requires_grad
+        ]
+
+    def settle(self) -> None:
+        self.close()
+        if self._last is not None:
+            last, enter = self._last, self._watch.enter
+            self._handles = [last.register_post_accumulate_grad_hook(lambda _: enter("communication"))]
+
+    def _note(self, parameter: Tensor) -> None:
+        self._last = parameter
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
 #: Samples whose floating-point operations are counted.
 COUNTED = 8
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to measure. ``label`` goes into its row."""
-
-    label: Mapping[str, Any]
-    config: RunConfig
-    plan: Plan
-    warm_up: int
 
 
 class FlopCount(NamedTuple):
@@ -63,23 +176,18 @@ class Site(NamedTuple):
     collectives: Collectives
 
 
-def measure_cases(rank: Rank, cases: Sequence[Case], memory_limit: int | None, *, counts_flops: bool) -> None:
+def measure_cases(
+    rank: Rank, first: Case, others: Sequence[Case], memory_limit: int | None, counts_flops: bool
+) -> None:
     """Report a row for each case, in their order."""
-    with on_site(rank, cases[0].config, cases[0].plan) as site:
-        flops = count_flops(site, cases[0].plan) if counts_flops else FlopCount(None, "not counted")
+    with on_site(rank, first.config, first.plan) as site:
+        flops = count_flops(site, first.plan) if counts_flops else FlopCount(None, "not counted")
         if memory_limit is not None:
             limit_memory(memory_limit)
-        for case in cases:
+        for case in (first, *others):
             row = measure(site, case)
             per_step = None if flops.per_sample is None else flops.per_sample * case.plan.batch.global_batch
-            rank.report(
-                {
-                    **case.label,
-                    **row,
-                    "flops_per_step": per_step,
-                    "flops_note": flops.note,
-                }
-            )
+            rank.report({**case.label, **row, "flops_per_step": per_step, "flops_note": flops.note})
 
 
 @contextlib.contextmanager
@@ -108,12 +216,12 @@ def training(
         loader = make_loader(source, requests_of(plan, world), plan.loader, world.rank, largest=largest)
         parts.strategy.module.train()
         with contextlib.closing(loader):
-            update: Any = TimedUpdate(parts.update, watch)
+            time_update(parts, watch)
             steps = training_steps(
                 walk(plan, world),
                 timed_batches(iter(loader), watch),
                 parts.strategy,
-                update,
+                parts.update,
                 parts.state,
                 epoch_over=lambda stop: plan.batch.window(stop) is None,
                 requested=Flags,

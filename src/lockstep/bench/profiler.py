@@ -10,7 +10,7 @@ from lockstep.bench.batch_size import bench_batch_size
 from lockstep.bench.report import write_report
 from lockstep.bench.results import BenchReport
 from lockstep.bench.step import bench_step
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Subject
 from lockstep.config import RunConfig
 from lockstep.engine.task import Task
 

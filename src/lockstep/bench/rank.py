@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
+from lockstep.hardware.host import usable_memory
 from lockstep.hardware.monitor import SystemSource
+from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
-from lockstep.telemetry.files import JsonLines
+from lockstep.telemetry.files import JsonLines, read_jsonl
 from lockstep.telemetry.rundir import RunDir
 
 #: In the folder of a trial: what rank 0 has reported so far.
 ROWS_FILE = "rows.jsonl"
+#: Share of a machine's free memory that the ranks of a trial on its CPU may take together.
+CPU_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,11 @@ class Rank:
         """Raises :class:`KeyboardInterrupt` once a stop was requested."""
         if self.stop_requested() is not None:
             raise KeyboardInterrupt
+
+
+def reported(folder: Path) -> list[dict[str, Any]]:
+    """The rows that rank 0 has reported in the folder of a trial."""
+    return read_jsonl(folder / ROWS_FILE)
 
 
 class PeakMemory:
@@ -103,6 +112,16 @@ class Utilisation:
             found = {device["id"]: device["utilisation"] for device in self._source.sample()["devices"]}
             return [found.get(name) for name in self._gpus]
         return [(time.process_time() - used) / (time.perf_counter() - began) / self._threads]
+
+
+def memory_share(placement: Placement) -> int | None:
+    """Bytes that each rank on a CPU may allocate, so that its trial runs out of memory and not the machine.
+
+    ``None`` on GPUs, whose memory is the limit.
+    """
+    if placement.accelerator == "gpu":
+        return None
+    return int(usable_memory()[1] * CPU_SHARE / placement.world_size)
 
 
 def limit_memory(extra: int) -> None:

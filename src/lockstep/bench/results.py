@@ -73,17 +73,5 @@ class BenchReport:
                 self.notes.append("stopped before everything was measured")
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "title": self.title,
-            "task": self.task,
-            "machine": self.machine,
-            "date": self.date,
-            "command": self.command,
-            "settings": self.settings,
-            "rows": self.rows,
-            "verdict": self.verdict,
-            "notes": self.notes,
-            "partial": self.partial,
-            **self.extra,
-        }
+        names = "kind title task machine date command settings rows verdict notes partial"
+        return {name: getattr(self, name) for name in names.split()} | self.extra

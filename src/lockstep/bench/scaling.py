@@ -6,15 +6,12 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple
 
-from lockstep.bench.claims import claim_of, claims_note
-from lockstep.bench.measure import Case
 from lockstep.bench.results import BenchReport
 from lockstep.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
-from lockstep.bench.trials import Trials, new_trials
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.errors import LockstepError, UsageError
 from lockstep.planning.notes import FILL
 from lockstep.strategies import auto_strategy, find_strategy
@@ -81,8 +78,10 @@ def bench_scaling(
     refused = [row for point in points if not isinstance(point, Point) for row in point]
     with report.kept(), new_trials() as trials:
         for repeat, point in itertools.product(range(repeats), measured):
+            if trials.stopped:
+                break
             say(f"repeat {repeat + 1} of {repeats}: {point.ranks} device(s), {point.strategy}")
-            _measure(point, subject, trials)
+            point.rows.append(measure_all(subject, trials, point.cases)[0])
     report.rows += _rows(measured, subject.name if claims else None) + refused
     _conclude(report)
     report.notes += [note for point in measured for note in lost_repeats(point)]
@@ -145,21 +144,13 @@ def _point(
     return Point(count, strategy, cases)
 
 
-def _measure(point: Point, subject: Subject, trials: Trials) -> None:
-    rows, ended = measure_all(subject, trials, point.cases)
-    point.rows.append(rows)
-    if ended == "stopped":
-        raise KeyboardInterrupt
-
-
 def _rows(points: Sequence[Point], claimed: str | None) -> list[dict[str, Any]]:
     """A row for each point and mode, over its repeats; with what is claimed for the task ``claimed``."""
     rows = [row for point in points for row in _merged(point)]
+    baselines = {row["mode"]: row["samples_per_s"] for row in rows if row["ranks"] == 1 and row["status"] == "ok"}
     for row in rows:
         if claimed is not None:
             row |= claim_of(claimed, row["strategy"], row["ranks"])
-    baselines = {row["mode"]: row["samples_per_s"] for row in rows if row["ranks"] == 1 and row["status"] == "ok"}
-    for row in rows:
         if row["status"] == "ok" and row["mode"] in baselines:
             row["speed_up"], row["efficiency"] = speed_up(row["samples_per_s"], baselines[row["mode"]], row["ranks"])
     return rows
@@ -183,10 +174,7 @@ def _merged(point: Point) -> Iterator[dict[str, Any]]:
             yield from found[:1]
             continue
         rates = spread([row["samples_per_s"] for row in good])
-        shares = {
-            name: statistics.fmean(row["shares"][name] for row in good)
-            for name in cast(dict[str, float], good[0]["shares"])
-        }
+        shares = {name: statistics.fmean(row["shares"][name] for row in good) for name in good[0]["shares"]}
         yield {
             **case.label,
             "status": "ok",
@@ -199,17 +187,20 @@ def _merged(point: Point) -> Iterator[dict[str, Any]]:
             "epoch_s": case.plan.task.train_samples / rates.median,
             "step_ms": statistics.median(row["step_ms"] for row in good),
             "memory_mb": max(row["memory_mb"] for row in good),
-            "memory_mb_per_device": [
-                max(peaks) for peaks in zip(*(r["memory_mb_per_device"] for r in good), strict=True)
-            ],
+            "memory_mb_per_device": [max(peaks) for peaks in _each(good, "memory_mb_per_device")],
             "utilisation_per_device": [
                 None if None in measured else statistics.fmean(measured)
-                for measured in zip(*(r["utilisation_per_device"] for r in good), strict=True)
+                for measured in _each(good, "utilisation_per_device")
             ],
             "shares": _shares(point.strategy, shares),
             "parts": shares,
-            "busy_ms": [statistics.median(own) for own in zip(*(row["busy_ms"] for row in good), strict=True)],
+            "busy_ms": [statistics.median(own) for own in _each(good, "busy_ms")],
         }
+
+
+def _each(rows: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[Any, ...]]:
+    """The values of ``name`` in all rows, for each device or rank."""
+    return zip(*(row[name] for row in rows), strict=True)
 
 
 def _shares(strategy: str, parts: Mapping[str, float]) -> dict[str, float | None]:
@@ -274,3 +265,51 @@ def _both_strategies(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         other = rates.get((ranks, mode, "ddp"))
         if find_strategy(strategy).scatters and other:
             yield f"on {ranks} devices ({mode}) ddp reaches {other / rate:.2f} times the samples/s of dp"
+
+
+class Claim(NamedTuple):
+    """``memory_gb``: by GPU. ``None``: the guide does not say."""
+
+    samples_per_s: float | None
+    speed_up: float
+    memory_gb: tuple[float, ...] | None = None
+
+
+#: What guides to multi-GPU training claim for two of the built-in tasks, by task, strategy and number of GPUs.
+#: They name no method, machine or spread. ``har``: "Performance Comparison" and "Memory Usage" of a guide to
+#: DataParallel and DistributedDataParallel (20 epochs, batch size 32 per GPU). ``speech``: "Expected Speedup with
+#: Multiple GPUs" and "Current Single GPU Performance" of a guide to multi-GPU training of an LMU recogniser (7.16
+#: million parameters, 1.1 s for a batch of 16).
+CLAIMS: dict[tuple[str, str, int], Claim] = {
+    ("har", "single", 1): Claim(150, 1.0, (5,)),
+    ("har", "dp", 2): Claim(250, 1.7, (8, 5)),
+    ("har", "dp", 4): Claim(450, 3.0, (11, 5, 5, 5)),
+    ("har", "ddp", 2): Claim(300, 2.0, (5, 5)),
+    ("har", "ddp", 4): Claim(600, 4.0, (5, 5, 5, 5)),
+    ("har", "ddp", 8): Claim(1100, 7.3),
+    ("speech", "single", 1): Claim(16 / 1.1, 1.0),
+    ("speech", "ddp", 2): Claim(None, 1.8),
+    ("speech", "ddp", 4): Claim(None, 3.5),
+    ("speech", "ddp", 8): Claim(None, 6.5),
+}
+#: Parameters of the model that a guide's figures are of.
+PARAMETERS = {"har": 86_200_000, "speech": 7_160_000}
+
+
+def claims_note(task: str, parameters: int) -> str | None:
+    """What keeps claims and measured figures from being comparable."""
+    claimed = PARAMETERS.get(task)
+    if claimed is None:
+        return f"nothing is claimed for {task}: the guides speak of {' and '.join(PARAMETERS)}"
+    if 0.9 < parameters / claimed < 1.1:
+        return None
+    return (
+        f"the claims are of a model of {claimed:,} parameters, the measured figures of one of {parameters:,}: "
+        "their rates, speed-ups and memory are not comparable"
+    )
+
+
+def claim_of(task: str, strategy: str, devices: int) -> dict[str, object]:
+    """Columns of a row: what is claimed for it; nothing where nothing is."""
+    claim = CLAIMS.get((task, strategy, devices))
+    return {} if claim is None else {f"claimed_{name}": value for name, value in claim._asdict().items()}

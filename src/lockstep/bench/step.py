@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any
 
-from lockstep.bench.measure import Case, measure_cases
+from lockstep.bench.measure import measure_cases
+from lockstep.bench.rank import memory_share
 from lockstep.bench.results import BenchReport
 from lockstep.bench.summary import slow_ranks
-from lockstep.bench.trials import Trials, memory_share, new_trials
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Case, Subject, Trials, new_trials
 from lockstep.errors import UsageError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.peaks import peak_flops
-from lockstep.launch.prepare import Prepared
 from lockstep.strategies import find_strategy
 
 #: In this order; ``tf32`` is precision 32 whose matrix products may use TF32.
@@ -49,7 +47,9 @@ def bench_step(
         UsageError: settings that contradict each other.
     """
     base = subject.base
-    chosen = tuple(precisions or (_own_precision(base),))
+    own = base.placement.precision
+    own = "tf32" if own == "32" and base.plan.value("matmul_precision") == "high" else own
+    chosen = tuple(precisions or (own,))
     unknown = [name for name in chosen if name not in PRECISIONS]
     if unknown:
         raise UsageError(f"there is no precision {unknown[0]}", fix=f"choose of {', '.join(PRECISIONS)}")
@@ -80,11 +80,6 @@ def bench_step(
     report.rows.sort(key=lambda row: (PRECISIONS.index(row["precision"]), row["compile"], row["batch_size"]))
     _conclude(report, max_batch)
     return report
-
-
-def _own_precision(base: Prepared) -> str:
-    found = base.placement.precision
-    return "tf32" if found == "32" and base.plan.value("matmul_precision") == "high" else found
 
 
 def _cases(report: BenchReport, subject: Subject) -> list[Case]:
@@ -151,14 +146,8 @@ def measure_all(
 
     The row of the case that failed says why; cases after it have no row.
     """
-    plan = cases[0].plan
-    outcome = trials.run(
-        partial(measure_cases, cases=cases, memory_limit=memory_limit, counts_flops=counts_flops),
-        ranks=plan.world_size,
-        config=cases[0].config,
-        task=subject.base.task,
-        threads=plan.threads,
-    )
+    first, *others = cases
+    outcome = trials.run_case(measure_cases, first, others, memory_limit, counts_flops, task=subject.base.task)
     rows = [{**row, "status": "ok"} for row in outcome.rows]
     if outcome.ended not in {"done", "stopped"} and len(rows) < len(cases):
         rows.append({**cases[len(rows)].label, "status": outcome.ended, "reason": outcome.error})
@@ -170,12 +159,10 @@ def _measure_upwards(
 ) -> None:
     """All cases, growing batches of each kind; one that fails ends its trial and the larger ones of its kind."""
     left = list(cases)
-    while left:
+    while left and not trials.stopped:
         say("; ".join(_in_words(kind, list(group)) for kind, group in groupby(left, key=_kind)))
         rows, ended = measure_all(subject, trials, left, memory_limit=limit, counts_flops=True)
         report.rows += [_with_speed(row, subject) for row in rows]
-        if ended == "stopped":
-            raise KeyboardInterrupt
         done, left = left[: len(rows)], left[len(rows) :]
         if ended != "done":
             left = [case for case in left if _kind(case) != _kind(done[-1])]
@@ -191,13 +178,12 @@ def _in_words(kind: tuple[str, bool], cases: Sequence[Case]) -> str:
 
 
 def _case(subject: Subject, label: dict[str, Any], settings: dict[str, Any]) -> Case:
-    precision, sizes = label["precision"], {"batch_size": label["batch_size"], "global_batch_size": None}
-    changes: dict[str, Any] = {
-        "training": {**sizes, "accumulate": settings["accumulate"], "compile": label["compile"]},
-        "hardware": {"precision": precision},
-    }
-    if precision in ("32", "tf32"):
-        changes["hardware"] = {"precision": "32", "matmul_precision": "high" if precision == "tf32" else "highest"}
+    hardware = {"precision": label["precision"]}
+    if label["precision"] in ("32", "tf32"):
+        matmul = "high" if label["precision"] == "tf32" else "highest"
+        hardware = {"precision": "32", "matmul_precision": matmul}
+    sizes = {"batch_size": label["batch_size"], "global_batch_size": None, "accumulate": settings["accumulate"]}
+    changes = {"training": {**sizes, "compile": label["compile"]}, "hardware": hardware}
     return subject.case(label, changes, steps=settings["steps"], warm_up=settings["warm_up"])
 
 
@@ -259,10 +245,6 @@ def _conclude(report: BenchReport, max_batch: int | None) -> None:
     for row in report.rows:
         if row["status"] not in {"ok", "skipped"}:
             report.notes.append(f"batch {row['batch_size']} in {row['precision']}: {row['status']} ({row['reason']})")
-    if (
-        max_batch is not None
-        and measured
-        and not report.partial
-        and all(row["status"] in {"ok", "skipped"} for row in report.rows)
-    ):
+    complete = not report.partial and all(row["status"] in {"ok", "skipped"} for row in report.rows)
+    if max_batch is not None and measured and complete:
         report.notes.append("memory did not run out: larger batches were not asked for, or the data set has no more")

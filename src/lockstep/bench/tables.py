@@ -59,9 +59,8 @@ def _between(name: str, key: str) -> Column:
     return name, cell
 
 
-def _part(name: str) -> Callable[[Row], str]:
-    """Its share of the step."""
-    return lambda row: percent(row["parts_ms"][name] / row["step_ms"])
+def _part(name: str) -> Column:
+    return name, lambda row: percent(row["parts_ms"][name] / row["step_ms"])
 
 
 def _each(key: str, form: str) -> Callable[[Row], str]:
@@ -69,7 +68,6 @@ def _each(key: str, form: str) -> Callable[[Row], str]:
     return lambda row: " ".join("-" if value is None else format(value, form) for value in row.get(key) or ()) or "-"
 
 
-_SHARES = [_share(name) for name in ("data", "forward", "backward", "communication", "wait", "optimizer", "other")]
 _STEP: list[Column] = [
     ("batch", text("batch_size")),
     ("precision", text("precision")),
@@ -77,7 +75,7 @@ _STEP: list[Column] = [
     ("status", text("status")),
     _between("step ms", "step_ms"),
     ("samples/s", number("samples_per_s")),
-    *_SHARES,
+    *map(_share, ("data", "forward", "backward", "communication", "wait", "optimizer", "other")),
     ("memory MB", number("memory_mb", ",.0f")),
     ("TFLOP/s", number("tflops", ".3g")),
     ("of peak", lambda row: "unknown" if row.get("peak_share") is None else percent(row["peak_share"])),
@@ -97,10 +95,7 @@ _SCALING: list[Column] = [
     ("memory MB", _each("memory_mb_per_device", ",.0f")),
     ("claimed memory GB", _each("claimed_memory_gb", "g")),
     ("utilisation", _each("utilisation_per_device", ".0%")),
-    ("data", lambda row: percent((row.get("shares") or {}).get("data"))),
-    ("compute", lambda row: percent((row.get("shares") or {}).get("compute"))),
-    ("communication", lambda row: percent((row.get("shares") or {}).get("communication"))),
-    ("wait", lambda row: percent((row.get("shares") or {}).get("wait"))),
+    *map(_share, ("data", "compute", "communication", "wait")),
 ]
 _TABLES: dict[str, list[Column]] = {
     "step": _STEP,
@@ -133,11 +128,8 @@ _TABLES: dict[str, list[Column]] = {
         ("strategy", text("strategy")),
         ("step ms", number("step_ms")),
         _between("samples/s", "samples_per_s"),
-        (
-            "efficiency",
-            lambda row: f"{row['efficiency']:.0%} ({row['efficiency_low']:.0%}..{row['efficiency_high']:.0%})",
-        ),
-        *((name, _part(name)) for name in ("compute", "communication", "straggler", "data")),
+        ("efficiency", lambda r: f"{r['efficiency']:.0%} ({r['efficiency_low']:.0%}..{r['efficiency_high']:.0%})"),
+        *map(_part, ("compute", "communication", "straggler", "data")),
         ("sent MB", number("sent_mb")),
     ],
     "lr": [
@@ -148,21 +140,15 @@ _TABLES: dict[str, list[Column]] = {
     ],
 }
 #: Columns that are left out where no row has a value.
-_OPTIONAL = frozenset(
-    {
-        *("claimed samples/s", "claimed speed-up", "claimed memory GB"),
-        *("wait", "communication", "TFLOP/s", "transfer ms"),
-    }
-)
+_CLAIMED = {"claimed samples/s", "claimed speed-up", "claimed memory GB"}
+_OPTIONAL = _CLAIMED | {"wait", "communication", "TFLOP/s", "transfer ms"}
 #: Rows of a learning-rate test that are shown; its report has all.
 _SHOWN = 24
 
 
 def table_of(kind: str, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells."""
-    if kind == "lr":
-        rows = rows[:: max(1, -(-len(rows) // _SHOWN))]
-    columns = _TABLES[kind]
+    columns, rows = _TABLES[kind], _shown(kind, rows)
     cells = [[cell(row) for _, cell in columns] for row in rows]
     kept = [
         place
@@ -172,24 +158,28 @@ def table_of(kind: str, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]
     return [columns[place][0] for place in kept], [[line[place] for place in kept] for line in cells]
 
 
+#: What the bars of each kind show: a heading, the label of a row, and the value.
+_CHARTS: dict[str, tuple[str, Callable[[Row], str], str]] = {
+    "step": (
+        "samples/s",
+        lambda row: f"{row['batch_size']} {row['precision']}{' compiled' * bool(row['compile'])}",
+        "samples_per_s",
+    ),
+    "scaling": ("samples/s", lambda row: f"{row['ranks']} {row['strategy']} {row['mode']}", "samples_per_s"),
+    "loader": ("samples/s by workers", text("num_workers"), "samples_per_s"),
+    "forecast": ("efficiency by GPUs", text("gpus"), "efficiency"),
+    "batch-size": ("samples/s by batch", text("batch_size"), "samples_per_s"),
+    "comm": ("all-reduce, bus GB/s", lambda row: size(row["bytes"]), "bus_gb_s"),
+    "lr": ("smoothed loss by learning rate", number("lr", ".2e"), "smoothed"),
+}
+
+
 def chart_of(kind: str, rows: Sequence[Row]) -> Chart:
     """What the console's bars show: a heading and ``(label, value)`` pairs."""
-    measured = [row for row in rows if row.get("samples_per_s")]
-    if kind == "step":
-        return "samples/s", [
-            (f"{r['batch_size']} {r['precision']}{' compiled' * bool(r['compile'])}", r["samples_per_s"])
-            for r in measured
-        ]
-    if kind == "scaling":
-        return "samples/s", [(f"{r['ranks']} {r['strategy']} {r['mode']}", r["samples_per_s"]) for r in measured]
-    if kind == "loader":
-        return "samples/s by workers", [(str(row["num_workers"]), row["samples_per_s"]) for row in measured]
-    if kind == "forecast":
-        return "efficiency by GPUs", [(str(row["gpus"]), row["efficiency"]) for row in rows]
-    if kind == "batch-size":
-        return "samples/s by batch", [(str(row["batch_size"]), row["samples_per_s"]) for row in measured]
-    if kind == "comm":
-        summed = [row for row in rows if row["operation"] == "all_reduce" and row.get("bus_gb_s")]
-        return "all-reduce, bus GB/s", [(size(row["bytes"]), row["bus_gb_s"]) for row in summed]
-    shown = rows[:: max(1, -(-len(rows) // _SHOWN))]
-    return "smoothed loss by learning rate", [(f"{row['lr']:.2e}", row["smoothed"]) for row in shown]
+    heading, label, key = _CHARTS[kind]
+    shown = [row for row in _shown(kind, rows) if row.get("operation", "all_reduce") == "all_reduce"]
+    return heading, [(label(row), row[key]) for row in shown if row.get(key)]
+
+
+def _shown(kind: str, rows: Sequence[Row]) -> Sequence[Row]:
+    return rows[:: max(1, -(-len(rows) // _SHOWN))] if kind == "lr" else rows

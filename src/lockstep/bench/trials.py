@@ -1,4 +1,4 @@
-"""Trials: a function on fresh ranks, whose rows survive whatever ends them.
+"""The task that is measured, and its trials: a function on fresh ranks, whose rows survive whatever ends them.
 
 A rank that runs out of memory, is killed or fails ends its trial, not the benchmark: the launcher ends the other
 ranks, and what was reported until then counts.
@@ -7,31 +7,46 @@ ranks, and what was reported until then counts.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.bench.rank import ROWS_FILE, Rank
+from lockstep.bench.rank import Rank, reported
 from lockstep.config import RunConfig
+from lockstep.config.load import merge
 from lockstep.engine.task import Task
-from lockstep.errors import RankFailed
-from lockstep.hardware.host import usable_memory
-from lockstep.hardware.resolve import Placement
+from lockstep.engine.training_data import open_data
+from lockstep.errors import RankFailed, UnsupportedError
+from lockstep.hardware.world import World, read_world
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local import worker
 from lockstep.launch.local.on_ranks import run_on_ranks, temporary_folder
+from lockstep.launch.prepare import Prepared, native_settings, place, plan_for, settle
 from lockstep.launch.run_claim import create_folder
+from lockstep.planning import Plan
 from lockstep.tasks.registry import pack_task
-from lockstep.telemetry.files import read_jsonl
+from lockstep.telemetry.loggers import QUIET
 
 #: How long a rank may take to end after a stop.
 STOP_GRACE_S = 5.0
-#: Share of a machine's free memory that the ranks of a trial on its CPU may take together.
-CPU_SHARE = 0.8
 #: How long a collective waits for a rank of a trial.
 TIMEOUT_S = 120.0
+
+
+Ended = Literal["done", "out of memory", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure. ``label`` goes into its row."""
+
+    label: Mapping[str, Any]
+    config: RunConfig
+    plan: Plan
+    warm_up: int
 
 
 @dataclass(frozen=True)
@@ -39,27 +54,34 @@ class Outcome:
     """What a trial reported, and how it ended. ``error``: why it failed, in a line."""
 
     rows: list[dict[str, Any]]
-    ended: Literal["done", "out of memory", "failed", "stopped"] = "done"
+    ended: Ended = "done"
     error: str = ""
 
 
 @dataclass
 class Trials:
-    """Starts trials below ``folder``, one after another."""
+    """Starts trials below ``folder``, one after another; none after one that was stopped."""
 
     folder: Path
-    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    count: int = 0
+    stopped: bool = False
+
+    def run_case(self, function: Callable[..., None], case: Case, *arguments: Any, task: Task) -> Outcome:
+        """Call ``function(rank, case, *arguments)`` on the ranks of ``case``; see :meth:`run`."""
+        plan = case.plan
+        how: dict[str, Any] = {"ranks": plan.world_size, "config": case.config, "threads": plan.threads}
+        return self.run(function, case, *arguments, task=task, **how)
 
     def run(
         self,
-        function: Callable[[Rank], None],
-        *,
+        function: Callable[..., None],
+        *arguments: Any,
         ranks: int,
         config: RunConfig,
         task: Task | None = None,
         threads: int = 1,
     ) -> Outcome:
-        """Call ``function(rank)`` on ``ranks`` new processes.
+        """Call ``function(rank, *arguments)`` on ``ranks`` new processes.
 
         Args:
             function: one that can be imported.
@@ -68,41 +90,96 @@ class Trials:
             threads: intra-op threads of each rank.
 
         Raises:
-            UsageError: a rank refuses its settings.
+            UsageError: a rank refuses its settings. KeyboardInterrupt: a trial before it was stopped.
         """
-        path = self.folder / f"trial-{next(self._numbers):03}"
+        if self.stopped:
+            raise KeyboardInterrupt
+        self.count += 1
+        path = self.folder / f"trial-{self.count:03}"
         run = create_folder(config.model_copy(update={"save_dir": path}))
         if task is not None:
             pack_task(run, task, config)
-        ended: Literal["done", "out of memory", "failed", "stopped"] = "done"
+        ended: Ended = "done"
         said = ""
+        how: dict[str, Any] = {"ranks": ranks, "threads": threads, "stop_grace_s": STOP_GRACE_S}
         try:
-            run_on_ranks(_on_rank, function, folder=run, ranks=ranks, threads=threads, stop_grace_s=STOP_GRACE_S)
+            run_on_ranks(_on_rank, function, *arguments, folder=run, **how)
         except KeyboardInterrupt:
-            ended = "stopped"
+            ended, self.stopped = "stopped", True
         except RankFailed as error:
             report = read_failure(run)
             lacks_memory = report is not None and report.cause is not None and report.cause.key.is_memory
             ended, said = "out of memory" if lacks_memory else "failed", error.what.splitlines()[0]
-        return Outcome(read_jsonl(path / ROWS_FILE), ended, said)
+        return Outcome(reported(path), ended, said)
 
 
-def _on_rank(rank: worker.Rank, function: Callable[[Rank], None]) -> None:
-    function(Rank(rank.folder, rank.world, lambda: rank.stop.requested))
-
-
-def memory_share(placement: Placement) -> int | None:
-    """Bytes that each rank on a CPU may allocate, so that its trial runs out of memory and not the machine.
-
-    ``None`` on GPUs, whose memory is the limit.
-    """
-    if placement.accelerator == "gpu":
-        return None
-    return int(usable_memory()[1] * CPU_SHARE / placement.world_size)
+def _on_rank(rank: worker.Rank, function: Callable[..., None], *arguments: Any) -> None:
+    function(Rank(rank.folder, rank.world, lambda: rank.stop.requested), *arguments)
 
 
 @contextlib.contextmanager
 def new_trials() -> Iterator[Trials]:
-    """Trials in a temporary folder, removed afterwards."""
+    """Trials in a temporary folder, removed afterwards. Raises :class:`KeyboardInterrupt` where one was stopped."""
     with temporary_folder("lockstep-bench-") as folder:
-        yield Trials(folder)
+        trials = Trials(folder)
+        yield trials
+        if trials.stopped:
+            raise KeyboardInterrupt
+
+
+#: What every trial does without: it trains nothing that anybody keeps.
+_QUIET: dict[str, Any] = {
+    "init_from": None,
+    "training": {"max_time_s": None, "early_stopping_patience": 0, "tail": "drop"},
+    "telemetry": QUIET,
+    "debug": {"fast_dev_run": False, "overfit_batches": None},
+    "launch": {"max_restarts": 0, "nodes": None},
+}
+
+
+@dataclass
+class Subject:
+    """A task and the settings given for it, as for :func:`lockstep.train`."""
+
+    task: Task | type[Task] | str
+    given: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if read_world(os.environ).from_outside:
+            raise UnsupportedError(
+                "bench starts its own ranks",
+                why="torchrun or srun has started ranks already",
+                fix="run it without them",
+            )
+
+    @cached_property
+    def base(self) -> Prepared:
+        """The plan with the settings as given.
+
+        Raises:
+            LockstepError: settings that contradict each other, the data or the devices.
+        """
+        built, config = self._settle({})
+        return plan_for(built, config, place(config, World()), open_data(built, config), None)
+
+    @property
+    def name(self) -> str:
+        return self.base.config.task.name
+
+    def prepared(self, changes: Mapping[str, Any]) -> Prepared:
+        """The plan of a trial with ``changes``. Raises :class:`~lockstep.errors.UsageError`."""
+        built, config = self._settle(merge(_QUIET, changes))
+        patience = {"timeout_s": min(TIMEOUT_S, config.distributed.timeout_s)}
+        config = config.model_copy(update={"distributed": config.distributed.model_copy(update=patience)})
+        return plan_for(built, config, place(config, World()), self.base.datasets, None)
+
+    def case(self, label: Mapping[str, Any], changes: Mapping[str, Any], *, steps: int, warm_up: int) -> Case:
+        """A case of ``steps`` measured steps. Raises :class:`~lockstep.errors.UsageError`."""
+        total = steps + warm_up
+        length = {"training": {"epochs": total, "max_steps": total}}
+        trial = self.prepared(merge(changes, length))
+        return Case(label, trial.config, trial.plan, warm_up)
+
+    def _settle(self, changes: Mapping[str, Any]) -> tuple[Task, RunConfig]:
+        self.given = native_settings(self.task, self.given)
+        return settle(self.task, merge(self.given, changes))

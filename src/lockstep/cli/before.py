@@ -60,7 +60,7 @@ def memory(
 ) -> None:
     name, mapping = to_mapping(settings, task)
     strategy = (mapping.get("hardware") or {}).pop("strategy", None)
-    from lockstep.bench.workload import Subject
+    from lockstep.bench.trials import Subject
     from lockstep.forecast.estimate import estimate_memory, print_memory
     from lockstep.forecast.memory import MOST, check_strategy, parse_memory
 
@@ -117,7 +117,7 @@ def forecast(
     save_dir, runs_dir = places(mapping)
     strategy = (mapping.get("hardware") or {}).pop("strategy", None)
     counts = numbers("--gpus", gpus, "8,64,512")
-    from lockstep.bench.workload import Subject
+    from lockstep.bench.trials import Subject
     from lockstep.forecast.memory import check_strategy, parse_memory
     from lockstep.forecast.project import forecast as project
     from lockstep.forecast.scaling import Wish

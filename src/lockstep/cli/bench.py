@@ -15,7 +15,7 @@ from lockstep.strategies import strategies as known_strategies
 
 if TYPE_CHECKING:
     from lockstep.bench.results import BenchReport
-    from lockstep.bench.workload import Subject
+    from lockstep.bench.trials import Subject
 
 EPILOGUE = """\
 Examples:
@@ -219,7 +219,7 @@ def _subject(settings: Settings, task: str | None) -> tuple[Subject, Path | None
     name, mapping = to_mapping(settings, task)
     save_dir, runs_dir = places(mapping)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
-        from lockstep.bench.workload import Subject
+        from lockstep.bench.trials import Subject
 
     return Subject(name, mapping), save_dir, runs_dir
 

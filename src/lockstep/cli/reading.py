@@ -77,7 +77,7 @@ def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT
 def _describe(run: RunDir) -> dict[str, Any]:
     """One document: summary, plan, epochs, checkpoints and logs."""
     from lockstep.checkpoint.store import CheckpointStore
-    from lockstep.report.score import score_of
+    from lockstep.report.source import score_of
     from lockstep.telemetry.lookup import or_else
     from lockstep.telemetry.summary import summarize
 
@@ -106,7 +106,7 @@ def _slurm(run: RunDir) -> str | None:
 
 
 def _print_details(details: dict[str, Any]) -> None:
-    from lockstep.report.score import in_words
+    from lockstep.report.source import in_words
     from lockstep.telemetry.console import duration, print_plan, value_text
     from lockstep.telemetry.tables import print_table, say
 
@@ -161,8 +161,8 @@ def compare(
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
+    from lockstep.report.page import read_all, write_report
     from lockstep.report.source import compared
-    from lockstep.report.write import read_all, write_report
     from lockstep.telemetry.tables import print_table, say
 
     found, benches = read_all(runs, runs_dir)
@@ -215,7 +215,7 @@ def report(
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    from lockstep.report.write import write_report
+    from lockstep.report.page import write_report
 
     if not runs:
         raise UsageError("no run was named", fix="lockstep report last; `lockstep runs` lists them")

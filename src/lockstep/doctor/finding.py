@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.errors import LockstepError
+from lockstep.launch.failure.causes import find_cause
 
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -53,3 +54,14 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, LockstepError):
         return f"{error.what.splitlines()[0]} ({error.why})" if error.why else error.what.splitlines()[0]
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def failed(name: str, why: str, error: BaseException, fix: str) -> Finding:
+    """The finding that an error in the practical part makes; ``fix``: where neither error nor cause has one."""
+    text = first_line(error)
+    if isinstance(error, LockstepError):
+        fix = error.fix or fix
+    else:
+        cause = find_cause(f"{type(error).__name__}: {error}")
+        text, fix = (f"{text} ({cause.title})", cause.advice) if cause else (text, fix)
+    return Finding(name, "fail", text, why, fix)

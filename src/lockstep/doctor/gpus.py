@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from lockstep.doctor.finding import Finding
 from lockstep.hardware.device import Device, describe
-from lockstep.hardware.nvml import GpuHealth, GpuLink, Nvml
+from lockstep.hardware.nvml import GpuHealth, Nvml
 from lockstep.hardware.resolve import describe_users
 
 #: The oldest torch that Lockstep works with.
@@ -101,16 +101,12 @@ def check_memory(chosen: Sequence[Device]) -> Iterator[Finding]:
             yield Finding(name, "ok", f"{free}; {users}", why)
 
 
-def gather_health(nvml: Nvml, chosen: Sequence[Device]) -> dict[str, GpuHealth]:
-    """Health by device name."""
-    return {gpu.id: nvml.health(gpu.uuid or "") for gpu in chosen}
-
-
-def check_health(healths: Mapping[str, GpuHealth]) -> Iterator[Finding]:
-    """One finding for each chosen GPU: error correction and throttling."""
-    for name, health in healths.items():
-        yield _check_memory_errors(f"ECC of {name}", health)
-        yield _check_clocks(f"clocks of {name}", health)
+def check_health(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
+    """Findings for each chosen GPU: error correction and throttling."""
+    for gpu in chosen:
+        health = nvml.health(gpu.uuid or "")
+        yield _check_memory_errors(f"ECC of {gpu.id}", health)
+        yield _check_clocks(f"clocks of {gpu.id}", health)
 
 
 def _check_memory_errors(name: str, health: GpuHealth) -> Finding:
@@ -122,9 +118,8 @@ def _check_memory_errors(name: str, health: GpuHealth) -> Finding:
         return Finding(name, "warn", "broken memory rows will be replaced at the next reset", why, fix)
     if health.ecc_errors:
         fix = "restart the machine; if it happens again, have the GPU tested (dcgmi diag -r 3)"
-        return Finding(
-            name, "fail", f"{health.ecc_errors} uncorrectable memory errors since the driver began", why, fix
-        )
+        what = f"{health.ecc_errors} uncorrectable memory errors since the driver began"
+        return Finding(name, "fail", what, why, fix)
     if health.ecc is None:
         return Finding(name, "skip", "this GPU does not report error correction", why)
     state = "on, no uncorrectable errors" if health.ecc else "off"
@@ -140,12 +135,9 @@ def _check_clocks(name: str, health: GpuHealth) -> Finding:
     return Finding(name, "ok", f"not held back{heat}", why)
 
 
-def gather_links(nvml: Nvml, chosen: Sequence[Device]) -> dict[tuple[str, str], GpuLink]:
+def check_links(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
     """How each pair of the chosen GPUs is connected."""
-    return {(a.id, b.id): nvml.link(a.uuid or "", b.uuid or "") for a, b in combinations(chosen, 2)}
-
-
-def check_links(links: Mapping[tuple[str, str], GpuLink]) -> Iterator[Finding]:
+    links = {(a.id, b.id): nvml.link(a.uuid or "", b.uuid or "") for a, b in combinations(chosen, 2)}
     why = "gradients travel between GPUs in every step; without peer access they are copied through the host's memory"
     apart = [f"{one} and {other}" for (one, other), link in links.items() if link.peer is False]
     if not links:

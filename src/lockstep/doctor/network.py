@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -10,8 +9,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from lockstep.doctor.finding import Finding
+from lockstep.hardware.network import GLOO_INTERFACE as GLOO
+from lockstep.hardware.network import is_loopback
+from lockstep.hardware.world import World
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+NCCL = "NCCL_SOCKET_IFNAME"
 SLOW_LOOKUP_S = 2.0
 
 
@@ -46,7 +48,7 @@ class Network:
         return next(named, None)
 
 
-def gather_network(environ: Mapping[str, str], *, nodes: int, outside: bool, nccl: bool) -> Network:
+def gather_network(environ: Mapping[str, str], world: World, *, nccl: bool) -> Network:
     """Args: nccl: whether ranks talk over NCCL, too."""
     import psutil
 
@@ -70,15 +72,15 @@ def gather_network(environ: Mapping[str, str], *, nodes: int, outside: bool, ncc
             if name in states and states[name].isup
         },
         chosen={name: environ[name] for name in ((GLOO, NCCL) if nccl else (GLOO,)) if environ.get(name)},
-        nodes=nodes,
-        outside=outside,
+        nodes=world.nodes,
+        outside=world.from_outside,
     )
 
 
 def check_host_name(network: Network) -> Iterator[Finding]:
     why = "ranks find each other by name; one that does not resolve delays the start, or stops it on several nodes"
     addresses = ", ".join(network.addresses)
-    local = network.of_host is not None or any(_is_loopback(address) for address in network.addresses)
+    local = network.of_host is not None or any(is_loopback(address) for address in network.addresses)
     wrong = ""
     if network.error:
         wrong = f"{network.host} does not resolve: {network.error}"
@@ -106,7 +108,7 @@ def check_interface(network: Network) -> Iterator[Finding]:
     elif not network.outside:
         name = "lo" if "lo" in network.interfaces else network.of_host or up
         yield Finding("interface", "ok", f"ranks of this machine talk over {name}; up: {up}", why)
-    elif network.nodes > 1 and (network.of_host is None or all(map(_is_loopback, network.addresses))):
+    elif network.nodes > 1 and (network.of_host is None or all(map(is_loopback, network.addresses))):
         fix = f"on each node: export {GLOO}=NAME {NCCL}=NAME, the interface that reaches the other nodes ({up})"
         addresses = ", ".join(network.addresses) or "nothing"
         what = f"{network.host} resolves to {addresses}, which the other nodes cannot reach"
@@ -165,7 +167,3 @@ def _matches(variable: str, value: str, network: Network) -> bool:
     names = value.lstrip("^=").split(",")
     hits = [up for up in network.interfaces if any(up == name if exact else up.startswith(name) for name in names)]
     return len(hits) < len(network.interfaces) if exclude else bool(hits)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -1,17 +1,16 @@
-"""What the ranks of the checks do together: meet, compare clocks, sum numbers.
+"""What the ranks of the checks do together: meet, compare clocks, sum numbers; and the findings about it.
 
 The same for ranks that Lockstep's launcher started (:func:`meet`) and for those of ``torchrun``
-or ``srun`` (:mod:`lockstep.doctor.outside`).
+or ``srun`` (:mod:`lockstep.doctor.examine`).
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,10 @@ from pydantic import BaseModel, ConfigDict
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from lockstep.bench.comm import call_time
+from lockstep.bench.summary import bus_factor
+from lockstep.doctor.finding import Finding
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import finish
 from lockstep.engine.process.runtime import rank_device
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
@@ -31,7 +32,14 @@ from lockstep.telemetry.records import versions
 TIMEOUT_S = 60.0
 #: Bytes: the latency; a small bucket; enough to fill the line (DDP sends buckets of 25 MiB).
 SIZES = (4 << 10, 1 << 20, 64 << 20)
-WARM_UP, REPEATS, CLOCK_ROUNDS = 2, 10, 8
+CLOCK_ROUNDS = 8
+TOGETHER = "several devices train together only if their processes reach each other"
+#: Beyond it, logs of several nodes cannot be compared, and tickets and certificates may be refused.
+MOST_SKEW_S = 1.0
+#: Bus bandwidth below which something is wrong: a GPU pair without peer access, or a network of 1 Gbit/s.
+LEAST_BUS_GB_S = {"nccl": 2.0, "gloo": 0.1}
+#: The gradients of a model with 25 million parameters in float32: an example that people know (ResNet-50).
+EXAMPLE_BYTES = 100_000_000
 
 
 class _Frozen(BaseModel):
@@ -153,17 +161,89 @@ def _all_reduce(
     dist.all_reduce(tensor, group=group)
     ranks = collectives.size
     right = torch.equal(tensor, pattern * ranks + ranks * (ranks - 1) / 2)
-    times = []
-    for _ in range(WARM_UP + REPEATS):
-        tensor.zero_()
-        finish(device)
-        collectives.barrier()
-        started = time.perf_counter()
-        dist.all_reduce(tensor, group=group)
-        finish(device)
-        times.append(time.perf_counter() - started)
-    outcomes = collectives.all_gather((right, median(times[WARM_UP:])))
-    seconds = max(taken for _, taken in outcomes)
-    wrong = tuple(rank for rank, (right, _) in enumerate(outcomes) if not right)
-    bus = 2 * (ranks - 1) / ranks * size / seconds / 1e9
+    wrong = tuple(rank for rank, each in enumerate(collectives.all_gather(right)) if not each)
+    tensor.zero_()
+    seconds = call_time(collectives, lambda: dist.all_reduce(tensor, group=group), device)
+    bus = bus_factor("all_reduce", ranks) * size / seconds / 1e9
     return AllReduce(bytes=size, seconds=seconds, bus_gb_s=bus, wrong=wrong)
+
+
+def check_meeting(meeting: Meeting) -> Iterator[Finding]:
+    """Findings about ranks that have met."""
+    hosts = list(dict.fromkeys(rank.host for rank in meeting.ranks))
+    devices = ", ".join(
+        f"{rank.rank} on {rank.device}{f' of {rank.host}' * (len(hosts) > 1)}" for rank in meeting.ranks
+    )
+    what = f"{len(meeting.ranks)} ranks met over {meeting.backend}: {devices}"
+    yield Finding("ranks", "ok", what, TOGETHER)
+    if len(hosts) > 1:
+        yield _check_same_versions(meeting.ranks)
+    yield _check_skew(meeting.ranks)
+    yield _check_sums(meeting)
+    yield _check_bandwidth(meeting.backend, meeting.all_reduce)
+
+
+def _check_same_versions(ranks: Sequence[RankFacts]) -> Finding:
+    why = "other versions compute other numbers, and other versions of NCCL cannot talk to each other"
+    differing = [
+        f"{name} {', '.join(dict.fromkeys(rank.versions.get(name, '') or 'none' for rank in ranks))}"
+        for name in ranks[0].versions
+        if len({rank.versions.get(name) for rank in ranks}) > 1
+    ]
+    if differing:
+        fix = "install the same constraints.txt on every node"
+        return Finding("same versions", "fail", f"the nodes differ: {'; '.join(differing)}", why, fix)
+    return Finding("same versions", "ok", "the same on every node", why)
+
+
+def _check_skew(ranks: Sequence[RankFacts]) -> Finding:
+    why = "times in logs and run folders of several nodes are compared by their clocks"
+    farthest = max(ranks, key=lambda rank: abs(rank.clock_s[0]))
+    ahead, uncertain = farthest.clock_s
+    what = f"the ranks' clocks are at most {abs(ahead) * 1e3:.2f} ms apart (±{uncertain * 1e3:.2f} ms)"
+    if abs(ahead) - uncertain > MOST_SKEW_S:
+        what = f"the clock of {farthest.host} is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'} of rank 0's"
+        fix = "let every node keep its time by NTP (chrony, systemd-timesyncd)"
+        return Finding("clock skew", "warn", what, why, fix)
+    return Finding("clock skew", "ok", what, why)
+
+
+def _check_sums(meeting: Meeting) -> Finding:
+    why = "a step's gradients are summed over all ranks: a wrong sum trains a wrong model without an error"
+    wrong = [
+        f"rank {', '.join(map(str, row.wrong))} at {size_text(row.bytes)}" for row in meeting.all_reduce if row.wrong
+    ]
+    if wrong:
+        fix = (
+            "try NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1: if the sums are right then, switch off PCIe access control "
+            "services (ACS) and the IOMMU; else exchange the GPU or memory"
+            if meeting.backend == "nccl"
+            else "test the machine's memory (memtest86+), and reinstall torch"
+        )
+        return Finding("all-reduce", "fail", f"wrong sums on {'; '.join(wrong)}", why, fix)
+    sizes = ", ".join(size_text(row.bytes) for row in meeting.all_reduce)
+    return Finding("all-reduce", "ok", f"the sums are right on every rank ({sizes})", why)
+
+
+def _check_bandwidth(backend: str, rows: Sequence[AllReduce]) -> Finding:
+    why = "each step waits until the gradients are summed; what that costs decides whether more devices are faster"
+    small, large = rows[0], rows[-1]
+    example = EXAMPLE_BYTES / large.bytes * large.seconds
+    what = (
+        f"{large.bus_gb_s:.2f} GB/s per rank, latency {small.seconds * 1e3:.2f} ms; the gradients of 25 million "
+        f"parameters take about {example * 1e3:,.0f} ms"
+    )
+    least = LEAST_BUS_GB_S[backend]
+    if large.bus_gb_s < least:
+        fix = (
+            "set NCCL_DEBUG=INFO and look which path NCCL takes; see the finding on peer access"
+            if backend == "nccl"
+            else "end other programs that use the cores; between nodes, choose a faster interface (GLOO_SOCKET_IFNAME)"
+        )
+        return Finding("bandwidth", "warn", f"{what}; {backend} should reach {least:g} GB/s", why, fix)
+    return Finding("bandwidth", "ok", what, why)
+
+
+def size_text(size: int) -> str:
+    """``4 KiB``, ``64 MiB``."""
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"

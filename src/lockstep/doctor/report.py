@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from lockstep.doctor.finding import Finding, Status
-from lockstep.doctor.ranks import Meeting
-from lockstep.doctor.together import size_text
+from lockstep.doctor.ranks import Meeting, size_text
 from lockstep.telemetry.tables import aligned, print_table, say
 
 
@@ -69,13 +68,8 @@ def _block(finding: Finding, several: bool) -> Iterator[str]:
 
 def _bandwidth_table(meeting: Meeting) -> Iterator[str]:
     yield f"\nall-reduce over {meeting.backend} among {len(meeting.ranks)} ranks"
-    rows = [
-        (
-            size_text(row.bytes),
-            f"{row.seconds * 1e3:.3f} ms",
-            f"{row.bytes / row.seconds / 1e9:.2f}",
-            f"{row.bus_gb_s:.2f}",
-        )
-        for row in meeting.all_reduce
-    ]
-    yield from aligned([("size", "time", "GB/s", "per rank's line"), *rows])
+    rows = [("size", "time", "GB/s", "per rank's line")]
+    for row in meeting.all_reduce:
+        rate = f"{row.bytes / row.seconds / 1e9:.2f}"
+        rows.append((size_text(row.bytes), f"{row.seconds * 1e3:.3f} ms", rate, f"{row.bus_gb_s:.2f}"))
+    yield from aligned(rows)

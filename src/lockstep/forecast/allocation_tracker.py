@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,17 @@ from torch.utils.flop_counter import flop_registry
 
 from lockstep._compat.fake_tensors import TorchDispatchMode, is_mutable, overload_packet, storage_key
 from lockstep._compat.torch import tree_leaves
-from lockstep.forecast.roofline import Work
 
 Kind = Literal["parameters", "buffers", "gradients", "optimizer", "batch", "activations"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Work(NamedTuple):
+    """One operator: floating-point operations, bytes read and written, and whether it computes in 16 bits."""
+
+    flops: float
+    moved: float
+    half: bool = False
 
 
 class Ledger(TorchDispatchMode):
@@ -108,6 +115,6 @@ def _work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     packet = overload_packet(func)
     flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
     tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-    moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    moved = sum(tensor.nbytes for tensor in tensors)
     half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
     return Work(float(flops), float(moved), half)

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Subject
 from lockstep.data.requests import fetch
 from lockstep.engine.strategies.stages import shares
 from lockstep.errors import UnsupportedError
@@ -54,6 +54,10 @@ class Counting:
     @property
     def on_gpu(self) -> bool:
         return self.gpus is not None or self.subject.base.placement.accelerator == "gpu"
+
+    @property
+    def _block(self) -> int:
+        return GPU_BLOCK if self.on_gpu else 1
 
     @property
     def ranks(self) -> int:
@@ -106,20 +110,12 @@ class Counting:
         return min(self.shared.batch_size, self.subject.base.plan.task.train_samples)
 
     def _footprint(self, size: int, keep_gradients: bool, recompute: bool = False) -> Footprint:
-        base, block = self.subject.base, GPU_BLOCK if self.on_gpu else 1
-        return count_step(
-            base.task,
-            base.config,
-            self.batch(size),
-            size,
-            keep_gradients=keep_gradients,
-            block=block,
-            recompute=recompute,
-        )
+        how: dict[str, Any] = {"keep_gradients": keep_gradients, "recompute": recompute, "block": self._block}
+        return count_step(self.subject.base.task, self.subject.base.config, self.batch(size), size, **how)
 
     def _stages(self, size: int, devices: int) -> list[StageCount]:
-        base, block = self.subject.base, GPU_BLOCK if self.on_gpu else 1
-        return count_stages(base.task, base.config, self.batch(size), size, devices=devices, block=block)
+        base = self.subject.base
+        return count_stages(base.task, base.config, self.batch(size), size, devices=devices, block=self._block)
 
     def memory(self, strategy: str, ranks: int, size: int) -> Estimate:
         """What the fullest of ``ranks`` devices has."""
@@ -183,6 +179,10 @@ def estimate_memory(
     ranks, size = counting.ranks, counting.size
     if strategy is not None:
         _refuse(find_strategy(strategy), counting)
+
+    def total(name: str, size: int) -> float:
+        return counting.memory(name, ranks, size).total
+
     devices = list(base.placement.devices) if gpus is None else [f"{gpus} GPU{'s' * (gpus > 1)}"]
     limit = _free(devices) if limit is None and gpus is None else limit
     choices = (auto_strategy(ranks), auto_strategy(ranks, fits=False))
@@ -194,9 +194,7 @@ def estimate_memory(
         (strategy, "as set") if strategy else choose_strategy({n: e.total for n, e in estimates.items()}, ranks, limit)
     )
     largest = {
-        name: largest_batch(partial(_total, counting, name, ranks), limit, size, counting.most)
-        for name in wanted
-        if limit is not None
+        name: largest_batch(partial(total, name), limit, size, counting.most) for name in wanted if limit is not None
     }
     return {
         "task": subject.name,
@@ -232,18 +230,11 @@ def _refuse(spec: StrategySpec, counting: Counting) -> None:
         spec.refuses(counting.subject.base.placement.devices)
 
 
-def _total(counting: Counting, strategy: str, ranks: int, size: int) -> float:
-    return counting.memory(strategy, ranks, size).total
-
-
 def _free(devices: Sequence[str]) -> float | None:
     """Bytes that the scarcest of the devices has; ranks that share one share its memory."""
     known = {device.id: device.free_gb if device.kind == "cpu" else device.memory_gb for device in detect_devices()}
-    rooms = [known[name] for name in devices if known.get(name) is not None]
-    shares = {name: devices.count(name) for name in devices}
-    if len(rooms) < len(devices):
-        return None
-    return min((known[name] or 0.0) * 1e9 / shares[name] for name in devices)
+    sizes = [size * 1e9 / devices.count(name) for name in devices if (size := known.get(name)) is not None]
+    return min(sizes) if len(sizes) == len(devices) else None
 
 
 def _notes(counting: Counting, size: int, specs: Sequence[StrategySpec]) -> list[str]:

@@ -2,11 +2,12 @@
 
 The task's own model, loss and optimizer run for two steps on tensors without memory (torch's FakeTensorMode); a model
 that asks for a value on the way runs on real ones. The second step is counted: then the optimizer has its state.
+How long its operators take on a hypothetical device is bound by arithmetic, by memory, or by their launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -24,11 +25,11 @@ from lockstep.engine.process.runtime import seeded
 from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.errors import LockstepError, TaskError, UnsupportedError
-from lockstep.forecast.allocation_tracker import Ledger
-from lockstep.forecast.roofline import Work, gpu_machine, seconds
+from lockstep.errors import LockstepError, TaskError, UnsupportedError, UsageError
+from lockstep.forecast.allocation_tracker import Ledger, Work
 from lockstep.forecast.scaling import Step
 from lockstep.hardware.host import usable_memory
+from lockstep.hardware.peaks import known_gpus, memory_bandwidth, peak_flops
 
 Result = TypeVar("Result")
 
@@ -87,8 +88,60 @@ def count_step(
     Raises:
         TaskError: the task cannot make a step. UnsupportedError: the step reads values, and is too large for real ones.
     """
-    how = (batch_size, keep_gradients, block, recompute)
-    return counted(task, config, batch, batch_size, lambda shapes, fake: _count(task, config, shapes, *how, fake))
+
+    def count(batch: Any, fake: FakeTensorMode | None) -> Footprint:
+        ledger = Ledger(block)
+        with ledger:
+            model = model_of(task, fake)
+            ledger.add(list(model.parameters()), "parameters")
+            ledger.add(list(model.buffers()), "buffers")
+            ledger.add(batch, "batch")
+            ledger.watch_gradients(model)
+            if recompute:
+                checkpoint_activations(model, blocks_of(task, bare(model)))
+            with ledger.counting("optimizer"):
+                optimizer = task.optimizer(bare(model)) or build_optimizer(config.optimizer, model, config.optimizer.lr)
+            arrived = _Arrived(model, ledger)
+            precision = Precision(config.hardware.precision, _CPU, 1.0)
+            for _ in range(2):
+                arrived.clear()
+                forward, backward, update = _step(ledger, task, model, optimizer, precision, batch, keep_gradients)
+        return Footprint(
+            batch_size,
+            {str(kind): size for kind, size in ledger.peak.items()},
+            tuple(parameter.nbytes for parameter, _ in arrived.gradients),
+            tuple(_blocks(task, model)),
+            arrived.outputs,
+            "real" if fake is None else "fake",
+            forward,
+            backward,
+            update,
+            tuple(place - len(forward) for _, place in arrived.gradients),
+        )
+
+    return counted(task, config, batch, batch_size, count)
+
+
+class _Arrived:
+    """In one step: each gradient with the number of operators before it, and the bytes that the model returns."""
+
+    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
+        self._ledger = ledger
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient)
+        model.register_forward_hook(self._output)
+        self.clear()
+
+    def clear(self) -> None:
+        self.gradients: list[tuple[Tensor, int]] = []
+        self.outputs = 0
+
+    def _gradient(self, parameter: Tensor) -> None:
+        self.gradients.append((parameter, len(self._ledger.work)))
+
+    def _output(self, _: nn.Module, __: Any, output: Any) -> None:
+        self.outputs += sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 def counted(
@@ -125,7 +178,7 @@ def counted(
 
 def _check_room(task: Task, met: Exception) -> None:
     """Refuse a model whose parameters, gradients and two moments this machine has no memory for."""
-    state = 4 * sum(p.numel() * p.element_size() for p in blueprint(task).parameters())
+    state = 4 * sum(p.nbytes for p in blueprint(task).parameters())
     _, free = usable_memory()
     if state > free:
         raise UnsupportedError(
@@ -133,65 +186,6 @@ def _check_room(task: Task, met: Exception) -> None:
             why=f"{free / 1e9:.1f} GB are free here; on tensors without memory: {type(met).__name__}: {met}",
             fix="keep what reads values (.item(), .tolist(), branches on them) out of the loss and the model",
         )
-
-
-def _count(
-    task: Task,
-    config: RunConfig,
-    batch: Any,
-    batch_size: int,
-    keep_gradients: bool,
-    block: int,
-    recompute: bool,
-    fake: FakeTensorMode | None,
-) -> Footprint:
-    ledger = Ledger(block)
-    with ledger:
-        model = model_of(task, fake)
-        ledger.add(list(model.parameters()), "parameters")
-        ledger.add(list(model.buffers()), "buffers")
-        ledger.add(batch, "batch")
-        ledger.watch_gradients(model)
-        if recompute:
-            checkpoint_activations(model, blocks_of(task, bare(model)))
-        with ledger.counting("optimizer"):
-            optimizer = task.optimizer(bare(model)) or build_optimizer(config.optimizer, model, config.optimizer.lr)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        order: list[nn.Parameter] = []
-        ready: list[int] = []
-
-        def finished(parameter: nn.Parameter) -> None:
-            order.append(parameter)
-            ready.append(len(ledger.work))
-
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(finished)
-        outputs = [0]
-
-        def returned(_: nn.Module, __: Any, output: Any) -> None:
-            outputs[0] += sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-
-        model.register_forward_hook(returned)
-        precision = Precision(config.hardware.precision, _CPU, 1.0)
-        parts: list[Sequence[Work]] = []
-        for _ in range(2):
-            order.clear()
-            ready.clear()
-            outputs[0] = 0
-            parts = list(_step(ledger, task, model, optimizer, precision, batch, trained, keep_gradients))
-    sizes = [parameter.numel() * parameter.element_size() for parameter in order]
-    return Footprint(
-        batch_size,
-        {str(kind): size for kind, size in ledger.peak.items()},
-        tuple(sizes),
-        tuple(_blocks(task, model)),
-        outputs[0],
-        "real" if fake is None else "fake",
-        parts[0],
-        parts[1],
-        parts[2],
-        tuple(place - len(parts[0]) for place in ready),
-    )
 
 
 def model_of(task: Task, fake: FakeTensorMode | None) -> nn.Module:
@@ -211,40 +205,37 @@ def _step(
     optimizer: torch.optim.Optimizer,
     precision: Precision,
     batch: Any,
-    trained: Sequence[nn.Parameter],
     keep_gradients: bool,
-) -> Iterator[Sequence[Work]]:
+) -> tuple[Sequence[Work], Sequence[Work], Sequence[Work]]:
     """One step; the work of forward, backward and optimizer."""
-    for parameter in trained:
+    for parameter in model.parameters():
         if not keep_gradients:
             parameter.grad = None
-        elif parameter.grad is None:
+        elif parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
             ledger.add(parameter.grad, "gradients")
     ledger.reset()
     with precision.autocast():
         total = task.loss(bare(model), batch).total.float()
-    ends = [len(ledger.work)]
+    forward = len(ledger.work)
     total.backward()
     del total
-    ends.append(len(ledger.work))
+    backward = len(ledger.work)
     with ledger.counting("optimizer"):
         optimizer.step()
-    ends.append(len(ledger.work))
-    for start, stop in zip([0, *ends], ends, strict=False):
-        yield ledger.work[start:stop]
+    work = ledger.work
+    return work[:forward], work[forward:backward], work[backward:]
 
 
 def _blocks(task: Task, model: nn.Module) -> list[int]:
     """Bytes of the blocks that fsdp gathers one by one; last, of the rest. What two share counts once."""
-    seen: set[int] = set()
-    return [_bytes_of(part, seen) for part in (*blocks_of(task, bare(model)), model)]
-
-
-def _bytes_of(module: nn.Module, seen: set[int]) -> int:
-    fresh = [parameter for parameter in module.parameters() if id(parameter) not in seen]
-    seen.update(map(id, fresh))
-    return sum(parameter.numel() * parameter.element_size() for parameter in fresh)
+    seen: set[nn.Parameter] = set()
+    sizes = []
+    for part in (*blocks_of(task, bare(model)), model):
+        fresh = set(part.parameters()) - seen
+        sizes.append(sum(parameter.nbytes for parameter in fresh))
+        seen |= fresh
+    return sizes
 
 
 def blocking_messages(task: Task, config: RunConfig) -> int:
@@ -252,6 +243,65 @@ def blocking_messages(task: Task, config: RunConfig) -> int:
     if config.distributed.sync_batchnorm == "off":
         return 0
     return 2 * sum(isinstance(module, BatchNorm) for module in blueprint(task).modules())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device: operations and bytes a second that programs reach, and seconds to start a kernel.
+
+    ``source``: where the figures come from.
+    """
+
+    name: str
+    flops: float
+    half_flops: float
+    bandwidth: float
+    launch_s: float
+    source: str
+
+
+#: Shares of a data sheet's peak that large kernels reach: the middle, and the range that forecasts carry. Published
+#: training runs use 35 to 60 % of the arithmetic (PaLM, https://arxiv.org/abs/2204.02311, table 3), and copies 70 to
+#: 90 % of the memory's speed.
+REACHED_FLOPS, REACHED_BANDWIDTH = (0.35, 0.5, 0.65), (0.7, 0.8, 0.9)
+#: Seconds between two kernels that eager torch starts from Python: low, middle, high.
+LAUNCH_S = (3e-6, 5e-6, 8e-6)
+
+
+def gpu_machine(name: str, place: int = 1) -> Machine:
+    """A GPU by its driver's name. ``place``: 0 slow, 1 middle, 2 fast.
+
+    Raises:
+        UsageError: no figures are known for it.
+    """
+    single, source = peak_flops(name, "32")
+    half, _ = peak_flops(name, "16-mixed")
+    bandwidth, _ = memory_bandwidth(name)
+    if single is None or half is None or bandwidth is None:
+        raise UsageError(
+            f"no data sheet figures for {name!r}",
+            why="a modelled step needs the peaks of its arithmetic and memory",
+            fix=f"name one of: {', '.join(known_gpus())}; or measure on a device that is here with --devices",
+        )
+    share = REACHED_FLOPS[place]
+    return Machine(
+        name, single * share, half * share, bandwidth * REACHED_BANDWIDTH[place], LAUNCH_S[2 - place], source
+    )
+
+
+def seconds(work: Sequence[Work], machine: Machine) -> float:
+    """The roofline (Williams, Waterman, Patterson 2009, https://doi.org/10.1145/1498765.1498785), operator by operator.
+
+    One after another, each as slow as the slowest of its arithmetic, its memory traffic and its launch.
+    """
+    return sum(
+        max(
+            item.flops / (machine.half_flops if item.half else machine.flops),
+            item.moved / machine.bandwidth,
+            machine.launch_s,
+        )
+        for item in work
+    )
 
 
 def modelled_step(footprint: Footprint, gpu: str) -> tuple[Step, list[str]]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from lockstep.bench.measure import Case, Site, on_site, training
+from lockstep.bench.measure import Site, Stopwatch, between, on_site, training
 from lockstep.bench.rank import Rank
-from lockstep.bench.stopwatch import Stopwatch, between, moment
 from lockstep.bench.summary import summarise
-from lockstep.bench.trials import TIMEOUT_S
+from lockstep.bench.trials import TIMEOUT_S, Case
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import Group, all_gather_rows, finish
+from lockstep.engine.distributed.staging import Group, all_gather_rows
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.hardware.world import World
 
@@ -26,6 +23,7 @@ from lockstep.hardware.world import World
 MEETINGS = 8
 #: Steps in which the arrival of every single gradient is noted; the notes cost time, so these are not the timed ones.
 WATCHED = 8
+_ARRIVAL = "gradient of "
 
 
 def measure_alone(rank: Rank, together: Case, alone: Case, rounds: int) -> None:
@@ -103,67 +101,35 @@ def _let_meet(model: nn.Module, meetings: int) -> None:
     """Before layers at even distances in ``model``, all ranks wait for each other."""
     layers = [module for module in model.modules() if not any(module.children())]
     row = torch.zeros(64)
+
+    def meet(*_: object) -> None:
+        all_gather_rows(row, None)
+
     for place in range(meetings):
-        layers[place * len(layers) // meetings].register_forward_pre_hook(lambda *_: _meet(row))
-
-
-def _meet(row: Tensor) -> None:
-    all_gather_rows(row, None)
+        layers[place * len(layers) // meetings].register_forward_pre_hook(meet)
 
 
 def gradients_of(site: Site, case: Case) -> dict[str, Any]:
     """Bytes of each gradient in the order of the backward, and the share of the backward after which it was there."""
-    site = _by_itself(site)
-    with training(site, case.config, case.plan, Stopwatch(site.device)) as (fit, steps):
-        arrivals = _Arrivals(fit.strategy.module, site.device)
-        with arrivals.watching(site.task):
-            for _ in zip(range(WATCHED), steps, strict=False):
-                arrivals.close_step()
-    sizes, ready = arrivals.medians()
-    return {"gradients": sizes, "ready": ready}
-
-
-class _Arrivals:
-    """When each gradient of a backward is there. On a GPU by events on its stream."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
-        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        self._sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._note) for p in model.parameters() if p.requires_grad
-        ]
-        self._marks: list[tuple[str, Any]] = []
-        self._shares: dict[str, list[float]] = {}
-
-    @contextlib.contextmanager
-    def watching(self, task: Any) -> Iterator[None]:
-        loss = task.loss
-
-        def noted(model: nn.Module, batch: Any) -> Any:
-            result = loss(model, batch)
-            self._marks = [("", moment(self._device))]
-            return result
-
-        task.loss = noted
-        try:
-            yield
-        finally:
-            task.loss = loss
-            for handle in self._handles:
-                handle.remove()
-
-    def _note(self, parameter: Tensor) -> None:
-        self._marks.append((self._names[id(parameter)], moment(self._device)))
-
-    def close_step(self) -> None:
-        finish(self._device)
-        passed = {name: between(self._marks[0][1], when) for name, when in self._marks[1:]}
-        whole = max(passed.values(), default=0.0)
-        for name, seconds in passed.items():
-            self._shares.setdefault(name, []).append(seconds / whole if whole > 0 else 1.0)
-
-    def medians(self) -> tuple[list[int], list[float]]:
-        shares = {name: statistics.median(found) for name, found in self._shares.items()}
-        order = sorted(shares, key=lambda name: shares[name])
-        return [self._sizes[name] for name in order], [shares[name] for name in order]
+    site, watch = _by_itself(site), Stopwatch(site.device)
+    with training(site, case.config, case.plan, watch) as (fit, steps):
+        trained = {name: p for name, p in fit.strategy.module.named_parameters() if p.requires_grad}
+        for name, parameter in trained.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: watch.enter(_ARRIVAL + name))
+        for _ in zip(range(WATCHED), steps, strict=False):
+            pass
+    shares: dict[str, list[float]] = {}
+    passed: dict[str, float] = {}
+    begun: Any = None
+    for part, when in watch.marks():
+        if part == "backward":
+            begun, passed = when, {}
+        elif part.startswith(_ARRIVAL):
+            passed[part.removeprefix(_ARRIVAL)] = between(begun, when)
+        elif part == "optimizer":
+            whole = max(passed.values(), default=0.0)
+            for name, seconds in passed.items():
+                shares.setdefault(name, []).append(seconds / whole if whole > 0 else 1.0)
+    ready = {name: statistics.median(found) for name, found in shares.items()}
+    order = sorted(ready, key=ready.__getitem__)
+    return {"gradients": [trained[name].nbytes for name in order], "ready": [ready[name] for name in order]}

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
+
+import numpy as np
 
 from lockstep.bench.comm import bench_comm
 from lockstep.bench.loader import bench_loader
-from lockstep.bench.measure import Case
 from lockstep.bench.results import BenchReport
-from lockstep.bench.trials import Trials, new_trials
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Case, Subject, Trials, new_trials
 from lockstep.config.load import merge
 from lockstep.errors import LockstepError, RunError
 from lockstep.forecast.collectives import Cluster, measured_cluster
-from lockstep.forecast.contention import contention, counts_beside, jitter, meeting
 from lockstep.forecast.estimate import Counting
-from lockstep.forecast.measure import measure_alone
+from lockstep.forecast.measure import MEETINGS, measure_alone
 from lockstep.forecast.scaling import Setting, Step, Wish
 from lockstep.hardware.host import usable_cores
 from lockstep.strategies import find_strategy
 
 WARM_UP = 5
+#: Quartiles lie this many standard deviations apart (normal distribution).
+QUARTILES = 1.349
 
 Say = Callable[[str], None]
 
@@ -84,13 +86,7 @@ def _unless_stopped(report: BenchReport) -> BenchReport:
 def _trial(subject: Subject, trials: Trials, devices: Sequence[str], wish: Wish) -> list[dict[str, Any]]:
     """Rows of :func:`~lockstep.forecast.measure.measure_alone` on ``devices``."""
     together, alone = cases(subject, devices, wish.steps)
-    outcome = trials.run(
-        partial(measure_alone, together=together, alone=alone, rounds=wish.repeats),
-        ranks=len(devices),
-        config=together.config,
-        task=subject.base.task,
-        threads=together.plan.threads,
-    )
+    outcome = trials.run_case(measure_alone, together, alone, wish.repeats, task=subject.base.task)
     if outcome.ended == "stopped":
         raise KeyboardInterrupt
     if not outcome.rows or outcome.ended != "done":
@@ -131,14 +127,75 @@ def step_of(batch_size: int, measured: Sequence[dict[str, Any]], loader_rate: fl
     times = [row["step_ms"] for row in rows]
     return Step(
         batch_size=batch_size,
-        data_s=parts["data"],
-        forward_s=parts["forward"],
-        backward_s=parts["backward"],
-        optimizer_s=parts["optimizer"],
-        other_s=parts["other"],
+        **{f"{name}_s": parts[name] for name in ("data", "forward", "backward", "optimizer", "other")},
         jitter_s=jitter(rows, alike),
         spread=(max(times) / min(times)) ** 0.5 - 1,
         gradients=tuple(gradients["gradients"]),
         ready=tuple(gradients["ready"]),
         loader_rate=loader_rate,
     )
+
+
+def counts_beside(gpus: Sequence[int], devices: int) -> list[int]:
+    """Numbers of the devices that are here to measure beside each other; all of them for every larger wish."""
+    return sorted({min(count, devices) for count in gpus if count > 1}) or [devices]
+
+
+def contention(rows: Sequence[dict[str, Any]], ranks: int, waits: bool) -> float:
+    """How many times longer a step takes beside others on one machine: the median over neighbours in time.
+
+    CPU ranks share cores by turns. Those that wait for each other in mid-step wait for whole turns: three ranks on
+    two cores then take twice as long as one, not 1.5 times.
+
+    Args:
+        ranks: on cores of this machine, one thread each; 0 for GPUs.
+        waits: whether there are messages in mid-step that all wait for.
+    """
+    turns = -(-ranks // usable_cores()) if waits else 1
+    return max(1.0, turns, statistics.median(b / a for a, b, _ in _turns(rows)))
+
+
+def meeting(rows: Sequence[dict[str, Any]], ranks: int, message_s: float) -> float:
+    """Seconds that a message in mid-step costs ranks on cores of one machine, beside its own time; 0 if not measured.
+
+    It is more than the message takes between idle ranks: they come to it one after the other, and those that sleep
+    meanwhile are woken late.
+
+    Args:
+        message_s: a short message between idle ranks.
+    """
+    turns = -(-ranks // usable_cores())
+    times = [(met - max(b, turns * a)) / 1e3 / MEETINGS for a, b, met in _turns(rows) if met is not None]
+    return max(0.0, statistics.median(times) - message_s) if times else 0.0
+
+
+def jitter(rows: Sequence[dict[str, Any]], alike: bool) -> float:
+    """Standard deviation, in seconds, by which steps of ranks at the same time differ, from its quartiles.
+
+    Args:
+        rows: of one device; the same steps in each.
+        alike: the ranks' parts of a step are equal work, so what differs from step to step is not jitter.
+    """
+    times = np.array([row["times_ms"] for row in rows]) / 1e3
+    if not alike or len(times) == 1:
+        low, high = np.quantile(times, (0.25, 0.75), axis=1)
+        return float(np.median(high - low)) / QUARTILES
+    times -= np.median(times, axis=1, keepdims=True)
+    times -= times.mean(axis=0)
+    low, high = np.quantile(times, (0.25, 0.75))
+    return float(high - low) / QUARTILES * math.sqrt(len(times) / (len(times) - 1))
+
+
+def _turns(rows: Sequence[dict[str, Any]]) -> list[tuple[float, float, float | None]]:
+    """Milliseconds of a step alone, beside others, and with messages, by round."""
+
+    def times(several: bool, meetings: int) -> list[float]:
+        return [
+            row["step_ms"]
+            for row in rows
+            if "count" in row and (row["count"] > 1) is several and row.get("meetings", 0) == meetings
+        ]
+
+    alone, beside = times(False, 0), times(True, 0)
+    met: list[float | None] = [*times(True, MEETINGS)] or [None] * len(beside)
+    return list(zip(alone, beside, met, strict=True))

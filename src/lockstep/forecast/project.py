@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lockstep.bench.results import BenchReport
-from lockstep.bench.workload import Subject
+from lockstep.bench.trials import Subject
 from lockstep.config import RunConfig
 from lockstep.errors import UsageError
-from lockstep.forecast.advice import advise
 from lockstep.forecast.collectives import Cluster, cluster_of
 from lockstep.forecast.estimate import Counting
 from lockstep.forecast.footprint import blocking_messages, modelled_step
 from lockstep.forecast.measured import Say, measured
 from lockstep.forecast.memory import MOST, choose_strategy, gigabytes
-from lockstep.forecast.scaling import Setting, Step, Wish, as_row, step_buckets, with_error_bars
+from lockstep.forecast.scaling import Setting, Step, Wish, predict, step_buckets, with_error_bars
 from lockstep.planning.resolve import resolve_reduction
 from lockstep.strategies import auto_strategy, find_strategy
+
+#: A change is worth a word from this gain in samples a second on.
+WORTH = 0.03
+BUCKETS_MB = (1, 5, 10, 25, 50, 100, 200)
 
 
 def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> BenchReport:
@@ -47,20 +51,25 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
     on_cpu = wish.gpu is None and base.placement.accelerator == "cpu"
     joint = bool(resolve_reduction(base.config.distributed, base.facts.joint_bytes, on_cpu=on_cpu).value)
     step, setting, ddp_fits, how = _strategy(step, setting, counting, wish)
+    cap = base.config.distributed.bucket_cap_mb
     setting = replace(
         setting,
         accumulate=base.plan.batch.accumulate,
-        bucket_bytes=_cap(subject),
+        bucket_bytes=None if cap is None else int(cap * 2**20),
         blocking=blocking,
         joint=not setting.sharded and joint,
     )
     report.rows = [
-        {**as_row(with_error_bars(step, count, setting)), "strategy": setting.strategy, "status": "ok"}
+        {**with_error_bars(step, count, setting), "strategy": setting.strategy, "status": "ok"}
         for count in sorted(set(wish.gpus))
     ]
-    report.settings |= {"interconnect": wish.interconnect, "per_node": setting.cluster.per_node}
-    report.settings |= {"accumulate": setting.accumulate, "strategy": setting.strategy}
-    report.settings |= {"precision": base.placement.precision}
+    report.settings |= {
+        "interconnect": wish.interconnect,
+        "per_node": setting.cluster.per_node,
+        "accumulate": setting.accumulate,
+        "strategy": setting.strategy,
+        "precision": base.placement.precision,
+    }
     report.notes = [*how, *report.notes, *notes, *assumptions(step, setting)]
     _conclude(report, step, setting, ddp_fits)
     return report
@@ -94,11 +103,6 @@ def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster |
             fix="name the devices with --devices, two or more, or choose --interconnect nvlink,ib400",
         )
     return None
-
-
-def _cap(subject: Subject) -> int | None:
-    cap = subject.base.config.distributed.bucket_cap_mb
-    return None if cap is None else int(cap * 2**20)
 
 
 def _strategy(
@@ -172,3 +176,46 @@ def _conclude(report: BenchReport, step: Step, setting: Setting, ddp_fits: bool 
     )
     report.extra = {"advice": advise(step, most["gpus"], setting, ddp_fits=ddp_fits)}
     report.notes = [*(f"advice: {line}" for line in report.extra["advice"]), *report.notes]
+
+
+def advise(step: Step, devices: int, setting: Setting, *, ddp_fits: bool | None = None) -> list[str]:
+    """Lines for people, the largest gain first; each one alone, on ``devices`` devices.
+
+    Args:
+        ddp_fits: whether the model fits a device whole; ``None``: not known.
+    """
+    if devices == 1:
+        return []
+    now = predict(step, devices, setting)
+    lines = sorted(_options(step, devices, setting, now.samples_per_s), reverse=True)
+    found = [f"{text}: {gain:+.0%} samples/s on {devices} GPUs" for gain, text in lines if gain >= WORTH]
+    if ddp_fits is False and not setting.sharded:
+        sharded = auto_strategy(devices, fits=False)
+        found.insert(0, f"--strategy {sharded}: the model with its gradients and optimizer does not fit one GPU")
+    share = {name: seconds / now.step_s for name, seconds in now.parts.items()}
+    if share["data"] > WORTH:
+        found.append(f"input takes {share['data']:.0%} of the step: more --num-workers, or cheaper preprocessing")
+    if share["straggler"] > WORTH:
+        found.append(
+            f"waiting for the slowest takes {share['straggler']:.0%}: find what makes steps uneven (`bench step`)"
+        )
+    return found or ["nothing to gain: computation is " + f"{share['compute']:.0%} of the step"]
+
+
+def _options(step: Step, devices: int, setting: Setting, rate: float) -> Iterator[tuple[float, str]]:
+    def gain(changed: Step = step, **changes: Any) -> float:
+        return predict(changed, devices, replace(setting, **changes)).samples_per_s / rate - 1
+
+    for factor in (2, 4):
+        times = ("forward_s", "backward_s", "data_s")
+        larger = replace(step, batch_size=step.batch_size * factor, **{t: getattr(step, t) * factor for t in times})
+        yield gain(larger), f"--batch-size {larger.batch_size}"
+        accumulate = setting.accumulate * factor
+        yield gain(accumulate=accumulate), f"--grad-accum-steps {accumulate}"
+    if setting.sharded:
+        if setting.cluster.per_node > 1:
+            yield gain(hybrid=True), "--set fsdp.sharding=hybrid (if the GPUs of one node have room for the model)"
+    elif not setting.joint:
+        best, cap = max((gain(bucket_bytes=cap << 20), cap) for cap in BUCKETS_MB)
+        yield best, f"--set distributed.bucket_cap_mb={cap}"
+        yield gain(half=True), "gradients sent in 16 bits (no setting of Lockstep)"

@@ -1,4 +1,7 @@
-"""From one device's step to the step of many: computation, messages, loading and waiting for the slowest. Pure."""
+"""From one device's step to the step of many: computation, messages, loading and waiting for the slowest.
+
+Pure, with the buckets in which DistributedDataParallel reduces gradients beside the backward.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from lockstep.forecast.buckets import Bucket, buckets, exposed
 from lockstep.forecast.collectives import Cluster, all_gather, all_reduce, all_reduce_between_nodes
 from lockstep.strategies import find_strategy
 
@@ -16,6 +18,8 @@ from lockstep.strategies import find_strategy
 COUNT_BYTES = 40
 #: Synchronised BatchNorm sums two numbers a channel, of a few hundred channels.
 BLOCKING_BYTES = 4096
+#: torch.nn.parallel.DistributedDataParallel's own: buckets of 25 MiB, the first of 1 MiB so that messages begin early.
+DEFAULT_BUCKET, FIRST_BUCKET = 25 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,48 @@ def _ddp(step: Step, devices: int, setting: Setting) -> float:
     return exposed(messages, step.backward_s)
 
 
+class Bucket(NamedTuple):
+    """Gradients that travel together: their bytes, and the share of the backward after which all are there."""
+
+    size: int
+    ready: float
+
+
+def buckets(sizes: Sequence[int], ready: Sequence[float], cap: int | None = None) -> list[Bucket]:
+    """DDP's buckets after its first step, when it has seen in which order gradients come.
+
+    A bucket closes with the gradient that brings it to its cap (torch's ``compute_bucket_assignment_by_size``).
+
+    Args:
+        sizes: bytes of each gradient, in the order in which the backward finishes them.
+        ready: when, as shares of the backward; ascending.
+        cap: bytes; ``None``: torch's default, with its smaller first bucket.
+    """
+    found: list[Bucket] = []
+    filled = 0
+    for size, when in zip(sizes, ready, strict=True):
+        filled += size
+        limit = cap if cap is not None else DEFAULT_BUCKET if found else FIRST_BUCKET
+        if filled >= limit:
+            found.append(Bucket(filled, when))
+            filled = 0
+    if filled:
+        found.append(Bucket(filled, ready[-1]))
+    return found
+
+
+def exposed(messages: Sequence[tuple[float, float]], backward_s: float) -> float:
+    """Seconds after the backward until the last message has arrived.
+
+    Args:
+        messages: (when it may start, how long it takes), in the order in which they are sent; one at a time.
+    """
+    free = 0.0
+    for ready, seconds in messages:
+        free = max(free, ready) + seconds
+    return max(0.0, free - backward_s)
+
+
 def step_buckets(step: Step, setting: Setting) -> list[Bucket]:
     return buckets(step.gradients, step.ready, setting.bucket_bytes)
 
@@ -244,22 +290,28 @@ def expected_max(devices: int) -> float:
 _Case = tuple[Step, Setting]
 
 
-class Bars(NamedTuple):
-    """A prediction with its error bars, for samples a second and for efficiency: (low, high)."""
+def with_error_bars(step: Step, devices: int, setting: Setting) -> dict[str, Any]:
+    """A row of a report: :func:`predict`, with a low and a high for samples a second and for efficiency.
 
-    middle: Prediction
-    samples_per_s: tuple[float, float]
-    efficiency: tuple[float, float]
-
-
-def with_error_bars(step: Step, devices: int, setting: Setting) -> Bars:
-    """Each uncertain input is moved to its low and its high separately; the deviations add up in squares."""
+    Each uncertain input is moved to its low and its high separately; the deviations add up in squares.
+    """
     middle = predict(step, devices, setting)
     pairs = [tuple(predict(case, devices, by) for case, by in pair) for pair in _variations(step, setting)]
-    rates = _propagate(middle.samples_per_s, [(bad.samples_per_s, good.samples_per_s) for bad, good in pairs])
-    shares = _propagate(middle.efficiency, [(bad.efficiency, good.efficiency) for bad, good in pairs])
-    # What fsdp divides of the optimizer's work may bring it above 1.
-    return Bars(middle, rates, (shares[0], max(middle.efficiency, min(1.0, shares[1]))))
+    slow, fast = _propagate(middle.samples_per_s, [(bad.samples_per_s, good.samples_per_s) for bad, good in pairs])
+    least, most = _propagate(middle.efficiency, [(bad.efficiency, good.efficiency) for bad, good in pairs])
+    return {
+        "gpus": devices,
+        "step_ms": middle.step_s * 1e3,
+        "samples_per_s": middle.samples_per_s,
+        "samples_per_s_low": slow,
+        "samples_per_s_high": fast,
+        "efficiency": middle.efficiency,
+        "efficiency_low": least,
+        # What fsdp divides of the optimizer's work may bring it above 1.
+        "efficiency_high": max(middle.efficiency, min(1.0, most)),
+        "parts_ms": {name: seconds * 1e3 for name, seconds in middle.parts.items()},
+        "sent_mb": middle.sent / 1e6,
+    }
 
 
 def _variations(step: Step, setting: Setting) -> Iterator[tuple[_Case, _Case]]:
@@ -282,20 +334,3 @@ def _propagate(middle: float, pairs: Sequence[tuple[float, float]]) -> tuple[flo
     low = math.sqrt(sum(max(0.0, middle - min(pair)) ** 2 for pair in pairs))
     high = math.sqrt(sum(max(0.0, max(pair) - middle) ** 2 for pair in pairs))
     return max(0.0, middle - low), middle + high
-
-
-def as_row(bars: Bars) -> dict[str, Any]:
-    """Plain values for JSON and tables; times in milliseconds."""
-    middle = bars.middle
-    return {
-        "gpus": middle.devices,
-        "step_ms": middle.step_s * 1e3,
-        "samples_per_s": middle.samples_per_s,
-        "samples_per_s_low": bars.samples_per_s[0],
-        "samples_per_s_high": bars.samples_per_s[1],
-        "efficiency": middle.efficiency,
-        "efficiency_low": bars.efficiency[0],
-        "efficiency_high": bars.efficiency[1],
-        "parts_ms": {name: seconds * 1e3 for name, seconds in middle.parts.items()},
-        "sent_mb": middle.sent / 1e6,
-    }

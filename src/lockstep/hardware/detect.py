@@ -6,6 +6,7 @@ process imports no torch and holds no context on any GPU. ``gpu:i`` is what torc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -19,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.hardware.device import Device, GpuUser, gigabytes
+from lockstep.hardware.device import Device, GpuUser, gigabytes, usable_gpus
 from lockstep.hardware.nvml import Nvml, NvmlGpu, open_nvml
 
 __all__ = ["Device", "GpuUser", "detect_devices", "find_devices", "get_available_gpus"]
@@ -178,7 +179,8 @@ def _has_cuda_driver() -> bool:
     return True
 
 
-CPU_PRECISIONS = ("32", "16-mixed", "bf16-mixed")
+#: In the order in which generations of GPUs learned them.
+PRECISIONS = ("32", "16-mixed", "bf16-mixed")
 
 
 def detect_devices(*, refresh: bool = False) -> list[Device]:
@@ -193,11 +195,8 @@ def detect_devices(*, refresh: bool = False) -> list[Device]:
 
 def get_available_gpus() -> list[dict[str, Any]]:
     """The GPUs that Lockstep can train on: ``index``, ``name`` and ``memory_gb`` (1e9 bytes) of each."""
-    return [
-        {"index": device.index, "name": device.name, "memory_gb": device.memory_gb}
-        for device in detect_devices()
-        if device.kind == "gpu" and device.supported
-    ]
+    gpus = usable_gpus(detect_devices())
+    return [{"index": gpu.index, "name": gpu.name, "memory_gb": gpu.memory_gb} for gpu in gpus]
 
 
 @functools.cache
@@ -205,9 +204,7 @@ def _detected() -> tuple[Device, ...]:
     build = read_torch_build()
     ask = probe if worth_probing(build) else list[ProbedDevice]
     nvml = open_nvml()
-    if nvml is None:
-        return tuple(find_devices(os.environ, build, None, ask))
-    with nvml:
+    with nvml or contextlib.nullcontext():
         return tuple(find_devices(os.environ, build, nvml, ask))
 
 
@@ -228,13 +225,13 @@ def find_devices(
         order = _nvml_order(gpus, environ)
         if problem or order is not None:
             chosen = gpus if order is None else [gpus[position] for position in order]
-            return [_cpu(), *(_nvidia(index, gpu, build, problem) for index, gpu in enumerate(chosen))]
+            return [_cpu(), *(_gpu(index, gpu, build, problem) for index, gpu in enumerate(chosen))]
     try:
         found = ask_torch()
     except OSError as error:
         problem = f"torch cannot use it: {error}"
         note = "" if gpus else f"the search for accelerators failed: {error}"
-        return [_cpu(note), *(_nvidia(index, gpu, build, problem) for index, gpu in enumerate(gpus))]
+        return [_cpu(note), *(_gpu(index, gpu, build, problem) for index, gpu in enumerate(gpus))]
     return [_cpu(), *(_probed(device, build, nvml, gpus) for device in found)]
 
 
@@ -263,7 +260,8 @@ def _driver_problem(build: TorchBuild, nvml: Nvml) -> str:
     return ""
 
 
-def _nvidia(index: int, gpu: NvmlGpu, build: TorchBuild, problem: str) -> Device:
+def _gpu(index: int, gpu: NvmlGpu, build: TorchBuild, problem: str) -> Device:
+    """A GPU as torch numbers it; ``problem``: why it cannot be used, if that is known."""
     problem = problem or _capability_problem(gpu.capability, build)
     return Device(
         id=f"gpu:{index}",
@@ -291,41 +289,22 @@ def _probed(device: ProbedDevice, build: TorchBuild, nvml: Nvml | None, gpus: Se
             supported=False,
             note=f"{device.kind} is not supported yet: Lockstep trains on CUDA and ROCm GPUs and on CPUs",
         )
-    known = _known(device.uuid, nvml, gpus)
-    rocm = build.hip is not None
-    return Device(
-        id=f"gpu:{device.index}",
-        kind="gpu",
-        name=device.name,
-        memory_gb=gigabytes(device.total),
-        free_gb=None if device.free is None else gigabytes(device.free),
-        users=known.users if known else (),
-        # Every GPU that ROCm supports computes in both 16-bit formats.
-        precisions=CPU_PRECISIONS if rocm else cuda_precisions(device.capability),
-        uuid=(known.uuid if known else device.uuid) or None,
-        note="" if rocm else _precision_note(device.capability),
-    )
-
-
-def _known(uuid: str, nvml: Nvml | None, gpus: Sequence[NvmlGpu]) -> NvmlGpu | None:
-    """NVML's record of a GPU or MIG slice that torch names by a bare UUID."""
-    if nvml is None or not uuid:
-        return None
-    whole = next((gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") == uuid), None)
-    return whole or nvml.by_uuid(f"MIG-{uuid}")
+    known = nvml and next((gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") == device.uuid), None)
+    if nvml and device.uuid and known is None:
+        known = nvml.by_uuid(f"MIG-{device.uuid}")
+    uuid, users = (known.uuid, known.users) if known else (device.uuid, ())
+    gpu = NvmlGpu(uuid, device.name, device.capability, device.total, device.free, users)
+    return _gpu(device.index, gpu, build, "")
 
 
 def cuda_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
     """What an NVIDIA GPU of a compute capability computes at full speed.
 
     Half precision has tensor cores since 7.0 (Volta), bfloat16 since 8.0 (Ampere); torch emulates bfloat16
-    before that, slower than single precision. Source: CUDA C++ Programming Guide, "Compute Capabilities".
+    before that, slower than single precision. Source: CUDA C++ Programming Guide, "Compute Capabilities". The numbers
+    that torch gives ROCm's GPUs are above both, as these compute in both formats.
     """
-    return (
-        "32",
-        *(("16-mixed",) if capability >= (7, 0) else ()),
-        *(("bf16-mixed",) if capability >= (8, 0) else ()),
-    )
+    return PRECISIONS[: 1 + (capability >= (7, 0)) + (capability >= (8, 0))]
 
 
 def _precision_note(capability: tuple[int, int]) -> str:
@@ -353,7 +332,7 @@ def _cpu(note: str = "") -> Device:
         name=cpu_name(),
         memory_gb=gigabytes(total),
         free_gb=gigabytes(free),
-        precisions=CPU_PRECISIONS,
+        precisions=PRECISIONS,
         note=note,
         cores=usable_cores(),
     )

@@ -112,7 +112,7 @@ def parse(names: Iterable[str]) -> tuple[str, ...]:
 
 def choose_default(detected: Sequence[Device]) -> Selection:
     """``gpu:0`` if there is one, else the CPU."""
-    gpus = _gpus(detected)
+    gpus = usable_gpus(detected)
     if gpus:
         return Selection((gpus[0].id,), "default: the first GPU")
     return Selection(("cpu",), "default: the CPU, as there is no GPU that Lockstep can use")
@@ -125,7 +125,7 @@ def select(names: tuple[str, ...], detected: Sequence[Device]) -> Selection:
         DeviceError: a device that is not here, or that Lockstep cannot use.
     """
     if names == ("all",):
-        gpus = _gpus(detected)
+        gpus = usable_gpus(detected)
         if gpus:
             return Selection(tuple(gpu.id for gpu in gpus), "all: every GPU", explicit=True)
         return Selection(("cpu",), "all: there is no GPU that Lockstep can use, so the CPU")
@@ -160,7 +160,8 @@ def describe(devices: Sequence[Device]) -> str:
     return ", ".join(f"{device.id} ({device.name})" for device in devices) or "nothing"
 
 
-def _gpus(detected: Sequence[Device]) -> list[Device]:
+def usable_gpus(detected: Sequence[Device]) -> list[Device]:
+    """The GPUs that Lockstep can train on."""
     return [device for device in detected if device.kind == "gpu" and device.supported]
 
 

@@ -14,9 +14,14 @@ from pathlib import Path
 ROOT = Path("/")
 
 
+def visible_cores() -> int:
+    """Logical cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def usable_cores(root: Path = ROOT) -> int:
     """Logical cores: the process's affinity, cut to its cgroup's quota; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = visible_cores()
     for folder in _cgroup_folders(root, "cpu"):
         quota, period = _cpu_quota(folder)
         if quota > 0 and period > 0:

@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -97,22 +98,9 @@ class SystemSource:
     def _gpu(self, device: Device) -> dict[str, Any]:
         assert self._nvml is not None and device.uuid is not None
         reading = self._nvml.reading(device.uuid)
-        values: dict[str, Any] = {
-            "id": device.id,
-            "name": device.name,
-            "utilisation": reading.utilisation,
-            "memory_gb": None if reading.memory is None else gigabytes(reading.memory),
-            "memory_total_gb": None if reading.memory_total is None else gigabytes(reading.memory_total),
-            "power_w": reading.power_w,
-            "power_limit_w": reading.power_limit_w,
-            "temperature_c": reading.temperature_c,
-            "sm_clock_mhz": reading.sm_clock_mhz,
-            "memory_clock_mhz": reading.memory_clock_mhz,
-            "throttled": list(reading.throttled),
-        }
+        values = {"id": device.id, "name": device.name, **asdict(reading), "throttled": list(reading.throttled)}
         if self._samples % USERS_EVERY == 0:
-            users = self._nvml.users(device.uuid)
-            values["users"] = [{"pid": user.pid, "name": user.name, "memory_gb": user.memory_gb} for user in users]
+            values["users"] = [asdict(user) for user in self._nvml.users(device.uuid)]
         return values
 
 

@@ -23,10 +23,10 @@ def address_towards(host: str) -> str | None:
     Where ``host`` is this machine and its name means a loopback address, that is the address of the way out.
     """
     address = _source(host)
-    if address is not None and ipaddress.ip_address(address).is_loopback:
+    if address is not None and is_loopback(address):
         entries = chain.from_iterable(psutil.net_if_addrs().values())
         own = (entry.address for entry in entries if entry.family == socket.AF_INET)
-        outside = (one for one in own if not ipaddress.ip_address(one).is_loopback)
+        outside = (one for one in own if not is_loopback(one))
         address = _source(_ELSEWHERE) or next(outside, address)
     return address
 
@@ -50,6 +50,10 @@ def _source(host: str) -> str | None:
     return None
 
 
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 def interface_of(address: str) -> str | None:
     """The interface that has ``address``; ``None`` when this machine does not have it."""
     for name, entries in psutil.net_if_addrs().items():
@@ -65,9 +69,7 @@ def is_this_machine(host: str) -> bool:
         OSError: it does not resolve.
     """
     found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    return any(
-        ipaddress.ip_address(address.partition("%")[0]).is_loopback or interface_of(address) for address in found
-    )
+    return any(is_loopback(address) or interface_of(address) for address in found)
 
 
 def choose_interface(environ: MutableMapping[str, str], towards: str) -> None:

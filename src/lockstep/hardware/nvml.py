@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import PurePath
-from types import TracebackType
 from typing import Any
 
 from lockstep.hardware.device import GpuUser, gigabytes
@@ -63,8 +62,8 @@ class GpuReading:
 
     Attributes:
         utilisation: share of the last sample period (up to a second) in which a kernel ran, 0 to 1.
-        memory: bytes in use, by all processes.
-        memory_total: bytes.
+        memory_gb: in use by all processes, 1e9 bytes.
+        memory_total_gb: 1e9 bytes.
         power_w: drawn, watts.
         power_limit_w: what the board may draw.
         temperature_c: of the chip, °C.
@@ -74,8 +73,8 @@ class GpuReading:
     """
 
     utilisation: float | None = None
-    memory: int | None = None
-    memory_total: int | None = None
+    memory_gb: float | None = None
+    memory_total_gb: float | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
     temperature_c: int | None = None
@@ -111,7 +110,7 @@ class Nvml:
 
     def by_uuid(self, uuid: str) -> NvmlGpu | None:
         """One GPU or MIG slice by its identifier."""
-        handle = self._ask(self._lib.nvmlDeviceGetHandleByUUID, uuid.encode())
+        handle = self._handle(uuid)
         return None if handle is None else self._describe(handle)
 
     def driver_cuda(self) -> tuple[int, int]:
@@ -126,7 +125,7 @@ class Nvml:
     def health(self, uuid: str) -> GpuHealth:
         """Temperature, memory errors and slowdowns of a GPU."""
         lib, ask = self._lib, self._ask
-        handle = ask(lib.nvmlDeviceGetHandleByUUID, uuid.encode())
+        handle = self._handle(uuid)
         if handle is None:
             return GpuHealth()
         ecc = ask(lib.nvmlDeviceGetEccMode, handle)
@@ -154,8 +153,8 @@ class Nvml:
         reasons = ask(lib.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         return GpuReading(
             utilisation=None if rates is None else rates.gpu / 100,
-            memory=None if memory is None else int(memory.total) - int(memory.free),
-            memory_total=None if memory is None else int(memory.total),
+            memory_gb=None if memory is None else gigabytes(int(memory.total) - int(memory.free)),
+            memory_total_gb=None if memory is None else gigabytes(int(memory.total)),
             power_w=None if power is None else power / 1000,
             power_limit_w=None if limit is None else limit / 1000,
             temperature_c=ask(lib.nvmlDeviceGetTemperature, handle, lib.NVML_TEMPERATURE_GPU),
@@ -172,7 +171,7 @@ class Nvml:
     def link(self, one: str, other: str) -> GpuLink:
         """How two GPUs, by their identifiers, reach each other."""
         lib, ask = self._lib, self._ask
-        pair = [ask(lib.nvmlDeviceGetHandleByUUID, uuid.encode()) for uuid in (one, other)]
+        pair = [self._handle(uuid) for uuid in (one, other)]
         if None in pair:
             return GpuLink(peer=None, nvlink=False, path="")
         reads = ask(lib.nvmlDeviceGetP2PStatus, *pair, _P2P_READ)
@@ -186,9 +185,7 @@ class Nvml:
     def __enter__(self) -> Nvml:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._ask(self._lib.nvmlShutdown)
 
     def _ask(self, function: Any, *args: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 from lockstep.config import DistributedConfig, HardwareConfig
 from lockstep.errors import ConfigError, DeviceError, PrecisionError
 from lockstep.events import Note
-from lockstep.hardware.device import Device, Selection, choose_default, describe, find, parse, select
+from lockstep.hardware.device import Device, Selection, choose_default, describe, find, parse, select, usable_gpus
 from lockstep.hardware.world import World
 from lockstep.strategies import StrategySpec, auto_strategy, find_strategy
 
@@ -99,7 +99,12 @@ def resolve_placement(
     # One process under a launcher may still use several GPUs; otherwise the launcher's world decides.
     scatters = wanted is not None and wanted.scatters
     given = world if world.from_outside and (world.size > 1 or not scatters) else None
-    selection = _for_ranks(config, given, detected) if given else _selected(config, detected)
+    if given:
+        selection = _for_ranks(config, given, detected)
+    elif config.selected_devices is None:
+        selection = choose_default(detected)
+    else:
+        selection = select(parse(config.selected_devices), detected)
     devices = selection.devices
     accelerator: Accelerator = "cpu" if devices[0] == "cpu" else "gpu"
     notes = list(selection.notes)
@@ -112,9 +117,11 @@ def resolve_placement(
             fix=f"set pipeline.in_process to false, or start without {given.launcher}",
         )
     backend, backend_reason = _backend(distributed.backend, alone, devices, notes)
-    precision, precision_reason = _precision(config.precision, devices, detected)
-    chosen = [find(device, detected) for device in dict.fromkeys(devices)] if accelerator == "gpu" else []
-    notes += [] if given else _occupied(devices, detected)
+    chosen = [find(device, detected) for device in dict.fromkeys(devices)]
+    precision, precision_reason = _precision(config.precision, chosen)
+    gpus = chosen if accelerator == "gpu" else []
+    occupied = [gpu for gpu in gpus if gpu.users and not given]
+    notes += [Note("device_in_use", f"{gpu.id} is in use: {describe_users(gpu)}") for gpu in occupied]
     return Placement(
         accelerator=accelerator,
         devices=devices,
@@ -132,9 +139,9 @@ def resolve_placement(
             "precision": precision_reason,
         },
         notes=tuple(notes),
-        gpu=chosen[0].name if chosen else "",
+        gpu=gpus[0].name if gpus else "",
         # Both came with compute capability 8.0.
-        tf32=bool(chosen) and all("bf16-mixed" in device.precisions for device in chosen),
+        tf32=bool(gpus) and all("bf16-mixed" in gpu.precisions for gpu in gpus),
     )
 
 
@@ -170,13 +177,6 @@ def resolve_hardware(selected_devices: list[str], detected: Sequence[Device] | N
     return {"accelerator": "gpu", "devices": indices, "strategy": "ddp" if len(indices) > 1 else "auto"}
 
 
-def _selected(config: HardwareConfig, detected: Sequence[Device]) -> Selection:
-    """The selection of a run that Lockstep itself starts: one rank per named device."""
-    if config.selected_devices is None:
-        return choose_default(detected)
-    return select(parse(config.selected_devices), detected)
-
-
 def _for_ranks(config: HardwareConfig, world: World, detected: Sequence[Device]) -> Selection:
     """One device for each rank of this node, where a launcher has started the ranks already."""
     ranks = world.local_size
@@ -199,7 +199,7 @@ def _for_ranks(config: HardwareConfig, world: World, detected: Sequence[Device])
 
 def _share_out(ranks: int, world: World, detected: Sequence[Device]) -> Selection:
     """Devices for ``ranks`` processes of this node when none were named: the first GPUs, else the CPU."""
-    gpus = [device.id for device in detected if device.kind == "gpu" and device.supported]
+    gpus = [gpu.id for gpu in usable_gpus(detected)]
     if len(gpus) >= ranks:
         return Selection(tuple(gpus[:ranks]), f"one GPU for each of the node's {_count(ranks, 'process')}")
     if not gpus:
@@ -273,12 +273,12 @@ def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[Not
     return "nccl", "distinct GPUs: nccl is the fastest between them"
 
 
-def _precision(wanted: str, devices: tuple[str, ...], detected: Sequence[Device]) -> tuple[str, str]:
+def _precision(wanted: str, chosen: Sequence[Device]) -> tuple[str, str]:
     """The precision and its reason; refused when a chosen device lacks it."""
-    chosen = [find(device, detected) for device in dict.fromkeys(devices)]
-    on_gpu = devices[0] != "cpu"
+    on_gpu = chosen[0].kind != "cpu"
+    faster = on_gpu and all("bf16-mixed" in device.precisions for device in chosen)
     if wanted == "auto":
-        if on_gpu and all("bf16-mixed" in device.precisions for device in chosen):
+        if faster:
             return "bf16-mixed", "auto: the GPU computes in bfloat16, which has the range of single precision"
         return "32", "auto: " + ("a GPU without bfloat16" if on_gpu else "no format is faster on every CPU")
     for device in chosen:
@@ -289,21 +289,12 @@ def _precision(wanted: str, devices: tuple[str, ...], detected: Sequence[Device]
                 fix=f"use --precision {device.precisions[-1]}, or select another device",
             )
     if wanted == "32":
-        faster = on_gpu and all("bf16-mixed" in device.precisions for device in chosen)
         text = f"; bf16-mixed would be faster on {chosen[0].name}" if faster else ""
         return wanted, "single precision" + text
     if wanted == "16-mixed":
         slow = "" if on_gpu else "; slow on a CPU, good for a dry run"
         return wanted, "as set: half precision with loss scaling" + slow
     return wanted, "as set: bfloat16 where it is safe, single precision elsewhere"
-
-
-def _occupied(devices: tuple[str, ...], detected: Sequence[Device]) -> list[Note]:
-    """A note for each chosen GPU that other processes use already."""
-    chosen = [find(device, detected) for device in dict.fromkeys(devices)]
-    return [
-        Note("device_in_use", f"{device.id} is in use: {describe_users(device)}") for device in chosen if device.users
-    ]
 
 
 def describe_users(device: Device) -> str:

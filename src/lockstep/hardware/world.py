@@ -60,6 +60,7 @@ def read_world(environ: Mapping[str, str]) -> World:
         ConfigError: the variables are incomplete or contradict each other.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
+        mark = environ.get("LOCKSTEP_LAUNCHER")  # of Lockstep's own launcher, which sets torchrun's variables
         return _checked(
             World(
                 rank=_number(environ, "RANK"),
@@ -67,7 +68,7 @@ def read_world(environ: Mapping[str, str]) -> World:
                 local_rank=_number(environ, "LOCAL_RANK", environ["RANK"]),
                 local_size=_number(environ, "LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]),
                 node_rank=_number(environ, "GROUP_RANK", "0"),
-                launcher=_agent(environ.get("LOCKSTEP_LAUNCHER", "")),
+                launcher="--nodes" if mark == SEVERAL_NODES else "lockstep" if mark else "torchrun",
                 node_count=_number(environ, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environ else None,
             )
         )
@@ -87,11 +88,6 @@ def read_world(environ: Mapping[str, str]) -> World:
             )
         )
     return World()
-
-
-def _agent(mark: str) -> Launcher:
-    """Who set torchrun's variables; ``mark`` is what Lockstep's own launcher leaves."""
-    return "--nodes" if mark == SEVERAL_NODES else "lockstep" if mark else "torchrun"
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

@@ -44,8 +44,8 @@ from lockstep.lightning.hardware import DECIDED, Hardware, Resolved, resolve
 from lockstep.lightning.loading import check_is_file, refuse_other_classes, told_clearly
 from lockstep.lightning.order import TrainingOrder
 from lockstep.lightning.ranks import run_in_ranks
+from lockstep.telemetry.loggers import tensorboard_wanted
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.tensorboard import tensorboard_wanted
 
 CONFIG_FILE = "cli_config.yaml"
 _NONE = object()

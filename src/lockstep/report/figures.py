@@ -7,14 +7,14 @@ import math
 import re
 import statistics
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lockstep.errors import UnsupportedError
 from lockstep.report.source import Row, RunData
-from lockstep.telemetry.files import write_bytes
+from lockstep.telemetry.pictures import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,11 +44,7 @@ class Picture:
 
     def save(self, folder: Path) -> Path:
         """Write it to ``folder`` as a PNG."""
-        path = folder / self.file_name
-        png = io.BytesIO()
-        self.figure.savefig(png, format="png", dpi=150)
-        write_bytes(path, png.getvalue())
-        return path
+        return save_figure(self.figure, folder / self.file_name, dpi=150)
 
     def svg(self) -> str:
         """The picture as SVG text for a page; the same for the same data."""
@@ -72,12 +68,14 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
     against = "step" if any(run.evaluations for run in runs) else "epoch"
     busy = _system(runs, "utilisation", host=("CPU", "cpu"), factor=100)
     used = _system(runs, "memory_gb", host=("host", "memory_gb"))
+    loss = _lines(runs, _steps, "step", "loss", "train")
+    loss += _lines(runs, _evaluated, "step", "val_loss", "validation", dashed=True)
     made = [
-        _curves("loss", "Loss", _loss(runs), "step", log=True),
-        *(_curves(name, name, _metric_lines(runs, name, against), against) for name in _metrics(runs)),
-        _curves("lr", "Learning rate", _step_lines(runs, "lr"), "step"),
-        _curves("throughput", "Throughput, samples/s", _step_lines(runs, "samples_per_s"), "step"),
-        _curves("data_wait", "Share of time waiting for data", _step_lines(runs, "data_wait_share"), "step"),
+        _curves("loss", "Loss", sorted(loss, key=lambda line: line.run), "step", log=True),
+        *(_curves(name, name, _lines(runs, _evaluated, against, name), against) for name in _metrics(runs)),
+        _curves("lr", "Learning rate", _lines(runs, _steps, "step", "lr"), "step"),
+        _curves("throughput", "Throughput, samples/s", _lines(runs, _steps, "step", "samples_per_s"), "step"),
+        _curves("data_wait", "Share of time waiting for data", _lines(runs, _steps, "step", "data_wait_share"), "step"),
         _curves("memory", "Memory per rank, GB", _rank_lines(runs, "memory_gb"), "step"),
         _curves("step_time", "Time of a step, ms", _rank_lines(runs, "step_s", 1e3), "step"),
         _curves(
@@ -161,22 +159,23 @@ def _points(rows: Sequence[Row], x: str, y: str, factor: float = 1.0) -> tuple[l
     return [float(a) for a, _ in pairs], [float(b) * factor for _, b in pairs]
 
 
-def _loss(runs: Sequence[RunData]) -> list[Line]:
-    lines = []
-    for index, run in enumerate(runs):
-        lines.append(Line(_named(runs, run, "train"), index, *_points(run.steps, "step", "loss")))
-        lines.append(
-            Line(_named(runs, run, "validation"), index, *_points(_evaluated(run), "step", "val_loss"), dashed=True)
-        )
-    return lines
+def _lines(
+    runs: Sequence[RunData],
+    rows: Callable[[RunData], Sequence[Row]],
+    x: str,
+    y: str,
+    what: str = "",
+    *,
+    dashed: bool = False,
+) -> list[Line]:
+    """A line of each run: ``y`` over ``x`` in its ``rows``."""
+    return [
+        Line(_named(runs, run, what), index, *_points(rows(run), x, y), dashed=dashed) for index, run in enumerate(runs)
+    ]
 
 
-def _step_lines(runs: Sequence[RunData], name: str) -> list[Line]:
-    return [Line(_named(runs, run), index, *_points(run.steps, "step", name)) for index, run in enumerate(runs)]
-
-
-def _metric_lines(runs: Sequence[RunData], name: str, against: str) -> list[Line]:
-    return [Line(_named(runs, run), index, *_points(_evaluated(run), against, name)) for index, run in enumerate(runs)]
+def _steps(run: RunData) -> Sequence[Row]:
+    return run.steps
 
 
 def _evaluated(run: RunData) -> list[Row]:
@@ -185,13 +184,10 @@ def _evaluated(run: RunData) -> list[Row]:
     return sorted(rows, key=lambda row: row["step"] if _is_number(row.get("step")) else math.inf)
 
 
-_SHOWN_ELSEWHERE = frozenset({"val_loss"})
-
-
 def _metrics(runs: Sequence[RunData]) -> list[str]:
-    """Names of validation metrics, as in ``metrics.json``."""
+    """Names of validation metrics, as in ``metrics.json``; the loss has its own picture."""
     names = {name for run in runs for row in _evaluated(run) for name, value in row.items() if _is_number(value)}
-    return sorted(name for name in names if name.startswith("val_") and name not in _SHOWN_ELSEWHERE)
+    return sorted(name for name in names if name.startswith("val_") and name != "val_loss")
 
 
 def _rank_lines(runs: Sequence[RunData], name: str, factor: float = 1.0) -> list[Line]:

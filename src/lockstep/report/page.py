@@ -1,16 +1,57 @@
-"""One HTML page about runs and benchmarks, complete in one file: no network, no script."""
+"""A report on disk: one HTML page, complete in one file without network or script, and PNG files beside it."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.report.figures import Picture
-from lockstep.report.source import Row, RunData, compared, text
-from lockstep.report.templates import render
+from lockstep.report.figures import Picture, pictures, require_matplotlib
+from lockstep.report.source import Row, RunData, compared, is_bench, read_bench, read_run, text
+from lockstep.telemetry.files import make_folders, write_text
+from lockstep.telemetry.lookup import find_run
+from lockstep.telemetry.summary import labels
+
+
+def write_report(refs: Sequence[str], runs_dir: Path, out: Path | None) -> list[Path]:
+    """Write the report on the runs and benchmarks that ``refs`` name to ``out``; returns its files, the page first.
+
+    Files of an earlier report in the same folder are replaced.
+
+    Raises:
+        RunFolderError: no such run. UnsupportedError: no matplotlib. StorageError: ``out`` cannot be written.
+    """
+    require_matplotlib()
+    runs, benches = read_all(refs, runs_dir)
+    folder = out or (runs[0].path if runs else next(iter(benches))) / "report"
+    drawn = pictures(runs)
+    make_folders(folder)
+    images = [picture.save(folder) for picture in drawn]
+    write_text(folder / "report.html", page(runs, drawn, benches, made=datetime.now(UTC)))
+    return [folder / "report.html", *images]
+
+
+def read_all(refs: Sequence[str], runs_dir: Path) -> tuple[list[RunData], dict[Path, Row]]:
+    """The runs that ``refs`` name, each once, and the reports of benchmark folders among them.
+
+    Raises:
+        RunFolderError: there is no such run.
+    """
+    runs: dict[Path, RunData] = {}
+    benches: dict[Path, Row] = {}
+    for ref in refs:
+        for folder in (Path(ref), runs_dir / ref):
+            if is_bench(folder):
+                benches[folder] = read_bench(folder)
+                break
+        else:
+            run = find_run(ref, runs_dir)
+            runs.setdefault(run.path, read_run(run))
+    names = labels([{"name": run.record.name, "id": run.record.id} for run in runs.values()])
+    return [replace(run, label=label) for run, label in zip(runs.values(), names, strict=True)], benches
 
 
 def page(runs: Sequence[RunData], pictures: Sequence[Picture], benches: Mapping[Path, Row], *, made: datetime) -> str:
@@ -52,3 +93,18 @@ def _bench(folder: Path, report: Row) -> Row:
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def render(package: str, name: str, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any) -> str:
+    """The jinja2 template ``name`` in the folder ``html`` of ``package``, with ``values``, each of them escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    pages = Environment(
+        loader=PackageLoader(package, "html"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters |= filters or {}
+    return pages.get_template(name).render(**values)

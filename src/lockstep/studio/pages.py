@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.errors import LockstepError
-from lockstep.report.templates import render
+from lockstep.report.page import render
 
 
 def message_page(lines: Sequence[str], url: str = "") -> str:

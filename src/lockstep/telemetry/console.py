@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from lockstep.events import (
-    CheckpointSaved,
     EpochEnded,
     Evaluated,
     Event,
@@ -88,7 +87,7 @@ class ConsoleSink:
                 self._line(f"warning: {event}", style="yellow")
             case RunEnded():
                 self._end(event)
-            case CheckpointSaved() | _:
+            case _:
                 pass
 
     @property
@@ -99,18 +98,13 @@ class ConsoleSink:
         self._started = event
         self._began = self._clock()
         if self._mode != "off":
-            self._print_plan(event)
+            attempt = f", attempt {event.attempt} from step {event.step}" if event.attempt > 1 else ""
+            self._line(f"{event.plan.get('task', {}).get('name', '')}{attempt} → {event.run_dir}")
+            print_plan(event.plan, self._stream)
+            for note in event.plan.get("notes", ()):
+                self._note(Note(**note))
         if self._mode == "bar":
             self._bar = _Bar(self._stream, event, self._seconds_left)
-
-    def _print_plan(self, event: RunStarted) -> None:
-        plan = event.plan
-        task = plan.get("task", {}).get("name", "")
-        attempt = f", attempt {event.attempt} from step {event.step}" if event.attempt > 1 else ""
-        self._line(f"{task}{attempt} → {event.run_dir}")
-        print_plan(plan, self._stream)
-        for note in plan.get("notes", ()):
-            self._note(Note(**note))
 
     def _epoch(self, event: EpochEnded) -> None:
         seconds, speed = event.row.get("duration_s", 0.0), event.row.get("samples_per_s", 0.0)

@@ -216,10 +216,8 @@ def storage_error(error: OSError, path: Path) -> StorageError:
     """What an operating system's refusal to write ``path`` means, and what to do about it."""
     why = error.strerror or str(error)
     if error.errno in _NO_SPACE:
-        what, fix = (
-            f"no space left to write {path}",
-            "free some space (or raise the quota), then `lockstep resume` the run",
-        )
+        what = f"no space left to write {path}"
+        fix = "free some space (or raise the quota), then `lockstep resume` the run"
     elif error.errno == errno.EROFS:
         what, fix = f"{path} is on a read-only file system", "choose another --save-dir, or mount it writable"
     elif error.errno == errno.EEXIST:

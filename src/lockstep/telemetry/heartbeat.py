@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 from pydantic import ValidationError
@@ -74,19 +75,10 @@ def read_beat(path: Path) -> Beat | None:
         return None
 
 
-def announce(
-    path: Path,
-    step: int = 0,
-    total: int | None = None,
-    *,
-    ended: bool = False,
-    handing_over: bool = False,
-    began: float | None = None,
-    began_at: int = 0,
-) -> Beat:
+def announce(path: Path, step: int = 0, total: int | None = None, **more: Any) -> Beat:
     """Write one beat of the calling process to ``path``: from now on it is the run's process.
 
-    The counter continues from the previous beat. Raises :class:`StorageError`.
+    The counter continues from the previous beat. ``more``: other fields. Raises :class:`StorageError`.
     """
     before = read_beat(path)
     beat = Beat(
@@ -97,10 +89,7 @@ def announce(
         created=psutil.Process().create_time(),
         host=socket.gethostname(),
         updated=time.time(),
-        ended=ended,
-        handing_over=handing_over,
-        began=began,
-        began_at=began_at,
+        **more,
     )
     write_json(path, beat.model_dump(), durable=False)
     return beat

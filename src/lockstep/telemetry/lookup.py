@@ -29,16 +29,11 @@ def one_line(error: RunFolderError) -> str:
     return f"{error.what}: {error.why}" if error.why else error.what
 
 
-def list_runs(root: Path, report: Callable[[str], None] | None = None) -> list[RunDir]:
-    """Runs in the folders directly below ``root``, newest first.
+def read_runs(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[RunDir, RunRecord]]:
+    """Runs in the folders directly below ``root`` with their records, newest first.
 
     Folders without a run are skipped; for a run that cannot be read, ``report`` receives the reason.
     """
-    return [run for run, _ in read_runs(Path(root), report)]
-
-
-def read_runs(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[RunDir, RunRecord]]:
-    """:func:`list_runs` with each run's record."""
     found = []
     root = absolute(root)
     for name in names_in(root):

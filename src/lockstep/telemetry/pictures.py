@@ -1,17 +1,20 @@
-"""Pictures that a task draws: as PNG files of the run, and for the loggers."""
+"""Pictures as PNG files: those that a task draws, also for the loggers, and matplotlib's figures."""
 
 from __future__ import annotations
 
-import importlib.util
+import io
 import struct
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import TaskError
+from lockstep.telemetry.files import write_bytes
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    from matplotlib.figure import Figure
 
 
 def check_picture(name: str, pixels: Any) -> None:
@@ -44,6 +47,9 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
     )
 
 
-def loggers_take_pictures() -> bool:
-    """Whether Pillow is installed, with which TensorBoard, W&B and MLflow encode them."""
-    return importlib.util.find_spec("PIL") is not None
+def save_figure(figure: Figure, file: Path, *, dpi: int = 120) -> Path:
+    """Write a matplotlib figure to ``file`` as a PNG. Raises :class:`~lockstep.errors.StorageError`."""
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=dpi)
+    write_bytes(file, png.getvalue())
+    return file

@@ -41,7 +41,8 @@ class Activity(IntEnum):
     @property
     def is_untimed(self) -> bool:
         """Whether nothing is known about how long it may take: first calls, compilers, metrics over all rows."""
-        return self in _UNTIMED
+        first = self in (Activity.STARTING, Activity.FIRST_STEP, Activity.COMPILING)
+        return first or self in (Activity.COMPUTING_METRICS, Activity.WRITING_PROFILE, Activity.ENDING)
 
     @property
     def is_evaluation(self) -> bool:
@@ -54,16 +55,6 @@ class Activity(IntEnum):
         return _PHRASES[self] + (f" after step {step}" if step else "")
 
 
-_UNTIMED = frozenset(
-    {
-        Activity.STARTING,
-        Activity.FIRST_STEP,
-        Activity.COMPUTING_METRICS,
-        Activity.COMPILING,
-        Activity.ENDING,
-        Activity.WRITING_PROFILE,
-    }
-)
 _PHRASES = {
     Activity.STARTING: "starting",
     Activity.FIRST_STEP: "the first step",

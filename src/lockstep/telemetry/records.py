@@ -88,16 +88,11 @@ def parse_record(content: Any, path: Path) -> RunRecord:
     try:
         return RunRecord.model_validate(content)
     except (ValidationError, RecursionError) as error:
-        why = (
-            "; ".join(_problem(item) for item in error.errors()[:3])
-            if isinstance(error, ValidationError)
-            else str(error)
-        )
+        why = str(error)
+        if isinstance(error, ValidationError):
+            places = [(".".join(map(str, item["loc"]))[:100], item["msg"][:200]) for item in error.errors()[:3]]
+            why = "; ".join(f"{place}: {said}" for place, said in places)
         raise RunFolderError(f"{path} is damaged", why=why, fix="restore the file, or use another run folder") from None
-
-
-def _problem(item: Mapping[str, Any]) -> str:
-    return f"{'.'.join(str(part) for part in item['loc'])[:100]}: {str(item['msg'])[:200]}"
 
 
 def new_run_id(folder: Path | None = None) -> str:
@@ -142,14 +137,10 @@ def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -
                 limits[attempt] = min((s for later, s in resumed_from.items() if later > attempt), default=math.inf)
             if step > limits[attempt]:
                 continue
-            while kept and _at_least(kept[-1].get("step"), step):
+            while kept and isinstance(before := kept[-1].get("step"), int | float) and before >= step:
                 kept.pop()
         kept.append(row)
     return kept
-
-
-def _at_least(value: object, step: float) -> bool:
-    return isinstance(value, int | float) and value >= step
 
 
 def is_whole(row: Mapping[str, Any]) -> bool:
@@ -235,17 +226,11 @@ def read_forecast(path: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"telemetry.forecast: {file} cannot be read", why=str(error), fix=fix) from error
-    if not _is_forecast(found):
-        raise ConfigError(f"telemetry.forecast: {file} is not a forecast", fix=fix)
-    return dict(found)
-
-
-def _is_forecast(found: Any) -> bool:
-    if not isinstance(found, dict) or found.get("kind") != "forecast" or not isinstance(found.get("rows"), list):
-        return False
     rates = {"gpus", "samples_per_s", "samples_per_s_low", "samples_per_s_high"}
-    settings = found.get("settings")
-    complete = all(isinstance(row, dict) and rates <= row.keys() for row in found["rows"])
-    return (
-        complete and "task" in found and isinstance(settings, dict) and {"batch_size", "accumulate"} <= settings.keys()
-    )
+    try:
+        complete = all(rates <= row.keys() for row in found["rows"]) and "task" in found
+        if found["kind"] == "forecast" and complete and {"batch_size", "accumulate"} <= found["settings"].keys():
+            return dict(found)
+    except (TypeError, KeyError, AttributeError):
+        pass
+    raise ConfigError(f"telemetry.forecast: {file} is not a forecast", fix=fix)

@@ -217,11 +217,8 @@ class RunDir(Layout):
     def read(self) -> RunRecord:
         """The content of ``run.json``. Raises :class:`RunFolderError`."""
         if not os.path.lexists(self.run_file):
-            what = (
-                f"{self.path} is not a run folder"
-                if os.path.lexists(self.path)
-                else f"there is no run folder {self.path}"
-            )
+            there = os.path.lexists(self.path)
+            what = f"{self.path} is not a run folder" if there else f"there is no run folder {self.path}"
             raise RunFolderError(what, why="it has no run.json", fix="`lockstep runs` lists the runs")
         return parse_record(read_json(self.run_file, max_bytes=_MAX_RECORD_BYTES), self.run_file)
 
@@ -261,7 +258,8 @@ class RunDir(Layout):
         plan = _mapping(read_json(self.plan_file), self.plan_file)
         try:
             plan = upgraded(plan)
-            if all(map(_is_decision, plan.get("decisions", {}).values())):
+            names, decisions = ("key", "title", "shown", "reason"), plan.get("decisions", {}).values()
+            if all(isinstance(decision[name], str) for decision in decisions for name in names):
                 return plan
         except (AttributeError, KeyError, TypeError):
             pass
@@ -400,10 +398,6 @@ def _mapping(content: Any, path: Path) -> dict[str, Any]:
             fix="restore the file, or use another run folder",
         )
     return content
-
-
-def _is_decision(decision: Any) -> bool:
-    return all(isinstance(decision[name], str) for name in ("key", "title", "shown", "reason"))
 
 
 def _is_number(name: str) -> bool:

@@ -5,14 +5,12 @@ Only rank 0 has sinks. :func:`standard_sinks` puts together what every run has.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.config import RunConfig
-from lockstep.errors import ConfigError
 from lockstep.events import (
     EpochEnded,
     Evaluated,
@@ -26,17 +24,13 @@ from lockstep.events import (
     Sink,
     StepLogged,
 )
-from lockstep.telemetry.background import BackgroundSink
 from lockstep.telemetry.console import ConsoleSink
-from lockstep.telemetry.csv import CsvSink
 from lockstep.telemetry.files import JsonLines, make_folders, write_bytes
-from lockstep.telemetry.mlflow import MlflowSink
+from lockstep.telemetry.loggers import LOGGERS, is_wanted, loggers
 from lockstep.telemetry.pictures import encode_png
 from lockstep.telemetry.records import is_whole
 from lockstep.telemetry.rundir import RunDir, utc_now, write_json
-from lockstep.telemetry.tensorboard import TensorBoardSink, tensorboard_wanted
 from lockstep.telemetry.upload import Uploader, UploadSink, check_target
-from lockstep.telemetry.wandb import WandbSink
 
 RESULTS_FILE = "training_results.json"
 
@@ -51,31 +45,9 @@ def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> Fanout
     mode = config.telemetry.progress
     optional: list[Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode)]
     if config.telemetry.upload_to is not None:
-        uploader = Uploader(run_dir.path, config.telemetry.upload_to)
-        optional.append(UploadSink(uploader, every_epochs=config.telemetry.upload_every_epochs))
+        every = config.telemetry.upload_every_epochs
+        optional.append(UploadSink(Uploader(run_dir.path, config.telemetry.upload_to), every_epochs=every))
     return Fanout(essential=[RunFolderSink(run_dir)], optional=[*optional, *loggers(run_dir, config)])
-
-
-def _wandb(run: RunDir, config: RunConfig) -> Sink:
-    project, mode = config.telemetry.wandb_project, config.telemetry.wandb_mode
-    return BackgroundSink(WandbSink(run.logs, run.read().id, config, project=project, mode=mode))
-
-
-def _mlflow(run: RunDir, config: RunConfig) -> Sink:
-    uri, experiment = config.telemetry.mlflow_uri, config.telemetry.mlflow_experiment
-    return BackgroundSink(MlflowSink(run.logs, run.read().id, config, uri=uri, experiment=experiment))
-
-
-#: The loggers: the setting of ``telemetry`` that asks for each, and how it is made. The setting of one that needs a
-#: package has the package's name.
-LOGGERS: Mapping[str, Callable[[RunDir, RunConfig], Sink]] = {
-    "tensorboard": lambda run, _: TensorBoardSink(run.logs),
-    "csv": lambda run, _: CsvSink(run.logs / "metrics.csv"),
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-}
-#: Settings of ``telemetry`` that switch every logger off.
-NO_LOGGERS: Mapping[str, Any] = {name: "off" if name == "tensorboard" else False for name in LOGGERS}
 
 
 def check_sinks(config: RunConfig, folder: Path | None) -> None:
@@ -89,31 +61,9 @@ def check_sinks(config: RunConfig, folder: Path | None) -> None:
     """
     settings = config.telemetry
     for name in LOGGERS:
-        _is_wanted(name, config)
+        is_wanted(name, config)
     if settings.upload_to is not None:
         check_target(settings.upload_to, folder)
-
-
-def loggers(run_dir: RunDir, config: RunConfig) -> list[Sink]:
-    """The loggers that ``config`` asks for. Those that may wait for a server do so in the background.
-
-    Raises:
-        ConfigError: as :func:`check_sinks`.
-    """
-    check_sinks(config, run_dir.path)
-    return [build(run_dir, config) for name, build in LOGGERS.items() if _is_wanted(name, config)]
-
-
-def _is_wanted(logger: str, config: RunConfig) -> bool:
-    setting = getattr(config.telemetry, logger)
-    if logger == "tensorboard":
-        return tensorboard_wanted(setting)
-    if setting and logger != "csv" and importlib.util.find_spec(logger) is None:
-        raise ConfigError(
-            f"telemetry.{logger} is on, but {logger} is not installed",
-            fix=f"pip install 'lockstep-train[{logger}]', or set telemetry.{logger}=false",
-        )
-    return bool(setting)
 
 
 class RunFolderSink:
@@ -140,9 +90,13 @@ class RunFolderSink:
             case EpochEnded():
                 self._epoch(event)
             case Evaluated():
-                self._between_epochs(event)
+                place = {name: getattr(event, name) for name in ("attempt", "step", "epoch", "improved")}
+                self._evaluations.append({**place, **event.metrics})
+                self._judged(event, event.metrics)
             case PictureDrawn():
-                self._picture(event)
+                make_folders(self._run.pictures)
+                file = self._run.pictures / f"{event.name}-epoch-{event.epoch:04d}.png"
+                write_bytes(file, encode_png(event.pixels), durable=False)
             case Restarted():
                 self._run.update(restarts=[*self._run.read().restarts, {**asdict(event), "at": utc_now()}])
             case RunEnded():
@@ -171,20 +125,10 @@ class RunFolderSink:
         self._run.write_epochs(self._rows)
         self._judged(event, event.row)
 
-    def _between_epochs(self, event: Evaluated) -> None:
-        place = {"attempt": event.attempt, "step": event.step, "epoch": event.epoch, "improved": event.improved}
-        self._evaluations.append({**place, **event.metrics})
-        self._judged(event, event.metrics)
-
     def _judged(self, event: EpochEnded | Evaluated, metrics: Mapping[str, float]) -> None:
         if event.improved:
             best = {key: value for key, value in metrics.items() if key.startswith("val_")}
             self._run.update(best_epoch=event.epoch, best_metric=best)
-
-    def _picture(self, event: PictureDrawn) -> None:
-        make_folders(self._run.pictures)
-        file = self._run.pictures / f"{event.name}-epoch-{event.epoch:04d}.png"
-        write_bytes(file, encode_png(event.pixels), durable=False)
 
     def _end(self, event: RunEnded) -> None:
         results = training_results(self._rows, event, self._config or self._run.config())
@@ -201,21 +145,8 @@ class RunFolderSink:
 
 def step_row(event: StepLogged) -> dict[str, Any]:
     """A line of ``steps.jsonl``. Units: ``lr`` per step, rates over all ranks, shares from 0 to 1."""
-    return {
-        "attempt": event.attempt,
-        "step": event.step,
-        "epoch": event.epoch,
-        "samples_seen": event.samples_seen,
-        "loss": event.loss,
-        "lr": event.lr,
-        "grad_norm": event.grad_norm,
-        "samples_per_s": event.samples_per_s,
-        "data_wait_share": event.data_wait_share,
-        "skipped_steps": event.skipped_steps,
-        "scalars": event.scalars,
-        **({} if event.items_per_s is None else {"items_per_s": event.items_per_s}),
-        **({} if event.mfu is None else {"mfu": event.mfu}),
-    }
+    row = {field.name: getattr(event, field.name) for field in fields(event)}
+    return {name: value for name, value in row.items() if value is not None or name not in ("items_per_s", "mfu")}
 
 
 def training_results(rows: Sequence[Mapping[str, Any]], event: RunEnded, config: RunConfig) -> dict[str, Any]:

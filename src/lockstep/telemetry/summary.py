@@ -1,13 +1,16 @@
-"""One run as every reader shows it: identity, status, progress, results, devices, why it ended.
+"""One run as every reader shows it: identity, status, progress, results, devices, why it ended; and several, compared.
 
 ``lockstep runs``, ``show`` and ``top``, the report and the page all render :func:`summarize`.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from lockstep.telemetry.files import last_row
 from lockstep.telemetry.lookup import one_line, or_else, read_runs
 from lockstep.telemetry.records import RunRecord
 from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.scalars import flattened
 from lockstep.telemetry.system import newest_samples
 
 LIVE = frozenset({"pending", "running"})
@@ -46,6 +50,7 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
     plan = or_else(run.plan, {})
     placement, last = record.placement or {}, rows[-1] if rows else {}
     step, total = (beat.step, beat.total) if beat else (None, None)
+    speeds = [speed for row in rows if isinstance(speed := row.get("samples_per_s"), int | float)]
     return {
         **record.model_dump(mode="json"),
         "name": record.name and record.name[:_MAX_NAME],
@@ -66,7 +71,7 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
         "progress": min(1.0, step / total) if step is not None and total else None,
         "eta_s": beat.seconds_left() if beat and status == "running" else None,
         "last_epoch": last or None,
-        "samples_per_s": _median([row.get("samples_per_s") for row in rows]),
+        "samples_per_s": statistics.median_high(speeds) if speeds else None,
     }
 
 
@@ -90,11 +95,6 @@ def _devices(run: RunDir, placement: dict[str, Any]) -> list[str]:
             fix="restore the file, or delete the run",
         )
     return devices
-
-
-def _median(values: Sequence[Any]) -> float | None:
-    known = [value for value in values if isinstance(value, int | float)]
-    return statistics.median_high(known) if known else None
 
 
 #: Older samples are stale: the run has ended, or its node has stopped.
@@ -134,3 +134,88 @@ def _ranks(run: RunDir, newest: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def _has_own(row: dict[str, Any]) -> bool:
     return any(rank.get("own_s") is not None for rank in row.get("ranks", []))
+
+
+#: Of a plan: what the configuration says already, and texts.
+_NOT_COMPARED = ("config", "reasons", "notes", "decisions", "task.")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One value per run under each name, in the order of ``labels``.
+
+    ``settings`` (``optimizer.lr``) and ``plan`` (``schedule.lr``) hold only what differs.
+    """
+
+    labels: list[str]
+    results: dict[str, list[Any]]
+    settings: dict[str, list[Any]]
+    plan: dict[str, list[Any]]
+
+    @property
+    def differences(self) -> dict[str, list[Any]]:
+        """Settings and plans in one table."""
+        return self.settings | {f"plan: {key}": values for key, values in self.plan.items()}
+
+
+def compare(runs: Sequence[RunDir], more: Mapping[str, list[Any]] | None = None) -> Comparison:
+    """Compare ``runs``; what cannot be read of one counts as not set.
+
+    Args:
+        more: further results, by name, one value per run.
+
+    Raises:
+        RunFolderError: the record of a run cannot be read.
+    """
+    found = [summarize(run) for run in runs]
+    plans = [flattened(or_else(run.plan, {})) for run in runs]
+    decided = differences(plans)
+    return Comparison(
+        labels=labels(found),
+        results=_results(found, plans, more or {}),
+        settings=differences([settings_of(run) for run in runs]),
+        plan={key: row for key, row in decided.items() if not key.startswith(_NOT_COMPARED) and ".reasons." not in key},
+    )
+
+
+def labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The name of each run, or its id; both where several have the same."""
+    names = [one["name"] or one["id"] for one in summaries]
+    return [
+        f"{name} ({one['id']})" if names.count(name) > 1 else name for name, one in zip(names, summaries, strict=True)
+    ]
+
+
+def settings_of(run: RunDir) -> dict[str, Any]:
+    """The run's configuration with dotted keys, without the run's own place; empty if it cannot be read."""
+    config = or_else(run.config, None)
+    return {} if config is None else flattened(config.model_dump(mode="json", exclude={"save_dir"}))
+
+
+def _results(
+    found: Sequence[Mapping[str, Any]], plans: Sequence[Mapping[str, Any]], more: Mapping[str, list[Any]]
+) -> dict[str, list[Any]]:
+    rows: dict[str, list[Any]] = {
+        "run": [one["id"] for one in found],
+        "task": [one["task"] for one in found],
+        "status": [one["status"] for one in found],
+        "devices": [", ".join(one["devices"]) for one in found],
+        "strategy": [one["strategy"] for one in found],
+        "global batch": [plan.get("batch.global_batch") for plan in plans],
+        "steps": [one["step"] for one in found],
+        "samples/s": [one["samples_per_s"] for one in found],
+        **more,
+        "best epoch": [one["best_epoch"] for one in found],
+    }
+    for prefix, of in (("best", "best_metric"), ("final", "final_metrics")):
+        for name in dict.fromkeys(name for one in found for name in one[of]):
+            rows[f"{prefix} {name}"] = [one[of].get(name) for one in found]
+    return {name: values for name, values in rows.items() if any(value not in (None, "") for value in values)}
+
+
+def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Keys whose values are not the same everywhere, with the value of each (``None`` where it has none)."""
+    keys = sorted({key for one in values for key in one})
+    found = {key: [one.get(key) for one in values] for key in keys}
+    comparable = partial(json.dumps, sort_keys=True, default=str)
+    return {key: row for key, row in found.items() if len(set(map(comparable, row))) > 1}

@@ -127,11 +127,9 @@ class Uploader:
                 else:
                     filesystem.put_file(str(self.local_dir / item.name), remote)
                 return None
-            except FileNotFoundError as error:
-                if not (self.local_dir / item.name).exists():
-                    return None  # removed meanwhile: an old checkpoint
-                why = _words(error)
             except Exception as error:  # whatever the target's library raises
+                if isinstance(error, FileNotFoundError) and not (self.local_dir / item.name).exists():
+                    return None  # removed meanwhile: an old checkpoint
                 why = _words(error)
         return why
 
@@ -200,11 +198,8 @@ class UploadSink:
         self._every_epochs = every_epochs
 
     def emit(self, event: Event) -> None:
-        match event:
-            case EpochEnded() if event.epoch % self._every_epochs == 0:
-                self._uploader.request()
-            case _:
-                pass
+        if isinstance(event, EpochEnded) and event.epoch % self._every_epochs == 0:
+            self._uploader.request()
 
     def close(self) -> None:
         """The last pass: the other sinks have written all they had."""

@@ -15,23 +15,8 @@ from lockstep.engine.task import Task
 from lockstep.errors import UnsupportedError, UsageError
 from lockstep.hardware.world import read_world
 from lockstep.launch.prepare import native_settings, prepare
-from lockstep.verification.diagnose import (
-    FACTOR,
-    Cause,
-    diverged,
-    evidence,
-    experiments,
-    grouping,
-    interrupted,
-    is_rounding,
-    not_finite,
-    other_draws,
-    other_samples,
-    rounds_more,
-    unknown,
-    unmerged,
-    unseeded,
-)
+from lockstep.verification import diagnose
+from lockstep.verification.diagnose import FACTOR, Cause
 from lockstep.verification.experiments import Lab, Variant
 from lockstep.verification.report import BLIND, Comparison, Outcome, VerifyReport
 from lockstep.verification.trajectory import BUFFER, ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
@@ -98,13 +83,13 @@ class _Verification:
         one, many = lab.run(Variant("one")), lab.run(Variant("many"))
         configured = Comparison((), one, many, gap_between(one, many))
         # What is wrong whatever the losses are; then nothing can be said about rounding.
-        cause = other_samples(lab, one, many) or diverged(many) or not_finite(one, many)
+        cause = diagnose.other_samples(lab, one, many) or diagnose.diverged(many) or diagnose.not_finite(one, many)
         if cause is not None:
             return self._conclude(configured, floor_of([], one), configured.gap, [cause])
         if _identical(one, many):
             return self._resumed(configured, floor_of([], one), configured.gap, "identical")
         again = lab.run(Variant("one", repeat=1))
-        cause = unseeded(one, again)
+        cause = diagnose.unseeded(one, again)
         if cause is not None:
             return self._conclude(configured, floor_of([], one), configured.gap, [cause])
         quiet: tuple[str, ...] = ("dropout",) if "dropout" in one.draws else ()
@@ -117,7 +102,7 @@ class _Verification:
                 compared = self._compare(quiet)
                 if floor.parting(compared.gap, FACTOR) is None:
                     return self._resumed(compared, floor, configured.gap, "equal without dropout")
-            if rounds_more(lab.plan) and is_rounding(compared.gap, lab.plan):
+            if diagnose.rounds_more(lab.plan) and diagnose.is_rounding(compared.gap, lab.plan):
                 in_float32 = self._compare(quiet, "32")
                 if floor.parting(in_float32.gap, FACTOR) is None:
                     return self._resumed(in_float32, floor, compared.gap, "equal in float32")
@@ -125,7 +110,7 @@ class _Verification:
 
     def _resumed(self, compared: Comparison, floor: Floor, as_configured: Gap, outcome: Outcome) -> VerifyReport:
         """The outcome, unless a run that is interrupted and resumed shows otherwise."""
-        cause = interrupted(self._lab, Variant("many", compared.off, precision=compared.precision), floor)
+        cause = diagnose.interrupted(self._lab, Variant("many", compared.off, precision=compared.precision), floor)
         causes = [] if cause is None else [cause]
         return self._conclude(compared, floor, as_configured, causes, outcome)
 
@@ -152,9 +137,9 @@ class _Verification:
                     f"with the samples of each batch {arrangement} the data set returns other samples: each depends "
                     "on those read before it, so that run says nothing about rounding"
                 )
-            elif gap.loss[0] > NOT_ROUNDING:
+            elif gap["loss"][0] > NOT_ROUNDING:
                 self._notes.append(
-                    f"with the samples of each batch {arrangement} the first loss differs by {gap.loss[0]:.1e}: it "
+                    f"with the samples of each batch {arrangement} the first loss differs by {gap['loss'][0]:.1e}: it "
                     "depends on their order, so that run says nothing about rounding"
                 )
             else:
@@ -164,20 +149,20 @@ class _Verification:
     def _causes(self, compared: Comparison, floor: Floor, quiet: tuple[str, ...]) -> list[Cause]:
         """Likely causes of what lies beyond the floor, the likeliest first."""
         parting = floor.parting(compared.gap, FACTOR) or ("weights", len(compared.one) - 1)
-        merged = unmerged(compared.one, *parting)
+        merged = diagnose.unmerged(compared.one, *parting)
         if merged is not None:
             return [merged]
-        found = list(evidence(compared.one, compared.many, self._lab.devices))
+        found = list(diagnose.evidence(compared.one, compared.many, self._lab.devices))
         if any(cause.code == "initial-weights" for cause in found):
             return found
         # A wrong count or rate may be there without having made the difference: what an experiment shows comes first.
-        found = [*experiments(self._lab, quiet, floor), *found]
+        found = [*diagnose.experiments(self._lab, quiet, floor), *found]
         if not found:
-            found = list(other_draws(compared.one.draws, self._lab.plan))
+            found = list(diagnose.other_draws(compared.one.draws, self._lab.plan))
         if not found:
-            cause = grouping(self._lab, quiet, floor)
+            cause = diagnose.grouping(self._lab, quiet, floor)
             found = [cause] if cause is not None else []
-        return found or [unknown(compared.one, compared.many, *parting)]
+        return found or [diagnose.unknown(compared.one, compared.many, *parting)]
 
     def _conclude(
         self,
@@ -194,7 +179,7 @@ class _Verification:
             self._note_blindness(floor)
             self._notes += [
                 f"the {cause.code} differs, without effect in these steps: {cause.what}; {cause.fix}"
-                for cause in evidence(comparison.one, comparison.many, lab.devices)
+                for cause in diagnose.evidence(comparison.one, comparison.many, lab.devices)
             ]
         return VerifyReport(
             task=plan.task.name,
@@ -212,8 +197,8 @@ class _Verification:
         )
 
     def _note_blindness(self, floor: Floor) -> None:
-        blind = np.flatnonzero(floor.values["loss"] * FACTOR > BLIND)
-        if blind.size and floor.values["loss"][0] * FACTOR <= BLIND:
+        blind = np.flatnonzero(floor["loss"] * FACTOR > BLIND)
+        if blind.size and floor["loss"][0] * FACTOR <= BLIND:
             self._notes.append(
                 f"from step {int(blind[0]) + 1} on rounding errors have grown so far that the loss says little"
             )
@@ -221,7 +206,7 @@ class _Verification:
 
 def _identical(one: Trajectory, many: Trajectory) -> bool:
     same_weights = one.fingerprint == many.fingerprint and np.array_equal(one.loss, many.loss, equal_nan=True)
-    return same_weights and not gap_between(one, many).validation.max(initial=0) > ROUNDING
+    return same_weights and not gap_between(one, many)["validation loss"].max(initial=0) > ROUNDING
 
 
 def _verdict(
@@ -232,10 +217,10 @@ def _verdict(
     as_configured: Gap,
     devices: int,
 ) -> str:
-    gap, steps = comparison.gap, len(comparison.gap.loss)
+    gap, steps = comparison.gap, len(comparison.gap["loss"])
     apart = (
-        f"over {steps} steps the losses of {devices} devices and one differ by at most {gap.loss.max(initial=0):.1e} "
-        f"(noise floor {floor.values['loss'].max(initial=0):.1e})"
+        f"over {steps} steps the losses of {devices} devices and one differ by at most "
+        f"{gap['loss'].max(initial=0):.1e} (noise floor {floor['loss'].max(initial=0):.1e})"
     )
     if outcome == "identical":
         return (
@@ -246,12 +231,12 @@ def _verdict(
         return f"EQUAL to rounding: {apart}"
     if outcome == "equal without dropout":
         return (
-            f"EQUAL to rounding without dropout: {apart}; with dropout by {as_configured.loss.max():.1e}, since in "
+            f"EQUAL to rounding without dropout: {apart}; with dropout by {as_configured['loss'].max():.1e}, since in "
             "fast mode each rank draws its own masks (--reproducibility exact draws the same on any devices)"
         )
     if outcome == "equal in float32":
         return (
-            f"EQUAL to rounding in float32: {apart}; in the configured precision by {as_configured.loss.max():.1e}, "
+            f"EQUAL to rounding in float32: {apart}; in the configured precision by {as_configured['loss'].max():.1e}, "
             "whose rounding depends on how a batch is split"
         )
     if outcome == "not finite":
@@ -259,13 +244,10 @@ def _verdict(
     other = comparison.one.first_other_samples(comparison.many)
     if other is not None:
         return f"DIFFERENT: from step {other} on the samples of {devices} devices are not those of one"
-    found = comparison.many.divergence
-    if causes[0].code == "resume" or found is not None:
-        code = "resume" if found is None else "ranks-diverge"
-        return {
-            "ranks-diverge": f"DIFFERENT: the {devices} ranks do not have the same weights and buffers",
-            "resume": f"DIFFERENT: {devices} devices and one agree, but a resumed run and a whole one do not",
-        }[code]
+    if comparison.many.divergence is not None:
+        return f"DIFFERENT: the {devices} ranks do not have the same weights and buffers"
+    if causes[0].code == "resume":
+        return f"DIFFERENT: {devices} devices and one agree, but a resumed run and a whole one do not"
     quantity, place = floor.parting(gap, FACTOR) or ("weights", steps - 1)
     since = f"from step {place + 1} on"
     if quantity == "validation loss":
@@ -273,6 +255,6 @@ def _verdict(
     elif quantity.startswith(BUFFER):
         since = f"after step {comparison.one.merged[place + 1]}"
     return (
-        f"DIFFERENT: {since} the {quantity} of {devices} devices and one differs by {gap.items()[quantity][place]:.1e} "
-        f"(noise floor {floor.values[quantity][place]:.1e})"
+        f"DIFFERENT: {since} the {quantity} of {devices} devices and one differs by {gap[quantity][place]:.1e} "
+        f"(noise floor {floor[quantity][place]:.1e})"
     )

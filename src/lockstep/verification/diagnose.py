@@ -52,9 +52,6 @@ class Cause:
     what: str
     fix: str
 
-    def as_dict(self) -> dict[str, str]:
-        return {"code": self.code, "what": self.what, "fix": self.fix}
-
 
 def other_samples(lab: Lab, one: Trajectory, many: Trajectory) -> Cause | None:
     """Why the two runs were given other samples, if they were. Runs one device again, up to twice."""
@@ -221,7 +218,7 @@ def unseeded(one: Trajectory, again: Trajectory) -> Cause | None:
             "a repeated run starts from other weights: model() draws random numbers without a seed",
             "draw from torch's, NumPy's or Python's global generators, which are seeded before model() is called",
         )
-    if gap_between(one, again).loss[:1].max(initial=0) > UNSEEDED:
+    if gap_between(one, again)["loss"][:1].max(initial=0) > UNSEEDED:
         return Cause(
             "unseeded-forward",
             "the same run, repeated, has another loss at step 1: dropout or another random draw of the forward pass "
@@ -267,7 +264,13 @@ def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Caus
         off = (*quiet, "batchnorm")
         one, many = lab.run(Variant("one", off)), lab.run(Variant("many", off))
         if floor.parting(gap_between(one, many), FACTOR) is None:
-            yield _batchnorm()
+            yield Cause(
+                "batchnorm",
+                "with BatchNorm's batch statistics switched off the runs agree: each device normalises by the "
+                "statistics of its part of the batch",
+                "set distributed.sync_batchnorm to auto or on, use reproducibility exact, or a norm without batch "
+                "statistics",
+            )
     if rounds_more(plan):
         one, many = (lab.run(Variant(where, quiet, precision="32")) for where in ("one", "many"))
         if floor.parting(gap_between(one, many), FACTOR) is None:
@@ -286,7 +289,7 @@ def rounds_more(plan: Plan) -> bool:
 
 def is_rounding(gap: Gap, plan: Plan) -> bool:
     """Whether the first step, which starts from equal weights, differs by no more than the precision's rounding."""
-    apart = max(gap.loss[:1].max(initial=0), gap.grad_norm[:1].max(initial=0))
+    apart = max(gap["loss"][:1].max(initial=0), gap["gradient norm"][:1].max(initial=0))
     return bool(apart <= 8 * EPSILON[plan.placement["precision"]])
 
 
@@ -312,15 +315,6 @@ def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
         "on which others are in its micro-batch, or on how often loss() has been called (a counter in the task)",
         "make the loss a sum over samples and its count their number; replace statistics over the batch; read the step "
         "from Task.context",
-    )
-
-
-def _batchnorm() -> Cause:
-    return Cause(
-        "batchnorm",
-        "with BatchNorm's batch statistics switched off the runs agree: each device normalises by the statistics of "
-        "its part of the batch",
-        "set distributed.sync_batchnorm to auto or on, use reproducibility exact, or a norm without batch statistics",
     )
 
 

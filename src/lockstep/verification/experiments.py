@@ -15,8 +15,8 @@ from lockstep.engine.task import Task
 from lockstep.errors import RunError
 from lockstep.launch.api import train
 from lockstep.planning import Plan
+from lockstep.telemetry.loggers import QUIET
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.sinks import NO_LOGGERS
 from lockstep.verification.trajectory import Trajectory, read_trajectory
 
 #: Checkpoints that are kept beside the one to resume from.
@@ -163,13 +163,8 @@ class Lab:
             "checkpoint": {"every_steps": every, "every_s": None, "keep_last": keep, "sharded": "off"},
             # Nothing of these runs leaves their folder, and it is removed.
             "telemetry": {
+                **QUIET,
                 "log_interval": 1,
-                **NO_LOGGERS,
-                "progress": "silent",
-                "upload_to": None,
-                "system_metrics": False,
-                "profile": None,
-                "forecast": None,
                 "record_samples": False,
             },
             "launch": {"max_restarts": 0, "nodes": None, "rdzv": None},

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import io
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import numpy as np
 
 from lockstep.errors import ResultsDifferError
-from lockstep.telemetry.files import make_folders, write_bytes, write_json, write_text
+from lockstep.telemetry.files import make_folders, write_json, write_text
+from lockstep.telemetry.pictures import save_figure
 from lockstep.telemetry.tables import aligned, print_table, say
 from lockstep.verification.diagnose import FACTOR, Cause
 from lockstep.verification.trajectory import Floor, Gap, Trajectory
@@ -19,16 +19,6 @@ from lockstep.verification.trajectory import Floor, Gap, Trajectory
 Outcome = Literal["identical", "equal", "equal without dropout", "equal in float32", "not finite", "different"]
 #: From here on rounding has grown so much that a difference in meaning could hide in it.
 BLIND = 0.01
-COLUMNS = (
-    "step",
-    "samples",
-    "loss, 1 device",
-    "loss, {n} devices",
-    "loss diff",
-    "noise floor",
-    "grad norm diff",
-    "weights diff",
-)
 
 
 @dataclass(frozen=True)
@@ -42,27 +32,26 @@ class Comparison:
     precision: str | None = None
 
     def as_dict(self, floor: Floor) -> dict[str, Any]:
-        steps = [
-            {
-                "step": index + 1,
-                "samples": int(self.one.samples[index]),
-                "loss_one": float(self.one.loss[index]),
-                "loss_many": float(self.many.loss[index]),
-                "loss_gap": float(self.gap.loss[index]),
-                "loss_noise": float(floor.values["loss"][index]),
-                "grad_norm_one": float(self.one.grad_norm[index]),
-                "grad_norm_many": float(self.many.grad_norm[index]),
-                "grad_norm_gap": float(self.gap.grad_norm[index]),
-                "grad_norm_noise": float(floor.values["gradient norm"][index]),
-                "weights_gap": float(self.gap.weights[index]),
-                "weights_noise": float(floor.values["weights"][index]),
-                "lr": self.one.lr[index].tolist(),
-            }
-            for index in range(len(self.gap.loss))
-        ]
+        columns = {
+            "samples": self.one.samples,
+            "loss_one": self.one.loss,
+            "loss_many": self.many.loss,
+            "loss_gap": self.gap["loss"],
+            "loss_noise": floor["loss"],
+            "grad_norm_one": self.one.grad_norm,
+            "grad_norm_many": self.many.grad_norm,
+            "grad_norm_gap": self.gap["gradient norm"],
+            "grad_norm_noise": floor["gradient norm"],
+            "weights_gap": self.gap["weights"],
+            "weights_noise": floor["weights"],
+            "lr": self.one.lr,
+        }
         return {
             "switched_off": list(self.off),
-            "steps": steps,
+            "steps": [
+                {"step": index + 1, **{name: values[index].tolist() for name, values in columns.items()}}
+                for index in range(len(self.gap["loss"]))
+            ],
             "validation": [list(self.one.validation), list(self.many.validation)],
             "weights_sha256": [self.one.fingerprint, self.many.fingerprint],
         }
@@ -101,40 +90,35 @@ class VerifyReport:
             raise ResultsDifferError(self.verdict, why=cause.what if cause else "", fix=cause.fix if cause else "")
 
     def as_dict(self) -> dict[str, Any]:
+        names = "task devices strategy reproducibility global_batch outcome same verdict"
         return {
-            "task": self.task,
-            "devices": list(self.devices),
-            "strategy": self.strategy,
-            "reproducibility": self.reproducibility,
-            "global_batch": self.global_batch,
-            "outcome": self.outcome,
-            "same": self.same,
-            "verdict": self.verdict,
-            "causes": [cause.as_dict() for cause in self.causes],
+            **{name: getattr(self, name) for name in names.split()},
+            "causes": [asdict(cause) for cause in self.causes],
             "notes": list(self.notes),
             "factor": FACTOR,
-            "as_configured_loss_gap": self.as_configured.loss.tolist(),
+            "as_configured_loss_gap": self.as_configured["loss"].tolist(),
             **self.comparison.as_dict(self.floor),
         }
 
     def columns(self) -> list[str]:
-        return [column.format(n=len(self.devices)) for column in COLUMNS]
+        many = f"loss, {len(self.devices)} devices"
+        return ["step", "samples", "loss, 1 device", many, "loss diff", "noise floor", "grad norm diff", "weights diff"]
 
     def rows(self) -> list[list[str]]:
         gap, one, many = self.comparison.gap, self.comparison.one, self.comparison.many
-        noise = self.floor.values["loss"]
+        noise = self.floor["loss"]
         return [
             [
                 str(index + 1),
                 str(one.samples[index]),
                 f"{one.loss[index]:.6f}",
                 f"{many.loss[index]:.6f}",
-                f"{gap.loss[index]:.1e}",
+                f"{gap['loss'][index]:.1e}",
                 f"{noise[index]:.1e}",
-                f"{gap.grad_norm[index]:.1e}",
-                f"{gap.weights[index]:.1e}",
+                f"{gap['gradient norm'][index]:.1e}",
+                f"{gap['weights'][index]:.1e}",
             ]
-            for index in range(len(gap.loss))
+            for index in range(len(gap["loss"]))
         ]
 
     def findings(self) -> list[str]:
@@ -148,21 +132,12 @@ class VerifyReport:
 
 def print_report(report: VerifyReport, stream: TextIO) -> None:
     print_table(report.columns(), report.rows(), stream)
-    for line in _validation_lines(report):
-        say(line, stream)
+    for one, many in zip(report.comparison.one.validation, report.comparison.many.validation, strict=False):
+        values = ", ".join(f"{name} {value:.6g} and {many[name]:.6g}" for name, value in one.items() if name in many)
+        if values:
+            say(f"validation: {values}", stream)
     for line in report.findings():
         say(line, stream)
-
-
-def _validation_lines(report: VerifyReport) -> list[str]:
-    pairs = zip(report.comparison.one.validation, report.comparison.many.validation, strict=False)
-    lines = []
-    for one, many in pairs:
-        shared = [name for name in one if name in many]
-        values = ", ".join(f"{name} {one[name]:.6g} and {many[name]:.6g}" for name in shared)
-        if values:
-            lines.append(f"validation: {values}")
-    return lines
 
 
 def write_report(report: VerifyReport, folder: Path) -> list[Path]:
@@ -187,8 +162,8 @@ def write_report(report: VerifyReport, folder: Path) -> list[Path]:
 def _plot(report: VerifyReport, file: Path) -> None:
     from matplotlib.figure import Figure
 
-    gap, floor, comparison = report.comparison.gap, report.floor.values, report.comparison
-    steps = np.arange(1, len(gap.loss) + 1)
+    gap, floor, comparison = report.comparison.gap, report.floor, report.comparison
+    steps = np.arange(1, len(gap["loss"]) + 1)
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     above.plot(steps, comparison.one.loss[: len(steps)], color="0.6", linewidth=5, label="1 device")
@@ -200,15 +175,13 @@ def _plot(report: VerifyReport, file: Path) -> None:
     least = 1e-9  # zero has no place on a logarithmic axis
     allowed = FACTOR * floor["loss"][: len(steps)]
     below.fill_between(steps, least, allowed, color="0.9", label=f"{FACTOR:g} × noise floor of the loss")
-    for name, values in (("loss", gap.loss), ("gradient norm", gap.grad_norm), ("weights", gap.weights)):
-        below.plot(steps, np.maximum(values, least), marker=".", label=f"{name} difference")
+    for name in ("loss", "gradient norm", "weights"):
+        below.plot(steps, np.maximum(gap[name], least), marker=".", label=f"{name} difference")
     if comparison.off:
-        configured = report.as_configured.loss[: len(steps)]
+        configured = report.as_configured["loss"][: len(steps)]
         below.plot(
             steps, np.maximum(configured, least), color="0.5", linestyle=":", label="loss difference, as configured"
         )
     below.set(xlabel="step", ylabel="relative difference", yscale="log", ylim=(least, 2))
     below.legend(fontsize="small", ncols=2)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=120)
-    write_bytes(file, png.getvalue())
+    save_figure(figure, file)

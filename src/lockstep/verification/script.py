@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch.session.script import run_script
 from lockstep.telemetry.files import make_folders, write_json
 from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.tables import say
 
 #: Largest relative differences that rounding explains, in single precision over some tens of steps; four times as much
 #: in half precision.
@@ -107,22 +108,16 @@ def _gap(one: float | None, other: float | None) -> float:
 def write_script_report(report: ScriptReport, folder: Path) -> list[Path]:
     """``report.json`` in ``folder``. Raises :class:`StorageError`."""
     make_folders(folder)
-    file = folder / "report.json"
-    write_json(file, report.as_dict())
-    return [file]
+    write_json(folder / "report.json", report.as_dict())
+    return [folder / "report.json"]
 
 
 def print_script_report(report: ScriptReport, stream: TextIO) -> None:
-    print(
-        f"{report.script}, {report.steps} steps on {report.devices[0]} and on {', '.join(report.devices)}", file=stream
-    )
+    say(f"{report.script}, {report.steps} steps on {report.devices[0]} and on {', '.join(report.devices)}", stream)
     for name, value in report.differences.items():
-        print(f"  {name:10s} largest relative difference {value:.1e}", file=stream)
+        say(f"  {name:10s} largest relative difference {value:.1e}", stream)
     where = f", from step {report.first_step} on" if report.first_step else ""
-    print(f"{report.verdict}{where} (limit {report.limit:g})", file=stream)
+    say(f"{report.verdict}{where} (limit {report.limit:g})", stream)
     if report.exit_code:
-        print(
-            "check that the loop draws random numbers of a sample inside the data set or from session.generator, and "
-            "that losses are sums with their counts",
-            file=stream,
-        )
+        hint = "draws random numbers of a sample inside the data set or from session.generator"
+        say(f"check that the loop {hint}, and that losses are sums with their counts", stream)

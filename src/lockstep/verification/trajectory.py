@@ -105,22 +105,15 @@ def read_trajectory(path: Path) -> Trajectory:
     """The trajectory of a finished run that was trained with ``debug.trace``."""
     run = RunDir.open(path)
     ranks = [_columns(trace_file(path, rank)) for rank in range(run.plan()["batch"]["ranks"])]
-    main, *others = ranks
-    digest, samples = main["digest"].copy(), main["samples"].copy()
-    for other in others:
-        digest += other["digest"]  # wraps, as the hashes' sum does
-        samples += other["samples"]
+    main = ranks[0]
     weights = sorted((run.checkpoints / "last").glob("*.safetensors"))
     with np.errstate(divide="ignore", invalid="ignore"):
         loss = main["loss"] / main["count"]
     return Trajectory(
         loss=loss,
-        count=main["count"],
-        grad_norm=main["grad_norm"],
-        lr=main["lr"],
-        weights=main["weights"],
-        digest=digest,
-        samples=samples,
+        **{name: main[name] for name in ("count", "grad_norm", "lr", "weights")},
+        digest=np.sum([rank["digest"] for rank in ranks], axis=0, dtype=np.uint64),  # wraps, as the hashes' sum does
+        samples=np.sum([rank["samples"] for rank in ranks], axis=0),
         draws=tuple(main["draws"].tolist()),
         # JSON has no NaN: what was not a number comes back as nothing.
         validation=tuple(
@@ -141,16 +134,14 @@ def _named(prefix: str, columns: dict[str, NDArray[Any]]) -> dict[str, NDArray[A
 
 def divergence(ranks: Sequence[Mapping[str, NDArray[Any]]]) -> Divergence | None:
     """Where ranks with a replica of the model each first have other weights than rank 0, from the columns of each."""
-    main, *others = ranks
-    found: list[tuple[int, int, int]] = []
-    for rank, other in enumerate(others, start=1):
-        apart = np.argwhere(main["sums"] != other["sums"])  # in the order of rows
-        if len(apart):
-            row, parameter = apart[0].tolist()
-            found.append((row, rank, parameter))
-    if not found:
-        return _merged_otherwise(ranks)
-    row, rank, parameter = min(found)
+    main, weights = ranks[0], _first_apart(ranks, "sums")
+    if not weights:
+        merged = _first_apart(ranks, "buffer_sums")
+        if not merged:
+            return None
+        row, rank, buffer = merged
+        return Divergence(rank, int(main["merged"][row]), str(main["shared"][buffer]), "merge")
+    row, rank, parameter = weights
     step = (row + 1) // 2
     name = str(main["names"][parameter])
     if step == 0:
@@ -162,15 +153,11 @@ def divergence(ranks: Sequence[Mapping[str, NDArray[Any]]]) -> Divergence | None
     return Divergence(rank, step, name, "optimizer" if same else "gradient")
 
 
-def _merged_otherwise(ranks: Sequence[Mapping[str, NDArray[Any]]]) -> Divergence | None:
-    """The first buffer that ranks have merged to other values."""
+def _first_apart(ranks: Sequence[Mapping[str, NDArray[Any]]], name: str) -> tuple[int, int, int] | None:
+    """The first row of ``name`` in which a rank differs from rank 0, that rank, and the column."""
     main, *others = ranks
-    for rank, other in enumerate(others, start=1):
-        apart = np.argwhere(main["buffer_sums"] != other["buffer_sums"])
-        if len(apart):
-            row, buffer = apart[0].tolist()
-            return Divergence(rank, int(main["merged"][row]), str(main["shared"][buffer]), "merge")
-    return None
+    rows = [np.argwhere(main[name] != other[name]).tolist() for other in others]  # in the order of rows
+    return min(((apart[0][0], rank, apart[0][1]) for rank, apart in enumerate(rows, start=1) if apart), default=None)
 
 
 def _wide(rates: Floats, width: int) -> Floats:
@@ -182,28 +169,10 @@ def _columns(file: Path) -> dict[str, NDArray[Any]]:
         return dict(columns)
 
 
-@dataclass(frozen=True)
-class Gap:
-    """How far two runs are apart after each step: relative differences, [steps] each.
-
-    ``weights`` is relative to how far they have moved since the start, and so is each of ``buffers``: [merges].
-    ``validation`` is that of the validation loss: [validations].
-    """
-
-    loss: Floats
-    grad_norm: Floats
-    weights: Floats
-    validation: Floats
-    buffers: dict[str, Floats] = field(default_factory=dict)
-
-    def items(self) -> dict[str, Floats]:
-        return {
-            "loss": self.loss,
-            "gradient norm": self.grad_norm,
-            "weights": self.weights,
-            **{f"{BUFFER}{name}": differences for name, differences in self.buffers.items()},
-            "validation loss": self.validation,
-        }
+#: How far two runs are apart, as relative differences by quantity: ``loss``, ``gradient norm`` and ``weights`` after
+#: each step, the buffers after each merge, the ``validation loss`` at each validation. Weights and buffers are
+#: relative to how far they have moved since the start.
+Gap = dict[str, Floats]
 
 
 def gap_between(one: Trajectory, other: Trajectory) -> Gap:
@@ -212,13 +181,13 @@ def gap_between(one: Trajectory, other: Trajectory) -> Gap:
     pairs = zip(one.validation, other.validation, strict=False)
     losses = [(x["val_loss"], y["val_loss"]) for x, y in pairs if "val_loss" in x and "val_loss" in y]
     ours, theirs = np.array(losses, dtype=np.float64).reshape(-1, 2).T
-    return Gap(
-        loss=_relative(one.loss[:steps], other.loss[:steps]),
-        grad_norm=_relative(one.grad_norm[:steps], other.grad_norm[:steps]),
-        weights=_apart(one.weights[: 1 + steps], other.weights[: 1 + steps]),
-        validation=_relative(ours, theirs),
-        buffers={name: _buffer_gap(one, other, name) for name in one.buffers if name in other.buffers},
-    )
+    return {
+        "loss": _relative(one.loss[:steps], other.loss[:steps]),
+        "gradient norm": _relative(one.grad_norm[:steps], other.grad_norm[:steps]),
+        "weights": _apart(one.weights[: 1 + steps], other.weights[: 1 + steps]),
+        **{f"{BUFFER}{name}": _buffer_gap(one, other, name) for name in one.buffers if name in other.buffers},
+        "validation loss": _relative(ours, theirs),
+    }
 
 
 def _buffer_gap(one: Trajectory, other: Trajectory, name: str) -> Floats:
@@ -251,14 +220,11 @@ def _ratio(distance: Floats, scale: Floats) -> Floats:
     return np.where(np.isnan(ratio), np.inf, ratio)
 
 
-@dataclass(frozen=True)
-class Floor:
+class Floor(dict[str, Floats]):
     """What rounding alone makes of a run: for each quantity of a :class:`Gap` the largest difference seen so far.
 
     Rounding grows from step to step as any perturbation does, so later steps are allowed more.
     """
-
-    values: dict[str, Floats]
 
     def parting(self, gap: Gap, factor: float) -> tuple[str, int] | None:
         """The first quantity and place (from 0) at which ``gap`` is ``factor`` times the floor.
@@ -267,8 +233,8 @@ class Floor:
         weights: they count only where all steps agree.
         """
         first: tuple[str, int] | None = None
-        for name, differences in gap.items().items():
-            allowed = factor * self.values[name][: len(differences)]
+        for name, differences in gap.items():
+            allowed = factor * self[name][: len(differences)]
             beyond = np.flatnonzero(~(differences <= allowed))
             follows = name == "validation loss" or name.startswith(BUFFER)
             if beyond.size and (first is None or (beyond[0] < first[1] and not follows)):
@@ -288,7 +254,7 @@ def floor_of(gaps: list[Gap], reference: Trajectory) -> Floor:
     values = {}
     for name, floor in least.items():
         for gap in gaps:
-            seen = gap.items().get(name, floor[:0])[: len(floor)]
+            seen = gap.get(name, floor[:0])[: len(floor)]
             floor = floor.copy()
             floor[: len(seen)] = np.maximum(floor[: len(seen)], seen)
         values[name] = np.maximum.accumulate(floor) if len(floor) else floor

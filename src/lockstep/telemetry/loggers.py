@@ -1,0 +1,408 @@
+"""The loggers of a run: CSV, TensorBoard, Weights & Biases and MLflow; the last two send in the background.
+
+:data:`LOGGERS` has them by the setting that asks for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import io
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlparse
+
+from lockstep.config import RunConfig
+from lockstep.errors import ConfigError
+from lockstep.events import EpochEnded, Event, PictureDrawn, RunEnded, RunStarted, Sink
+from lockstep.telemetry.files import plain, write_text
+from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.scalars import flattened, named_scalars, plan_values
+
+if TYPE_CHECKING:
+    import wandb
+    from mlflow import MlflowClient
+    from torch.utils.tensorboard import SummaryWriter
+
+#: How long the end of a run waits for a logger.
+CLOSE_TIMEOUT_S = 20.0
+#: Events that may wait for it: a server that does not answer must not fill the memory of a long run.
+MAX_WAITING = 10_000
+
+
+class NamedSink(Sink, Protocol):
+    """A sink with a name for messages."""
+
+    name: str
+
+
+class BackgroundSink:
+    """Passes events on to ``sink`` in a daemon thread, in order.
+
+    What ``sink`` raises ends the thread and is raised here, by the next :meth:`emit` or by :meth:`close`; so is a
+    :class:`TimeoutError` where :data:`MAX_WAITING` events wait.
+
+    Args:
+        close_timeout_s: how long :meth:`close` waits for the events that are still to be passed on.
+    """
+
+    def __init__(self, sink: NamedSink, *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        self.name = sink.name
+        self._sink, self._close_timeout_s = sink, close_timeout_s
+        self._events: SimpleQueue[Event | None] = SimpleQueue()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def emit(self, event: Event) -> None:
+        self._raise()
+        if self._events.qsize() >= MAX_WAITING:
+            raise TimeoutError(f"{MAX_WAITING:,} events wait for it")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"lockstep-{self.name}", daemon=True)
+            self._thread.start()
+        self._events.put(event)
+
+    def close(self) -> None:
+        """Wait for what is still to be passed on.
+
+        Raises:
+            TimeoutError: that took longer than ``close_timeout_s``; the thread is left behind.
+        """
+        if self._thread is None:
+            return
+        self._events.put(None)
+        self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"it had not finished {self._close_timeout_s:g} s after the run's end")
+        self._thread = None
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self) -> None:
+        try:
+            while (event := self._events.get()) is not None:
+                self._sink.emit(event)
+            self._sink.close()
+        except Exception as error:  # any library's failure; raised by the next `emit`
+            self._error = error
+            with contextlib.suppress(Exception):
+                self._sink.close()
+
+
+def _take_pictures() -> bool:
+    """Whether Pillow is installed, with which TensorBoard, W&B and MLflow encode them."""
+    return importlib.util.find_spec("PIL") is not None
+
+
+class CsvSink:
+    """A line an event, a column a name (:func:`~lockstep.telemetry.scalars.named_scalars`), empty where it has none.
+
+    Args:
+        file: a resumed run appends to it, after removing superseded rows.
+    """
+
+    name = "CSV"
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._columns = ["step"]
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            kept = [row for row in self._read() if event.step and int(row["step"]) <= event.step]
+            self._columns = list(kept[0]) if kept else ["step"]
+            self._rewrite(kept)
+        step, values = named_scalars(event)
+        if not values:
+            return
+        row = {"step": str(step), **{name: repr(value) for name, value in values.items()}}
+        new = [name for name in row if name not in self._columns]
+        if new:
+            rows = self._read()
+            self._columns += new
+            self._rewrite([*rows, row])
+            return
+        with self._file.open("r+", encoding="utf-8", newline="") as file:  # a file that was removed is not made again
+            file.seek(0, io.SEEK_END)
+            self._writer(file).writerow(row)
+
+    def close(self) -> None:
+        pass
+
+    def _read(self) -> list[dict[str, str]]:
+        if not self._file.exists():
+            return []
+        with self._file.open(encoding="utf-8", newline="") as file:
+            # The last line may be torn: a writer was killed.
+            return [row for row in csv.DictReader(file) if row["step"].isdigit() and None not in row.values()]
+
+    def _rewrite(self, rows: Sequence[dict[str, str]]) -> None:
+        """The whole file, with the columns that there are now."""
+        text = io.StringIO(newline="")
+        writer = self._writer(text)
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text(self._file, text.getvalue(), durable=False)
+
+    def _writer(self, file: io.TextIOBase | io.StringIO) -> csv.DictWriter[str]:
+        return csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
+
+
+def tensorboard_wanted(setting: str) -> bool:
+    """Whether to write TensorBoard files: ``auto`` means when it is installed."""
+    installed = importlib.util.find_spec("tensorboard") is not None
+    if setting == "on" and not installed:
+        raise ConfigError(
+            "telemetry.tensorboard is on, but TensorBoard is not installed",
+            fix="pip install 'lockstep-train[tensorboard]', or set telemetry.tensorboard=auto",
+        )
+    return installed and setting != "off"
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard over the optimizer step, named as :func:`~lockstep.telemetry.scalars.named_scalars` does.
+
+    Args:
+        folder: where the event files go; a resumed run adds one, which hides what it supersedes.
+    """
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=event.step + 1)
+        if self._writer is None:
+            return
+        step, values = named_scalars(event)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        if isinstance(event, PictureDrawn) and _take_pictures():
+            form = "HW" if event.pixels.ndim == 2 else "HWC"
+            self._writer.add_image(event.name, event.pixels, event.step, dataformats=form)
+        if isinstance(event, EpochEnded | RunEnded):
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WandbSink:
+    """Scalars over ``step``; settings and the plan's decisions as the run's config; results in its summary.
+
+    Every attempt of a run has the run's id, so a resumed run continues there.
+
+    Args:
+        folder: W&B's own files go to ``folder/wandb``.
+        run_id: of the run here; the id there too.
+    """
+
+    name = "W&B"
+
+    def __init__(self, folder: Path, run_id: str, config: RunConfig) -> None:
+        self._folder, self._run_id, self._config = folder, run_id, config
+        self._run: wandb.Run | None = None
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._start(event)
+        if self._run is None:
+            return
+        step, values = named_scalars(event)
+        if values:
+            self._run.log({"step": step, **values})
+        if isinstance(event, PictureDrawn) and _take_pictures():
+            import wandb
+
+            self._run.log({"step": event.step, event.name: wandb.Image(event.pixels)})
+        if isinstance(event, RunEnded):
+            self._run.summary.update({**plain(event.final_metrics), "status": event.status})
+            if event.best_epoch is not None:
+                best = {f"best_{name}": value for name, value in plain(event.best_metric).items()}
+                self._run.summary.update({"best_epoch": event.best_epoch, **best})
+            self._finish(failed=event.status == "failed")
+
+    def close(self) -> None:
+        self._finish(failed=True)
+
+    def _start(self, event: RunStarted) -> None:
+        import wandb
+
+        mode = self._config.telemetry.wandb_mode
+        # Silent: else a terminal would be asked for an API key in mid-run. Its own patience outlasts a short run.
+        quiet = wandb.Settings(silent=True, console="off", init_timeout=CLOSE_TIMEOUT_S)
+        wandb.setup(quiet)
+        self._run = wandb.init(
+            project=self._config.telemetry.wandb_project,
+            id=self._run_id,
+            name=self._config.name or self._run_id,
+            dir=str(self._folder),
+            mode=mode,
+            resume="allow" if mode == "online" else None,
+            config={**self._config.model_dump(mode="json"), "plan": plan_values(event.plan)},
+            settings=quiet,
+        )
+        # Not W&B's own step, which cannot go back: a resumed run repeats what came after its checkpoint.
+        self._run.define_metric("*", step_metric="step")
+
+    def _finish(self, *, failed: bool) -> None:
+        if self._run is not None:
+            run, self._run = self._run, None
+            run.finish(exit_code=int(failed))
+
+
+#: Limits of MLflow's REST API ("Log Batch") and of its parameters' values in older servers.
+_PARAMS_A_CALL, _VALUE_LENGTH = 100, 500
+_STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_RUN_TAG = "lockstep.run"
+
+
+class MlflowSink:
+    """Scalars over the optimizer step; settings and the plan's decisions as parameters.
+
+    All attempts of a run go to one run there, which a tag finds again. Uses a separate client: neither the
+    active run nor the tracking URI of the caller changes.
+
+    Args:
+        folder: without ``telemetry.mlflow_uri`` and ``MLFLOW_TRACKING_URI``, files go to ``folder/mlruns``.
+        run_id: of the run here.
+    """
+
+    name = "MLflow"
+
+    def __init__(self, folder: Path, run_id: str, config: RunConfig) -> None:
+        uri = config.telemetry.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._uri = uri or (folder / "mlruns").as_uri()
+        self._run_id, self._config = run_id, config
+        self._client: MlflowClient | None = None
+        self._there = ""
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._start(event)
+        if self._client is None:
+            return
+        step, values = named_scalars(event)
+        if values:
+            self._log(self._client, step, values)
+        if isinstance(event, PictureDrawn) and _take_pictures():
+            file = f"pictures/{event.name}-epoch-{event.epoch:04d}.png"
+            self._client.log_image(self._there, event.pixels, artifact_file=file)
+        if isinstance(event, RunEnded):
+            self._end(_STATUS.get(event.status, "FAILED"))
+
+    def close(self) -> None:
+        self._end("FAILED")
+
+    def _start(self, event: RunStarted) -> None:
+        from mlflow import MlflowClient
+
+        with _files_allowed(self._uri):
+            client = MlflowClient(tracking_uri=self._uri)
+        name = self._config.telemetry.mlflow_experiment
+        found = client.get_experiment_by_name(name)
+        experiment = client.create_experiment(name) if found is None else found.experiment_id
+        earlier = client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{self._run_id}'", max_results=1)
+        if earlier:
+            self._there = earlier[0].info.run_id
+            client.update_run(self._there, status="RUNNING")
+        else:
+            tags, run_name = {_RUN_TAG: self._run_id}, self._config.name or self._run_id
+            self._there = client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
+            self._log_parameters(client, event.plan)
+        self._client = client
+
+    def _log_parameters(self, client: MlflowClient, plan: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        settings = flattened({**self._config.model_dump(mode="json"), "plan": plan_values(plan)})
+        parameters = [Param(_allowed(key), str(value)[:_VALUE_LENGTH]) for key, value in settings.items()]
+        for start in range(0, len(parameters), _PARAMS_A_CALL):
+            client.log_batch(self._there, params=parameters[start : start + _PARAMS_A_CALL])
+
+    def _log(self, client: MlflowClient, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = round(time.time() * 1000)
+        metrics = [Metric(_allowed(name), float(value), now, step) for name, value in values.items()]
+        client.log_batch(self._there, metrics=metrics)
+
+    def _end(self, status: str) -> None:
+        if self._client is not None:
+            client, self._client = self._client, None
+            client.set_terminated(self._there, status)
+
+
+def _allowed(name: str) -> str:
+    """MLflow's names have letters, digits, and ``_-. :/``."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+@contextmanager
+def _files_allowed(uri: str) -> Iterator[None]:
+    """MLflow 3 opens a store of plain files only on demand; whoever names one, demands it."""
+    variable = "MLFLOW_ALLOW_FILE_STORE"
+    if urlparse(uri).scheme not in {"", "file"} or variable in os.environ:
+        yield
+        return
+    os.environ[variable] = "true"
+    try:
+        yield
+    finally:
+        del os.environ[variable]
+
+
+#: The loggers: the setting of ``telemetry`` that asks for each, and how it is made. The setting of one that needs a
+#: package has the package's name.
+LOGGERS: Mapping[str, Callable[[RunDir, RunConfig], Sink]] = {
+    "tensorboard": lambda run, _: TensorBoardSink(run.logs),
+    "csv": lambda run, _: CsvSink(run.logs / "metrics.csv"),
+    "wandb": lambda run, config: BackgroundSink(WandbSink(run.logs, run.read().id, config)),
+    "mlflow": lambda run, config: BackgroundSink(MlflowSink(run.logs, run.read().id, config)),
+}
+#: Settings of ``telemetry`` with which a run reports to its folder alone.
+QUIET: Mapping[str, Any] = {
+    **{name: "off" if name == "tensorboard" else False for name in LOGGERS},
+    **{"progress": "silent", "system_metrics": False},
+    **dict.fromkeys(("upload_to", "profile", "forecast")),
+}
+
+
+def loggers(run_dir: RunDir, config: RunConfig) -> list[Sink]:
+    """The loggers that ``config`` asks for. Those that may wait for a server do so in the background.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    return [build(run_dir, config) for name, build in LOGGERS.items() if is_wanted(name, config)]
+
+
+def is_wanted(logger: str, config: RunConfig) -> bool:
+    setting = getattr(config.telemetry, logger)
+    if logger == "tensorboard":
+        return tensorboard_wanted(setting)
+    if setting and logger != "csv" and importlib.util.find_spec(logger) is None:
+        raise ConfigError(
+            f"telemetry.{logger} is on, but {logger} is not installed",
+            fix=f"pip install 'lockstep-train[{logger}]', or set telemetry.{logger}=false",
+        )
+    return bool(setting)
