@@ -32,7 +32,8 @@ def train(name, **training):
     store = CheckpointStore(run.run_dir / "checkpoints")
     return {"losses": [json.loads(row)["loss"] for row in rows], "weights": sorted(store.load(4).model)}
 
-print(json.dumps([train("plain"), train("compiled", compile=True, compile_mode="reduce-overhead")]))
+mode = {"compile": True, "compile_mode": "reduce-overhead"}
+print(json.dumps([train("plain"), train("compiled", **mode), train("whole", **mode, compile_loss=True)]))
 """
 
 
@@ -50,13 +51,16 @@ def test_a_compiled_model_trains_as_the_plain_one(tmp_path: Path) -> None:
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=590
     )
     assert done.returncode == 0, done.stderr
-    plain, compiled = json.loads(done.stdout.splitlines()[-1])
+    plain, *others = json.loads(done.stdout.splitlines()[-1])
     assert len(plain["losses"]) == 4
-    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
-    assert compiled["weights"] == plain["weights"]
+    for compiled in others:
+        assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert compiled["weights"] == plain["weights"]
     assert list((tmp_path / "cache").rglob("*.cpp")), "nothing was compiled"
 
 
 def test_a_mode_without_compiling_is_refused() -> None:
     with pytest.raises(ConfigError, match="compile is off"):
         resolve({"training": {"compile_mode": "reduce-overhead"}})
+    with pytest.raises(ConfigError, match="compile_loss is set, but compile is off"):
+        resolve({"training": {"compile_loss": True}})

@@ -150,6 +150,9 @@ class TrainingConfig(Section):
         default="default",
         description="with compile: torch.compile's mode; reduce-overhead replays CUDA graphs, for small models on GPUs",
     )
+    compile_loss: bool = Field(
+        default=False, description="with compile: also compile the task's loss(), for losses of many small operations"
+    )
     activation_checkpointing: bool = Field(
         default=False, description="keep only the inputs of each block, and compute the rest again in the backward pass"
     )
@@ -189,6 +192,8 @@ class TrainingConfig(Section):
     def _mode_of_nothing(self) -> TrainingConfig:
         if self.compile_mode != "default" and not self.compile:
             raise ValueError("compile_mode is set, but compile is off: set compile, or remove compile_mode")
+        if self.compile_loss and not self.compile:
+            raise ValueError("compile_loss is set, but compile is off: set compile, or remove compile_loss")
         return self
 
 

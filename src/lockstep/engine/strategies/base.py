@@ -173,10 +173,14 @@ def refuse_mean(loss: Loss) -> None:
 
 
 class CheckedLoss:
-    """A task's loss, checked on the first batch; a count may have the shape (1,)."""
+    """A task's loss, checked on the first batch; a count may have the shape (1,).
 
-    def __init__(self, task: Task) -> None:
-        self._loss = task.loss
+    Args:
+        mode: compiles the loss, with the model that it calls: a mode of ``torch.compile``.
+    """
+
+    def __init__(self, task: Task, mode: str | None = None) -> None:
+        self._loss = task.loss if mode is None else torch.compile(task.loss, mode=mode)
         self._is_checked = False
 
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
@@ -263,7 +267,10 @@ class SeededDraws:
 
 
 class Replica(NamedTuple):
-    """What one process trains. ``forward`` stands in for ``module`` in the task's loss: wrapped, or ``compiled``."""
+    """What one process trains. ``forward`` stands in for ``module`` in the task's loss: wrapped, or ``compiled``.
+
+    ``loss_mode``: of ``torch.compile``, for the loss; see :class:`CheckedLoss`.
+    """
 
     task: Task
     module: nn.Module
@@ -273,3 +280,4 @@ class Replica(NamedTuple):
     rank: int = 0
     forward: nn.Module | None = None
     compiled: bool = False
+    loss_mode: str | None = None

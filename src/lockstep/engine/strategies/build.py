@@ -61,7 +61,10 @@ def build_strategy(
         return ExactStrategy(replica, world_size=world.size)
     spec = plan.strategy if plan.strategy.one_process or world.size > 1 else find_strategy(auto_strategy(1))
     if config.training.compile and not spec.scatters:
-        replica = replica._replace(forward=_compiled(bare(model), config.training.compile_mode), compiled=True)
+        mode = config.training.compile_mode
+        replica = replica._replace(forward=_compiled(bare(model), mode), compiled=True)
+        if config.training.compile_loss:
+            replica = replica._replace(loss_mode=mode)
     strategy: Strategy = import_module(spec.module).build(replica, config, plan)
     return strategy
 

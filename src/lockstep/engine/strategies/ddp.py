@@ -32,7 +32,6 @@ from lockstep.engine.strategies.base import (
     check_change,
 )
 from lockstep.engine.strategies.single import RanksStrategy
-from lockstep.engine.task import Task
 from lockstep.planning import Plan
 
 #: A sum over up to 4,096 ranks of numbers below this stays below 2²⁴, and so is exact in float32.
@@ -151,17 +150,17 @@ def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
 
 
 class LossModule(nn.Module):
-    """``task.loss`` as a module, so that a wrapper around it sees every method of the model that the task calls.
+    """A task's loss as a module, so that a wrapper around it sees every method of the model that the task calls.
 
     Args:
         trained: has all parameters, those of modules beside ``model`` among them.
     """
 
-    def __init__(self, task: Task, model: nn.Module, trained: nn.Module) -> None:
+    def __init__(self, loss: CheckedLoss, model: nn.Module, trained: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.trained = trained
-        self._loss = CheckedLoss(task)
+        self._loss = loss
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         total, count = self._loss(self.model, batch)
@@ -224,7 +223,7 @@ class DdpStrategy(RanksStrategy):
         return Reduced(self._sums[0].clone(), self._sums[1].clone(), divisor, self._read_flags(step))
 
     def _loss_module(self) -> LossModule:
-        return LossModule(self._task, self._model, self.module)
+        return LossModule(self._ask, self._model, self.module)
 
     def _adapt(self) -> None:
         self._sums.zero_()

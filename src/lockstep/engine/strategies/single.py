@@ -45,7 +45,7 @@ class SingleStrategy:
     def __init__(self, replica: Replica) -> None:
         self.module, device = replica.module, replica.device
         self._task = replica.task
-        self._ask = CheckedLoss(replica.task)
+        self._ask = CheckedLoss(replica.task, replica.loss_mode)
         self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
         self._model = bare(self.module) if replica.forward is None else replica.forward
         self._wrapped = self._model is not bare(self.module)
