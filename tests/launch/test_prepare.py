@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,9 @@ def test_telemetry_that_cannot_be_is_refused_before_there_is_a_run_or_an_attempt
 
 
 def without_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.telemetry import sinks
-
-    find_spec, missing = sinks.importlib.util.find_spec, {"wandb", "mlflow", "tensorboard"}
+    find_spec, missing = importlib.util.find_spec, {"wandb", "mlflow", "tensorboard"}
     monkeypatch.setattr(
-        sinks.importlib.util, "find_spec", lambda name, *more: None if name in missing else find_spec(name, *more)
+        importlib.util, "find_spec", lambda name, *more: None if name in missing else find_spec(name, *more)
     )
 
 

@@ -17,7 +17,7 @@ from lockstep.config.load import MAX_CONFIG_BYTES
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.studio.launch_records import Start
 from lockstep.studio.settings import REFUSED, command_text, flatten
-from lockstep.telemetry import comparison
+from lockstep.telemetry import summary
 from lockstep.telemetry.files import names_in, open_regular, read_bytes, read_json
 from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir
@@ -130,7 +130,7 @@ def form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[s
 
 def compare(runs: Sequence[RunDir], summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The results of several runs, and where their settings and plans differ."""
-    found = comparison.compare(runs)
+    found = summary.compare(runs)
     return {
         "runs": summaries,
         "metrics": _rows(found.results),
