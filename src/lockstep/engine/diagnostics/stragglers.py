@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -102,63 +102,49 @@ SLOW_RATIO, SLOW_SHARE, SLOW_S = 1.3, 0.1, 1e-3
 _UNKNOWN = math.nan
 
 
+def moment(device: torch.device) -> Any:
+    """Now; on a GPU when it has done what it has been given so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def between(start: Any, stop: Any) -> float:
+    """Seconds between two moments of one device, which has done what it had been given at ``stop``."""
+    return float(stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3)
+
+
 class OwnTime:
     """Times one step of this rank until its last own gradient; on a GPU by events, without waiting for it."""
 
     def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], device: torch.device) -> None:
-        self._parameters = parameters
-        self._clock = _GpuClock() if device.type == "cuda" else _HostClock()
+        self._parameters, self._device = parameters, device
+        self._began: Any = None
+        self._marked: Any = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def start(self) -> None:
         """The step begins that :meth:`stop` ends."""
         self.stop()
-        self._clock.begin()
+        self._began = moment(self._device)
         trained = [p for p in self._parameters() if p.requires_grad]  # now: it may change between steps
-        self._hooks = [p.register_post_accumulate_grad_hook(self._clock.mark) for p in trained]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._mark) for p in trained]
+
+    def _mark(self, _: Tensor) -> None:
+        self._marked = moment(self._device)
 
     def stop(self) -> float:
         """Seconds, or NaN when no gradient came; waits for the GPU."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        return self._clock.read()
-
-
-class _HostClock:
-    def __init__(self) -> None:
-        self._began = self._marked = _UNKNOWN
-
-    def begin(self) -> None:
-        self._began, self._marked = time.perf_counter(), _UNKNOWN
-
-    def mark(self, _: Tensor) -> None:
-        self._marked = time.perf_counter()
-
-    def read(self) -> float:
-        seconds, self._marked = self._marked - self._began, _UNKNOWN
-        return seconds
-
-
-class _GpuClock:
-    def __init__(self) -> None:
-        self._began, self._marked = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._any = False
-
-    def begin(self) -> None:
-        self._began.record()
-        self._any = False
-
-    def mark(self, _: Tensor) -> None:
-        self._marked.record()
-        self._any = True
-
-    def read(self) -> float:
-        if not self._any:
+        marked, self._hooks, self._marked = self._marked, [], None
+        if marked is None:
             return _UNKNOWN
-        self._any = False
-        self._marked.synchronize()
-        return float(self._began.elapsed_time(self._marked)) / 1000  # from ms
+        if not isinstance(marked, float):
+            marked.synchronize()
+        return between(self._began, marked)
 
 
 class RankWatch:
