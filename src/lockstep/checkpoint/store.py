@@ -225,7 +225,8 @@ class CheckpointStore(CheckpointReader):
             StorageError: one could not be removed.
         """
         there = self.steps()
-        self._remove_steps(set(there) - {*keep, self.step_of("last"), self.step_of("best")})
+        for step in sorted(set(there) - {*keep, self.step_of("last"), self.step_of("best")}):
+            self._remove_all((folder_name(step) + REPLACED, folder_name(step)))
         aside = {name: step_in(name.removesuffix(BROKEN)) for name in names_in(self.folder) if name.endswith(BROKEN)}
         passed = max(there, default=-1)
         self._remove_all(name for name, step in aside.items() if step is not None and step <= passed)
@@ -268,10 +269,6 @@ class CheckpointStore(CheckpointReader):
                         (self.folder / name).rename(self.path_of(step))
         except OSError as error:
             raise storage_error(error, self.folder) from error
-
-    def _remove_steps(self, steps: Collection[int]) -> None:
-        for step in sorted(steps):
-            self._remove_all((folder_name(step) + REPLACED, folder_name(step)))
 
     def _remove_all(self, names: Iterable[str]) -> None:
         for name in names:

@@ -192,7 +192,7 @@ def _ranks_table(run: State) -> Table:
 def _gpus_table(nodes: Sequence[State]) -> Table:
     rows = [
         (
-            _on_node(gpu["id"], node, nodes),
+            gpu["id"] if len(nodes) == 1 else f"{node['host'].get('name', '?')} {gpu['id']}",
             gpu.get("name") or "",
             _share(gpu.get("utilisation")),
             _memory(gpu.get("memory_gb"), gpu.get("memory_total_gb")),
@@ -218,10 +218,6 @@ def _hosts_table(nodes: Sequence[State]) -> Table:
         for node in nodes
     ]
     return ("host", "cpu", "memory", ""), rows
-
-
-def _on_node(device: str, node: State, nodes: Sequence[State]) -> str:
-    return device if len(nodes) == 1 else f"{node['host'].get('name', '?')} {device}"
 
 
 def _share(value: float | None) -> str:

@@ -65,19 +65,15 @@ def submit(name: str, mapping: Mapping[str, Any], flags: SubmitFlags) -> int:
     """Submit, and follow the job to its end; the exit code of the run."""
     from lockstep.launch.slurm import job_control
 
-    script, config = job_control.prepare_script(name, mapping, _resources(flags))
+    resources = {name: getattr(flags, name) for name in ("partition", "time", "gpus_per_node", "account", "qos")}
+    resources["options"] = tuple(flags.sbatch_option or ())
+    script, config = job_control.prepare_script(name, mapping, resources)
     if flags.print:
         sys.stdout.write(script)
         return 0
     run, job = job_control.submit(script, config)
     sys.stdout.write(f"slurm job {job.id} → {run.path}\n")
     return job_control.follow(run, job, sys.stdout)
-
-
-def _resources(flags: SubmitFlags) -> dict[str, Any]:
-    """The flags as fields of :class:`lockstep.launch.slurm.job.Request`."""
-    names = ("partition", "time", "gpus_per_node", "account", "qos")
-    return {**{name: getattr(flags, name) for name in names}, "options": tuple(flags.sbatch_option or ())}
 
 
 TRAIN = """\

@@ -28,7 +28,7 @@ class Checkpoints:
     def __init__(self, rank: RankContext, task: Task, parts: Parts, log: RunLog, training_data: Any) -> None:
         self._rank, self._task, self._parts, self._log = rank, task, parts, log
         self._stream = training_data if isinstance(training_data, Stream) else None
-        self._divides = rank.plan.sharded or rank.plan.pipelined
+        self._divides = rank.plan.strategy.divides
         self.saved_at = -1
 
     def check(self) -> None:

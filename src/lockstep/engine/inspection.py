@@ -64,6 +64,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         for dataset in filter(None, (datasets.val, datasets.test)):
             read_sample(dataset, 0)
     after = _open_files()
+    with generators_kept():
+        whole_batches = Reader(datasets.train, collate_of(task), 0).gives_whole_batches
     is_stream = datasets.weights is not None and datasets.weights.facts.stream
     opens_files = bool(after.keys() - before.keys())
     return TaskFacts(
@@ -75,7 +77,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         vectors=sum(p.numel() for p in model.parameters() if p.dim() < 2),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
         has_batchnorm=has_batchnorm(model),
-        whole_batches=_gives_whole_batches(task, datasets.train),
+        whole_batches=whole_batches,
         quick_samples=opens_files and not is_stream and has_quick_samples(datasets.train),
         lengths=lengths,
         remarks=remarks_of(datasets.train),
@@ -189,11 +191,6 @@ def _monitor_of(task: Task) -> tuple[str, Mode]:
             fix=f"monitor = ({name!r}, 'min') or ({name!r}, 'max')",
         )
     return name, "min" if mode == "min" else "max"
-
-
-def _gives_whole_batches(task: Task, dataset: Any) -> bool:
-    with generators_kept():
-        return Reader(dataset, collate_of(task), 0).gives_whole_batches
 
 
 def multiply_adds(model: nn.Module, dataset: Any) -> int:

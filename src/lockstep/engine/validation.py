@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class Validation:
         self._rank, self._task, self._datasets, self._parts = rank, task, datasets, parts
         self._loader = rank.plan.loader
         for method in (task.remarks, task.pictures):
-            if (rank.plan.sharded or rank.plan.pipelined) and _needs_model(method):
+            if rank.plan.strategy.divides and any(p.default is p.empty for p in signature(method).parameters.values()):
                 raise UnsupportedError(
                     f"the task's {method.__name__}() takes the model, which strategy "
                     f"{rank.plan.placement['strategy']} divides",
@@ -117,9 +117,5 @@ class Validation:
             self._rank.sink.emit(PictureDrawn(self._rank.attempt, state.epoch + 1, state.step, name, pixels))
 
     def _asked(self, method: Callable[..., Any]) -> Any:
-        divided = self._rank.plan.sharded or self._rank.plan.pipelined
-        return method(bare(self._module)) if signature(method).parameters and not divided else method()
-
-
-def _needs_model(method: Callable[..., Any]) -> bool:
-    return any(parameter.default is Parameter.empty for parameter in signature(method).parameters.values())
+        takes_model = signature(method).parameters and not self._rank.plan.strategy.divides
+        return method(bare(self._module)) if takes_model else method()

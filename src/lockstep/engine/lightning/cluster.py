@@ -9,7 +9,7 @@ import logging
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -125,20 +125,14 @@ class KeptSignals(pl.Callback):
             signal.signal(signal.SIGTERM, self._handler)
 
 
-def local_devices(plan: Plan, world: World) -> list[torch.device]:
-    """The device of each rank of this node."""
-    names: Sequence[str] = plan.placement["devices"]
-    nodes = [World(local_rank=rank, local_size=world.local_size) for rank in range(world.local_size)]
-    return [rank_device(tuple(names), node) for node in nodes]
-
-
 def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig) -> dict[str, Any]:
     """Arguments of a ``Trainer`` for this rank: accelerator, devices, strategy, nodes, cluster environment.
 
     Args:
         distributed: how DDP reduces, and how long a collective may wait.
     """
-    devices = local_devices(plan, world)
+    ranks = [World(local_rank=rank, local_size=world.local_size) for rank in range(world.local_size)]
+    devices = [rank_device(tuple(plan.placement["devices"]), rank) for rank in ranks]
     environment = RankEnvironment(world)
     accelerator = "cpu" if devices[0].type == "cpu" else "cuda"
     strategy: Strategy | str = "auto"

@@ -89,12 +89,6 @@ def sparse_layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.sparse]
 
 
-def untrained(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """Names of parameters that require a gradient and are in no group."""
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
-
-
 def settings_of(optimizer: Optimizer) -> Settings:
     """Each group without its parameters."""
     return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]

@@ -32,7 +32,6 @@ from lockstep.engine.optim.optimizers import (
     scheduler_of,
     settings_of,
     sparse_layers,
-    untrained,
 )
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.partition import Divided
@@ -389,7 +388,8 @@ def _optimizer(task: Task, model: nn.Module, config: RunConfig, plan: Plan) -> t
 
 def untrained_note(update: Update, model: nn.Module, max_norm: float | None) -> str | None:
     """A note where parameters of ``model`` are in no group of the optimizer."""
-    names = untrained(update.optimizer, model)
+    known = {id(parameter) for group in update.optimizer.param_groups for parameter in group["params"]}
+    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
     if not names:
         return None
     some = ", ".join([*names[:3], *(["…"] if len(names) > 3 else [])])

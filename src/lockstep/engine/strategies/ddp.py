@@ -86,10 +86,7 @@ class FlatStrategy(RanksStrategy):
             self._backward(loss)
             total += loss.item()
             count += float(number)
-        return self._reduce(pack(total, count, flags), ran=ran)
-
-    def _reduce(self, numbers: Sequence[float], *, ran: bool) -> Reduced:
-        total, count, flags = self._all_reduce(numbers, ran=ran)
+        total, count, flags = self._all_reduce(pack(total, count, flags), ran=ran)
         check_change(flags, self._world_size)
         return Reduced(torch.tensor(total, dtype=torch.float64), count, 1.0, flags)
 

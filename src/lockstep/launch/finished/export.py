@@ -93,7 +93,11 @@ def export(
             restore(built, model, snapshot, run.path)
             built.export(bare(model.eval()), building)
         if "lightning" in snapshot.trainer:
-            _write_module(snapshot, building)
+            import torch
+
+            from lockstep.engine.lightning.callback import checkpoint_file
+
+            torch.save(checkpoint_file(snapshot), building / "module.ckpt")
         record = run.read()
         metadata = {
             "run": record.id,
@@ -163,15 +167,6 @@ def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return {name: tree_map(first, value) for name, value in bound.arguments.items()}
 
 
-def _example_batch(task: Task, datasets: Datasets, size: int = 2) -> Any:
-    """A small batch of training data, as the task's loss takes it."""
-    import numpy as np
-
-    from lockstep.data.requests import fetch
-
-    return fetch(datasets.train, task.collate, 0, 0, np.arange(min(size, len(datasets.train)), dtype=np.int64))
-
-
 def _model_inputs(task: Task, model: nn.Module, datasets: Datasets) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the task passes to ``model.forward`` for a small batch, found by watching it.
 
@@ -181,10 +176,13 @@ def _model_inputs(task: Task, model: nn.Module, datasets: Datasets) -> tuple[tup
     """
     if isinstance(task, ModuleTask):
         return _example_of(model)
-    batch = _example_batch(task, datasets)
+    import numpy as np
     import torch
 
     from lockstep._compat.torch import tree_map
+    from lockstep.data.requests import fetch
+
+    batch = fetch(datasets.train, task.collate, 0, 0, np.arange(min(2, len(datasets.train)), dtype=np.int64))
 
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -220,15 +218,6 @@ def _example_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, dict):
         return (), example
     return (tuple(example) if isinstance(example, (list, tuple)) else (example,)), {}
-
-
-def _write_module(snapshot: Snapshot, folder: Path) -> None:
-    """``module.ckpt`` for ``LightningModule.load_from_checkpoint``: the weights, and what the module was made with."""
-    import torch
-
-    from lockstep.engine.lightning.callback import checkpoint_file
-
-    torch.save(checkpoint_file(snapshot), folder / "module.ckpt")
 
 
 def _write_example(folder: Path, program: bool) -> None:
