@@ -12,23 +12,19 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
 from lockstep.errors import ConfigError, DataError
-from lockstep.planning.decision import Decision, Decisions, by_key
+from lockstep.planning.decision import Decision, Decisions, Frozen, by_key
 
 Span = tuple[int, int]
 Tail = Literal["spread", "merge", "drop"]
 
 
-class BatchPlan(BaseModel):
+class BatchPlan(Frozen):
     """Sizes in samples. ``batch_size`` is the largest micro-batch of one device, before samples that are merged.
 
     ``ranks`` processes share every window; each holds ``devices_per_rank`` devices (more than one
     under ``dp`` only). ``least_window`` and ``least_part`` are 2 where BatchNorm needs two samples.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     samples: int
     global_batch: int

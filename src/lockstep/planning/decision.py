@@ -6,6 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
+
+class Frozen(BaseModel):
+    """What a plan is made of: immutable, and read again from ``plan.json``."""
+
+    model_config = ConfigDict(frozen=True)
+
+
 Value = bool | int | float | str | None
 
 

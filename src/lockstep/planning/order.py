@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import BaseModel, ConfigDict
-
 from lockstep.config.sections import DataConfig
 from lockstep.errors import ConfigError
 from lockstep.events import Note
-from lockstep.planning.decision import Decision
+from lockstep.planning.decision import Decision, Frozen
 
 #: Samples of a default window: wide enough for little padding, narrow enough to mix a large data set.
 WINDOW = 4096
@@ -22,14 +20,12 @@ MIN_WINDOW_SAMPLES = 512
 BLOCKS = 8
 
 
-class SamplingFacts(BaseModel):
+class SamplingFacts(Frozen):
     """How the task's samples are chosen, where that is not each of them once an epoch.
 
     ``kind``: for people. ``digest``: a hash of the weights. ``positions``: of an epoch; ``most``: that it can have.
     ``stream``: they are read in order, by one process.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     kind: str
     digest: str
@@ -38,7 +34,7 @@ class SamplingFacts(BaseModel):
     stream: bool = False
 
 
-class OrderPlan(BaseModel):
+class OrderPlan(Frozen):
     """Sizes in samples; all ``None`` when the order is a plain shuffle.
 
     ``window`` samples are sorted by length together, in blocks of ``block``. The items of a step are split into
@@ -46,8 +42,6 @@ class OrderPlan(BaseModel):
     ``sampling``: how samples are chosen, with a ``digest`` of the weights; ``positions``: of an epoch. A resume keeps
     all of it.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     window: int | None = None
     block: int | None = None

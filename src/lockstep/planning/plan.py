@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from lockstep.events import Note
 from lockstep.planning.batch import BatchPlan
-from lockstep.planning.decision import Decision, upgraded
+from lockstep.planning.decision import Decision, Frozen, upgraded
 from lockstep.planning.order import OrderPlan, SamplingFacts
 from lockstep.planning.schedule import Schedule
 from lockstep.strategies import StrategySpec, find_strategy
@@ -17,11 +17,7 @@ from lockstep.strategies import StrategySpec, find_strategy
 Mode = Literal["min", "max"]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class LoaderFacts(_Frozen):
+class LoaderFacts(Frozen):
     """The user's ``DataLoader``: samples per device, whether it shuffles, whether it leaves out a short last batch.
 
     ``whole_steps``: the module optimizes manually, so that every batch is a step: there is no accumulation.
@@ -35,7 +31,7 @@ class LoaderFacts(_Frozen):
     batches: int | None = None
 
 
-class TaskFacts(_Frozen):
+class TaskFacts(Frozen):
     """What the plan must know of a task: sizes of its data and traits of its model.
 
     ``whole_batches``: a batch is one gather. ``quick_samples``: of data that reading opens, a sample is made in less
@@ -79,7 +75,7 @@ class TaskFacts(_Frozen):
     opens_files: bool = False
 
 
-class ResumePoint(_Frozen):
+class ResumePoint(Frozen):
     """Where an earlier attempt stopped; sizes in samples. ``hold``: keep its global batch. Its order always stays.
 
     ``fingerprint``: of the data it was trained on. ``accept_data``: resume on other data of the same length.
@@ -96,7 +92,7 @@ class ResumePoint(_Frozen):
     accept_data: bool = False
 
 
-class LoaderPlan(_Frozen):
+class LoaderPlan(Frozen):
     """Input pipeline of one rank.
 
     ``most_workers``: with more than ``num_workers`` of them the loader may start processes after its first batches.
@@ -109,7 +105,7 @@ class LoaderPlan(_Frozen):
     pin_memory: bool
 
 
-class Plan(_Frozen):
+class Plan(Frozen):
     """Everything computed before the first step. ``position`` and sizes are in samples, ``lr`` per step.
 
     ``decisions``: every automatic choice by its key, in reading order: ``plan.decisions["lr"].reason``.

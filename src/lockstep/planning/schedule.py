@@ -12,11 +12,9 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from lockstep.config import SchedulerConfig
 from lockstep.events import Note
-from lockstep.planning.decision import Decision
+from lockstep.planning.decision import Decision, Frozen
 
 #: Default length of the warm-up, in epochs.
 WARMUP_EPOCHS = 2
@@ -24,7 +22,7 @@ WARMUP_EPOCHS = 2
 ONE_CYCLE_RISE, ONE_CYCLE_START = 0.3, 25.0
 
 
-class Schedule(BaseModel):
+class Schedule(Frozen):
     """``at(step)`` gives the learning rate of the step that follows ``step`` finished ones.
 
     ``lr`` is the highest one, in which ``scale`` is what scaling by the batch multiplied it by.
@@ -32,8 +30,6 @@ class Schedule(BaseModel):
     ``offset`` moves the origin when a resume changes the global batch (``--rescale-batch``), so that
     the schedule continues at the same share of the data.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant", "wsd", "onecycle", "plateau"]
     lr: float

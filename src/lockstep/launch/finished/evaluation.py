@@ -83,30 +83,13 @@ def wanted_on(
 
 
 def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:
-    """``function`` on a rank for each device: on one device in this process."""
-    return (_here if int(wanted.plan.placement["world_size"]) == 1 else _on_ranks)(function, wanted, task)
-
-
-def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConfig:
-    """The run's configuration on other devices, with the backend that they need."""
-    chosen: Any = devices
-    if chosen is None and config.hardware.selected_devices not in (None, ("all",)):
-        chosen = config.hardware.selected_devices[:1]
-    hardware = {"selected_devices": chosen, "strategy": strategy}
-    return resolve(config.model_dump(mode="json"), {"hardware": hardware, "distributed": {"backend": "auto"}})
-
-
-def _here(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:
-    """Evaluate in this process, on one device."""
-    return function(reopen(wanted, task, World(), Collectives(World())))
-
-
-def _on_ranks(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:
-    """Start a rank for each device and wait for the result.
+    """``function`` on a rank for each device: on one device in this process.
 
     Raises:
         LockstepError: that of the rank that failed. KeyboardInterrupt: a stop was requested.
     """
+    if int(wanted.plan.placement["world_size"]) == 1:
+        return function(reopen(wanted, task, World(), Collectives(World())))
     config, plan = wanted.config, wanted.plan
     refuse_several(task, plan.placement["devices"])
     with temporary_folder("lockstep-evaluate-") as path:
@@ -123,6 +106,15 @@ def _on_ranks(function: Compute, wanted: Evaluation, task: Task) -> dict[str, An
             hang_timeout_s=config.launch.hang_timeout_s,
         )
         return found[0]
+
+
+def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConfig:
+    """The run's configuration on other devices, with the backend that they need."""
+    chosen: Any = devices
+    if chosen is None and config.hardware.selected_devices not in (None, ("all",)):
+        chosen = config.hardware.selected_devices[:1]
+    hardware = {"selected_devices": chosen, "strategy": strategy}
+    return resolve(config.model_dump(mode="json"), {"hardware": hardware, "distributed": {"backend": "auto"}})
 
 
 def _on_rank(rank: Rank, function: Compute, wanted: Evaluation) -> dict[str, Any]:
