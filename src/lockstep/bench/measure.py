@@ -6,7 +6,6 @@ Every moment of a step belongs to exactly one part, so the parts add up to the s
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from lockstep.config import RunConfig
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Request
 from lockstep.engine.distributed.collectives import Collectives, shared
-from lockstep.engine.distributed.staging import finish, to_device
+from lockstep.engine.distributed.staging import between, finish, moment, to_device
 from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.parts import Parts, build_parts
 from lockstep.engine.process.runtime import rank_device, runtime
@@ -74,20 +73,6 @@ class Stopwatch:
             if found:
                 found[-1]["other" if part == _NEXT_STEP else part] += between(start, stop)
         return found
-
-
-def moment(device: torch.device) -> Any:
-    """Now; on a GPU when it has done what it has been given so far."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def between(start: Any, stop: Any) -> float:
-    """Seconds between two moments of one device that has finished (:func:`.staging.finish`)."""
-    return float(stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3)
 
 
 def time_update(parts: Parts, watch: Stopwatch) -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.distributed.staging import between, moment
 from lockstep.events import Event, Note, RanksLogged, RankState
 
 
@@ -100,20 +101,6 @@ JUDGED_ROWS = 5
 SLOW_RATIO, SLOW_SHARE, SLOW_S = 1.3, 0.1, 1e-3
 
 _UNKNOWN = math.nan
-
-
-def moment(device: torch.device) -> Any:
-    """Now; on a GPU when it has done what it has been given so far."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def between(start: Any, stop: Any) -> float:
-    """Seconds between two moments of one device, which has done what it had been given at ``stop``."""
-    return float(stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3)
 
 
 class OwnTime:

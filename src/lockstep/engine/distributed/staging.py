@@ -1,4 +1,4 @@
-"""Tensors to where they are needed: batches to the model's device, small tensors to other ranks.
+"""Tensors to where they are needed: batches to the model's device, small tensors to other ranks; and when that is done.
 
 gloo moves host memory only (for some collectives), so with a gloo group a tensor on a GPU is staged
 through the host. Without a process group, one process is a group of one.
@@ -80,6 +80,20 @@ def finish(device: torch.device) -> None:
     """Wait until ``device`` has done all that it was given; the host has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def moment(device: torch.device) -> Any:
+    """Now; on a GPU when it has done what it has been given so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def between(start: Any, stop: Any) -> float:
+    """Seconds between two moments of one device, which has done what it had been given at ``stop``."""
+    return float(stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3)
 
 
 Group = dist.ProcessGroup | None
