@@ -109,7 +109,7 @@ def test_an_archive_of_something_else_is_refused(tmp_path: Path, monkeypatch: py
         content.writestr("readme.txt", b"something else")
     with (
         serve(Site((tmp_path / "other.zip").read_bytes())) as site,
-        pytest.raises(DataError, match="does not hold UCI-HAR"),
+        pytest.raises(DataError, match="does not hold UCI HAR Dataset"),
     ):
         fetch_uci(tmp_path / "data", Archive(site.url))
     assert find_uci(tmp_path / "data") is None

@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from lockstep.errors import DataError
@@ -66,6 +66,29 @@ def _write(content: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> None
     assert source is not None, "a regular file has content"
     with source, path.open("wb") as file:
         shutil.copyfileobj(source, file)
+
+
+def put_unpacked(archive: Path, target: Path, unpack: Callable[[Path], Path]) -> None:
+    """Let the folder that ``unpack`` makes of ``archive``, in a temporary folder, become ``target``.
+
+    Where another process was faster, its folder is used.
+
+    Raises:
+        DataError: there is no such folder in it, or it cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent, ignore_cleanup_errors=True) as temporary:
+        unpacked = unpack(Path(temporary))
+        if not unpacked.is_dir():
+            raise DataError(
+                f"{archive} does not hold {target.name}",
+                why=f"there is no {unpacked.parent.name}/{unpacked.name} in it",
+                fix="remove it and fetch it again",
+            )
+        with contextlib.suppress(OSError):
+            unpacked.rename(target)
+    if not target.is_dir():
+        raise DataError(f"cannot write {target}", fix="move away what is there, or choose another --data-dir")
 
 
 @contextlib.contextmanager

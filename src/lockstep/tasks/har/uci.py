@@ -6,17 +6,16 @@ Smartphones", ESANN 2013; https://doi.org/10.24432/C54S4K, CC BY 4.0. Windows of
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.archive import extract_zip
+from lockstep.data.archive import extract_zip, put_unpacked
 from lockstep.data.download import download
 from lockstep.errors import DataError
 from lockstep.tasks.har.windows import HarData, check_subjects, checked, select
@@ -64,22 +63,13 @@ def fetch_uci(folder: Path, archive: Archive = ARCHIVE) -> Path:
     if found is not None:
         return found
     outer = download(archive.url, folder / "uci-har.zip", archive.sha256, size=archive.size)
-    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder, ignore_cleanup_errors=True) as name:
-        temporary = Path(name)
-        inner = extract_zip(outer, temporary / "outer") / f"{FOLDER}.zip"
-        unpacked = extract_zip(inner, temporary / "inner") / FOLDER if inner.exists() else temporary / "outer" / FOLDER
-        if not (unpacked / "train").is_dir():
-            raise DataError(
-                f"{outer} does not hold UCI-HAR",
-                why=f"there is no {FOLDER}/train in it",
-                fix="remove it and fetch it again",
-            )
-        # Another process may have been faster: then its folder is as good as ours.
-        with contextlib.suppress(OSError):
-            unpacked.rename(folder / FOLDER)
-    if find_uci(folder) is None:
-        raise DataError(f"cannot write {folder / FOLDER}", fix="move away what is there, or choose another --data-dir")
+    put_unpacked(outer, folder / FOLDER, partial(_unpack, outer))
     return folder / FOLDER
+
+
+def _unpack(outer: Path, temporary: Path) -> Path:
+    inner = extract_zip(outer, temporary / "outer") / f"{FOLDER}.zip"
+    return (extract_zip(inner, temporary / "inner") if inner.exists() else temporary / "outer") / FOLDER
 
 
 def load_uci(folder: Path, *, val_subjects: Sequence[int] | None) -> HarData:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.errors import DataError, UnsupportedError
+from lockstep.errors import DataError, StorageError, UnsupportedError
 from lockstep.tasks.autoencoder.digits import load_digits
 from lockstep.tasks.speech.cache import cache_folder
+from lockstep.telemetry.creation import make_folder
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 SPLITS = ("train", "val", "test")
@@ -37,19 +36,22 @@ def digits_folder() -> Path:
     folder = cache_folder() / "digits-png"
     if folder.is_dir():
         return folder
-    image, building = _pillow(), folder.with_name(f"digits-png.{os.getpid()}")
+    try:
+        make_folder(folder, _write_digits)
+    except StorageError:
+        if not folder.is_dir():  # else another process was faster
+            raise
+    return folder
+
+
+def _write_digits(folder: Path) -> None:
+    image = _pillow()
     for split in SPLITS:
         digits = load_digits(split)  # type: ignore[arg-type]
         for number, (pixels, label) in enumerate(zip(digits.images, digits.labels, strict=True)):
-            place = building / split / str(label)
+            place = folder / split / str(label)
             place.mkdir(parents=True, exist_ok=True)
-            grey = (pixels[0] * 255 + 0.5).astype(np.uint8)
-            image.fromarray(grey).save(place / f"{number:04}.png")
-    try:
-        building.rename(folder)
-    except OSError:  # another process was faster
-        shutil.rmtree(building, ignore_errors=True)
-    return folder
+            image.fromarray((pixels[0] * 255 + 0.5).astype(np.uint8)).save(place / f"{number:04}.png")
 
 
 def list_images(folder: Path, val_share: float) -> dict[str, Listed]:

@@ -6,12 +6,11 @@ https://www.openslr.org/12, CC BY 4.0.
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
-from lockstep.data.archive import extract_tar
+from lockstep.data.archive import extract_tar, put_unpacked
 from lockstep.data.download import download
 from lockstep.errors import ConfigError, DataError
 from lockstep.tasks.speech.manifest import Row
@@ -76,21 +75,8 @@ def fetch_librispeech(
     for name in wanted:
         if name not in find_librispeech(folder):
             archive = download(f"{url}/{name}.tar.gz", folder / f"{name}.tar.gz", archives[name])
-            _unpack(archive, folder, name)
+            put_unpacked(archive, folder / FOLDER / name, partial(_unpack, archive, name))
 
 
-def _unpack(archive: Path, folder: Path, name: str) -> None:
-    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder, ignore_cleanup_errors=True) as temporary:
-        unpacked = extract_tar(archive, Path(temporary, "out"), max_bytes=MAX_UNPACKED_BYTES) / FOLDER
-        if not (unpacked / name).is_dir():
-            raise DataError(
-                f"{archive} does not hold {name}",
-                why=f"there is no {FOLDER}/{name} in it",
-                fix="remove it and fetch it again",
-            )
-        (folder / FOLDER).mkdir(exist_ok=True)
-        # Another process may have been faster: then its folder is as good as ours.
-        with contextlib.suppress(OSError):
-            (unpacked / name).rename(folder / FOLDER / name)
-    if name not in find_librispeech(folder):
-        raise DataError(f"cannot write {folder / FOLDER / name}", fix="choose another --data-dir")
+def _unpack(archive: Path, name: str, temporary: Path) -> Path:
+    return extract_tar(archive, temporary / "out", max_bytes=MAX_UNPACKED_BYTES) / FOLDER / name
