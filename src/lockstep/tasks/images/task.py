@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from lockstep.engine.task import Callback, Context, Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.models.vision import ResNet, Vit
-from lockstep.tasks.har.metrics import count, scores
+from lockstep.tasks.har.metrics import ClassScores
 from lockstep.tasks.images.folders import Augmentation, Images, Listed, digits_folder, is_grey, list_images, readable
 
 #: Pictures of mistakes that are shown.
@@ -55,20 +55,20 @@ class ImagesConfig(TaskConfig):
     freeze_epochs: int = Field(default=0, ge=0, description="train the head only in the first N epochs")
 
 
-class ImageScores:
-    """Accuracy, macro F1, confusion matrix, a table of classes, and the mistakes with the largest losses.
+class ImageScores(ClassScores):
+    """Scores of classes, a table of them, and the mistakes with the largest losses.
 
     ``per_class``: (classes, 4): precision, recall, F1 and number of images.
     """
 
     def __init__(self, classes: int) -> None:
-        self._confusion = torch.zeros(classes, classes, dtype=torch.int64)
+        super().__init__(classes)
         self._rows = 0
         #: (loss, index, predicted, label) of the worst ones.
         self.mistakes: list[tuple[float, int, int, int]] = []
 
-    def update(self, predicted: Tensor, labels: Tensor, losses: Tensor) -> None:
-        self._confusion = self._confusion + count(predicted, labels, len(self._confusion))
+    def update(self, predicted: Tensor, labels: Tensor, losses: Tensor) -> None:  # type: ignore[override]
+        super().update(predicted, labels)
         wrong = (predicted != labels).nonzero().flatten().tolist()
         self.mistakes += [(float(losses[i]), self._rows + i, int(predicted[i]), int(labels[i])) for i in wrong]
         self.mistakes = sorted(self.mistakes, reverse=True)[:WORST]
@@ -78,7 +78,7 @@ class ImageScores:
         right, said, true = self._confusion.diagonal(), self._confusion.sum(0), self._confusion.sum(1)
         columns = right / said.clamp(min=1), right / true.clamp(min=1), 2 * right / (said + true).clamp(min=1), true
         table = torch.stack([column.double() for column in columns], dim=1)
-        return {**scores(self._confusion), "confusion": self._confusion, "per_class": table}
+        return {**super().compute(), "per_class": table}
 
 
 class _Unfreeze(Callback):
