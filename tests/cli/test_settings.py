@@ -18,8 +18,8 @@ from lockstep.tasks.trusted_tasks import class_paths, remember
 from lockstep.telemetry.rundir import RunDir
 
 
-def mapping_of(*, task: str | None = "har", ranks_are_given: bool = False, **flags: Any) -> dict[str, Any]:
-    return to_mapping(Settings(**flags), task, ranks_are_given=ranks_are_given)[1]
+def mapping_of(*, task: str | None = "har", **flags: Any) -> dict[str, Any]:
+    return to_mapping(Settings(**flags), task)[1]
 
 
 def value_at(mapping: Any, key: str) -> Any:
@@ -82,7 +82,7 @@ def test_the_defaults_that_the_help_states_are_those_of_the_settings() -> None:
 
 
 def test_flags_that_are_not_given_override_nothing() -> None:
-    assert to_mapping(NO_SETTINGS, "har", ranks_are_given=False) == ("har", {"task": {"name": "har"}})
+    assert to_mapping(NO_SETTINGS, "har") == ("har", {"task": {"name": "har"}})
 
 
 @given(st.sets(st.sampled_from(sorted(VALUES))))
@@ -106,19 +106,19 @@ def test_the_task_comes_from_the_command_line_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("task: {name: other.py:Task, width: 3}\n")
     with pytest.raises(TaskError, match="which you have not trained"):
-        to_mapping(Settings(config=[file]), None, ranks_are_given=False)
+        to_mapping(Settings(config=[file]), None)
     remember(class_paths({"name": "other.py:Task"}))
-    assert to_mapping(Settings(config=[file]), None, ranks_are_given=False)[0] == "other.py:Task"
-    name, mapping = to_mapping(Settings(config=[file]), "mine.py:Task", ranks_are_given=False)
+    assert to_mapping(Settings(config=[file]), None)[0] == "other.py:Task"
+    name, mapping = to_mapping(Settings(config=[file]), "mine.py:Task")
     assert (name, mapping["task"]) == ("mine.py:Task", {"name": "mine.py:Task", "width": 3})
     with pytest.raises(UsageError, match="no task was named"):
-        to_mapping(NO_SETTINGS, None, ranks_are_given=False)
+        to_mapping(NO_SETTINGS, None)
 
 
 def test_the_configuration_of_a_run_can_be_given_again(tmp_path: Path) -> None:
     config = resolve({"task": {"name": "har"}, "hardware": {"selected_devices": ["cpu", "cpu"]}, "runs_dir": "r"})
     run = RunDir.create(tmp_path / "run", config, run_id="run-00000000", command=[])
-    name, mapping = to_mapping(Settings(config=[run.config_file]), None, ranks_are_given=False)
+    name, mapping = to_mapping(Settings(config=[run.config_file]), None)
     assert name == "har"
     assert resolve(mapping) == config
 
@@ -140,11 +140,7 @@ def test_document_001s_spellings(flags: dict[str, Any], settings: dict[str, Any]
     assert mapping_of(**flags)["hardware"] == settings
 
 
-def test_under_torchrun_its_processes_are_the_ranks() -> None:
-    assert mapping_of(multi_gpu="ddp", ranks_are_given=True)["hardware"] == {"strategy": "ddp"}
-
-
-def test_whether_ranks_are_given_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_its_processes_are_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert to_mapping(Settings(multi_gpu="ddp"), "har")[1]["hardware"] == {"strategy": "ddp"}

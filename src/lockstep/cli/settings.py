@@ -178,13 +178,8 @@ def all_flags() -> list[str]:
     return ["--" + name.replace("_", "-") for name in _FLAGS]
 
 
-def to_mapping(
-    settings: Settings, task: str | None, *, ranks_are_given: bool | None = None
-) -> tuple[str, dict[str, Any]]:
+def to_mapping(settings: Settings, task: str | None) -> tuple[str, dict[str, Any]]:
     """The task's name, and the nested settings that files, ``--set`` and flags give, later over earlier.
-
-    Args:
-        ranks_are_given: whether torchrun or srun has started the ranks; ``None`` reads the environment.
 
     Raises:
         UsageError: no task, or flags that contradict each other.
@@ -192,12 +187,8 @@ def to_mapping(
     """
     from lockstep.config import load, resolve
 
-    if ranks_are_given is None:
-        from lockstep.hardware.world import read_world
-
-        ranks_are_given = read_world(os.environ).from_outside
     given = {key: value for name, key in SHORT_NAMES.items() if (value := getattr(settings, name)) is not None}
-    given |= _aliases(settings, ranks_are_given)
+    given |= _aliases(settings)
     overrides = nested({key: str(value) if isinstance(value, Path) else value for key, value in given.items()})
     mapping = load(settings.config or (), settings.set or (), overrides)
     if settings.init_from is not None:
@@ -226,8 +217,10 @@ def _refuse_unknown_code(sets: Sequence[str], task: str | None, mapping: dict[st
         require_known(named_in(mapping), "the configuration", given)
 
 
-def _aliases(settings: Settings, ranks_are_given: bool) -> dict[str, Any]:
+def _aliases(settings: Settings) -> dict[str, Any]:
     """What document 001's spellings mean."""
+    from lockstep.hardware.world import read_world
+
     result: dict[str, Any] = {}
     if settings.gpu_ids is not None:
         if settings.devices is not None:
@@ -238,7 +231,7 @@ def _aliases(settings: Settings, ranks_are_given: bool) -> dict[str, Any]:
         if settings.strategy not in (None, settings.multi_gpu):
             raise _contradiction(f"--multi-gpu {settings.multi_gpu}", f"--strategy {settings.strategy}", "")
         result["hardware.strategy"] = settings.multi_gpu
-        if settings.devices is None and settings.gpu_ids is None and not ranks_are_given:
+        if settings.devices is None and settings.gpu_ids is None and not read_world(os.environ).from_outside:
             result["hardware.selected_devices"] = "all"
     if settings.no_amp:
         if settings.precision not in (None, "32"):
