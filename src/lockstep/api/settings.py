@@ -87,7 +87,8 @@ def mapping_of(config: RunConfig | Mapping[str, Any] | None, settings: Mapping[s
         given = config.model_dump(exclude_unset=True, mode="json")
     else:
         given = nested(config or {})
-    result = merge(given, from_keywords({name: _plain(value) for name, value in settings.items()}))
+    plain = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in settings.items()}
+    result = merge(given, from_keywords(plain))
     if result.get("init_from") is not None:
         result["init_from"] = weights_folder(str(result["init_from"]), Path(result.get("runs_dir", "runs")))
     return result
@@ -98,7 +99,3 @@ def weights_folder(ref: str, runs_dir: Path) -> str:
     from lockstep.telemetry.lookup import find_run
 
     return ref if Path(ref).exists() else str(find_run(ref, runs_dir).path)
-
-
-def _plain(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -157,7 +157,7 @@ class Plan(Frozen):
     @property
     def sharded_checkpoints(self) -> bool:
         """Whether each rank writes its part of a checkpoint."""
-        return "checkpoints" in self.decisions and bool(self.decisions["checkpoints"].value)
+        return bool(self.value("checkpoints"))
 
     def value(self, key: str, default: Any = None) -> Any:
         """Of a decision that only some plans have."""
@@ -166,7 +166,7 @@ class Plan(Frozen):
     @property
     def one_message(self) -> bool:
         """Whether ddp reduces all gradients in one message after the backward."""
-        return "one_message" in self.decisions and bool(self.decisions["one_message"].value)
+        return bool(self.value("one_message"))
 
     @property
     def world_size(self) -> int:
