@@ -100,26 +100,42 @@ def run_settings(corpus: Path) -> dict[str, Any]:
     return {"data": {"data_dir": str(corpus)}, "training": training}
 
 
-def trained(rank: int, size: int, folder: Path) -> list[float]:
-    _, events = attempt(SmallText, folder / str(size), rank, size, **run_settings(folder / "corpus.txt"))
-    return [event.loss for event in events if type(event).__name__ == "StepLogged"]
+class PackedConfig(SmallConfig):
+    pack: bool = True
+
+
+class PackedText(TextTask):
+    Config = PackedConfig
+
+
+def trained(rank: int, size: int, folder: Path) -> list[list[float]]:
+    """The losses of a run of windows, and of one of packed documents."""
+    losses = []
+    for task, name, corpus in ((SmallText, f"{size}", "corpus.txt"), (PackedText, f"packed-{size}", "corpus.jsonl")):
+        _, events = attempt(task, folder / name, rank, size, **run_settings(folder / corpus))
+        losses.append([event.loss for event in events if type(event).__name__ == "StepLogged"])
+    return losses
+
+
+Runs = tuple[Path, list[list[float]], list[list[float]]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], list[float]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("text")
     written(folder)
+    written(folder, "corpus.jsonl", "".join(json.dumps({"text": TEXT[: 5 + n % 40]}) + "\n" for n in range(80)))
     one = trained(0, 1, folder)
     return folder, one, run_ranks(trained, 2, folder)[0]
 
 
-def test_two_ranks_have_the_losses_of_one_with_ragged_batches(runs: tuple[Path, list[float], list[float]]) -> None:
-    _, one, two = runs
-    assert len(one) > 5 and one[-1] < one[0]
-    np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
+def test_two_ranks_have_the_losses_of_one_with_ragged_batches(runs: Runs) -> None:
+    for one, two in zip(*runs[1:], strict=True):
+        assert len(one) > 5 and one[-1] < one[0]
+        np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
 
 
-def test_a_trained_run_generates_and_exports(runs: tuple[Path, list[float], list[float]], tmp_path: Path) -> None:
+def test_a_trained_run_generates_and_exports(runs: Runs, tmp_path: Path) -> None:
     run = RunDir(runs[0] / "1")
     made, model = load_model(run)
     assert isinstance(made, TextTask)
