@@ -129,14 +129,17 @@ class CheckpointStore(CheckpointReader):
         """Make ``path`` a link to the file of another checkpoint with the same content, else write it."""
         from lockstep.checkpoint.content import Hashing, write_model
 
-        hashed = Hashing()
-        aliases = write_model(hashed, tensors)
-        for step in reversed(self.steps()):
-            with contextlib.suppress(CheckpointError, OSError, NotImplementedError):
-                earlier = self.path_of(step)
-                if read_manifest(earlier).files.get(path.name) == hashed.digest:
-                    path.hardlink_to(earlier / path.name)
-                    return aliases, hashed.digest
+        earlier: dict[Digest | None, Path] = {}
+        for step in self.steps():
+            with contextlib.suppress(CheckpointError):
+                folder = self.path_of(step)
+                earlier[read_manifest(folder).files.get(path.name)] = folder / path.name
+        if earlier.keys() - {None}:
+            hashed = Hashing()
+            aliases = write_model(hashed, tensors)
+            with contextlib.suppress(KeyError, OSError, NotImplementedError):
+                path.hardlink_to(earlier[hashed.digest])
+                return aliases, hashed.digest
         return self._write_tensors(path, tensors)
 
     def _write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, str], Digest]:
