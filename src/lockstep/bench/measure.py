@@ -144,13 +144,6 @@ class LastGradient:
 COUNTED = 8
 
 
-class FlopCount(NamedTuple):
-    """Floating-point operations of one sample, or ``None``, and why."""
-
-    per_sample: float | None
-    note: str
-
-
 class Site(NamedTuple):
     """What the cases of one trial share."""
 
@@ -166,13 +159,13 @@ def measure_cases(
 ) -> None:
     """Report a row for each case, in their order."""
     with on_site(rank, first.config, first.plan) as site:
-        flops = count_flops(site, first.plan) if counts_flops else FlopCount(None, "not counted")
+        flops, note = count_flops(site, first.plan) if counts_flops else (None, "not counted")
         if memory_limit is not None:
             limit_memory(memory_limit)
         for case in (first, *others):
             row = measure(site, case)
-            per_step = None if flops.per_sample is None else flops.per_sample * case.plan.batch.global_batch
-            rank.report({**case.label, **row, "flops_per_step": per_step, "flops_note": flops.note})
+            per_step = None if flops is None else flops * case.plan.batch.global_batch
+            rank.report({**case.label, **row, "flops_per_step": per_step, "flops_note": note})
 
 
 @contextlib.contextmanager
@@ -270,16 +263,16 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def count_flops(site: Site, plan: Plan) -> FlopCount:
-    """Floating-point operations of forward and backward.
+def count_flops(site: Site, plan: Plan) -> tuple[float | None, str]:
+    """Floating-point operations of forward and backward for one sample, or ``None``; and how, or why not.
 
     Counted by torch.utils.flop_counter: matrix products, convolutions and attention; everything else is nought.
     """
     if site.task.lengths() is not None:
-        return FlopCount(None, "the samples differ in length, so no one number holds for all")
+        return None, "the samples differ in length, so no one number holds for all"
     model = build_model(site.task).to(site.device).train()
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        return FlopCount(None, "torch does not count what its recurrent kernels compute")
+        return None, "torch does not count what its recurrent kernels compute"
     source = training_source(site.task, site.datasets, plan)
     size = min(COUNTED, plan.batch.batch_size)
     batch = to_device(source.batch(Request(0, 0, 0, size, window=(0, plan.batch.global_batch))), site.device)
@@ -288,9 +281,9 @@ def count_flops(site: Site, plan: Plan) -> FlopCount:
         with counter:
             site.task.loss(bare(model), batch).total.backward()
     except Exception as error:  # whatever the task's operators raise under a dispatch mode
-        return FlopCount(None, f"torch's counter failed: {type(error).__name__}")
+        return None, f"torch's counter failed: {type(error).__name__}"
     total = counter.get_total_flops()
     if not total:
-        return FlopCount(None, "the model has no matrix product, convolution or attention that torch counts")
+        return None, "the model has no matrix product, convolution or attention that torch counts"
     note = f"matrix products, convolutions and attention, counted by torch on {size} samples"
-    return FlopCount(total / size, note)
+    return total / size, note

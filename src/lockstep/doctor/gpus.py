@@ -36,22 +36,26 @@ class Versions:
 def gather_versions(nvml: Nvml | None) -> Versions:
     """Imports torch, and starts nothing on a GPU."""
     import torch
+
+    return Versions(
+        **own_versions(),
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        driver=nvml.driver_version() if nvml else "",
+        driver_cuda=nvml.driver_cuda() if nvml else None,
+    )
+
+
+def own_versions() -> dict[str, str]:
+    """``lockstep``, ``python``, ``torch`` and ``nccl``, which is empty where torch has none."""
+    import torch
     from torch import distributed
 
     from lockstep.telemetry.records import versions
 
     known = versions()
     nccl: tuple[int, ...] = torch.cuda.nccl.version() if distributed.is_nccl_available() else ()
-    return Versions(
-        lockstep=known["lockstep"],
-        python=known["python"],
-        torch=known["torch"],
-        cuda=torch.version.cuda,
-        hip=torch.version.hip,
-        nccl=".".join(map(str, nccl)),
-        driver=nvml.driver_version() if nvml else "",
-        driver_cuda=nvml.driver_cuda() if nvml else None,
-    )
+    return {**{name: known[name] for name in ("lockstep", "python", "torch")}, "nccl": ".".join(map(str, nccl))}
 
 
 def check_devices(detected: Sequence[Device], chosen: Sequence[str]) -> Iterator[Finding]:

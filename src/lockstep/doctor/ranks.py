@@ -21,12 +21,12 @@ from torch.distributed.rendezvous import rendezvous
 from lockstep.bench.comm import call_time
 from lockstep.bench.summary import bus_factor
 from lockstep.doctor.finding import Finding
+from lockstep.doctor.gpus import own_versions
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.process.runtime import rank_device
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.launch.local.worker import Rank
-from lockstep.telemetry.records import versions
 
 #: How long a rank waits for the others.
 TIMEOUT_S = 60.0
@@ -113,17 +113,11 @@ def measure(collectives: Collectives, world: World, placement: Placement) -> Mee
         torch.cuda.set_device(device)
     name = placement.devices[world.local_rank % len(placement.devices)]
     clock = _clock_ahead(collectives)
-    facts = RankFacts(rank=world.rank, host=socket.gethostname(), device=name, versions=_versions(), clock_s=clock)
+    facts = RankFacts(rank=world.rank, host=socket.gethostname(), device=name, versions=own_versions(), clock_s=clock)
     backend = placement.backend or "gloo"
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT_S))
     sums = tuple(_all_reduce(collectives, group, device, size) for size in SIZES)
     return Meeting(backend=backend, ranks=tuple(collectives.all_gather(facts)), all_reduce=sums)
-
-
-def _versions() -> dict[str, str]:
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
-    known = versions()
-    return {"nccl": nccl, **{name: known[name] for name in ("lockstep", "python", "torch")}}
 
 
 def _clock_ahead(collectives: Collectives) -> tuple[float, float]:

@@ -45,25 +45,18 @@ class DoctorReport:
 def print_report(report: DoctorReport, stream: TextIO) -> None:
     """A line for each finding, then what to do about the bad ones, the all-reduces, and the verdict."""
     several = len({finding.node for finding in report.findings if finding.node}) > 1
-    columns = ("", "check", *(("node",) if several else ()), "finding")
-    print_table(columns, [_row(finding, several) for finding in report.findings], stream)
+    rows = [("", "check", "node", "finding")]
+    rows += [(finding.status.upper(), finding.name, finding.node, finding.what) for finding in report.findings]
+    columns, *cells = rows if several else [(status, name, what) for status, name, _, what in rows]
+    print_table(columns, cells, stream)
     for finding in report.findings:
         if finding.status in {"warn", "fail"}:
-            say("\n".join(_block(finding, several)), stream)
+            where = f" ({finding.node})" if several and finding.node else ""
+            say(f"\n{finding.status.upper()} {finding.name}{where}: {finding.what}", stream)
+            say(f"  why it matters: {finding.why}\n  fix: {finding.fix}", stream)
     if report.meeting is not None:
         say("\n".join(_bandwidth_table(report.meeting)), stream)
     say(f"\n{report.verdict()}", stream)
-
-
-def _row(finding: Finding, several: bool) -> tuple[str, ...]:
-    return (finding.status.upper(), finding.name, *((finding.node,) if several else ()), finding.what)
-
-
-def _block(finding: Finding, several: bool) -> Iterator[str]:
-    where = f" ({finding.node})" if several and finding.node else ""
-    yield f"\n{finding.status.upper()} {finding.name}{where}: {finding.what}"
-    yield f"  why it matters: {finding.why}"
-    yield f"  fix: {finding.fix}"
 
 
 def _bandwidth_table(meeting: Meeting) -> Iterator[str]:
