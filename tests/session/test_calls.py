@@ -194,6 +194,14 @@ def cleared_gradients(session: lockstep.Session) -> None:
         session.step(optimizer)
 
 
+def cleared_in_the_middle_of_a_step(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session, accumulate=2):
+        optimizer.zero_grad()
+        session.backward(squares(model, x, y), len(y))
+        session.step(optimizer)
+
+
 def gradients_after_reduce(session: lockstep.Session) -> None:
     model, optimizer = prepared(session)
     for x, y in batches(session):
@@ -271,6 +279,7 @@ def scheduler_stepped_twice(session: lockstep.Session) -> None:
         (mean_with_its_count, TaskError, "the loss is a mean"),
         (left_over_gradients, TaskError, "left from an earlier batch"),
         (cleared_gradients, TaskError, "without a backward"),
+        (cleared_in_the_middle_of_a_step, TaskError, "cleared in the middle of a step"),
         (gradients_after_reduce, TaskError, r"mean gradient that reduce\(optimizer\) has made"),
         (own_step, TaskError, r"optimizer\.step\(\) was called by the loop"),
         (reduce_of_another, TaskError, r"^reduce\(\) was given SGD"),

@@ -320,6 +320,7 @@ class Session:
         """
         from lockstep.engine.session.between_ranks import gather_rows
 
+        self._loop.refuse_exact("gather")
         counts = self._loop.run is None or not self._loop.run.training.is_ghost
         return gather_rows(rows, counts=counts, most=self._most_gathered)
 

@@ -64,7 +64,7 @@ def windows(batch: BatchPlan, *, rank: int, epoch: int, position: int, epochs: i
     Args:
         epoch: counted from 0.
         position: samples of that epoch already used.
-        ghosts: give a rank without samples one to replay (for models whose forward is collective).
+        ghosts: give a rank or a lane without samples one to replay (for models whose forward is collective).
     """
     while epoch < epochs:
         span = batch.window(position)
@@ -91,7 +91,10 @@ def _layout(
     mine = shares[rank]
     most = max(map(len, shares))
     if batch.lanes is not None:
-        return tuple([(rank * len(mine) + place, a, b, False) for place, (a, b) in enumerate(mine)]), False
+        lanes = [(rank * len(mine) + place, *span, False) for place, span in enumerate(mine)]
+        if ghosts:
+            lanes = [lane if lane[1] < lane[2] else (lane[0], 0, batch.least_part, True) for lane in lanes]
+        return tuple(lanes), False
     irregular = any(len(share) != most or any(a == b for a, b in share) for share in shares)
     empty = (0, 0)
     spans = [(place, *span, False) for place, span in enumerate((*mine, *[empty] * (most - len(mine))))]

@@ -46,7 +46,7 @@ class DataFeed:
         """
         plan = training.rank.plan
         batch = plan.batch.model_copy(update={"samples": len(dataset)})
-        if accumulate is not None and accumulate != batch.accumulate:
+        if batch.lanes is None and accumulate not in (None, batch.accumulate):
             share = -(-batch.global_batch // batch.ranks)
             batch = batch.model_copy(update={"accumulate": accumulate, "batch_size": -(-share // accumulate)})
         order = Order(len(dataset), plan.seed)
@@ -66,7 +66,7 @@ class DataFeed:
             epoch=epoch,
             position=position,
             epochs=epochs,
-            ghosts=self._training.rank.collectives.size > 1,
+            ghosts=self._training.rank.collectives.size > 1 or self.batch.lanes is not None,
         )
 
     def walk(self, epoch: int, position: int) -> Iterator[Any]:

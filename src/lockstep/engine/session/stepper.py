@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep._compat.torch import foreach_mul_, guard_step
+from lockstep.data.requests import Request
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.session.buckets import GradientBuckets
 from lockstep.engine.session.prepared import Owned, parameters_of
 from lockstep.engine.strategies.base import Flags
+from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.task import Scheduler
 from lockstep.errors import TaskError, UnsupportedError
 
@@ -69,6 +71,7 @@ class Stepper:
 
     Args:
         group: of all ranks, for gradients alone; ``None`` on one rank.
+        lanes: makes what sums over lanes, for ``reproducibility: exact``; then there is no ``group``.
         cap_bytes: as for :class:`GradientBuckets`.
         scheduler: stepped after the optimizer.
     """
@@ -86,6 +89,7 @@ class Stepper:
         max_norm: float | None,
         cap_bytes: int,
         left: Callable[[], None],
+        lanes: Callable[[Sequence[nn.Parameter]], LaneSums] | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
         self.name, self.optimizer, self._device = name, optimizer, device
@@ -94,6 +98,9 @@ class Stepper:
         self._settings: dict[str, Any] = {"numbers": NUMBERS, "device": device, "cap_bytes": cap_bytes, "left": left}
         self.update = Update(Owned(models, optimizer), optimizer, None, precision, max_norm, scheduler=scheduler)
         self._calls: list[_Call] = []
+        #: How many of them are of earlier micro-batches of the window.
+        self._earlier = 0
+        self._make_lanes, self._has_reduced = lanes, False
         #: Sums whose gradients are divided already.
         self.held: Sums | None = None
         self._fired: list[Tensor] = []
@@ -119,7 +126,7 @@ class Stepper:
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self._own_zero_grad(*args, **kwargs)
-        self._forget()
+        self._drop()
 
     def _follow(self) -> None:
         """Hook the parameters that are trained now."""
@@ -127,6 +134,7 @@ class Stepper:
         self._parameters = parameters_of(self.optimizer)
         self._requires_grad = [p.requires_grad for p in self._parameters]
         self._trained = [p for p in self._parameters if p.requires_grad]
+        self._lanes = self._make_lanes(self._trained) if self._make_lanes is not None else None
         if self._group is not None:
             self._buckets = GradientBuckets(self._trained, self._group, **self._settings)
         hook: Any = self._fired.append
@@ -165,6 +173,7 @@ class Stepper:
             )
         if [p.requires_grad for p in self._parameters] != self._requires_grad:
             self._follow()
+        self._earlier, self._has_reduced = 0, False
         if not any(call.touched for call in self._calls):
             self._forget()
 
@@ -217,18 +226,41 @@ class Stepper:
         if self.held:  # a reduced gradient is zero on all ranks, or on none
             is_cleared = not any(p.grad is not None and bool(p.grad.any()) for p in self._trained)
         else:
-            is_cleared = all(p.grad is None for p in self._trained) and any(call.touched for call in self._calls)
+            is_cleared = any(call.touched for call in self._of_lane()) and all(p.grad is None for p in self._trained)
         if is_cleared:
-            self._forget()
+            self._drop()
+
+    def _drop(self) -> None:
+        """The loop has cleared the gradients. Raises :class:`TaskError`: other micro-batches' among them."""
+        if any(call.touched for call in self._calls[: self._earlier]):
+            raise TaskError(
+                f"gradients of {self.name} were cleared in the middle of a step",
+                why="those of its earlier micro-batches are lost: a step has several, by accumulate, batch_size or "
+                "reproducibility: exact",
+                fix=f"remove {self.name}.zero_grad(): session.step() clears gradients when it has used them",
+            )
+        self._forget()
+
+    def end_micro_batch(self, request: Request) -> None:
+        """The body has run for ``request``, which is not the last one of the window, or the window's step follows."""
+        if self._lanes is not None:
+            self._lanes.end(request, *self._local())
+        self._earlier = len(self._calls)
 
     def _forget(self) -> None:
-        self._calls, self.held = [], None
+        self._calls, self._earlier, self.held = [], 0, None
         if self._buckets is not None:
             self._buckets.discard()
+        if self._lanes is not None:
+            self._lanes.begin()
+
+    def _of_lane(self) -> list[_Call]:
+        """The calls whose gradients are in ``p.grad``."""
+        return self._calls if self._lanes is None else self._calls[self._earlier :]
 
     def _local(self) -> tuple[Any, Any]:
-        """Sums of total and count over the calls that touched the parameters here."""
-        calls = [call for call in self._calls if call.touched]
+        """Sums of total and count over the calls that touched the parameters here; of this lane, if there are any."""
+        calls = [call for call in self._of_lane() if call.touched]
         return sum(call.total for call in calls), sum(call.count for call in calls)
 
     def _numbers(self, flags: Flags) -> list[Any]:
@@ -239,13 +271,16 @@ class Stepper:
         unused = float(touched > 0 and any(p.grad is None for p in self._trained))
         return [total, high, middle, low, touched, touched * touched, unused, *flags]
 
-    def reduce(self, flags: Flags, *, reads: bool) -> Sums:
+    def reduce(self, flags: Flags, request: Request, *, reads: bool) -> Sums:
         """Sum gradients and numbers over ranks and micro-batches. Collective.
 
         Args:
+            request: the last micro-batch of the window.
             reads: whether the flags are read, which waits for a GPU.
         """
         self._last_call = self._now
+        if self._lanes is not None:
+            return self._reduce_lanes(self._lanes, flags, request, reads=reads)
         if self._buckets is None:
             total, count = self._local()
             return Sums(total, count, flags)
@@ -266,6 +301,21 @@ class Stepper:
             count = self._count_anywhere()
         agreed = Flags(*numbers[_FLAGS:])
         return Sums(numbers[0], count, agreed)
+
+    def _reduce_lanes(self, lanes: LaneSums, flags: Flags, request: Request, *, reads: bool) -> Sums:
+        if self._has_reduced:
+            raise UnsupportedError(
+                f"{self.name} takes a second step on a batch, and the run is exact",
+                why="each lane is computed alone, and its part of the first step is gone",
+                fix="use reproducibility: fast",
+            )
+        self._has_reduced = True
+        self.end_micro_batch(request)
+        numbers = lanes.take(lanes.total(*flags))
+        if not reads and self._device.type != "cpu":
+            return Sums(numbers[0], numbers[1], None)
+        total, count, *agreed = numbers.tolist()
+        return Sums(total, count, Flags(*agreed))
 
     def _count_anywhere(self) -> float:
         """The count of calls that reached the parameters on some ranks only. Collective."""
@@ -309,7 +359,7 @@ class Stepper:
     def clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        self._calls, self.held = [], None
+        self._forget()
 
 
 def _divided(count: Any, by: float) -> tuple[Any, Any]:

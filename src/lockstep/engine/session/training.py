@@ -20,7 +20,7 @@ from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
 from lockstep.engine.session.prepared import Prepared
 from lockstep.engine.session.saving import SessionCheckpoints, Stateful
 from lockstep.engine.session.stepper import SharedPrecision, Stepper
-from lockstep.engine.session.steppers import build_steppers
+from lockstep.engine.session.steppers import build_steppers, lane_sums
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, SeededDraws
 from lockstep.errors import CollectiveError, TaskError
@@ -55,8 +55,11 @@ class Training:
         # How many steps a loop takes is known when it is over; ``total`` serves for progress.
         self.log = RunLog(rank, state, self.module.parameters, ends_at_total=rank.config.training.max_steps is not None)
         self._losses = {name: LossMeter(rank.device) for name in self.steppers}
-        self._buffers = Buffers(self.module, rank.device, "ranks" if size > 1 else "alone")
-        self._draws = SeededDraws(plan.seed, [rank.device], everything=state.draws_seeded)
+        exact = plan.reproducibility == "exact"
+        self._buffers = Buffers(self.module, rank.device, "exact" if exact else "ranks" if size > 1 else "alone")
+        changing = exact and self._buffers.tensors("mean", "max", "once")
+        self._lanes = lane_sums(rank, (), self._buffers) if changing else None
+        self._draws = SeededDraws(plan.seed, [rank.device], everything=exact or state.draws_seeded)
         self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
         self.stage, self.loops, self.place, self.calls = 0, 0, -1, 0
         self.has_stepped, self._checked = False, 0
@@ -80,6 +83,8 @@ class Training:
         for stepper in self.steppers.values():
             stepper.begin_window()
         self._buffers.begin()
+        if self._lanes is not None:
+            self._lanes.begin()
 
     @contextlib.contextmanager
     def micro_batch(self, request: Request, place: int) -> Iterator[None]:
@@ -89,14 +94,19 @@ class Training:
         self._buffers.rewind()
         self._draws(self.state.step, part)
         self._part, self._is_seeded = part, False
-        with contextlib.ExitStack() as around:
-            if request.ghost:
-                around.enter_context(ghost(self.module))
-                around.enter_context(self._buffers.untouched())
-            try:
+        try:
+            with contextlib.ExitStack() as around:
+                if request.ghost:
+                    around.enter_context(ghost(self.module))
+                    around.enter_context(self._buffers.untouched())
                 yield
-            finally:
-                self.place, self.is_ghost = -1, False
+        finally:
+            if not self.is_last:
+                for stepper in self.steppers.values():
+                    stepper.end_micro_batch(request)
+            if self._lanes is not None:
+                self._lanes.end(request)
+            self.place, self.is_ghost = -1, False
 
     @property
     def generator(self) -> torch.Generator:
@@ -122,6 +132,8 @@ class Training:
         state.position, state.epoch = window.stop, window.epoch
         self.precision.settle()
         self._checked += 1
+        if self._lanes is not None:
+            self._lanes.take(self._lanes.total())
         self._buffers.end(window)
         self.window = None
         log.step(window.size, waited_s)
@@ -210,7 +222,9 @@ class Training:
     def reduce(self, stepper: Stepper) -> Any:
         """The gradients of ``stepper`` over all ranks and micro-batches, not yet divided. Collective."""
         reads = self.state.step % FLAG_INTERVAL == 0
-        sums = stepper.held or stepper.reduce(self._requests(), reads=reads)
+        assert self.window is not None
+        request = self.window.requests[self.place]
+        sums = stepper.held or stepper.reduce(self._requests(), request, reads=reads)
         if sums.flags is not None:
             self._flags = sums.flags
         return sums

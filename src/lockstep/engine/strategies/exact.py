@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep._compat.torch import foreach_add_, foreach_copy_
-from lockstep.data.requests import Window
+from lockstep.data.requests import Request, Window
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import Group, wire_device
 from lockstep.engine.strategies.base import (
@@ -165,8 +165,112 @@ class _Buffers:
         foreach_copy_(list(tensors), self._views)
 
 
-#: In the numbers of a leaf, ``[loss, count, flags…, used…, samples]``: how many lanes used each parameter.
-_USED = 2 + len(Flags._fields)
+class LaneSums:
+    """Sums over lanes and ranks (:class:`TreeSum`); a rank's lanes come in order.
+
+    Every lane starts from the same buffers. Afterwards running statistics are the mean over samples, and counters are
+    those of lane 0.
+
+    Args:
+        parameters: their gradients are summed; each lane leaves them without one.
+        numbers: how many numbers are summed besides, in float64.
+        device: of the numbers.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        buffers: Buffers | None,
+        numbers: int,
+        *,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._parameters, self._numbers, self._device = list(parameters), numbers, device
+        self._all_reduce = TreeAllReduce(rank, world_size)
+        self._statistics = buffers.tensors("mean") if buffers else []
+        self._counters = buffers.tensors("max", "once") if buffers else []
+        self.begin()
+
+    def begin(self) -> None:
+        """Before the lanes of a step."""
+        self._tree, self._all_used = TreeSum(), False
+        self._starts = [buffer.clone() for buffer in (*self._statistics, *self._counters)]
+
+    def push(self, numbers: Sequence[Any], *, lane: int, samples: int) -> None:
+        """Add a lane that has been computed; ``numbers``: the first ones, the others are 0."""
+        used = [p.grad is not None for p in self._parameters]
+        self._all_used = self._all_used or all(used)
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
+        statistics = [buffer.double() * samples for buffer in self._statistics]
+        counters = [buffer.clone() if lane == 0 else torch.zeros_like(buffer) for buffer in self._counters]
+        sums = self._zeros()
+        for place, number in enumerate(numbers):
+            sums[place] = number
+        sums[self._numbers : -1], sums[-1] = torch.tensor(used), samples
+        self._tree.push([*gradients, *statistics, *counters, sums])
+        self._leave()
+
+    def end(self, request: Request, *numbers: Any) -> None:
+        """Add the lane ``request``, with or without samples."""
+        if request.ghost:
+            self.skip()
+        else:
+            self.push(numbers, lane=request.part, samples=request.size)
+
+    def skip(self) -> None:
+        """Add a lane without samples; what it may have computed is dropped."""
+        self._tree.push(None)
+        self._leave()
+
+    def _leave(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        for buffer, value in zip((*self._statistics, *self._counters), self._starts, strict=True):
+            buffer.copy_(value)
+
+    def total(self, *last: float) -> Leaf:
+        """The sums over all ranks, to be taken. Collective.
+
+        Args:
+            last: of this rank, added to the last numbers.
+        """
+        total = self._tree.result() or self._nothing()
+        total[-1][self._numbers - len(last) : self._numbers] += torch.tensor(last).to(total[-1])
+        self._all_reduce(total)
+        return total
+
+    @torch.no_grad()
+    def take(self, total: Leaf) -> Tensor:
+        """Put gradients and buffers in place; the sums of the numbers: [numbers]."""
+        number, sums = len(self._parameters), total[-1]
+        # A parameter that no lane used has no gradient, as in one process: an optimizer leaves it alone.
+        lanes = [1.0] * number if self._all_used else sums[self._numbers : -1].tolist()
+        for parameter, gradient, used in zip(self._parameters, total[:number], lanes, strict=True):
+            parameter.grad = gradient if used else None
+        values = iter(total[number:])
+        for buffer in self._statistics:
+            buffer.copy_(next(values) / sums[-1])
+        for buffer in self._counters:
+            buffer.copy_(next(values))
+        return sums[: self._numbers]
+
+    def _nothing(self) -> Leaf:
+        """Zeros, for a rank without samples."""
+        return [
+            *(torch.zeros_like(p) for p in self._parameters),
+            *(torch.zeros_like(buffer, dtype=torch.float64) for buffer in self._statistics),
+            *(torch.zeros_like(buffer) for buffer in self._counters),
+            self._zeros(),
+        ]
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self._numbers + len(self._parameters) + 1, dtype=torch.float64, device=self._device)
+
+
+#: Of a lane: loss, count, flags.
+_NUMBERS = 2 + len(Flags._fields)
 
 
 class ExactStrategy(SingleStrategy):
@@ -176,85 +280,38 @@ class ExactStrategy(SingleStrategy):
         super().__init__(replica)
         self._world_size = world_size
         self.draws = SeededDraws(replica.seed, [replica.device], everything=True)
-        self._all_reduce = TreeAllReduce(replica.rank, world_size)
         self._buffers = Buffers(replica.module, replica.device, "exact")
-        self._statistics = self._buffers.tensors("mean")
-        self._counters = self._buffers.tensors("max", "once")
+        self._lanes = self._lane_sums()
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        statistics = [buffer.clone() for buffer in self._statistics]
-        counters = [buffer.clone() for buffer in self._counters]
         self._begin()
-        self._all_used = False
-        tree = TreeSum()
+        self._lanes.begin()
         for request in window.requests:
             batch = next(batches)
             if request.size == 0:
-                tree.push(None)
+                self._lanes.skip()
                 continue
-            tree.push(self._lane(batch, step, request.part, request.size))
-            self._restore(statistics, counters)
-        total = tree.result() or self._nothing()
-        sums = total[-1]
-        sums[2:_USED] += torch.tensor(flags, dtype=torch.float64, device=sums.device)
-        self._all_reduce(total)
-        self._take(total)
+            total, count = self._forward_pass(batch, step, request.part)
+            self._backward(total)
+            self._lanes.push([total.detach(), count], lane=request.part, samples=request.size)
+        sums = self._lanes.take(self._lanes.total(*flags))
         if self._buffers.checks_left:
             self._buffers.check()
         read = self._world_size > 1 and (self._device.type == "cpu" or step % FLAG_INTERVAL == 0)
         agreed = flags if self._world_size == 1 else None
         if read:
-            agreed = check_change(Flags(*sums[2:_USED].tolist()), self._world_size)
+            agreed = check_change(Flags(*sums[2:].tolist()), self._world_size)
         return Reduced(sums[0], sums[1], 1.0, agreed)
 
     def _adapt(self) -> None:
         if self._world_size > 1:
-            nothing = self._nothing()
-            nothing[-1][2:_USED] = torch.tensor(Flags(changed=1.0), dtype=torch.float64)
-            self._all_reduce(nothing)
-            check_change(Flags(*nothing[-1][2:_USED].tolist()), self._world_size, announced=True)
+            self._lanes.begin()
+            self._lanes.skip()
+            flags = self._lanes.total(*Flags(changed=1.0))[-1][2:_NUMBERS]
+            check_change(Flags(*flags.tolist()), self._world_size, announced=True)
         super()._adapt()
+        self._lanes = self._lane_sums()
 
-    def _lane(self, batch: Any, step: int, lane: int, samples: int) -> Leaf:
-        """Gradients, statistics times samples, counters of lane 0, numbers (see ``_USED``); the tree owns them."""
-        self._clear()
-        total, count = self._forward_pass(batch, step, lane)
-        self._backward(total)
-        used = [p.grad is not None for p in self._trained]
-        self._all_used = self._all_used or all(used)
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._trained]
-        self._clear()
-        statistics = [buffer.double() * samples for buffer in self._statistics]
-        sums = torch.zeros(_USED + len(used) + 1, dtype=torch.float64, device=self._device)
-        sums[0], sums[1], sums[-1] = total.detach(), count, samples
-        sums[_USED:-1] = torch.tensor(used)
-        counters = [buffer.clone() if lane == 0 else torch.zeros_like(buffer) for buffer in self._counters]
-        return [*gradients, *statistics, *counters, sums]
-
-    def _restore(self, statistics: list[Tensor], counters: list[Tensor]) -> None:
-        for buffer, value in zip((*self._statistics, *self._counters), (*statistics, *counters), strict=True):
-            buffer.copy_(value)
-
-    def _nothing(self) -> Leaf:
-        sums = torch.zeros(_USED + len(self._trained) + 1, dtype=torch.float64, device=self._device)
-        return [
-            *(torch.zeros_like(p) for p in self._trained),
-            *(torch.zeros_like(buffer, dtype=torch.float64) for buffer in self._statistics),
-            *(torch.zeros_like(buffer) for buffer in self._counters),
-            sums,
-        ]
-
-    @torch.no_grad()
-    def _take(self, total: Leaf) -> None:
-        """Put the sums where they belong: gradients, running statistics as the mean over samples, counters."""
-        number = len(self._trained)
-        # A parameter that no lane used has no gradient, as in one process: an optimizer leaves it alone.
-        used = [1.0] * number if self._all_used else total[-1][_USED:-1].tolist()
-        for parameter, gradient, lanes in zip(self._trained, total[:number], used, strict=True):
-            parameter.grad = gradient if lanes else None
-        values = iter(total[number:])
-        samples = total[-1][-1]
-        for buffer in self._statistics:
-            buffer.copy_(next(values) / samples)
-        for buffer in self._counters:
-            buffer.copy_(next(values))
+    def _lane_sums(self) -> LaneSums:
+        place: dict[str, Any] = {"device": self._device, "rank": self._rank, "world_size": self._world_size}
+        return LaneSums(self._trained, self._buffers, _NUMBERS, **place)

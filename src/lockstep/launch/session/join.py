@@ -141,7 +141,6 @@ def _refuse_unknown_launcher(world: World) -> None:
 def _refuse_for_tasks_only(config: RunConfig) -> None:
     for key, value, taken in (
         ("hardware.strategy", config.hardware.strategy, ("auto", "single", "ddp")),
-        ("training.reproducibility", config.training.reproducibility, ("fast",)),
         ("training.compile", config.training.compile, (False,)),
     ):
         if value not in taken:

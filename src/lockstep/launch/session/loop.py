@@ -20,7 +20,7 @@ from lockstep.engine.session.prepared import Prepared
 from lockstep.engine.session.resuming import Resumed
 from lockstep.engine.session.training import Training
 from lockstep.engine.state import TrainState
-from lockstep.errors import TaskError
+from lockstep.errors import TaskError, UnsupportedError
 from lockstep.launch.session.attempt import Attempt, LoopTask, refuse_loader
 from lockstep.launch.session.join import Joined
 from lockstep.planning.loader import sized
@@ -64,6 +64,15 @@ class Loop:
         """Raise :class:`TaskError` where the loop has begun."""
         if self.run is not None:
             raise TaskError(f"{call}() was called after the first batch", fix="call it before the loop")
+
+    def refuse_exact(self, call: str) -> None:
+        """Raise :class:`UnsupportedError` in the body of an exact run's loop."""
+        if self.run is not None and self.run.training.place >= 0 and self.config.training.reproducibility == "exact":
+            raise UnsupportedError(
+                f"{call}() in the body of a loop cannot be exact",
+                why="each lane is computed alone, whichever ranks compute the others",
+                fix="use reproducibility: fast",
+            )
 
     # What is kept.
 
