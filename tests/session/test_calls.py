@@ -227,14 +227,32 @@ def name_with_a_dot(session: lockstep.Session) -> None:
     session.prepare(**{"net.body": nn.Linear(4, 1)})
 
 
-def iterable(session: lockstep.Session) -> None:
-    class Stream(IterableDataset[Tensor]):
-        def __iter__(self) -> Iterator[Tensor]:
-            yield torch.zeros(4)
+class Numbers(IterableDataset[Tensor]):
+    """0, 1, 2, …, 19, with a cursor."""
 
+    at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.at < 20:
+            self.at += 1
+            yield torch.tensor([self.at - 1.0])
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def two_streams(session: lockstep.Session) -> None:
     prepared(session)
     for _ in session.epochs(1):
-        next(session.batches(Stream()))
+        for _ in range(2):
+            session.batches(Numbers())
 
 
 def a_loader(session: lockstep.Session) -> None:
@@ -284,7 +302,7 @@ def scheduler_stepped_twice(session: lockstep.Session) -> None:
         (own_step, TaskError, r"optimizer\.step\(\) was called by the loop"),
         (reduce_of_another, TaskError, r"^reduce\(\) was given SGD"),
         (name_with_a_dot, TaskError, r"'net\.body' as a name"),
-        (iterable, UnsupportedError, "is iterable"),
+        (two_streams, UnsupportedError, "iterable, and not those of the first loop"),
         (a_loader, TaskError, "DataLoader"),
         (batches_of_a_loader, TaskError, "DataLoader"),
         (outside_epochs, TaskError, "session.epochs"),
@@ -354,6 +372,30 @@ def test_gather_ghosts_and_evaluation_on_two_ranks(tmp_path: Path, monkeypatch: 
     assert torch.equal(torch.cat(two["rows"]), data(10).tensors[1])
     assert two["gathered"] == [[[n, n]] * (2 * n + 1) for n in (1, 1, 3, 0)]
     assert (two["sum"], two["broadcast"], two["size"]) == ((2.0, 2.0), "from 0", 2)
+
+
+def streamed(epochs: int, stop: int = 0) -> list[list[float]]:
+    """The items of each step, over all ranks, until the run ends or the loop raises after ``stop`` steps."""
+    numbers, seen = Numbers(), list[list[float]]()
+    with lockstep.Session(QUIET | {"checkpoint.every_steps": 1}, global_batch_size=8, seed=0) as session:
+        model = nn.Linear(1, 1)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in session.epochs(epochs):
+            for items in session.batches(numbers):
+                seen.append(session.gather(items).flatten().tolist())
+                session.backward(model(items).sum(), len(items))
+                session.step(optimizer)
+                if stop and session.step_count == stop:
+                    raise InterruptedError
+    return seen
+
+
+def test_a_stream_is_read_once_on_any_ranks_and_resumed(tmp_path: Path) -> None:
+    steps = [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
+    place = {"save_dir": tmp_path / "run"}
+    with pytest.raises(RankFailed, match="InterruptedError"):
+        lockstep.Session.launch(streamed, 2, 2, devices="cpu,cpu", **place)  # type: ignore[arg-type]
+    assert lockstep.Session.launch(streamed, 2, devices="cpu", resume=True, **place) == (steps * 2)[2:]  # type: ignore[arg-type]
 
 
 def clears_on_ranks() -> None:

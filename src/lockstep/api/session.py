@@ -199,13 +199,14 @@ class Session:
         counts nothing, so that all ranks run the body equally often.
 
         Args:
-            dataset: map-style: ``len()`` and ``[i]``. Draws inside ``[i]`` are keyed by (seed, epoch, index).
+            dataset: map-style: ``len()`` and ``[i]``. Draws inside ``[i]`` are keyed by (seed, epoch, index). That of an
+                epoch's first loop may be iterable: it is read once on each node, in its order.
             accumulate: micro-batches of a step: the body runs once for each, and :meth:`step` acts on the last one.
-                ``None``: ``training.accumulate``, and as many as ``batch_size`` needs.
+                ``None``: ``training.accumulate``, and as many as ``batch_size`` needs. Lanes, in an exact run.
             collate: samples to a batch; ``None``: torch's ``default_collate``.
 
         Raises:
-            TaskError: outside :meth:`epochs`, or of a ``DataLoader``. UnsupportedError: the data set is iterable.
+            TaskError: outside :meth:`epochs`, or of a ``DataLoader``. UnsupportedError: a second stream.
             SystemExit: after a checkpoint, when SIGINT or SIGTERM asked for a stop, or ``max_time_s`` is over.
         """
         return self._loop.batches(dataset, accumulate, collate)
@@ -316,7 +317,8 @@ class Session:
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks in rank order, [n_r, ...] → [Σ n_r, ...], with a gradient. Collective.
 
-        Ranks may have different numbers of rows. :attr:`rows` is the place of this rank's samples among them.
+        Ranks may have different numbers of rows. :attr:`rows` is the place of this rank's samples among them. Not in the
+        body of an exact run's loop, where each lane is computed alone.
         """
         from lockstep.engine.session.between_ranks import gather_rows
 

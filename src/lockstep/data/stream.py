@@ -18,6 +18,7 @@ import contextlib
 import copy
 import hashlib
 import os
+import pickle
 import tempfile
 import threading
 import time
@@ -127,7 +128,7 @@ class Stream:
         if self._connection is None:
             return self._read(wanted, 0)
         self._connection.send(wanted)
-        found = self._connection.recv()
+        found = pickle.loads(self._connection.recv_bytes())
         if isinstance(found, Exception):
             raise found
         return list(found)
@@ -263,9 +264,11 @@ class Stream:
             while True:
                 wanted = connection.recv()
                 try:
-                    connection.send(self._read(wanted, rank))
+                    found: Any = self._read(wanted, rank)
                 except LockstepError as error:
-                    connection.send(error)
+                    found = error
+                # Not by send(), which shares the memory of tensors with processes of one family only.
+                connection.send_bytes(pickle.dumps(found))
 
     def end(self) -> None:
         """After the last step: the ranks of this node have ended, or will be ended."""

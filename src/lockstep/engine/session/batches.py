@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, cast
-
-from torch.utils.data import default_collate
+from typing import Any
 
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order
@@ -14,6 +12,8 @@ from lockstep.data.requests import Source, Window, windows
 from lockstep.engine.distributed.staging import SideStream, to_device
 from lockstep.engine.fit import TimedBatches
 from lockstep.engine.session.training import Training
+from lockstep.engine.task import Datasets, Task
+from lockstep.engine.training_data import collate_of, training_source
 from lockstep.planning import BatchPlan
 from lockstep.telemetry.files import JsonLines
 
@@ -28,7 +28,6 @@ class DataFeed:
 
     def __init__(self, training: Training, source: Source, batch: BatchPlan) -> None:
         self._training, self.source, self.batch = training, source, batch
-        self._given: tuple[Any, ...] = ()
         self._loader: Any = None
         self._batches: TimedBatches | None = None
         self._next = (-1, -1)
@@ -38,26 +37,24 @@ class DataFeed:
         self._side = SideStream(device) if device.type == "cuda" else None
 
     @classmethod
-    def of(cls, training: Training, dataset: Any, collate: Any, accumulate: int | None) -> DataFeed:
-        """Batches of ``dataset`` in a shuffled order.
+    def of(
+        cls, training: Training, task: Task, datasets: Datasets, accumulate: int | None, *, planned: bool
+    ) -> DataFeed:
+        """Batches of ``datasets.train``.
 
         Args:
             accumulate: micro-batches of a step; ``None``: as the plan has them.
+            planned: the plan was made with these data; others are shuffled.
         """
-        plan = training.rank.plan
-        batch = plan.batch.model_copy(update={"samples": len(dataset)})
+        plan, train = training.rank.plan, datasets.train
+        batch = plan.batch if planned else plan.batch.model_copy(update={"samples": len(train)})
         if batch.lanes is None and accumulate not in (None, batch.accumulate):
             share = -(-batch.global_batch // batch.ranks)
             batch = batch.model_copy(update={"accumulate": accumulate, "batch_size": -(-share // accumulate)})
-        order = Order(len(dataset), plan.seed)
-        source = Source(dataset, collate or cast(Any, default_collate), plan.seed, order, plan.order.lanes)
-        feed = cls(training, source, batch)
-        feed._given = dataset, accumulate, collate
-        return feed
-
-    def reads(self, *given: Any) -> bool:
-        """Whether it was made of these: data set, ``accumulate`` and ``collate``."""
-        return self._given[0] is given[0] and self._given[1:] == given[1:]
+        if planned:
+            return cls(training, training_source(task, datasets, plan), batch)
+        order = Order(len(train), plan.seed)
+        return cls(training, Source(train, collate_of(task), plan.seed, order, plan.order.lanes), batch)
 
     def _windows(self, epoch: int, position: int, epochs: int) -> Iterator[Window]:
         return windows(

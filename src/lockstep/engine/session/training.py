@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep._compat.torch import backward, default_store
 from lockstep.data.order import dropout_seed
 from lockstep.data.requests import Request, Window
+from lockstep.data.stream import Stream
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
@@ -38,6 +39,7 @@ class Training:
         loops: how many have begun, in this attempt.
         place: of the current micro-batch in its window; -1 outside.
         has_stepped: whether an optimizer was stepped in this window.
+        stream: the data of the first loop, if they are one.
         scalars: what the loop has logged since the last row.
     """
 
@@ -64,13 +66,15 @@ class Training:
         self.stage, self.loops, self.place, self.calls = 0, 0, -1, 0
         self.has_stepped, self._checked = False, 0
         parts = self.module, self.steppers, self._buffers, self._draws
-        self.checkpoints = SessionCheckpoints(rank, self.log, *parts, registered, lambda: {"stage": self.stage})
+        self.checkpoints = SessionCheckpoints(rank, self.log, *parts, registered, self._place)
+        self.stream: Stream | None = None
         self.window: Window | None = None
         self.is_ghost = False
         self._flags: Flags | None = None
         self.scalars: dict[str, Any] = {}
 
     def close(self) -> None:
+        self.has_stepped = False  # a loop that is left from now on counts nothing
         for stepper in self.steppers.values():
             stepper.close()
 
@@ -274,7 +278,7 @@ class Training:
         """This rank left a loop over batches before its end: the others may be waiting for it."""
         if self.rank.collectives.size > 1:
             note = json.dumps([self.loops, self.state.step])
-            with contextlib.suppress(RuntimeError):  # the store is gone, and so are they
+            with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, and so are they
                 default_store().set(self._note(self.rank.world.rank), note)
         self.window = None
 
@@ -306,6 +310,17 @@ class Training:
         log.epoch({"train_loss": loss, **logged, **rates, "duration_s": speed.seconds}, improved, ended=True)
         self.stage = 0
         return improved
+
+    def _place(self) -> dict[str, Any]:
+        """Where the loop is, for a checkpoint."""
+        stream = {} if self.stream is None else {"stream": self.stream.state_dict(self.items)}
+        return {"stage": self.stage, **stream}
+
+    @property
+    def items(self) -> int:
+        """How many items of the first loops of epochs have been used."""
+        samples = self.rank.plan.batch.samples
+        return self.state.epoch * samples + (samples if self.stage else self.state.position)
 
     def restore(self, trainer: Mapping[str, Any]) -> None:
         """Restore optimizers and schedulers, and where the loop was. Raises :class:`CheckpointError`."""

@@ -12,11 +12,13 @@ from torch.utils.data import DataLoader
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.config import RunConfig
+from lockstep.data.stream import Stream
 from lockstep.engine.rank_context import joined as joined_ranks
 from lockstep.engine.resume import check_fits
 from lockstep.engine.session.current import leave
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.training_data import begin_stream, end_data, open_datasets
 from lockstep.errors import TaskError
 from lockstep.events import Fanout, Sink
 from lockstep.launch.prepare import plan_for
@@ -32,17 +34,15 @@ class LoopTask(Task):
 
     def __init__(self, models: nn.Module, dataset: Any, collate: Callable[[Any], Any] | None) -> None:
         super().__init__()
-        self._models, self._dataset = models, dataset
-        self._collate = collate
+        self._models, self.dataset = models, dataset
+        if collate is not None:
+            self.collate = collate  # type: ignore[method-assign, assignment]
 
     def datasets(self) -> Datasets:
-        return Datasets(self._dataset)
+        return Datasets(self.dataset)
 
     def model(self) -> nn.Module:
         return self._models
-
-    def collate(self, samples: Any) -> Any:
-        return super().collate(samples) if self._collate is None else self._collate(samples)
 
 
 def refuse_loader(dataset: Any, call: str) -> None:
@@ -72,6 +72,8 @@ class Attempt:
         snapshot: Snapshot | None,
     ) -> None:
         self.joined, self.task = joined, task
+        #: Of the first loop over batches.
+        self.datasets = open_datasets(task, config)
         plan, number = self._begin(config)
         if snapshot is not None:
             check_fits(snapshot.manifest, plan)
@@ -95,10 +97,20 @@ class Attempt:
             self.training: Training = build(rank)
             if snapshot is not None:
                 self.training.restore(snapshot.trainer)
+            self._begin_stream(snapshot)
             self.training.checkpoints.check()
         except BaseException as error:
             self.close(error)
             raise
+
+    def _begin_stream(self, snapshot: Snapshot | None) -> None:
+        """Hand out the data of the first loop, if they are a stream, from where the run is."""
+        training, saved = self.training, None if snapshot is None else snapshot.trainer["session"].get("stream")
+        rank, plan = training.rank, training.rank.plan
+        where = rank.run_dir.path, rank.attempt, rank.world, training.items
+        training.stream = self.datasets.train if isinstance(self.datasets.train, Stream) else None
+        begin_stream(self.datasets, *where, plan.batch.global_batch, saved)
+        self._ending.callback(end_data, self.datasets)
 
     def _begin(self, config: RunConfig) -> tuple[Plan, int]:
         """The plan, which rank 0 makes, and the number of the attempt, which is recorded."""
@@ -106,7 +118,7 @@ class Attempt:
 
         def plan_it() -> tuple[Plan, int]:
             point = resume_point(joined.run, hold=True, report=warn) if joined.found else None
-            plan = plan_for(self.task, config, joined.placement, self.task.datasets(), point).plan
+            plan = plan_for(self.task, config, joined.placement, self.datasets, point).plan
             return of_session(plan), point.step if point else 0
 
         def record() -> int:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep.config import RunConfig, resolve
+from lockstep.data.stream import is_stream
 from lockstep.engine.attempt import record_failure
 from lockstep.engine.dataset_checks import check_dataset
 from lockstep.engine.run_log import as_numbers
@@ -46,6 +47,8 @@ class Loop:
         self.run: Attempt | None = None
         self._resumed = Resumed()
         self._feeds: dict[int, DataFeed] = {}
+        #: Data set, ``accumulate`` and ``collate`` of each of them.
+        self._given_to: dict[int, list[Any]] = {}
         self._number = 0
         self._in_epochs = False
         self._logged: dict[str, Any] = {}
@@ -117,7 +120,14 @@ class Loop:
 
     def batches(self, dataset: Any, accumulate: int | None, collate: Callable[[Any], Any] | None) -> Iterator[Any]:
         refuse_loader(dataset, "batches")
-        check_dataset(dataset, "train")
+        if not is_stream(dataset):
+            check_dataset(dataset, "train")
+        elif self._number or (self.run is not None and dataset is not self.run.task.dataset):
+            raise UnsupportedError(
+                "the data of this loop over batches are iterable, and not those of the first loop",
+                why="one stream is read in a run, and every epoch continues it",
+                fix="give the loop the same object in every epoch, or data with __len__ and __getitem__",
+            )
         if not self._in_epochs:
             raise TaskError(
                 "batches() was called outside a loop over session.epochs()",
@@ -154,13 +164,17 @@ class Loop:
 
     def _feed(self, number: int, dataset: Any, accumulate: int | None, collate: Any) -> DataFeed:
         """The batches of the loop with this number in its epoch."""
-        known = self._feeds.get(number)
+        known, (data, *how) = self._feeds.get(number), self._given_to.get(number, [None])
         if known is not None:
-            if known.reads(dataset, accumulate, collate):
+            if data is dataset and how == [accumulate, collate]:
                 return known
             known.close()
-        training = self.running("batches()")
-        self._feeds[number] = feed = DataFeed.of(training, dataset, collate, accumulate)
+        assert self.run is not None
+        training, planned = self.run.training, dataset is self.run.task.dataset
+        self._given_to[number] = [dataset, accumulate, collate]
+        task = LoopTask(self.prepared.container(), dataset, collate)
+        datasets = self.run.datasets if planned else task.datasets()
+        self._feeds[number] = feed = DataFeed.of(training, task, datasets, accumulate, planned=planned)
         if training.rank.config.training.max_steps is None:
             more = sum(other.batch.steps_per_epoch for place, other in self._feeds.items() if place > 0)
             training.log.total = training.rank.plan.total_steps + more * training.rank.plan.epochs
