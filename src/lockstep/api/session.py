@@ -199,8 +199,8 @@ class Session:
         counts nothing, so that all ranks run the body equally often.
 
         Args:
-            dataset: map-style: ``len()`` and ``[i]``. Draws inside ``[i]`` are keyed by (seed, epoch, index). That of an
-                epoch's first loop may be iterable: it is read once on each node, in its order.
+            dataset: map-style: ``len()`` and ``[i]``. Draws inside ``[i]`` are keyed by (seed, epoch, index). The first
+                loop of an epoch may have an iterable one: it is read once on each node, in its order.
             accumulate: micro-batches of a step: the body runs once for each, and :meth:`step` acts on the last one.
                 ``None``: ``training.accumulate``, and as many as ``batch_size`` needs. Lanes, in an exact run.
             collate: samples to a batch; ``None``: torch's ``default_collate``.
@@ -317,8 +317,8 @@ class Session:
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks in rank order, [n_r, ...] → [Σ n_r, ...], with a gradient. Collective.
 
-        Ranks may have different numbers of rows. :attr:`rows` is the place of this rank's samples among them. Not in the
-        body of an exact run's loop, where each lane is computed alone.
+        Ranks may have different numbers of rows. :attr:`rows` is the place of this rank's samples among them. Refused
+        in the body of an exact run's loop, where each lane is computed alone.
         """
         from lockstep.engine.session.between_ranks import gather_rows
 

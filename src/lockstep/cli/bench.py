@@ -25,6 +25,7 @@ Examples:
   lockstep bench comm --devices cpu,cpu
   lockstep bench scaling har --devices cpu,cpu
   lockstep bench scaling har --devices gpu:0,gpu:1 --strategies ddp,dp
+  lockstep bench scaling script.py --devices cpu,cpu   # a script with a lockstep.Session
   lockstep bench batch-size har --devices gpu:0 --global-batch-size 1024
   lockstep bench lr har --devices cpu
 
@@ -141,12 +142,21 @@ def scaling(
     as_json: AsJson = False,
 ) -> int:
     """Measure 1, 2, ... all of the chosen devices."""
-    subject, save_dir, runs_dir = _subject(settings, task)
     from lockstep.bench.scaling import Mode, bench_scaling
 
     modes: tuple[Mode, ...] = ("weak", "strong")
     if weak != strong:
         modes = ("weak",) if weak else ("strong",)
+    if task is not None and task.endswith(".py"):
+        from lockstep.bench.script import bench_script
+
+        _, mapping = to_mapping(settings, task)
+        save_dir, runs_dir = places(mapping)
+        del mapping["task"]
+        lengths = {"steps": steps, "warm_up": warm_up, "repeats": repeats}
+        report = bench_script(Path(task), mapping, modes=modes, **lengths, say=progress)
+        return finish(report, save_dir, runs_dir, as_json)
+    subject, save_dir, runs_dir = _subject(settings, task)
     names = _names(strategies)
     if not names or not set(names) <= set(_STRATEGIES):
         raise UsageError(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
-from lockstep.errors import ConfigError
-from lockstep.launch.session.script import run_script
+from lockstep.launch.session.script import run_script, several_devices
 from lockstep.telemetry.files import make_folders, write_json
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.tables import say
@@ -61,14 +60,7 @@ def verify_script(
     Raises:
         ConfigError: fewer than two devices. LockstepError: a run failed.
     """
-    devices = given.get("hardware", {}).get("selected_devices") or ()
-    names = [name.strip() for name in devices.split(",")] if isinstance(devices, str) else list(devices)
-    if len(names) < 2:
-        raise ConfigError(
-            "one device cannot differ from itself",
-            why=f"the devices are {', '.join(names) or 'not given'}",
-            fix="name several: --devices cpu,cpu",
-        )
+    names = several_devices(given, "one device cannot differ from itself")
     runs = []
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         for place, chosen in enumerate((names[:1], names)):

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.config import resolve
 from lockstep.config.load import merge
 from lockstep.engine.session.current import Stopped, close_open_session, forget, was_made
-from lockstep.errors import LockstepError, RunFolderError, TaskError, UsageError
+from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
 from lockstep.hardware import World, detect_devices, resolve_placement
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import read_failure
@@ -41,6 +41,16 @@ def run_script(
         raise UsageError(f"there is no script {path}", fix="write `lockstep run path/to/script.py`")
     script = Script(str(path.resolve()), tuple(arguments), str(Path.cwd()), given)
     return _start(_run_script, (script.path, script.arguments), script, resume=resume, redirect=redirect)
+
+
+def several_devices(given: Mapping[str, Any], what: str) -> list[str]:
+    """The devices that ``given`` names. Raises :class:`ConfigError`: fewer than two; ``what`` follows from it."""
+    devices = given.get("hardware", {}).get("selected_devices") or ()
+    names = [name.strip() for name in devices.split(",")] if isinstance(devices, str) else list(devices)
+    if len(names) < 2:
+        why = f"the devices are {', '.join(names) or 'not given'}"
+        raise ConfigError(what, why=why, fix="name several: --devices cpu,cpu")
+    return names
 
 
 def resume_session(run: RunDir, overrides: Mapping[str, Any], devices: str | None) -> int | None:
