@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from lockstep.bench.results import BenchReport
+from lockstep.bench.script import bench_script
 from lockstep.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
 from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.errors import LockstepError, UsageError
 from lockstep.planning.notes import FILL
 from lockstep.strategies import auto_strategy, find_strategy
+
+__all__ = ["Mode", "bench_scaling", "bench_script", "lost_repeats"]
 
 Mode = Literal["weak", "strong"]
 #: More than all devices can give together, caches aside.

@@ -142,14 +142,12 @@ def scaling(
     as_json: AsJson = False,
 ) -> int:
     """Measure 1, 2, ... all of the chosen devices."""
-    from lockstep.bench.scaling import Mode, bench_scaling
+    from lockstep.bench.scaling import Mode, bench_scaling, bench_script
 
     modes: tuple[Mode, ...] = ("weak", "strong")
     if weak != strong:
         modes = ("weak",) if weak else ("strong",)
     if task is not None and task.endswith(".py"):
-        from lockstep.bench.script import bench_script
-
         _, mapping = to_mapping(settings, task)
         save_dir, runs_dir = places(mapping)
         del mapping["task"]
