@@ -20,8 +20,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
 from lockstep.engine.session.prepared import Prepared
 from lockstep.engine.session.saving import SessionCheckpoints, Stateful
-from lockstep.engine.session.stepper import SharedPrecision, Stepper
-from lockstep.engine.session.steppers import build_steppers, lane_sums
+from lockstep.engine.session.stepper import SharedPrecision, Stepper, build_steppers, lane_sums
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, SeededDraws
 from lockstep.errors import CollectiveError, TaskError
