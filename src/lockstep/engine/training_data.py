@@ -99,10 +99,12 @@ def training_source(task: Task, datasets: Datasets, plan: Plan) -> Source:
     return Source(datasets.train, collate_of(task), plan.seed, order, plan.order.lanes)
 
 
-def begin_stream(datasets: Datasets, *where: Any) -> None:
-    """At the start of an attempt: see :meth:`.Stream.begin`."""
-    if isinstance(datasets.train, Stream):
-        datasets.train.begin(*where)
+def begin_stream(datasets: Datasets, *where: Any) -> Stream | None:
+    """At the start of an attempt: see :meth:`.Stream.begin`. The stream, if the training data are one."""
+    if not isinstance(datasets.train, Stream):
+        return None
+    datasets.train.begin(*where)
+    return datasets.train
 
 
 #: Share of a GPU's free memory that training data may take without being asked to.

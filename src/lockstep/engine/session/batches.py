@@ -6,16 +6,44 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order
 from lockstep.data.requests import Source, Window, windows
+from lockstep.data.stream import is_stream
+from lockstep.engine.dataset_checks import check_dataset
 from lockstep.engine.distributed.staging import SideStream, to_device
 from lockstep.engine.fit import TimedBatches
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import collate_of, training_source
+from lockstep.errors import TaskError, UnsupportedError
 from lockstep.planning import BatchPlan
 from lockstep.telemetry.files import JsonLines
+
+
+def check_data(dataset: Any, call: str, *, streams: bool | None = None) -> None:
+    """Raise :class:`LockstepError` where ``call`` cannot read ``dataset``.
+
+    Args:
+        streams: whether it may be iterable; ``None``: it is for evaluation.
+    """
+    if isinstance(dataset, DataLoader):
+        raise TaskError(
+            f"{call}() was given a DataLoader",
+            why="the session makes the batches, since their order must not depend on the number of ranks",
+            fix="pass loader.dataset, with collate=loader.collate_fn if it has its own; the batch size is "
+            "Session(global_batch_size=...)",
+        )
+    if streams is None or not is_stream(dataset):
+        check_dataset(dataset, "val" if streams is None else "train")
+    elif not streams:
+        raise UnsupportedError(
+            "the data of this loop over batches are iterable, and not those of the first loop",
+            why="one stream is read in a run, and every epoch continues it",
+            fix="give the loop the same object in every epoch, or data with __len__ and __getitem__",
+        )
 
 
 class DataFeed:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
@@ -95,34 +96,68 @@ def prepare_together(
     datasets = team.together(lambda: open_datasets(task, config))
     assert datasets is not None
 
-    def begin() -> tuple[Plan, int, int]:
-        check_sinks(config, keeping.path)
-        resumes = bool(keeping.found)
-        point = resume_point(run, hold=True, accept_data=request.accept_data, report=warn) if resumes else None
-        plan = plan_for(task, config, placement, datasets, point).plan
-        step = point.step if point else 0
-        return plan, _begin_attempt(keeping, config, plan, placement.as_dict(), step, job), step
-
-    planned = team.collectives.broadcast(team.together(begin, here=world.is_main))
-    assert planned is not None
-    plan, attempt, step = planned
-    plan = plan.model_copy(update={"placement": {**plan.placement, "devices": list(placement.devices)}})
-    others = keeps and not world.is_main
-    team.together(lambda: _begin_attempt(keeping, config, plan, plan.placement, step, job), here=others)
+    team.together(lambda: check_sinks(config, keeping.path), here=world.is_main)
+    data = Planned(task, config, placement, datasets, request.accept_data)
+    begin = partial(_begin_attempt, keeping, config, job)
+    plan, attempt, step = plan_together(team, run, data, begin, found=bool(keeping.found), keeps=keeps)
     return Start(keeping, run, task, config, placement, plan, attempt, step, datasets, keeps)
 
 
-def _begin_attempt(
-    keeping: Keeping, config: RunConfig, plan: Plan, placement: Mapping[str, Any], step: int, job: str | None
-) -> int:
+class Planned(NamedTuple):
+    """What a plan is made of; ``accept_data`` as of :class:`Request`."""
+
+    task: Task
+    config: RunConfig
+    placement: Placement
+    datasets: Datasets
+    accept_data: bool = False
+
+
+def plan_together(
+    team: Team,
+    run: RunDir,
+    planned: Planned,
+    begin: Callable[[Plan, int], int],
+    change: Callable[[Plan], Plan] = lambda plan: plan,
+    *,
+    found: bool,
+    keeps: bool,
+) -> tuple[Plan, int, int]:
+    """The plan, which rank 0 makes, the number of the attempt, and the step that it resumes. Collective.
+
+    Args:
+        begin: records the attempt in this rank's run folder, where it ``keeps`` one; returns its number.
+        change: of the plan.
+        found: whether the run has been trained before.
+    """
+    task, config, placement, datasets, accept_data = planned
+
+    def plan_it() -> tuple[Plan, int, int]:
+        point = resume_point(run, hold=True, accept_data=accept_data, report=warn) if found else None
+        plan, step = change(plan_for(task, config, placement, datasets, point).plan), point.step if point else 0
+        return plan, begin(plan, step), step
+
+    made = team.collectives.broadcast(team.together(plan_it, here=team.me.rank == 0))
+    assert made is not None
+    plan, attempt, step = made
+    own = plan.model_copy(update={"placement": {**plan.placement, "devices": list(placement.devices)}})
+    team.together(lambda: begin(own, step), here=keeps and team.me.rank != 0)
+    return own, attempt, step
+
+
+def _begin_attempt(keeping: Keeping, config: RunConfig, job: str | None, plan: Plan, step: int) -> int:
     """On a keeper: begin the attempt in the run folder, or in a new one; its number."""
     run = RunDir(keeping.path)
-    if keeping.found:
-        keep_config(run, config)
-    else:
+    if not keeping.found:
         run = create_folder(config, keeping.run_id)
     mark_job(run, job)
-    return run.begin_attempt(plan.as_dict(), placement, step)
+    return record_attempt(run, config, plan, step)
+
+
+def record_attempt(run: RunDir, config: RunConfig, plan: Plan, step: int) -> int:
+    """Begin an attempt in the run folder, with its configuration; its number."""
+    keep_config(run, config)
+    return run.begin_attempt(plan.as_dict(), plan.placement, step)
 
 
 def _config_of_run(team: Team, keeping: Keeping, config: RunConfig, given: Mapping[str, Any]) -> RunConfig:

@@ -10,11 +10,9 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep.config import RunConfig, resolve
-from lockstep.data.stream import is_stream
 from lockstep.engine.attempt import record_failure
-from lockstep.engine.dataset_checks import check_dataset
 from lockstep.engine.run_log import as_numbers
-from lockstep.engine.session.batches import DataFeed
+from lockstep.engine.session.batches import DataFeed, check_data
 from lockstep.engine.session.current import Stopped, close_open_session
 from lockstep.engine.session.evaluation import evaluated_rows
 from lockstep.engine.session.prepared import Prepared
@@ -22,7 +20,7 @@ from lockstep.engine.session.resuming import Resumed
 from lockstep.engine.session.training import Training
 from lockstep.engine.state import TrainState
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.launch.session.attempt import Attempt, LoopTask, refuse_loader
+from lockstep.launch.session.attempt import Attempt, LoopTask
 from lockstep.launch.session.join import Joined
 from lockstep.planning.loader import sized
 
@@ -119,15 +117,8 @@ class Loop:
         training.checkpoints.save(best=training.end_epoch(self._row("val")))
 
     def batches(self, dataset: Any, accumulate: int | None, collate: Callable[[Any], Any] | None) -> Iterator[Any]:
-        refuse_loader(dataset, "batches")
-        if not is_stream(dataset):
-            check_dataset(dataset, "train")
-        elif self._number or (self.run is not None and dataset is not self.run.task.dataset):
-            raise UnsupportedError(
-                "the data of this loop over batches are iterable, and not those of the first loop",
-                why="one stream is read in a run, and every epoch continues it",
-                fix="give the loop the same object in every epoch, or data with __len__ and __getitem__",
-            )
+        first = self._number == 0 and (self.run is None or dataset is self.run.task.dataset)
+        check_data(dataset, "batches", streams=first)
         if not self._in_epochs:
             raise TaskError(
                 "batches() was called outside a loop over session.epochs()",
@@ -214,8 +205,7 @@ class Loop:
     def evaluate(
         self, dataset: Any, predict: Callable[[Any], Any], batch_size: int | None, collate: Callable[[Any], Any] | None
     ) -> Iterator[tuple[Any, ...]]:
-        refuse_loader(dataset, "evaluate")
-        check_dataset(dataset, "val")
+        check_data(dataset, "evaluate")
         config, run = self.config, self.run
         plan = None if run is None else run.training.rank.plan
         size = batch_size or config.validation.batch_size or config.training.batch_size
