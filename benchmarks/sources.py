@@ -5,9 +5,11 @@
     pip install -c constraints.txt -e '.[data]' datasets webdataset
     python benchmarks/sources.py --out benchmarks/results
 
-Both make batches of 32 with torch's ``default_collate``, in one process without workers, and take turns; ratios are
-between blocks of one round, medians over rounds. The other side reads in the order of the files (pyarrow, webdataset,
-lines) or shuffled by torch's DataLoader (datasets, the memory map). Sources whose package is missing are left out.
+Both make batches of 32 with torch's ``default_collate``, without worker processes, and take turns, on one rank and on
+two; ratios are between blocks of one round, medians over rounds. The other side reads in the order of the files
+(pyarrow, webdataset, lines; of two ranks each has half of the files) or shuffled by torch's DataLoader (datasets, the
+memory map; of two ranks each has half of the samples). Of two ranks the slower one counts. Sources whose package is
+missing are left out.
 """
 
 from __future__ import annotations
@@ -15,20 +17,22 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import multiprocessing
 import sys
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from report import header, ratios, write_json
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from lockstep.config.sections import DataConfig
 from lockstep.data.columns import ParquetFiles
@@ -36,19 +40,37 @@ from lockstep.data.records import JsonLines, TarShards, TokenFile
 from lockstep.data.requests import Request, Source
 from lockstep.data.sampling import resolve_sampling
 from lockstep.data.stream import Stream
+from lockstep.hardware.world import World
 
 BATCH, ROWS, FILES, WIDTH = 32, 20_000, 8, 64
 Batches = Callable[[], Iterator[Any]]
 
 
-def ours(dataset: Any) -> Batches:
+class Place(NamedTuple):
+    """Where the files are, and which rank this is."""
+
+    folder: Path
+    rank: int
+    ranks: int
+
+    def files(self, suffix: str) -> list[Path]:
+        """This rank's part of the files, as libraries divide them."""
+        return sorted(self.folder.glob(f"*.{suffix}"))[self.rank :: self.ranks]
+
+    def loader(self, dataset: Any) -> Batches:
+        sampler: Any = DistributedSampler(dataset, self.ranks, self.rank)
+        loader: DataLoader[Any] = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+        return lambda: iter(loader)
+
+
+def ours(dataset: Any, place: Place) -> Batches:
     sampling = resolve_sampling(dataset, None, DataConfig())
     assert sampling is not None
     source, epochs = Source(dataset, default_collate, 1, sampling.order(len(dataset), 1)), iter(range(10**6))
 
     def batches() -> Iterator[Any]:
         epoch = next(epochs)
-        for start in range(0, len(dataset) - BATCH + 1, BATCH):
+        for start in range(place.rank * BATCH, len(dataset) - BATCH + 1, place.ranks * BATCH):
             yield source.batch(Request(epoch, 0, start, start + BATCH))
 
     return batches
@@ -84,36 +106,30 @@ def write(folder: Path) -> None:
         pq.write_table(pa.table({"x": x, "y": pa.array(part % 10)}), folder / f"{number}.parquet", row_group_size=500)
 
 
-def of_parquet(folder: Path) -> tuple[Batches, Batches]:
+def of_parquet(place: Place) -> tuple[Batches, Batches]:
     import pyarrow.parquet as pq
 
     def rows() -> Iterator[Any]:
-        for file in sorted(folder.glob("*.parquet")):
+        for file in place.files("parquet"):
             for batch in pq.ParquetFile(file).iter_batches(batch_size=500):
                 x = batch.column("x").flatten().to_numpy().reshape(-1, WIDTH)
                 yield from ({"x": a, "y": b} for a, b in zip(x, batch.column("y").to_numpy(), strict=True))
 
-    return ours(ParquetFiles(folder)), collated(rows)
+    return ours(ParquetFiles(place.folder), place), collated(rows)
 
 
-def of_lines(folder: Path) -> tuple[Batches, Batches]:
-    def rows() -> Iterator[Any]:
-        for file in sorted(folder.glob("*.jsonl")):
-            with file.open() as lines:
-                yield from map(json.loads, lines)
-
-    return ours(JsonLines(folder)), collated(rows)
+def of_lines(place: Place) -> tuple[Batches, Batches]:
+    return ours(JsonLines(place.folder), place), collated(lambda: iter(Lines(place.files("jsonl"))))
 
 
-def of_shards(folder: Path) -> tuple[Batches, Batches]:
+def of_shards(place: Place) -> tuple[Batches, Batches]:
     import webdataset
 
     def sample(row: Any) -> Any:
         return np.frombuffer(row["npy"], np.float32), int(row["cls"])
 
-    files = sorted(map(str, folder.glob("*.tar")))
-    theirs = webdataset.WebDataset(files, shardshuffle=False).map(sample)
-    return ours(TarShards(folder, transform=sample)), collated(lambda: iter(theirs))
+    theirs = webdataset.WebDataset(list(map(str, place.files("tar"))), shardshuffle=False).map(sample)
+    return ours(TarShards(place.folder, transform=sample), place), collated(lambda: iter(theirs))
 
 
 class Mapped(Dataset[Any]):
@@ -127,24 +143,24 @@ class Mapped(Dataset[Any]):
         return self.tokens[index * WIDTH : index * WIDTH + WIDTH + 1].astype(np.int64)
 
 
-def of_tokens(folder: Path) -> tuple[Batches, Batches]:
-    theirs = DataLoader(Mapped(folder / "tokens.bin"), batch_size=BATCH, shuffle=True)
-    return ours(TokenFile(folder / "tokens.bin", WIDTH)), lambda: iter(theirs)
+def of_tokens(place: Place) -> tuple[Batches, Batches]:
+    file = place.folder / "tokens.bin"
+    return ours(TokenFile(file, WIDTH), place), place.loader(Mapped(file))
 
 
-def of_hugging_face(folder: Path) -> tuple[Batches, Batches]:
+def of_hugging_face(place: Place) -> tuple[Batches, Batches]:
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [path for path in sys.path if path != here]  # where there is another datasets.py
     from datasets import Dataset as HuggingFace
 
-    rows = HuggingFace.from_parquet(sorted(map(str, folder.glob("*.parquet"))), cache_dir=str(folder / "cache"))
-    theirs = DataLoader(rows.with_format("torch"), batch_size=BATCH, shuffle=True)
-    return ours(rows.with_format("torch")), lambda: iter(theirs)
+    files, cache = sorted(map(str, place.folder.glob("*.parquet"))), str(place.folder / f"cache{place.rank}")
+    rows = HuggingFace.from_parquet(files, cache_dir=cache).with_format("torch")
+    return ours(rows, place), place.loader(rows)
 
 
 class Lines:
-    def __init__(self, folder: Path) -> None:
-        self.files = sorted(folder.glob("*.jsonl"))
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
 
     def __iter__(self) -> Iterator[Any]:
         for file in self.files:
@@ -152,12 +168,15 @@ class Lines:
                 yield from map(json.loads, lines)
 
 
-def of_stream(folder: Path) -> tuple[Batches, Batches]:
-    return ours(Stream(Lines(folder), ROWS)), collated(lambda: iter(Lines(folder)))
+def of_stream(place: Place) -> tuple[Batches, Batches]:
+    stream = Stream(Lines(sorted(place.folder.glob("*.jsonl"))), ROWS)
+    # Nothing keeps the ranks in step here, as gradients do: items are kept for as long as for steps of a whole epoch.
+    stream.begin(place.folder, 1, World(place.rank, place.ranks, place.rank, place.ranks), 0, ROWS, None)
+    return ours(stream, place), collated(lambda: iter(Lines(place.files("jsonl"))))
 
 
 #: By name: the two sides, and the packages that they need.
-SOURCES: dict[str, tuple[Callable[[Path], tuple[Batches, Batches]], tuple[str, ...]]] = {
+SOURCES: dict[str, tuple[Callable[[Place], tuple[Batches, Batches]], tuple[str, ...]]] = {
     "parquet": (of_parquet, ("pyarrow",)),
     "json lines": (of_lines, ()),
     "tar shards": (of_shards, ("webdataset",)),
@@ -174,12 +193,24 @@ def is_there(package: str) -> bool:
         return False
 
 
-def seconds(batches: Batches) -> float:
-    """Per sample, of one epoch."""
-    started, samples = time.perf_counter(), 0
-    for _ in batches():
-        samples += BATCH
-    return (time.perf_counter() - started) / samples
+def measured(place: Place, name: str, rounds: int, barrier: Any, results: Any) -> None:
+    """Seconds a sample of each side's epochs, on one rank; an error in their place."""
+    torch.set_num_threads(1)
+    found: tuple[list[float], list[float]] = ([], [])
+    try:
+        sides = SOURCES[name][0](place)
+        for turn in range(rounds + 1):
+            for side in (0, 1) if turn % 2 else (1, 0):
+                barrier.wait()
+                started, samples = time.perf_counter(), 0
+                for _ in sides[side]():
+                    samples += BATCH
+                found[side].append((time.perf_counter() - started) / samples)
+        results.put(found)
+        barrier.wait()
+    except Exception as error:
+        barrier.abort()
+        results.put(error)
 
 
 def main() -> None:
@@ -188,18 +219,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
     options = parser.parse_args()
     report = {**header(), "command": " ".join(["python", *sys.argv]), "rows": []}
+    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder))
-        for name, (open_both, packages) in SOURCES.items():
+        for (name, (_, packages)), ranks in product(SOURCES.items(), (1, 2)):
             if not all(map(is_there, packages)):
                 continue
-            sides = open_both(Path(folder))
-            found: list[list[float]] = [[], []]
-            for turn in range(options.rounds + 1):
-                for side in (0, 1) if turn % 2 else (1, 0):
-                    found[side].append(seconds(sides[side]))
-            mine, theirs = found[0][1:], found[1][1:]
-            row = {"source": name, "us": round(median(mine) * 1e6, 2), "their_us": round(median(theirs) * 1e6, 2)}
+            barrier, results = context.Barrier(ranks), context.Queue()
+            places = [Place(Path(folder), rank, ranks) for rank in range(ranks)]
+            given = (name, options.rounds, barrier, results)
+            started = [context.Process(target=measured, args=(place, *given), daemon=True) for place in places]
+            for process in started:
+                process.start()
+            of_ranks = [results.get(timeout=600) for _ in started]
+            for process in started:
+                process.join()
+            failed = [error for error in of_ranks if isinstance(error, Exception)]
+            if failed:
+                raise failed[0]
+            mine, theirs = ([max(of) for of in zip(*sides, strict=True)][1:] for sides in zip(*of_ranks, strict=True))
+            row = {"source": name, "ranks": ranks}
+            row |= {"us": round(median(mine) * 1e6, 2), "their_us": round(median(theirs) * 1e6, 2)}
             report["rows"].append(row | ratios(mine, theirs))
             print(json.dumps(report["rows"][-1]), file=sys.stderr)
     print(text := table(report))
@@ -214,15 +254,17 @@ def table(report: dict[str, Any]) -> str:
         "",
         f"{report['machine']}, torch {report['torch']}, load {report['load_before']} before. `{report['command']}`",
         "",
-        "µs a sample in batches of 32, one process; Lockstep's time in that of the library's reader: median of ratios "
-        "(quartiles). Below 1 Lockstep is faster.",
+        "µs a sample of a rank in batches of 32, of the slower rank; Lockstep's time in that of the library's reader: "
+        "median of ratios (quartiles). Below 1 Lockstep is faster.",
         "",
-        "| source | Lockstep, shuffled | the library's reader | ratio |",
-        "| --- | --- | --- | --- |",
+        "| source | ranks | Lockstep, shuffled | the library's reader | ratio |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for row in report["rows"]:
         low, high = row["ratio_quartiles"]
-        lines.append(f"| {row['source']} | {row['us']} | {row['their_us']} | {row['ratio']} ({low}–{high}) |")
+        lines.append(
+            f"| {row['source']} | {row['ranks']} | {row['us']} | {row['their_us']} | {row['ratio']} ({low}–{high}) |"
+        )
     return "\n".join(lines) + "\n"
 
 

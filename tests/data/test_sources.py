@@ -474,3 +474,14 @@ def test_a_byte_order_mark_empty_lines_and_a_stray_quote(tmp_path: Path) -> None
     (tmp_path / "b.csv").write_text('a,b\n1,5" pipe\n2,3\n')
     with pytest.raises(DataError, match="a quote is not closed"):
         CsvFiles(tmp_path / "b.csv")[0]
+
+
+def test_long_names_and_folders_in_shards(tmp_path: Path) -> None:
+    name = "part/" + "n" * 150
+    for kind in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        with tarfile.open(tmp_path / f"{kind}.tar", "w", format=kind) as tar:
+            for member in (tarfile.TarInfo("part"), tarfile.TarInfo(f"{name}.txt"), tarfile.TarInfo(f"{name}.cls")):
+                member.type = tarfile.REGTYPE if "." in member.name else tarfile.DIRTYPE
+                member.size = 1 if "." in member.name else 0
+                tar.addfile(member, io.BytesIO(b"7"))
+    assert list(TarShards(tmp_path)) == [{"__key__": name, "txt": "7", "cls": 7}] * 2

@@ -11,8 +11,10 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from lockstep.errors import DataError
 
@@ -24,48 +26,67 @@ _BROKEN = (
 )
 
 
+class _Entry(NamedTuple):
+    """``is_folder``: ``None`` for what is neither a folder nor a file. ``open`` gives the content of a file."""
+
+    name: str
+    size: int
+    is_folder: bool | None
+    open: Callable[[], Any]
+
+
 def extract_zip(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BYTES) -> Path:
     """Unpack ``archive`` into the new folder ``target``, whole or not at all, and return ``target``.
+
+    Of an entry, only name and content are taken.
 
     Raises:
         DataError: a broken or encrypted archive, one that would grow beyond ``max_bytes``, one with an
             entry that leaves the folder or is a link, or a target that exists or cannot be written.
     """
-    with _unpacking(archive, target, "zip") as building, zipfile.ZipFile(archive) as content:
-        _check(archive, content, max_bytes)
-        content.extractall(building)
-    return target
+    return _extract(archive, target, "zip", _of_zip(archive), max_bytes)
 
 
 def extract_tar(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BYTES) -> Path:
-    """Like :func:`extract_zip` for a tar archive, compressed by gzip, bzip2, xz or not at all.
+    """Like :func:`extract_zip` for a tar archive, compressed by gzip, bzip2, xz or not at all."""
+    return _extract(archive, target, "tar", _of_tar(archive), max_bytes)
 
-    Of an entry, only name and content are taken.
-    """
-    total = 0
-    with _unpacking(archive, target, "tar") as building, tarfile.open(archive) as content:
+
+def _of_zip(archive: Path) -> Generator[_Entry, None, None]:
+    with zipfile.ZipFile(archive) as content:
+        for entry in content.infolist():
+            is_folder = None if stat.S_ISLNK(entry.external_attr >> 16) else entry.is_dir()
+            yield _Entry(entry.filename, entry.file_size, is_folder, partial(content.open, entry))
+
+
+def _of_tar(archive: Path) -> Generator[_Entry, None, None]:
+    with tarfile.open(archive) as content:
         for entry in content:
-            if _leaves(entry.name) or not (entry.isreg() or entry.isdir()):
-                raise _refused(archive, entry.name)
-            total += entry.size
-            if total > max_bytes:
-                raise _too_large(archive, f"more than {max_bytes}", max_bytes)
-            if entry.isreg():
-                _write(content, entry, building / entry.name)
-            else:
-                (building / entry.name).mkdir(parents=True, exist_ok=True)
+            is_folder = entry.isdir() if entry.isreg() or entry.isdir() else None
+            yield _Entry(entry.name, entry.size, is_folder, partial(content.extractfile, entry))
         # tarfile stops at the last entry; the checksum of the compression stands behind it.
         while content.fileobj is not None and content.fileobj.read(1 << 20):
             pass
+
+
+def _extract(archive: Path, target: Path, kind: str, entries: Generator[_Entry, None, None], max_bytes: int) -> Path:
+    total = 0
+    with _unpacking(archive, target, kind) as building, contextlib.closing(entries):
+        for entry in entries:
+            path = PurePosixPath(entry.name.replace("\\", "/"))
+            if entry.is_folder is None or path.is_absolute() or ".." in path.parts or ":" in entry.name:
+                what, why = f"{archive} holds the entry {entry.name!r}", "it is a link, or would leave the folder"
+                raise DataError(what, why=why, fix="do not use this archive; fetch it from its publisher")
+            total += entry.size
+            if total > max_bytes:
+                what, why = f"{archive} would grow to more than {max_bytes} bytes", "that is the limit"
+                raise DataError(what, why=why, fix="check where it comes from")
+            place = building / path
+            (place if entry.is_folder else place.parent).mkdir(parents=True, exist_ok=True)
+            if not entry.is_folder:
+                with entry.open() as source, place.open("wb") as file:
+                    shutil.copyfileobj(source, file)
     return target
-
-
-def _write(content: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    source = content.extractfile(entry)
-    assert source is not None, "a regular file has content"
-    with source, path.open("wb") as file:
-        shutil.copyfileobj(source, file)
 
 
 def put_unpacked(archive: Path, target: Path, unpack: Callable[[Path], Path]) -> None:
@@ -115,32 +136,3 @@ def _unpacking(archive: Path, target: Path, kind: str) -> Iterator[Path]:
             why=str(error),
             fix="free some space, or choose a folder that you may write to",
         ) from error
-
-
-def _check(archive: Path, content: zipfile.ZipFile, max_bytes: int) -> None:
-    entries = content.infolist()
-    for entry in entries:
-        if _leaves(entry.filename) or stat.S_ISLNK(entry.external_attr >> 16):
-            raise _refused(archive, entry.filename)
-    total = sum(entry.file_size for entry in entries)
-    if total > max_bytes:
-        raise _too_large(archive, str(total), max_bytes)
-
-
-def _leaves(name: str) -> bool:
-    path = PurePosixPath(name.replace("\\", "/"))
-    return path.is_absolute() or ".." in path.parts or ":" in name
-
-
-def _refused(archive: Path, name: str) -> DataError:
-    return DataError(
-        f"{archive} holds the entry {name!r}",
-        why="it is a link, or would be written outside the folder",
-        fix="do not use this archive; fetch it from its publisher",
-    )
-
-
-def _too_large(archive: Path, size: str, limit: int) -> DataError:
-    return DataError(
-        f"{archive} would grow to {size} bytes", why=f"the limit is {limit}", fix="check where it comes from"
-    )

@@ -55,7 +55,9 @@ class FileSamples:
         sizes = [self._checked_sizes(number) for number in progress(range(len(self.files)), "indexing")]
         #: The file of each part, and the number of its first part.
         self._file_of = np.repeat(np.arange(len(sizes)), [len(parts) for parts in sizes]).tolist()
-        self._ends = np.cumsum([size for parts in sizes for size in parts], dtype=np.int64).tolist()
+        of_parts = np.array([size for parts in sizes for size in parts], np.int64)
+        self._end_of = np.cumsum(of_parts)
+        self._start_of, self._ends = self._end_of - of_parts, self._end_of.tolist()
         if not len(self):
             what = f"the {len(self.files)} files have no sample"
             raise DataError(what, why=self.files[0], fix="check what wrote them")
@@ -105,7 +107,14 @@ class FileSamples:
         return record if self.transform is None else self.transform(record)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self[index] for index in indices]
+        where = np.asarray(indices)
+        parts = np.searchsorted(self._end_of, where, "right")
+        places = where - self._start_of[parts]
+        try:
+            records = list(map(self._record, parts.tolist(), places.tolist()))
+        except Exception:  # one by one, they show which of them it is
+            return [self[index] for index in indices]
+        return records if self.transform is None else list(map(self.transform, records))
 
 
 def found(files: Files, suffixes: tuple[str, ...]) -> list[str]:

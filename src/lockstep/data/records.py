@@ -160,13 +160,24 @@ class TarShards(_Records):
 
     def _record(self, part: int, place: int) -> Any:
         sample: dict[str, Any] = {}
-        with tarfile.open(fileobj=io.BytesIO(self._bytes(part, place)), mode="r:", ignore_zeros=True) as tar:
-            for member in tar:
-                content = tar.extractfile(member)
-                if content is not None:
-                    sample["__key__"], extension = _key(member.name)
-                    sample[extension] = _decoded(extension, content.read())
+        for name, content in _members(self._bytes(part, place)):
+            sample["__key__"], extension = _key(name)
+            sample[extension] = _decoded(extension, content)
         return sample
+
+
+def _members(data: bytes) -> list[tuple[str, bytes]]:
+    """Names and contents of files in a piece of a tar file. Plain headers are read here: a third of tarfile's time."""
+    found, at = list[tuple[str, bytes]](), 0
+    while at < len(data):
+        member = tarfile.TarInfo.frombuf(data[at : at + 512], "utf-8", "surrogateescape")
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):  # a folder, or a header of a long name
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:", ignore_zeros=True) as tar:
+                files = ((member.name, tar.extractfile(member)) for member in tar)
+                return [(name, file.read()) for name, file in files if file is not None]
+        found.append((member.name, data[at + 512 : at + 512 + member.size]))
+        at += 512 + -(-member.size // 512) * 512
+    return found
 
 
 def _key(name: str) -> tuple[str, str]:
@@ -222,11 +233,11 @@ class TokenFile(FileSamples):
 
     def gathered(self, indices: NDArray[np.int64]) -> Tensor:
         """The batch that ``default_collate`` makes of the samples ``indices``: int64, of shape ``(n, size)``."""
-        parts = np.searchsorted(self._ends, indices, side="right")
+        parts = np.searchsorted(self._end_of, indices, side="right")
         batch = np.empty((len(indices), self._size), np.int64)
         for part in np.unique(parts).tolist():
             mine = np.flatnonzero(parts == part)
-            starts = (indices[mine] - (self._ends[part - 1] if part else 0)) * self.window
+            starts = (indices[mine] - self._start_of[part]) * self.window
             batch[mine] = self._opened(part)[starts[:, None] + self._span]
         return torch.from_numpy(batch)
 
