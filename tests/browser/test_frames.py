@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.studio.columns import Columns, as_lists, columns_of, pack
+from lockstep.studio.columns import Columns, columns_of, pack
 from tests.browser.conftest import OpenPage
 from tests.browser.where import Network
 from tests.studio.serving import studio
@@ -63,7 +63,7 @@ def test_any_history_and_deltas_arrive_as_they_were_sent(open_page: OpenPage, tm
                     "preview": False,
                 }
                 frames.append(base64.b64encode(pack(header, sent)).decode())
-            expected = as_lists({name: held[name] for name in held.names})
+            expected = {n: [None if math.isnan(v) else v for v in held[n].astype(float).tolist()] for n in held.names}
             got = page.evaluate(UNPACK, frames)
             for name, column in expected.items():
                 assert len(got.get(name, [])) == held.rows or all(value is None for value in column)

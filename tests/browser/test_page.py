@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, WebSocketRoute, expect
 
@@ -64,11 +68,12 @@ def test_a_first_visit_needs_ten_requests(server: Address, open_page: OpenPage) 
 
 
 def test_the_token_leaves_the_address_and_a_new_one_is_asked_for(open_page: OpenPage, tmp_path: Path) -> None:
-    with studio(tmp_path, []) as address:
+    # Below a path, as a proxy shows it.
+    with studio(tmp_path, [], base_path="/user/me") as address:
         home = Home(tmp_path / "runs")
         address.get("/api/tasks")  # its helper process is not left in the middle of its start
         door = home.write_door(address.url)
-        page = open_page(door.as_uri(), refused=re.compile("/api/.*"))
+        page = open_page(door.as_uri(), refused=re.compile("/user/me/.*"))
         train = page.get_by_role("region", name="Runs")
         expect(train).to_be_visible()
         assert page.url.rstrip("/") == address.base
@@ -249,6 +254,11 @@ def test_a_loss_that_was_not_finite_is_a_gap_in_its_curve(server: Address, open_
     for title, share in (("Gradient norm", 0.5), ("Loss", 0.1), ("Loss", 0.9)):
         page.wait_for_function(PAINTED, arg=[title, share])
     assert not page.evaluate(PAINTED, ["Loss", 0.5])
+    for second in [*range(0, 300, 5), *range(900, 1200, 5)]:  # between them the run was stopped
+        add_sample(run, second, 600.0)
+    for share in (0.1, 0.9):
+        page.wait_for_function(PAINTED, arg=["Power", share])
+    assert not page.evaluate(PAINTED, ["Power", 0.5])
 
 
 def test_evaluations_between_epochs_are_points_beside_the_epochs(server: Address, open_page: OpenPage) -> None:
@@ -261,7 +271,14 @@ def test_evaluations_between_epochs_are_points_beside_the_epochs(server: Address
     expect(chart).to_be_visible()
     expect(chart).to_have_attribute("data-points", "4")  # two epochs' ends, at 10 and 20
     other = make_run(runs_of(server), "only ends", "completed", steps=20)
+    run.update(final_metrics={"test_accuracy": 0.5, "test_loss": 2.0})
+    other.update(final_metrics={"test_accuracy": 0.25, "test_loss": 3.0})
     page.evaluate("ids => { location.hash = `#/compare/${ids}` }", f"{run.path.name},{other.path.name}")
+    parallel = page.get_by_role("region", name="Parallel coordinates")
+    expect(parallel.get_by_role("img", name=re.compile("test_accuracy.* of between, only ends"))).to_be_visible()
+    expect(parallel.locator("polyline")).to_have_count(2)
+    parallel.get_by_role("button", name="between").click()
+    expect(parallel.locator("polyline.faint")).to_have_count(1)
     both = re.compile("^Val loss per evaluation against step: between 5 at step 25; only ends 1.5 at step 20", re.I)
     expect(page.get_by_role("img", name=both)).to_be_visible()
 
@@ -345,6 +362,81 @@ def test_the_doctor_examines_this_machine(open_page: OpenPage, tmp_path: Path) -
         findings = page.get_by_role("list", name="Findings").get_by_role("listitem")
         expect(findings.first).to_be_visible()
         expect(findings.get_by_role("heading", level=2).first).not_to_be_empty()
+
+
+#: What the page notifies of, in ``shown``; the permission was given.
+NOTIFICATIONS = """window.shown = [];
+window.Notification = class {
+    static permission = "granted";
+    static requestPermission = async () => "granted";
+    constructor(title) { shown.push(title); }
+};"""
+
+
+def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPage) -> None:
+    run = make_run(runs_of(server), "live", "running", created_at=datetime.now(UTC) - timedelta(hours=5))
+    run.update(placement={"devices": ["gpu:0"]})
+    me = psutil.Process()
+    state = {"step_s": 0.1, "own_s": 0.1, "wait_s": 0.0, "memory_gb": 1.0}
+
+    def beat(step: int, slow: int | None, **more: bool) -> None:
+        alive = {
+            **more,
+            "pid": me.pid,
+            "created": me.create_time(),
+            "host": socket.gethostname(),
+            "updated": time.time(),
+        }
+        write_json(run.heartbeat_file, {"step": step, "total": 100, "counter": step, **alive})
+        row = {"step": step, "attempt": 1, "slow_rank": slow, "ranks": [{"rank": rank, **state} for rank in (0, 1)]}
+        with run.ranks_file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    beat(10, 1)
+    page = open_page("about:blank")
+    page.add_init_script(NOTIFICATIONS)
+    page.clock.install(time=datetime.now() - timedelta(hours=7))  # the browser's clock is wrong
+    page.goto(server.url)
+    expect(rows(page).filter(has_text="live")).to_contain_text("5 h ago")
+    page.get_by_role("button", name="Notify when a run ends").click()
+    # The next run may have the devices that are free.
+    page.get_by_role("link", name="Machine").click()
+    page.get_by_role("button", name="New run on gpu:1–2").click()
+    form = page.get_by_role("region", name="Configuration")
+    expect(form.get_by_role("checkbox", name="GPU 1")).to_be_checked()
+    form.get_by_role("checkbox", name="GPU 0").check()
+    page.get_by_role("button", name="Use the free ones: gpu:1–2").click()
+    expect(form.get_by_role("checkbox", name="GPU 0")).not_to_be_checked()
+    page.get_by_role("button", name="Close the form").click()
+
+    page.get_by_role("link", name="Runs", exact=True).click()
+    page.get_by_role("link", name="live").click()
+    page.get_by_role("tab", name="Charts").click()
+    legend = page.get_by_role("figure", name="Step time per rank").locator(".legend")
+    expect(legend).to_contain_text("rank 1 – straggler")
+    beat(20, None)
+    expect(legend).not_to_contain_text("straggler")
+    page.get_by_role("tab", name="Overview").click()
+    expect(page.get_by_role("region", name="Progress")).to_contain_text("20 / 100")
+    page.get_by_role("button", name="Stop", exact=True).hover()
+    beat(20, None, ended=True)
+    run.update(status="completed", best_metric={"val_loss": 0.5}, completed_at=datetime.now(UTC))
+    expect(page.get_by_text("Early stopping: it ended at step 20 of 100")).to_be_visible()
+    assert page.evaluate("shown") == ["live: completed"]
+    # An answer that a part of the page cannot show leaves the rest.
+    page.route("**/files", lambda route: route.fulfill(json={"status": "ok", "data": {"files": [None]}}))
+    page.get_by_role("tab", name="Files").click()
+    expect(page.get_by_role("alert").filter(has_text="This part of the page cannot be shown")).to_be_visible()
+    page.get_by_role("tab", name="Configuration").click()
+    expect(page.get_by_label("Command of the run")).to_be_visible()
+    page.evaluate("location.hash = '#/run/%E0%A4%A/x/y?z'")
+    expect(page.get_by_role("link", name="Machine")).to_be_visible()
+    failed = make_run(
+        runs_of(server), "died", "failed", error="Traceback\n  a line\nRuntimeError: no data\nfix: add some"
+    )
+    page.evaluate("id => { location.hash = `#/run/${id}` }", failed.path.name)
+    ended = page.get_by_role("region", name="How it ended")
+    expect(ended.get_by_role("strong")).to_have_text(["RuntimeError: no data", "fix: add some"])
 
 
 def test_a_job_shows_what_it_does_and_is_stopped(server: Address, open_page: OpenPage) -> None:

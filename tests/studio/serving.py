@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from websockets.sync.client import ClientConnection, connect
@@ -45,7 +46,7 @@ class Address:
 
     @property
     def port(self) -> int:
-        return int(self.base.rpartition(":")[2])
+        return urlsplit(self.base).port or 0
 
     def call(self, method: str, path: str, status: int = 200, **more: Any) -> Any:
         """``data`` of an answer, or the whole of it where a refusal is expected."""
@@ -100,11 +101,15 @@ class Address:
 
 @contextmanager
 def studio(
-    folder: Path, devices: Sequence[Device] | None = None, tasks: Sequence[str] = (), kill_after_s: float = 60.0
+    folder: Path,
+    devices: Sequence[Device] | None = None,
+    tasks: Sequence[str] = (),
+    kill_after_s: float = 60.0,
+    **more: Any,
 ) -> Iterator[Address]:
     """A real server on a free port, in a thread; runs are in ``folder / "runs"``."""
     verbs = tuple(name for name, _, _ in VERBS)
-    options = Options(folder / "runs", offered_tasks(tasks), flag_table(), verbs, kill_after_s)
+    options = Options(folder / "runs", offered_tasks(tasks), flag_table(), verbs, kill_after_s, **more)
     detect = detect_devices if devices is None else lambda refresh=False: list(devices)
     server = Server(options, port=0, detect=detect)
     thread = threading.Thread(target=server.run, name="studio")

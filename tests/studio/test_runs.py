@@ -88,8 +88,6 @@ def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: 
     assert done["final_metrics"]["test_accuracy"] > 0
     run = RunDir.open(tmp_path / "runs" / "run-00000001")
     assert address.get("/api/runs/run-00000001/metrics")["epochs"] == run.epochs()
-    steps = address.get("/api/runs/run-00000001/steps")
-    assert steps["columns"]["step"] == [row["step"] for row in run.steps()]
     assert "summary" in "\n".join(address.get("/api/runs/run-00000001/log?name=output.log")["lines"])
     # The labels are in the run's own record as soon as it has no other writer.
     address.get("/api/runs")
@@ -299,8 +297,8 @@ def test_a_scaling_benchmark(address: Address) -> None:
     assert done["status"] == "done", done
     found = address.get("/api/scaling")
     assert found["available"]
-    assert {point["ranks"] for point in found["reports"][0]["points"]} == {1, 2}
-    assert found["reports"][0]["points"][0]["samples_per_s"] > 0
+    assert {row["ranks"] for row in found["reports"][0]["report"]["rows"]} == {1, 2}
+    assert found["reports"][0]["report"]["rows"][0]["samples_per_s"] > 0
     assert address.get("/api/runs")["runs"] == []
 
 

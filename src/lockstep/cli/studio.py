@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, verb
-from lockstep.errors import UnsupportedError
+from lockstep.errors import UnsupportedError, UsageError
 
 EPILOGUE = """\
 Examples:
@@ -38,6 +39,13 @@ def studio(
             help="Another task to offer in the form; a LightningModule with its LightningDataModule "
             "as FILE.py:MODULE+FILE.py:DATA. May be repeated.",
         ),
+    ] = None,
+    base_path: Annotated[
+        str, Parameter(metavar="PATH", help="Path at which a reverse proxy shows the studio. Default: /.")
+    ] = "/",
+    trusted_host: Annotated[
+        list[str] | None,
+        Parameter(negative="", metavar="NAME", help="Host name of a reverse proxy in front of it. May be repeated."),
     ] = None,
     new_token: Annotated[
         bool, Parameter(negative="", help="Replace the token and end every session. Default: off.")
@@ -70,6 +78,8 @@ def studio(
         flags=flag_table(),
         verbs=tuple(name for name, _, _ in VERBS),
         warm=True,
+        base_path=_base(base_path),
+        trusted_hosts=tuple(name.lower() for name in trusted_host or ()),
     )
     server = Server(options, port=port, detect=detect_devices, new_token=new_token)
     say(f"Lockstep studio: {server.url}", sys.stdout)
@@ -80,3 +90,14 @@ def studio(
 
         webbrowser.open(server.write_door())
     server.run()
+
+
+def _base(path: str) -> str:
+    """``path`` without the slash at its end. Raises :class:`UsageError`."""
+    if not re.fullmatch(r"(/[\w.~@-]+)*/?", path, re.ASCII):
+        raise UsageError(
+            f"invalid --base-path {path!r}",
+            why="it is a path of an address: letters, digits and . ~ @ - _ between slashes",
+            fix="write it as the proxy has it, such as --base-path /user/me/studio",
+        )
+    return path.rstrip("/")

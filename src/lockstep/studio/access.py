@@ -7,7 +7,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -92,20 +92,31 @@ class Guard:
 
     Args:
         cookie: the cookie's name; cookies are shared between ports, so the name contains the port.
+        base: the path below which a proxy shows the studio, without the last slash; it may pass it on or leave it out.
+        hosts: the names of that proxy.
     """
 
-    def __init__(self, app: ASGIApp, *, sessions: Sessions, cookie: str) -> None:
+    def __init__(
+        self, app: ASGIApp, *, sessions: Sessions, cookie: str, base: str = "", hosts: Collection[str] = ()
+    ) -> None:
         self._app = app
         self._sessions = sessions
         self._cookie = cookie
+        self._base = base
+        self._hosts = {*_LOOPBACK, *hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if self._base and scope["path"] == self._base:
+            await _answer(send, 307, b"", "text/plain", {"location": f"{self._base}/"})
+            return
+        if self._base and scope["path"].startswith(f"{self._base}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._base)}
         try:
-            _check_place(headers)
+            _check_place(headers, self._hosts)
             if scope["type"] == "http":
                 _check_body(scope["method"], headers)
                 if (scope["method"], scope["path"]) == ("POST", "/api/session"):
@@ -170,8 +181,14 @@ class Guard:
             given = ""
         if not self._sessions.is_token(str(given)):
             raise ApiError("UNAUTHORISED", 401, "this is not the studio's token", fix="copy it from the terminal")
-        cookie = f"{self._cookie}={self._sessions.begin()}; HttpOnly; SameSite=Strict; Path=/; Max-Age={SESSION_S}"
-        await _answer(send, 200, b'{"status":"ok","data":null}', "application/json", {"set-cookie": cookie})
+        cookie = f"{self._cookie}={self._sessions.begin()}; HttpOnly; SameSite=Strict; Path={self._base}/"
+        await _answer(
+            send,
+            200,
+            b'{"status":"ok","data":null}',
+            "application/json",
+            {"set-cookie": f"{cookie}; Max-Age={SESSION_S}"},
+        )
 
     async def _refuse(self, scope: Scope, headers: Mapping[str, str], send: Send, error: ApiError) -> None:
         if scope["type"] == "http" and scope["path"] == "/" and error.status == 401:
@@ -183,19 +200,18 @@ class Guard:
         await _answer(send, error.status, body, "application/json", {}, prefix=prefix)
 
 
-def _check_place(headers: Mapping[str, str]) -> None:
-    """Refuse names bound to this address (DNS rebinding), and pages of other sites."""
+def _check_place(headers: Mapping[str, str], hosts: set[str]) -> None:
+    """Refuse names bound to this address (DNS rebinding) but for ``hosts``, and pages of other sites."""
     host = headers.get("host", "")
     try:
         name = urlsplit(f"//{host}").hostname
     except ValueError:
         name = None
-    if name not in _LOOPBACK or "@" in host:
-        raise ApiError(
-            "FOREIGN_HOST", 400, "the studio answers on this machine only", fix="use the address that it printed"
-        )
+    if name not in hosts or "@" in host:
+        fix = "use the address that it printed; behind a proxy, start it with the proxy's name as --trusted-host"
+        raise ApiError("FOREIGN_HOST", 400, "the studio answers on this machine only", fix=fix)
     origin = headers.get("origin")
-    if origin is not None and origin != f"http://{host}":
+    if origin not in {None, f"http://{host}"} and urlsplit(origin).hostname not in hosts - _LOOPBACK:
         raise ApiError("FOREIGN_ORIGIN", 403, "another site may not use the studio", fix="use the studio's own page")
     # Other ports of this machine are the same site to a browser, and get the cookie.
     elsewhere = headers.get("sec-fetch-site") in {"cross-site", "same-site"}

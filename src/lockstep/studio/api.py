@@ -14,8 +14,6 @@ from lockstep.config.load import merge
 from lockstep.errors import LockstepError
 from lockstep.studio import bench, details
 from lockstep.studio.access import REPORT_CSP
-from lockstep.studio.columns import FULL_ROWS, POINTS, as_lists
-from lockstep.studio.feed import Feed
 from lockstep.studio.live import Hub
 from lockstep.studio.problems import ApiError
 from lockstep.studio.schemas import (
@@ -35,8 +33,6 @@ from lockstep.telemetry.files import plain
 from lockstep.telemetry.lookup import or_else
 
 RunName = Annotated[str, Path(description="the run's id, or the name of its folder")]
-Bound = Annotated[float | None, Query(allow_inf_nan=False)]
-Points = Annotated[int, Query(ge=2, le=FULL_ROWS)]
 
 
 class Envelope(BaseModel):
@@ -192,21 +188,6 @@ def _number_routes(router: APIRouter, studio: Studio) -> None:
         run = studio.index.run_folder(name)
         return ok({"epochs": or_else(run.epochs, []), "evaluations": or_else(run.evaluations, [])})
 
-    @router.get("/runs/{name}/steps", summary="Rows of steps.jsonl as columns")
-    def steps(
-        name: RunName, low: Annotated[Bound, Query(alias="from")] = None,
-        high: Annotated[Bound, Query(alias="to")] = None, points: Points = POINTS,
-    ) -> Response:  # fmt: skip
-        found = _read_streams(studio, name, "steps", low, high, points)
-        return ok(found.get("steps", {"columns": {}, "rows": 0, "downsampled": False}))
-
-    @router.get("/runs/{name}/system", summary="Samples of the devices as columns, one stream a node")
-    def system(
-        name: RunName, low: Annotated[Bound, Query(alias="from")] = None,
-        high: Annotated[Bound, Query(alias="to")] = None, points: Points = POINTS,
-    ) -> Response:  # fmt: skip
-        return ok({"streams": _read_streams(studio, name, "system", low, high, points)})
-
     @router.get("/runs/{name}/log", summary="The end of one of the run's logs")
     def log(
         name: RunName,
@@ -235,22 +216,6 @@ def _number_routes(router: APIRouter, studio: Studio) -> None:
     def report(name: RunName) -> Response:
         page = studio.runs.report(name)
         return Response(page, media_type="text/html", headers={"content-security-policy": REPORT_CSP})
-
-
-def _read_streams(
-    studio: Studio, name: str, kind: str, low: float | None, high: float | None, points: int
-) -> dict[str, Any]:
-    feed = Feed(studio.index.run_folder(name), studio.index, name)
-    feed.poll()
-    while feed.behind:
-        feed.poll()
-    found = {}
-    for stream in feed.streams((kind,)):
-        columns = feed.tails[stream].columns
-        start, end = columns.between(low, high)
-        part, thin = columns.part(start, end, points)
-        found[stream] = {"columns": as_lists(part), "rows": end - start, "downsampled": thin}
-    return found
 
 
 def _job_routes(router: APIRouter, studio: Studio) -> None:

@@ -51,14 +51,17 @@ def make_app(studio: Studio, port: int) -> Any:
     app.include_router(make_router(studio, hub))
     _pages(app, studio)
     _problems(app)
-    return Guard(app, sessions=Sessions(studio.home, port), cookie=f"lockstep_studio_{port}")
+    options = studio.options
+    sessions = Sessions(studio.home, port)
+    cookie = f"lockstep_studio_{port}"
+    return Guard(app, sessions=sessions, cookie=cookie, base=options.base_path, hosts=options.trusted_hosts)
 
 
 def _pages(app: FastAPI, studio: Studio) -> None:
     page = {"app/page.js": bundle.script(), "styles/page.css": bundle.styles()}
     text = (bundle.STATIC / "index.html").read_text(encoding="utf-8")
     for name, content in page.items():
-        text = text.replace(f"/static/{name}", f"/static/{name}?{bundle.version(content)}")
+        text = text.replace(f"static/{name}", f"static/{name}?{bundle.version(content)}")
 
     @app.get("/", include_in_schema=False)
     def index() -> Response:

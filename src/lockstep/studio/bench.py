@@ -31,31 +31,8 @@ def _read(file: Path) -> dict[str, Any] | None:
         "title": str(report.get("title") or file.parent.name),
         "created_at": iso(_time_of(file)),
         "path": str(file),
-        "points": _points(report),
         "report": report,
     }
-
-
-def _points(report: dict[str, Any]) -> list[dict[str, Any]] | None:
-    rows = report.get("rows")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        return None
-    return [
-        {
-            **{name: row.get(name) for name in ("ranks", "samples_per_s", "efficiency", "epoch_s", "mode", "strategy")},
-            "speedup": row.get("speed_up"),
-            "utilisation": _mean(row.get("utilisation_per_device")),
-            "peak_memory": row["memory_mb"] * 1e6 if isinstance(row.get("memory_mb"), int | float) else None,
-        }
-        for row in rows
-        if row.get("status") == "ok"
-    ]
-
-
-def _mean(shares: Any) -> float | None:
-    """Of a list of numbers; ``None`` where it is anything else."""
-    known = isinstance(shares, list) and shares and all(isinstance(share, int | float) for share in shares)
-    return sum(shares) / len(shares) if known else None
 
 
 def _time_of(file: Path) -> float:

@@ -129,14 +129,6 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, Column]) -> bytes:
     return b"".join([struct.pack("<I", len(text)), text, *chunks])
 
 
-def as_lists(columns: Mapping[str, Column]) -> dict[str, list[float | None]]:
-    """Columns as JSON has them."""
-    return {
-        name: [None if math.isnan(value) else value for value in values.astype(float).tolist()]
-        for name, values in columns.items()
-    }
-
-
 def columns_of(rows: Sequence[Mapping[str, Any]], x: str) -> dict[str, Column]:
     """Numbers of the rows, nested ones under dotted names; rows without a usable ``x`` are left out.
 

@@ -67,7 +67,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"{self.base}/#token={self.token}"
+        return f"{self.base}{self.studio.options.base_path}/#token={self.token}"
 
     def write_door(self) -> str:
         """The address of a file that leads to :attr:`url`, for a browser's command line. Raises StorageError."""

@@ -38,6 +38,8 @@ class Options:
         verbs: the commands that this version has.
         kill_after_s: how long a stopped run may take to save a checkpoint and end.
         warm: import the tasks at the start, before a page asks for them.
+        base_path: below which path a proxy shows the studio, such as ``/user/me/studio``.
+        trusted_hosts: names in a browser's address besides those of this machine: the proxy's.
     """
 
     runs_dir: Path
@@ -46,6 +48,8 @@ class Options:
     verbs: tuple[str, ...]
     kill_after_s: float = KILL_AFTER_S
     warm: bool = False
+    base_path: str = ""
+    trusted_hosts: tuple[str, ...] = ()
 
 
 class Studio:

@@ -3,7 +3,7 @@
 import { html, useEffect, useState } from "./html.js";
 import { post, runPath } from "./api.js";
 import { devices } from "./catalogue.js";
-import { duration, number, words } from "./format.js";
+import { duration, number, plain, words } from "./format.js";
 import { jobs, merge, takeJob } from "./live.js";
 import { Badge, Button, Dialog, Problem, tellError } from "./ui.js";
 
@@ -119,8 +119,6 @@ export function ExportDialog({ run, detail, onClose }) {
     <p class="muted">The files go to <code>export/</code> in the run's folder.</p>
   <//>`;
 }
-
-const plain = (value) => (typeof value === "number" ? number(value) : typeof value === "object" ? JSON.stringify(value) : String(value));
 
 /** Those of `found` and of the live connection that are `wanted`, each as it is now. */
 export const newestJobs = (found, wanted) => {

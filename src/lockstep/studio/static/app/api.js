@@ -2,6 +2,9 @@
 
 import { signal } from "./html.js";
 
+/** Relative: behind a proxy the page may be below any path. */
+export const API = "api";
+
 /** Whether the server no longer knows this page: its token has changed, or the session has expired. */
 export const locked = signal(false);
 
@@ -19,7 +22,7 @@ export class ApiError extends Error {
 async function call(method, path, body, signal) {
   let answer;
   try {
-    answer = await fetch(`/api${path}`, {
+    answer = await fetch(`${API}${path}`, {
       method,
       signal,
       headers: body === undefined ? {} : { "Content-Type": "application/json" },
@@ -47,3 +50,5 @@ export const patch = (path, body) => call("PATCH", path, body);
 export const remove = (path) => call("DELETE", path);
 
 export const runPath = (id, rest = "") => `/runs/${encodeURIComponent(id)}${rest}`;
+/** The address of a file in the folder of a run. */
+export const filePath = (id, path) => `${API}${runPath(id, `/file?path=${encodeURIComponent(path)}`)}`;

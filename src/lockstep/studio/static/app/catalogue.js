@@ -29,6 +29,14 @@ export async function loadCatalogue() {
   }
 }
 
+/** Usable devices of the best kind here (GPUs, else the CPU) that no process and none of the `going` runs uses. */
+export function freeDevices(going) {
+  const usable = (devices.value?.devices ?? []).filter(({ supported }) => supported);
+  const gpus = usable.filter(({ kind }) => kind === "gpu");
+  const used = new Set(going.flatMap((run) => run.devices ?? []));
+  return (gpus.length ? gpus : usable).filter(({ id, users }) => !users.length && !used.has(id)).map(({ id }) => id);
+}
+
 /** Memory and users of the devices change while the page is open. */
 export async function refreshDevices() {
   devices.value = await get("/devices?refresh=1");

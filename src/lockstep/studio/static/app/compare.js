@@ -4,7 +4,7 @@ import { html, useEffect, useState } from "./html.js";
 import { get } from "./api.js";
 import { Chart, ChartTools } from "./charts.js";
 import { epochLines, linesOverSteps, STEP_CHARTS, useRun } from "./curves.js";
-import { number, words } from "./format.js";
+import { number, plain, words } from "./format.js";
 import { runs } from "./live.js";
 import { go, route } from "./route.js";
 import { label, matches, MOST_COMPARED, setCompared } from "./runs.js";
@@ -91,8 +91,6 @@ function Overlay({ ids, lines }) {
     <div class="charts" role="group" aria-label="Charts">${charts.map((chart) => html`<${Chart} key=${`${chart.against} ${chart.title}`} ...${chart} />`)}</div>`;
 }
 
-const cell = (value) => (value === null || value === undefined ? "–" : typeof value === "number" ? number(value) : typeof value === "object" ? JSON.stringify(value) : String(value));
-
 /** The best value of a metric, if its name says which way is better and the values differ. */
 function bestOf(key, values) {
   const known = values.filter(Number.isFinite);
@@ -119,6 +117,42 @@ function Scatter({ answer }) {
   </section>`;
 }
 
+/** Most axes of the parallel coordinates: settings first, then results. */
+const MOST_AXES = 10;
+
+/** A line for each run through its numbers, each on an axis from the least to the largest of the runs. */
+function Parallel({ answer }) {
+  const varied = (rows) => rows.filter(({ values }) => new Set(values.filter(Number.isFinite)).size > 1);
+  const results = varied(answer.metrics);
+  const axes = [...varied(answer.config).slice(0, Math.max(MOST_AXES - results.length, MOST_AXES / 2)), ...results].slice(0, MOST_AXES);
+  const [only, setOnly] = useState(null);
+  if (axes.length < 2) return null;
+  const scales = axes.map(({ values }) => [Math.min, Math.max].map((end) => end(...values.filter(Number.isFinite))));
+  const place = (at) => 60 + at * 120;
+  const level = (value, [least, most]) => 190 - (150 * (value - least)) / (most - least);
+  const points = (run) => axes.flatMap(({ values }, at) => (Number.isFinite(values[run]) ? [`${place(at)},${level(values[run], scales[at])}`] : []));
+  return html`<section class="card stack parallel" aria-label="Parallel coordinates">
+    <h2>Parallel coordinates</h2>
+    <div class="scroll-x" tabindex="0">
+      <svg role="img" aria-label=${`${axes.map(({ key }) => key).join(", ")} of ${answer.runs.map(label).join(", ")}`} width=${place(axes.length - 1) + 60} height="220">
+        ${axes.map(
+          ({ key }, at) => html`<g key=${key}>
+            <title>${key}</title>
+            <line x1=${place(at)} x2=${place(at)} y1="40" y2="190" />
+            <text x=${place(at)} y="14">${key.split(".").at(-1).slice(0, 18)}</text>
+            <text x=${place(at)} y="32">${number(scales[at][1], 3)}</text>
+            <text x=${place(at)} y="208">${number(scales[at][0], 3)}</text>
+          </g>`,
+        )}
+        ${answer.runs.map((run, at) => html`<polyline key=${run.id} points=${points(at).join(" ")} class=${only === null || only === at ? "" : "faint"} style=${{ stroke: `var(--series-${(at % 8) + 1})` }}><title>${label(run)}</title></polyline>`)}
+      </svg>
+    </div>
+    <div class="legend">
+      ${answer.runs.map((run, at) => html`<button key=${run.id} type="button" class="key" aria-pressed=${only === null || only === at ? "true" : "false"} onClick=${() => setOnly(only === at ? null : at)}><i style=${{ color: `var(--series-${(at % 8) + 1})` }}></i><span class="clip">${label(run)}</span></button>`)}
+    </div>
+  </section>`;
+}
+
 function Differences({ title, rows, heads, none }) {
   return html`<section class="card scroll-x differences" aria-label=${title} tabindex="0">
     <h2>${title}</h2>
@@ -130,7 +164,7 @@ function Differences({ title, rows, heads, none }) {
           <tbody>
             ${rows.map(({ key, values }) => {
               const best = bestOf(key, values);
-              return html`<tr key=${key}><th scope="row">${key}</th>${values.map((value, at) => html`<td key=${at} class=${value === best ? "best" : ""}>${cell(value)}${value === best ? html`<span class="unseen"> best</span>` : ""}</td>`)}</tr>`;
+              return html`<tr key=${key}><th scope="row">${key}</th>${values.map((value, at) => html`<td key=${at} class=${value === best ? "best" : ""}>${plain(value)}${value === best ? html`<span class="unseen"> best</span>` : ""}</td>`)}</tr>`;
             })}
           </tbody>
         </table>`
@@ -169,6 +203,7 @@ export function Compare() {
       ${answer &&
       html`
         <${Scatter} answer=${answer} />
+        <${Parallel} answer=${answer} />
         <${Differences} title="Results" rows=${answer.metrics} heads=${answer.runs} none="No results yet." />
         <${Differences} title="Differences in configuration" rows=${answer.config} heads=${answer.runs} none="The configurations are the same." />
         <${Differences} title="Differences in the plan" rows=${answer.plan} heads=${answer.runs} none="The plans are the same." />

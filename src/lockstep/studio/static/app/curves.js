@@ -132,10 +132,19 @@ const asBytes = (name) => (name.endsWith("memory_gb") ? 1e9 : 1);
 
 const shifted = new WeakMap();
 
-/** Seconds since the first sample; lines of one stream share them. */
-function since(line, start, scale) {
-  if (!shifted.has(line.x)) shifted.set(line.x, line.x.map((time) => time - start));
-  return { x: shifted.get(line.x), y: scale === 1 ? line.y : line.y.map((value) => value * scale) };
+/**
+ * Seconds since the first sample; lines of one stream share them. After a pause (no sample for a minute and for ten of
+ * the usual intervals) there is a point without a value, which ends the line.
+ */
+function since({ x, y }, start, scale) {
+  if (!shifted.has(x)) {
+    const apart = Array.from(x, (time, at) => (at ? time - x[at - 1] : 0));
+    const least = Math.max(60, 10 * (apart.toSorted((a, b) => a - b)[apart.length >> 1] ?? 0));
+    const from = apart.flatMap((seconds, at) => (seconds > least ? [-1, at] : [at]));
+    shifted.set(x, { from, x: from.map((at, place) => (at < 0 ? x[from[place + 1]] - 1e-3 : x[at]) - start) });
+  }
+  const { from, x: moved } = shifted.get(x);
+  return { x: moved, y: from.map((at) => (at < 0 ? NaN : y[at] * scale)), gaps: true };
 }
 
 /** `gpu:2.power_w` → [`gpu:2`, `power_w`]; the host's own numbers come after the devices. */

@@ -2,8 +2,7 @@
 
 import { html } from "./html.js";
 
-/** Decisions of a plan with their reasons. */
-export function Decisions({ decisions }) {
+export function Decisions({ decisions, notes = [] }) {
   return html`<div class="card scroll-x">
     <h2>The plan</h2>
     <table>
@@ -16,5 +15,6 @@ export function Decisions({ decisions }) {
         )}
       </tbody>
     </table>
+    ${notes.map(({ text }) => html`<p key=${text} class="note">${text}</p>`)}
   </div>`;
 }

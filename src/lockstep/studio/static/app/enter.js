@@ -6,7 +6,7 @@ const given = /^#token=([\w-]+)$/.exec(location.hash)?.[1];
 if (given) history.replaceState(null, "", location.pathname);
 
 async function enter(token) {
-  const answer = await fetch("/api/session", { method: "POST", body: JSON.stringify({ token }) });
+  const answer = await fetch("api/session", { method: "POST", body: JSON.stringify({ token }) });
   // Loaded again by this page, so that the browser sends a SameSite=Strict cookie.
   if (answer.ok) return location.reload();
   alert.textContent = (await answer.json()).message;
@@ -19,5 +19,5 @@ form.addEventListener("submit", (event) => {
 });
 // A link elsewhere leads here without the cookie, which this page's own requests have.
 if (given) enter(given);
-else if ((await fetch("/api/studio")).ok) location.reload();
-else document.head.append(Object.assign(document.createElement("link"), { rel: "stylesheet", href: "/static/styles/base.css" }));
+else if ((await fetch("api/studio")).ok) location.reload();
+else document.head.append(Object.assign(document.createElement("link"), { rel: "stylesheet", href: "static/styles/base.css" }));

@@ -1,7 +1,7 @@
 // What evaluations left in the run folder: confusion matrices, pictures with a slider, results of `lockstep evaluate`.
 
 import { html, useState } from "./html.js";
-import { runPath } from "./api.js";
+import { filePath } from "./api.js";
 import { Job } from "./afterwards.js";
 import { heading, number, percent } from "./format.js";
 import { Button } from "./ui.js";
@@ -52,7 +52,7 @@ function Strip({ run, title, files }) {
   return html`<section class="card stack" aria-label=${title}>
     <div class="row between"><h2>${title}</h2><span class="muted number">${epoch ? `epoch ${Number(epoch)}` : file}</span></div>
     ${files.length > 1 && html`<input type="range" min="0" max=${files.length - 1} value=${at} aria-label=${`Epoch of ${title}`} aria-valuetext=${`epoch ${Number(epoch)}`} onInput=${(event) => setAt(Number(event.currentTarget.value))} />`}
-    <img class="picture" src=${`/api${runPath(run.id, `/file?path=${encodeURIComponent(`pictures/${file}`)}`)}`} alt=${`${title}, ${epoch ? `epoch ${Number(epoch)}` : file}`} />
+    <img class="picture" src=${filePath(run.id, `pictures/${file}`)} alt=${`${title}, ${epoch ? `epoch ${Number(epoch)}` : file}`} />
   </section>`;
 }
 

@@ -16,6 +16,9 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+/** Any value of a table. */
+export const plain = (value) => (value === null || value === undefined ? DASH : typeof value === "number" ? number(value) : typeof value === "object" ? JSON.stringify(value) : String(value));
+
 export function percent(share) {
   return Number.isFinite(share) ? `${(share * 100).toFixed(share < 0.1 ? 1 : 0)} %` : DASH;
 }

@@ -1,10 +1,10 @@
 // The Hardware section: devices, precision, and the plan for them. All texts come from the server.
 
 import { html, useEffect, useId, useState } from "./html.js";
-import { devices, refreshDevices } from "./catalogue.js";
+import { devices, freeDevices, refreshDevices } from "./catalogue.js";
 import { change, draft, mistakes, planned, tick, ticked, valueOf } from "./draft.js";
 import { note } from "./fields.js";
-import { gigabytes } from "./format.js";
+import { deviceWords, gigabytes } from "./format.js";
 import { isGoing, runs } from "./live.js";
 import { label } from "./runs.js";
 import { Button, tellError } from "./ui.js";
@@ -65,6 +65,15 @@ function Absent() {
     <span class="grow">Selected, but not available here: ${absent.join(", ")}</span>
     <${Button} kind="small" onClick=${() => tick(ticked.value.filter((id) => order.includes(id)))}>Remove<//>
   </div>`;
+}
+
+/** Where a chosen device is in use: those that are not. */
+function Free() {
+  const going = (runs.value ?? []).filter(isGoing);
+  const free = freeDevices(going);
+  const shares = ticked.value.some((id) => going.some((run) => run.devices?.includes(id)));
+  if (!shares || !free.length) return null;
+  return html`<${Button} kind="small" onClick=${() => tick(free)}>Use the free ones: ${deviceWords(free)}<//>`;
 }
 
 /** Several ranks on the CPU: to try a multi-device run without the devices. */
@@ -157,6 +166,7 @@ export function Hardware() {
         ${all.map((device) => html`<${Device} key=${device.id} device=${device} runs=${using(device.id)} />`)}
       </div>
       <${Absent} />
+      <${Free} />
     </fieldset>
     ${rehearsal && html`<${CpuRanks} key=${draft.value.task} />`}
     <${Precision} />

@@ -1,7 +1,7 @@
 // The WebSocket of this tab: the list of runs, and the data of those that are shown.
 
 import { batch, signal } from "./html.js";
-import { get, locked } from "./api.js";
+import { API, get, locked } from "./api.js";
 import { decode, Stream } from "./columns.js";
 import { setClock } from "./format.js";
 import { tellError } from "./ui.js";
@@ -103,7 +103,9 @@ export function range(run, stream, from, to) {
 }
 
 export function connect() {
-  socket = new WebSocket(`ws://${location.host}/api/live`);
+  const place = new URL(`${API}/live`, location.href.split("#")[0]);
+  place.protocol = place.protocol.replace("http", "ws");
+  socket = new WebSocket(place);
   socket.binaryType = "arraybuffer";
   socket.onopen = () => {
     failures = 0;

@@ -3,10 +3,11 @@
 import { html, useEffect, useState } from "./html.js";
 import { get, post } from "./api.js";
 import { DeviceChoice, Job } from "./afterwards.js";
-import { devices, refreshDevices } from "./catalogue.js";
-import { clock, gigabytes } from "./format.js";
+import { devices, freeDevices, refreshDevices } from "./catalogue.js";
+import { tick } from "./draft.js";
+import { clock, deviceWords, gigabytes } from "./format.js";
 import { isGoing, jobs, runs } from "./live.js";
-import { address } from "./route.js";
+import { address, drawer } from "./route.js";
 import { label } from "./runs.js";
 import { Badge, Button, tellError } from "./ui.js";
 
@@ -85,5 +86,12 @@ function Devices() {
 }
 
 export function Machine() {
-  return html`<div class="view"><h1>Devices</h1><${Devices} /><${Doctor} /></div>`;
+  const free = freeDevices((runs.value ?? []).filter(isGoing));
+  const offer = () => {
+    tick(free);
+    drawer.value = true;
+  };
+  return html`<div class="view">
+    <div class="row between"><h1>Devices</h1>${free.length > 0 && html`<${Button} onClick=${offer}>New run on ${deviceWords(free)}<//>`}</div>
+    <${Devices} /><${Doctor} /></div>`;
 }

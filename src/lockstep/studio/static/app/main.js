@@ -7,12 +7,13 @@ import { Compare } from "./compare.js";
 import { Configuration } from "./configuration.js";
 import { Machine } from "./machine.js";
 import { keepPlanning } from "./draft.js";
-import { connect, connection, instance } from "./live.js";
-import { address, drawer, route } from "./route.js";
-import { compared, Runs } from "./runs.js";
+import { heading, number } from "./format.js";
+import { connect, connection, instance, isGoing, runs } from "./live.js";
+import { address, drawer, go, route } from "./route.js";
+import { compared, label, monitored, Runs } from "./runs.js";
 import { Run } from "./run.js";
 import { Scaling } from "./scaling.js";
-import { Boundary, Button, Problem, Toasts } from "./ui.js";
+import { Boundary, Button, Problem, tell, Toasts } from "./ui.js";
 
 const VIEWS = { runs: ["Runs", Runs], compare: ["Compare", Compare], scaling: ["Scaling", Scaling], machine: ["Machine", Machine] };
 
@@ -23,6 +24,30 @@ effect(() => {
   dispatchEvent(new Event("lockstep-theme"));
 });
 const THEMES = { system: "light", light: "dark", dark: "system" };
+
+const notifies = signal(localStorage.getItem("lockstep-notify") === "1" && globalThis.Notification?.permission === "granted");
+async function toggleNotifications() {
+  if (!notifies.value && (await globalThis.Notification?.requestPermission()) !== "granted") {
+    tell("The browser does not allow notifications of this page", { bad: true });
+    return;
+  }
+  notifies.value = !notifies.value;
+  localStorage.setItem("lockstep-notify", notifies.value ? "1" : "0");
+}
+
+// A run that was going and has ended.
+let goingBefore = new Set();
+effect(() => {
+  if (runs.value === null) return;
+  const ended = runs.value.filter((run) => goingBefore.has(run.id) && !isGoing(run));
+  goingBefore = new Set(runs.value.filter(isGoing).map(({ id }) => id));
+  if (!notifies.peek()) return;
+  for (const run of ended) {
+    const metric = monitored(run);
+    const shown = new Notification(`${label(run)}: ${run.status}`, { body: metric ? `${heading(metric[0])} ${number(metric[1])}` : run.task, tag: run.id });
+    shown.onclick = () => (focus(), go("run", [run.id]));
+  }
+});
 
 function Bar() {
   const { view } = route.value;
@@ -43,6 +68,9 @@ function Bar() {
       )}
     </nav>
     <span class="link ${connection.value === "lost" ? "lost" : ""}" role="status" title=${words}><i aria-hidden="true"></i><span>${words}</span></span>
+    <button type="button" class="button quiet small" title="Notify when a run ends" aria-label="Notify when a run ends" aria-pressed=${notifies.value ? "true" : "false"} onClick=${toggleNotifications}>
+      <svg viewBox="0 0 16 16" width="14" height="14" aria-hidden="true"><path fill=${notifies.value ? "currentColor" : "none"} stroke="currentColor" stroke-width="1.3" stroke-linejoin="round" d="M8 1.8a4 4 0 0 1 4 4c0 4 1.5 5 1.5 5h-11S4 9.8 4 5.8a4 4 0 0 1 4-4ZM6.5 13a1.6 1.6 0 0 0 3 0" /></svg>
+    </button>
     <button type="button" class="button quiet small theme" title="Theme" aria-label=${`Theme: ${theme.value}`} onClick=${() => (theme.value = THEMES[theme.value] ?? "system")}>${{ light: "☀", dark: "☾" }[theme.value] ?? "◐"}</button>
     <button type="button" class="button primary" aria-expanded=${drawer.value ? "true" : "false"} onClick=${() => (drawer.value = !drawer.value)}>New run</button>
   </header>`;

@@ -76,8 +76,8 @@ export class Plot {
   }
 
   /**
-   * `spec`: {series: [{label, x, y, colour, dash?, points?, everyRow?}], log, smoothing, tick?}; a colour is a name from
-   * the style sheet, so that dark and light follow the system. `everyRow`: what is not finite breaks the line.
+   * `spec`: {series: [{label, x, y, colour, dash?, points?, everyRow?, gaps?}], log, smoothing, tick?}; a colour is a name from
+   * the style sheet, so that dark and light follow the system. `everyRow`, `gaps`: what is not finite breaks the line.
    */
   draw(spec) {
     this.last = spec;
@@ -124,7 +124,7 @@ export class Plot {
           stroke: css(one.colour).replace(/^rgb\((.*)\)$/, one.raw ? "rgb($1 / 0.35)" : "$&"),
           width: one.raw ? 1 : 1.5,
           dash: one.dash ? [4, 4] : undefined,
-          spanGaps: !one.everyRow,
+          spanGaps: !one.everyRow && !one.gaps,
           points: { show: (chart) => !one.raw && (Boolean(one.points) || chart.data[0].length < 40), size: 5 },
         })),
       ],

@@ -14,10 +14,19 @@ export const drawer = signal(false);
 
 const OLD = { train: "run", doctor: "machine" };
 
+/** A part of an address that someone may have cut. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 export const route = computed(() => {
   const [path, query = ""] = hash.value.replace(/^#\/?/, "").split("?");
   const [first = "", argument = "", tab = ""] = path.split("/");
-  const ids = argument.split(",").filter(Boolean).map(decodeURIComponent);
+  const ids = argument.split(",").filter(Boolean).map(decoded);
   const named = OLD[first] ?? first;
   const view = named === "run" && !ids.length ? "runs" : named || "runs";
   return { view, run: view === "run" ? ids[0] : null, ids, tab, query: new URLSearchParams(query) };

@@ -1,7 +1,7 @@
 // The page of one run: overview, charts, log, evaluation, configuration and files as tabs.
 
 import { html, useEffect, useState } from "./html.js";
-import { get, post, runPath } from "./api.js";
+import { API, filePath, get, post, runPath } from "./api.js";
 import { studio } from "./catalogue.js";
 import { Decisions } from "./decisions.js";
 import { Curves } from "./curves.js";
@@ -101,7 +101,7 @@ function Settings({ run, detail }) {
       <div class="row between"><h2>Command</h2><${Copy} text=${detail.command_text} label="Copy the run's command" /></div>
       <pre class="wrap" tabindex="0" aria-label="Command of the run">${detail.command_text}</pre>
     </div>
-    ${detail.plan && html`<${Decisions} decisions=${detail.plan.decisions} />`}
+    ${detail.plan && html`<${Decisions} decisions=${detail.plan.decisions} notes=${detail.plan.notes} />`}
     <div class="card stack">
       <div class="row between"><h2>config.yaml</h2><${Copy} text=${detail.config_yaml} label="Copy the run's YAML" /></div>
       <pre tabindex="0" aria-label="YAML of the run">${detail.config_yaml}</pre>
@@ -125,7 +125,7 @@ function Files({ run }) {
       <thead><tr><th scope="col">File</th><th scope="col">Size</th><th scope="col">Changed</th></tr></thead>
       <tbody>
         ${shown.slice(0, 500).map(
-          (file) => html`<tr key=${file.path}><th scope="row"><a class="mono" href=${`/api${runPath(run.id, `/file?path=${encodeURIComponent(file.path)}`)}`} target="_blank" rel="noopener">${file.path}</a></th><td class="number">${bytes(file.bytes)}</td><td class="number muted">${clock(file.modified * 1000)}</td></tr>`,
+          (file) => html`<tr key=${file.path}><th scope="row"><a class="mono" href=${filePath(run.id, file.path)} target="_blank" rel="noopener">${file.path}</a></th><td class="number">${bytes(file.bytes)}</td><td class="number muted">${clock(file.modified * 1000)}</td></tr>`,
         )}
       </tbody>
     </table>
@@ -163,7 +163,7 @@ function Actions({ run, detail, onDialog }) {
   const saved = detail?.checkpoints.length > 0;
   return html`
     ${detail?.resumable && html`<${Button} kind=${longer ? "" : "primary"} onClick=${() => onDialog("resume")}>${longer ? "More epochs…" : "Resume…"}<//>`}
-    ${detail && html`<a class="button" href=${`/api${runPath(run.id, "/report")}`} target="_blank" rel="noopener" title="Curves, settings and plan on one page, in a new tab">Report</a>`}
+    ${detail && html`<a class="button" href=${`${API}${runPath(run.id, "/report")}`} target="_blank" rel="noopener" title="Curves, settings and plan on one page, in a new tab">Report</a>`}
     ${saved && html`<${Button} onClick=${() => onDialog("evaluate")}>Evaluate…<//><${Button} onClick=${() => onDialog("export")}>Export…<//>`}
   `;
 }

@@ -4,7 +4,7 @@ import { computed, effect, html, signal, useEffect, useId, useMemo, useState } f
 import { get, patch, post, remove, runPath } from "./api.js";
 import { replaceDraft } from "./draft.js";
 import { parseFilter } from "./filter.js";
-import { ago, clock, deviceWords, duration, heading, number, percent } from "./format.js";
+import { ago, clock, deviceWords, duration, heading, number, percent, plain } from "./format.js";
 import { isGoing, merge, problems, runs } from "./live.js";
 import { address, drawer, go, keep, route } from "./route.js";
 import { Badge, Button, Dialog, Menu, tell, tellError } from "./ui.js";
@@ -74,7 +74,6 @@ function valueOf(run, name) {
   return given[name] ?? given[Object.keys(given).find((key) => key.endsWith(`.${name}`))];
 }
 
-const plain = (value) => (value === undefined || value === null ? "–" : typeof value === "number" ? number(value) : String(value));
 const cellOf = (run, name) => (COLUMNS[name]?.[2] ? COLUMNS[name][2](run) : plain(valueOf(run, name)));
 const titleOf = (name) => COLUMNS[name]?.[0] ?? (name.includes(".") ? name : heading(name));
 
@@ -228,13 +227,21 @@ function Selected({ all, onDialog }) {
   </div>`;
 }
 
-function BulkTagsDialog({ run: chosen, onClose }) {
-  const [tag, setTag] = useState("");
-  const save = async () => merge(await Promise.all(chosen.map((run) => patch(runPath(run.id), { tags: [...run.tags, tag.trim()] }))), []);
-  return html`<${Dialog} title=${`Add a tag to ${chosen.length} runs`} submit="Add" onClose=${onClose} onSubmit=${save} why=${tag.trim() ? "" : "enter a tag"}>
-    <label class="stack">Tag<input class="input" maxlength="40" autocomplete="off" value=${tag} onInput=${(event) => setTag(event.currentTarget.value)} /></label>
+/** A dialog with one text: `change(text)` is what to write into each of the runs, `before` the text as it is. */
+function TextDialog({ run, onClose, title, name, submit = "Save", before = "", change, long = false, most, required = false }) {
+  const [text, setText] = useState(before);
+  const save = async () => merge(await Promise.all([run].flat().map((one) => patch(runPath(one.id), change(text, one)))), []);
+  const common = { class: "input", maxlength: most, value: text, onInput: (event) => setText(event.currentTarget.value) };
+  return html`<${Dialog} title=${title} submit=${submit} onClose=${onClose} onSubmit=${save} why=${required && !text.trim() ? `enter a ${name.toLowerCase()}` : ""}>
+    <label class="stack">${name}${long ? html`<textarea rows="6" ...${common}></textarea>` : html`<input autocomplete="off" ...${common} />`}</label>
   <//>`;
 }
+
+const tagsOf = (text) => [...new Set(text.split(",").map((tag) => tag.trim()).filter(Boolean))];
+const BulkTagsDialog = (given) => html`<${TextDialog} ...${given} title=${`Add a tag to ${given.run.length} runs`} name="Tag" submit="Add" most="40" required change=${(text, run) => ({ tags: [...run.tags, text.trim()] })} />`;
+const NotesDialog = (given) => html`<${TextDialog} ...${given} title="Notes" name="Notes" long most="10000" before=${given.run.notes} change=${(notes) => ({ notes })} />`;
+const RenameDialog = (given) => html`<${TextDialog} ...${given} title="Rename run" name="Name" submit="Rename" most="200" before=${given.run.name ?? ""} change=${(text) => ({ name: text.trim() || null })} />`;
+const TagsDialog = (given) => html`<${TextDialog} ...${given} title="Edit tags" name="Tags, with commas between them" before=${given.run.tags.join(", ")} change=${(text) => ({ tags: tagsOf(text) })} />`;
 
 function BulkDeleteDialog({ run: chosen, onClose }) {
   const drop = async () => {
@@ -246,37 +253,6 @@ function BulkDeleteDialog({ run: chosen, onClose }) {
   return html`<${Dialog} title=${`Delete ${chosen.length} runs`} submit="Delete" danger onClose=${onClose} onSubmit=${drop}>
     <p>The folders of these runs will be deleted, with checkpoints, logs and metrics. This cannot be undone.</p>
     <pre class="wrap">${chosen.map(label).join("\n")}</pre>
-  <//>`;
-}
-
-function NotesDialog({ run, onClose }) {
-  const [notes, setNotes] = useState(run.notes);
-  const save = async () => merge([await patch(runPath(run.id), { notes })], []);
-  return html`<${Dialog} title="Notes" submit="Save" onClose=${onClose} onSubmit=${save}>
-    <textarea class="input" rows="6" maxlength="10000" aria-label="Notes" value=${notes} onInput=${(event) => setNotes(event.currentTarget.value)}></textarea>
-  <//>`;
-}
-
-function RenameDialog({ run, onClose }) {
-  const [name, setName] = useState(run.name ?? "");
-  const save = async () => merge([await patch(runPath(run.id), { name: name.trim() || null })], []);
-  return html`<${Dialog} title="Rename run" submit="Rename" onClose=${onClose} onSubmit=${save}>
-    <label class="stack">
-      Name
-      <input class="input" maxlength="200" autocomplete="off" value=${name} onInput=${(event) => setName(event.currentTarget.value)} />
-    </label>
-  <//>`;
-}
-
-function TagsDialog({ run, onClose }) {
-  const [text, setText] = useState(run.tags.join(", "));
-  const tags = [...new Set(text.split(",").map((tag) => tag.trim()).filter(Boolean))];
-  const save = async () => merge([await patch(runPath(run.id), { tags })], []);
-  return html`<${Dialog} title="Edit tags" submit="Save" onClose=${onClose} onSubmit=${save}>
-    <label class="stack">
-      Tags, with commas between them
-      <input class="input" autocomplete="off" value=${text} onInput=${(event) => setText(event.currentTarget.value)} />
-    </label>
   <//>`;
 }
 

@@ -10,7 +10,7 @@ import { takeJob } from "./live.js";
 import { Button, Problem, tellError } from "./ui.js";
 
 const CHARTS = [
-  ["Speed-up", "speedup", (ranks) => ranks, {}],
+  ["Speed-up", "speed_up", (ranks) => ranks, {}],
   ["Efficiency", "efficiency", () => 1, { format: percent }],
   ["Peak memory per rank", "peak_memory", null, { format: gigabytes }],
   ["Time for an epoch, s", "epoch_s", null, {}],
@@ -33,8 +33,11 @@ function lines(points, column, ideal) {
   return all.filter((one) => one.y.length);
 }
 
+const mean = (shares) => (Array.isArray(shares) ? shares.reduce((sum, share) => sum + share, 0) / shares.length : NaN);
+
 function Report({ report }) {
-  const points = [...(report.points ?? [])].sort((a, b) => a.ranks - b.ranks);
+  const rows = Array.isArray(report.report.rows) ? report.report.rows.filter((row) => row?.status === "ok") : [];
+  const points = rows.map((row) => ({ ...row, peak_memory: row.memory_mb * 1e6, utilisation: mean(row.utilisation_per_device) })).sort((a, b) => a.ranks - b.ranks);
   return html`<section class="card stack" aria-label=${report.title}>
     <div class="row between">
       <h2>${report.title}</h2>
@@ -62,7 +65,7 @@ function Report({ report }) {
                     <td>${point.strategy}</td>
                     <td>${point.mode}</td>
                     <td>${number(point.samples_per_s, 3)}</td>
-                    <td>${number(point.speedup, 3)}</td>
+                    <td>${number(point.speed_up, 3)}</td>
                     <td>${percent(point.efficiency)}</td>
                     <td>${gigabytes(point.peak_memory)}</td>
                     <td>${number(point.epoch_s, 3)}</td>
