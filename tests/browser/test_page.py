@@ -401,7 +401,7 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
     page.get_by_role("button", name="Notify when a run ends").click()
     # The next run may have the devices that are free.
     page.get_by_role("link", name="Machine").click()
-    page.get_by_role("button", name="New run on gpu:1–2").click()
+    page.get_by_role("button", name="Train on gpu:1–2…").click()
     form = page.get_by_role("region", name="Configuration")
     expect(form.get_by_role("checkbox", name="GPU 1")).to_be_checked()
     form.get_by_role("checkbox", name="GPU 0").check()

@@ -92,6 +92,6 @@ export function Machine() {
     drawer.value = true;
   };
   return html`<div class="view">
-    <div class="row between"><h1>Devices</h1>${free.length > 0 && html`<${Button} onClick=${offer}>New run on ${deviceWords(free)}<//>`}</div>
+    <div class="row between"><h1>Devices</h1>${free.length > 0 && html`<${Button} onClick=${offer}>Train on ${deviceWords(free)}…<//>`}</div>
     <${Devices} /><${Doctor} /></div>`;
 }
