@@ -139,7 +139,7 @@ function Parallel({ answer }) {
           ({ key }, at) => html`<g key=${key}>
             <title>${key}</title>
             <line x1=${place(at)} x2=${place(at)} y1="40" y2="190" />
-            <text x=${place(at)} y="14">${key.split(".").at(-1).slice(0, 18)}</text>
+            <text x=${place(at)} y="14">${key.split(".").at(-1).replace(/^final /, "").slice(0, 18)}</text>
             <text x=${place(at)} y="32">${number(scales[at][1], 3)}</text>
             <text x=${place(at)} y="208">${number(scales[at][0], 3)}</text>
           </g>`,
