@@ -118,9 +118,10 @@ def _descendants() -> list[psutil.Process]:
         for pid in psutil.pids():
             if pid not in found and pid != os.getpid() and _has_mark(pid, mark):
                 found[pid] = psutil.Process(pid)
-    # One resource tracker and one fork server a process, alive until its end, are multiprocessing's design.
+    # One resource tracker and one fork server a process, alive until its end, are multiprocessing's design; ours, too.
     server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
-    kept = {getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None)}
+    own = getattr(sys.modules.get("lockstep.launch.local.launcher_process"), "_server", None)
+    kept = {getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None), getattr(own, "pid", None)}
     return [p for pid, p in found.items() if pid not in kept and _alive(p)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lockstep.launch.local.fork_server import LAUNCHER
 from lockstep.telemetry.rundir import RunDir
 from tests.dist.machines import Machine, two_machines
 from tests.e2e.test_faults import TASK as FAULTY
@@ -67,7 +68,7 @@ def launcher_on(machine: Machine) -> psutil.Process:
     found = subprocess.run(["ip", "netns", "pids", machine.space], capture_output=True, text=True, check=True)
     for pid in found.stdout.split():
         process = psutil.Process(int(pid))
-        if "lockstep.launch.local.launcher" in process.cmdline():
+        if process.name() == LAUNCHER:
             return process
     raise AssertionError(f"no launcher on {machine.name}")
 

@@ -25,13 +25,13 @@ from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT, clean_environment
 
 MARK = "LAUNCH_TEST_MARK"
-STUB = "tests.launch.stub_worker"
+STUB = "tests.launch.stub_worker:rank_main"
 SCRIPT = """
 import sys
 from pathlib import Path
 from lockstep.launch.local.start import launch
 from lockstep.telemetry.rundir import RunDir
-code = launch(RunDir(Path({path!r})), {ranks}, environ={{"STUB": {actions!r}}}, worker_module={module!r}, **{options!r})
+code = launch(RunDir(Path({path!r})), {ranks}, environ={{"STUB": {actions!r}}}, rank_main={module!r}, **{options!r})
 print("code", code)
 sys.exit(code)
 """

@@ -140,7 +140,3 @@ def wait_for_others(folder: Path, world: World) -> None:
     ready(folder, world)
     while len(list(folder.glob("ready-*"))) < world.size:
         time.sleep(0.01)
-
-
-if __name__ == "__main__":
-    sys.exit(worker.main(sys.argv[1:], rank_main))

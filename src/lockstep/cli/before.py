@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from lockstep.cli.bench import finish, places
 from lockstep.cli.output import AsJson, deliver, print_json, progress, verb
-from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, numbers, to_mapping
+from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, fork_ranks_from_here, numbers, to_mapping
 from lockstep.errors import UsageError
 
 
@@ -163,6 +163,7 @@ def verify(
     from lockstep.verification import verify as run
     from lockstep.verification.report import print_report, write_report
 
+    fork_ranks_from_here(mapping)
     if name.endswith(".py"):
         from lockstep.verification.script import print_script_report, verify_script, write_script_report
 

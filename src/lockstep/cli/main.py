@@ -17,6 +17,8 @@ from lockstep.config.load import key_for
 from lockstep.errors import LockstepError, UsageError
 
 INTERRUPTED = 130
+#: Commands whose process uses the task, or whose ranks are its forks.
+_WITH_TASK = ("train", "resume", "verify", "run", "evaluate", "predict", "generate", "export")
 
 HELP = "Train one PyTorch task on any set of devices: the same samples, loss and schedule on one as on many."
 EPILOGUE = """\
@@ -111,6 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens = [token for token in tokens if not token.startswith(("--local-rank=", "--local_rank="))]
     if argv is None:  # as in ranks (launch/local/environment.py); libgomp reads it when torch is imported
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        if tokens and tokens[0] in _WITH_TASK and "PYTHONHASHSEED" not in os.environ:
+            # As in ranks, which are forks: the order of a set of strings is the same on one device and on several.
+            os.environ["PYTHONHASHSEED"] = "0"
+            os.execv(sys.executable, sys.orig_argv)
     try:
         result = app(tokens, exit_on_error=False, print_error=False)
         sys.stdout.flush()

@@ -7,7 +7,7 @@ general ones decide, in this order.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -250,6 +250,21 @@ def numbers(flag: str, text: str, example: str, *, what: str = "numbers", fix: s
     if not all(name.isascii() and name.isdigit() for name in names):
         raise UsageError(f"{flag} {text!r} is not a list of {what}", fix=f"write for example {flag} {example}{fix}")
     return [int(name) for name in names]
+
+
+def fork_ranks_from_here(given: Mapping[str, Any] | str | None) -> None:
+    """Let the ranks share what this process has imported; call it once that is torch, before it computes.
+
+    Args:
+        given: the settings or the devices of the command: several devices need ranks.
+    """
+    from lockstep.config import resolve
+    from lockstep.hardware.world import read_world
+    from lockstep.launch.local.launcher_process import fork_server_here
+
+    devices = given.split(",") if isinstance(given, str) else resolve(given or {}).hardware.selected_devices or ()
+    if (len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
+        fork_server_here()
 
 
 def _contradiction(one: str, other: str, why: str) -> UsageError:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, find, verb
-from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, to_mapping
+from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, fork_ranks_from_here, to_mapping
 from lockstep.config.load import load, nested
 from lockstep.errors import UsageError
 from lockstep.launch.local.signals import held_back
@@ -111,6 +111,7 @@ def train(
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch.api import train as start
 
+    fork_ranks_from_here(mapping)
     return start(name, mapping, resume=resume, accept_data=accept_data).exit_code
 
 
@@ -162,6 +163,7 @@ def resume(
         from lockstep.launch import api as launcher
         from lockstep.launch.session.script import resume_session
 
+    fork_ranks_from_here(devices)
     code = resume_session(found, overrides, devices)
     if code is not None:
         return code
@@ -226,6 +228,7 @@ def run(
     settings = load(sets=sets, overrides=nested(given))
     from lockstep.launch.session.script import run_script
 
+    fork_ranks_from_here(settings)
     return run_script(Path(script).expanduser(), own, settings, resume=resume)[1]
 
 

@@ -23,7 +23,7 @@ from tests.launch.conftest import STUB, Caller, wait_for
 
 def start(run_dir: RunDir, *actions: str, max_restarts: int = 0) -> int:
     environ = {"STUB": ",".join(actions)}
-    return launch(run_dir, len(actions), environ=environ, max_restarts=max_restarts, worker_module=STUB)
+    return launch(run_dir, len(actions), environ=environ, max_restarts=max_restarts, rank_main=STUB)
 
 
 def test_a_script_from_stdin_without_a_main_guard(caller: Caller) -> None:
@@ -213,14 +213,3 @@ def test_a_killed_rank_takes_its_children_along(caller: Caller) -> None:
     os.kill(caller.launcher()["pids"]["1"], signal.SIGKILL)
     assert caller.finish()[0] == 1
     caller.assert_nobody_left()
-
-
-def test_a_detached_run_goes_on_without_its_caller(caller: Caller) -> None:
-    process = caller.start("stop", "stop", detached=True)
-    caller.wait_until_ready()
-    process.kill()
-    process.wait()
-    assert len(caller.descendants()) == 3
-    os.kill(caller.launcher()["pid"], signal.SIGTERM)
-    caller.assert_nobody_left()
-    assert caller.launcher()["exit_code"] == 143

@@ -85,6 +85,13 @@ def restore_sys_path(environ: Mapping[str, str]) -> None:
     sys.path[:] = dict.fromkeys([*entries, *sys.path])
 
 
+def set_threads(environ: Mapping[str, str]) -> None:
+    """Let torch use OMP_NUM_THREADS threads, which it reads when it is imported: a fork has imported it before."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+
+
 def announce_launcher(environ: MutableMapping[str, str]) -> None:
     """Let future children know that this process is their launcher."""
     environ[LAUNCHER_PID] = str(os.getpid())

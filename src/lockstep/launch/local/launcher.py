@@ -2,14 +2,14 @@
 
 ::
 
-    python -m lockstep.launch.local.launcher RUN SETTINGS    # fields of Launch, as JSON
+    python -m lockstep.launch.local.launcher    # standard input: JSON, see launcher_process.run_launcher
 
 It runs in a separate session, so a terminal's Ctrl-C reaches only the process that started it,
 which passes it on. Its exit code is that of all ranks together.
 
-On one machine it starts the ranks itself. Torch's elastic agent (:mod:`lockstep.launch.nodes.agent`) is used on several
-only: importing torch here takes as long as in a rank, which starts only afterwards. The ranks get the variables that
-torchrun documents (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
+On one machine it starts the ranks itself: on Linux it is a fork that shares its modules (see :mod:`.fork_server`), and
+so are they. On several machines torch's elastic agent starts them (:mod:`lockstep.launch.nodes.agent`). They get the
+variables that torchrun documents (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
 from lockstep.errors import LockstepError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import STORE_FD
-from lockstep.launch.local import environment, signals
+from lockstep.launch.local import environment, signals, worker
+from lockstep.launch.local.forked import FORKS, Forked, fork
 from lockstep.launch.local.supervisor import MONITOR_INTERVAL_S, Launch
 from lockstep.telemetry.progress_board import PULSES, PulseBoard
 from lockstep.telemetry.rundir import RunDir
@@ -39,13 +41,21 @@ from lockstep.telemetry.rundir import RunDir
 _KILL_S = 5.0
 
 
-def main(argv: list[str]) -> int:
+def main() -> int:
     """Run all ranks; returns the exit code: 0, 1 failed, 2 wrong usage, 130 or 143 stopped."""
-    folder, settings = argv
     stop = signals.StopRequest().install()
     signal.signal(signal.SIGQUIT, _interrupt)
+    with open(0, encoding="ascii", closefd=False) as given:
+        content = given.read()
+    if not content:  # the caller has ended
+        return 1
+    request = json.loads(content)
+    os.environ.clear()
+    os.environ.update(request["environ"])
     signals.accept()
-    launch = Launch(RunDir(Path(folder)), **json.loads(settings), stop=stop)
+    launch = Launch(RunDir(Path(request["folder"])), **request["settings"], parent_pid=os.getppid(), stop=stop)
+    # A reader of processes sees by it whose launcher this is.
+    os.open(launch.run_dir.path, os.O_RDONLY)
     _keep_quiet(launch.run_dir.logs / "launcher.log")
     launch.write()
     launch.announce()
@@ -97,7 +107,7 @@ def _run_here(launch: Launch) -> int:
     return supervisor.exit_code
 
 
-def _start_ranks(launch: Launch, start: int) -> dict[int, subprocess.Popen[bytes]]:
+def _start_ranks(launch: Launch, start: int) -> dict[int, Forked | subprocess.Popen[bytes]]:
     """The processes by rank. Rank 0 gets a socket that listens already, so no other process can take the port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         common = {
@@ -112,18 +122,38 @@ def _start_ranks(launch: Launch, start: int) -> dict[int, subprocess.Popen[bytes
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         return {
-            rank: subprocess.Popen(
-                [sys.executable, *launch.rank_command],
-                env={
+            rank: _start_rank(
+                launch,
+                rank,
+                {
                     **common,
                     **{name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")},
                     **({STORE_FD: str(server.fileno())} if rank == 0 else {}),
                 },
-                pass_fds=(server.fileno(),) if rank == 0 else (),
-                start_new_session=True,
+                server.fileno() if rank == 0 else None,
             )
             for rank in range(launch.ranks)
         }
+
+
+def _start_rank(
+    launch: Launch, rank: int, environ: Mapping[str, str], kept_fd: int | None
+) -> Forked | subprocess.Popen[bytes]:
+    if FORKS:
+        kept = () if kept_fd is None else (kept_fd,)
+        return fork(lambda: _be_rank(launch, environ), name=f"rank-{rank}", kept=kept)
+    return subprocess.Popen(
+        [sys.executable, *launch.rank_command],
+        env=environ,
+        pass_fds=() if kept_fd is None else (kept_fd,),
+        start_new_session=True,
+    )
+
+
+def _be_rank(launch: Launch, environ: Mapping[str, str]) -> int:
+    os.environ.clear()
+    os.environ.update(environ)
+    return worker.main(launch.rank_main, str(launch.run_dir.path))
 
 
 def _end(launch: Launch) -> None:
@@ -152,4 +182,4 @@ def _keep_quiet(log: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

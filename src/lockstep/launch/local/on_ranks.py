@@ -1,7 +1,4 @@
-"""A function on new ranks of this machine, for what is not a run: an evaluation, a trial, the doctor's checks.
-
-``python -m lockstep.launch.local.on_ranks FOLDER`` is one of the ranks.
-"""
+"""A function on new ranks of this machine, for what is not a run: an evaluation, a trial, the doctor's checks."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local.environment import THREADS
 from lockstep.launch.local.signals import StopRequest, exit_code
 from lockstep.launch.local.start import launch
-from lockstep.launch.local.worker import Rank, main
+from lockstep.launch.local.worker import Rank
 from lockstep.telemetry.rundir import RunDir
 
 _CALL_FILE = "call.pkl"
@@ -65,8 +62,8 @@ def run_on_ranks(
     """
     import cloudpickle  # by reference where a function can be imported, by value where it lives in a script
 
-    call = folder.path / _CALL_FILE
-    call.write_bytes(cloudpickle.dumps((function, arguments)))
+    file = folder.path / _CALL_FILE
+    file.write_bytes(cloudpickle.dumps((function, arguments)))
     try:
         with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr if redirect else sys.stdout):
             code = 0
@@ -78,10 +75,10 @@ def run_on_ranks(
                     stop_grace_s=stop_grace_s,
                     max_restarts=max_restarts,
                     hang_timeout_s=hang_timeout_s,
-                    worker_module=__name__,
+                    rank_main=f"{__name__}:{call.__name__}",
                 )
     finally:
-        call.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
     # Ranks that were still starting are killed after the grace, with the exit code of a failure.
     if stop.requested is not None or code >= 128:
         raise RanksStopped(exit_code(stop.requested) if stop.requested is not None else code)
@@ -101,7 +98,7 @@ def _result(file: Path) -> Any:
     return pickle.loads(content)
 
 
-def _call(rank: Rank) -> int:
+def call(rank: Rank) -> int:
     """Run the function of :func:`run_on_ranks` as one of its ranks."""
     from lockstep.engine.process.runtime import serve_store  # torch
 
@@ -144,7 +141,3 @@ def _remove_abandoned(path: Path) -> None:
             shutil.rmtree(path)
     finally:
         os.close(lock)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], _call))

@@ -7,13 +7,12 @@ import contextlib
 import logging
 import os
 import selectors
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, Protocol, TextIO
 
 #: Begins every line that Lockstep itself writes into a rank's log.
 MARK = "--- lockstep: "
@@ -108,6 +107,12 @@ def _flush() -> None:
 # --- in the process that started the launcher ----------------------------------------------------
 
 
+class Child(Protocol):
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int | None: ...
+
+
 class Relay:
     """Passes the output of a child process to this process's ``sys.stdout`` and ``sys.stderr``.
 
@@ -118,16 +123,33 @@ class Relay:
 
     def __init__(self) -> None:
         _flush()
-        self.stdout = _for_child(sys.stdout, sys.__stdout__)
-        self.stderr = _for_child(sys.stderr, sys.__stderr__)
-        self._targets = (sys.stdout, sys.stderr)
+        self._pipes: list[tuple[IO[bytes], Any]] = []
+        self._opened: list[int] = []
+        #: Standard output and error of the child.
+        self.files = (self._for_child(sys.stdout, sys.__stdout__), self._for_child(sys.stderr, sys.__stderr__))
 
-    def wait(self, process: subprocess.Popen[bytes]) -> int:
+    def _for_child(self, stream: Any, original: Any) -> int:
+        if stream is None:
+            self._opened.append(os.open(os.devnull, os.O_WRONLY))
+            return self._opened[-1]
+        if stream is original:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                return int(stream.fileno())
+        reading, writing = os.pipe()
+        self._pipes.append((os.fdopen(reading, "rb", buffering=0), stream))
+        self._opened.append(writing)
+        return writing
+
+    def close_files(self) -> None:
+        """Close what only the child needs, once it has it."""
+        while self._opened:
+            os.close(self._opened.pop())
+
+    def wait(self, process: Child) -> int:
         """Wait for the child's end while passing on what it writes; its return code."""
-        pipes = [(p, t) for p, t in zip((process.stdout, process.stderr), self._targets, strict=True) if p is not None]
         with contextlib.ExitStack() as resources:
             selector = resources.enter_context(selectors.DefaultSelector())
-            for pipe, target in pipes:
+            for pipe, target in self._pipes:
                 resources.enter_context(pipe)
                 os.set_blocking(pipe.fileno(), False)
                 decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -136,18 +158,10 @@ class Relay:
             while selector.get_map() and process.poll() is None:
                 _pass_on(selector, timeout_s=0.1)
             code = process.wait()
+            assert code is not None
             while selector.get_map() and _pass_on(selector, timeout_s=0.0):
                 pass
             return code
-
-
-def _for_child(stream: Any, original: Any) -> int:
-    if stream is None:
-        return subprocess.DEVNULL
-    if stream is original:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            return int(stream.fileno())
-    return subprocess.PIPE
 
 
 def _pass_on(selector: selectors.BaseSelector, timeout_s: float) -> bool:

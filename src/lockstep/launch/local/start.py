@@ -8,32 +8,25 @@ main guard, a notebook, a thread or a server's child.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
-import subprocess
 import sys
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.engine.attempt import run_attempt
 from lockstep.engine.state import RunResult
 from lockstep.errors import LockstepError, RunFolderError, StorageError
-from lockstep.hardware import World, parent_death
+from lockstep.hardware import World
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import own_failure, read_failure
-from lockstep.launch.local.environment import LAUNCH_ID, THREADS, for_launcher
-from lockstep.launch.local.rank_output import Relay
-from lockstep.launch.local.signals import StopRequest, exit_code, held_back
+from lockstep.launch.local.environment import THREADS
+from lockstep.launch.local.launcher_process import run_launcher
+from lockstep.launch.local.signals import StopRequest, exit_code
 from lockstep.launch.prepare import Prepared
 from lockstep.tasks.registry import pack_task
 from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir, read_json, write_json
 from lockstep.telemetry.sinks import standard_sinks
-
-#: How long the launcher may take to end after it has been asked to kill all ranks.
-_KILL_S = 10.0
 
 
 def start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
@@ -122,8 +115,7 @@ def launch(
     stop_grace_s: float = 30.0,
     max_restarts: int = 0,
     hang_timeout_s: float = 60.0,
-    detached: bool = False,
-    worker_module: str = "lockstep.launch.local.train_rank",
+    rank_main: str = "lockstep.launch.local.train_rank:train",
     nodes: Mapping[str, Any] | None = None,
 ) -> int:
     """Run ``ranks`` ranks of the run on this machine and wait until all have ended.
@@ -132,7 +124,8 @@ def launch(
     second SIGINT kills them. The handlers of the caller are back on return. In another thread the
     caller's handlers stay as they are.
 
-    After a failure, :func:`lockstep.launch.failure.report.read_failure` reports it.
+    The run is stopped, with a checkpoint, when this process ends. After a failure,
+    :func:`lockstep.launch.failure.report.read_failure` reports it.
 
     Args:
         run_dir: a run that exists.
@@ -142,8 +135,8 @@ def launch(
         stop_grace_s: how long ranks may take to end after a stop was requested, seconds.
         max_restarts: how often all ranks are started again after one has failed.
         hang_timeout_s: how long no rank may make progress before all are killed, seconds.
-        detached: let the run continue when this process ends; otherwise it is stopped then, with a checkpoint.
-        worker_module: what every rank runs, as ``python -m MODULE RUN_FOLDER``.
+        rank_main: what every rank runs, as ``module:function``; it takes a
+            :class:`lockstep.launch.local.worker.Rank` and returns an exit code.
         nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for a run on several nodes.
 
     Returns:
@@ -158,57 +151,17 @@ def launch(
             why=str(error),
             fix="change its permissions, or choose another --save-dir",
         ) from error
-    launch_id = uuid.uuid4().hex
     settings = {
         "ranks": ranks,
-        "worker_module": worker_module,
+        "rank_main": rank_main,
         "stop_grace_s": stop_grace_s,
         "max_restarts": max_restarts,
         "hang_timeout_s": hang_timeout_s,
-        "parent_pid": None if detached else os.getpid(),
         "nodes": nodes,
     }
-    command = [
-        *(sys.executable, "-P", "-m", "lockstep.launch.local.launcher", str(run_dir.path.resolve())),
-        json.dumps(settings),
-    ]
-    launcher_environ = for_launcher({**os.environ, **(environ or {})}, launch_id, sys.path, several=nodes is not None)
     with StopRequest() as stop:
-        code = _run(command, launcher_environ, stop)
+        code = run_launcher(str(run_dir.path.resolve()), settings, environ or {}, stop, several=nodes is not None)
     return code if code >= 0 else _ended_by_signal(run_dir, -code)
-
-
-def _run(command: Sequence[str], environ: Mapping[str, str], stop: StopRequest) -> int:
-    """The launcher's return code; no process of it is left, however this function ends."""
-    process, relay = None, Relay()
-    try:
-        with held_back():
-            process = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=relay.stdout,
-                stderr=relay.stderr,
-                start_new_session=True,
-            )
-        stop.notify(process.send_signal)
-        return relay.wait(process)
-    except KeyboardInterrupt:
-        return _kill(process) if process is not None else exit_code(signal.SIGINT)
-    finally:
-        if process is not None and process.poll() is None:
-            process.kill()  # its ranks die with it
-            process.wait()
-        if process is not None and process.returncode < 0:
-            parent_death.kill_marked(LAUNCH_ID, environ[LAUNCH_ID])
-
-
-def _kill(process: subprocess.Popen[bytes]) -> int:
-    """Kill all ranks after a second SIGINT. Returns the exit code."""
-    process.send_signal(signal.SIGQUIT)
-    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.wait(_KILL_S)
-    return exit_code(signal.SIGINT)
 
 
 def _ended_by_signal(run_dir: RunDir, number: int) -> int:

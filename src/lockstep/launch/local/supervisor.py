@@ -17,11 +17,10 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import psutil
 
@@ -48,6 +47,17 @@ _ORDERLY = (0, *STOPPED, -signal.SIGINT, -signal.SIGTERM)
 _WRONG_USAGE = 2
 
 
+class RankProcess(Protocol):
+    """A child process: :class:`subprocess.Popen`, or :class:`lockstep.launch.local.forked.Forked`."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+
 class Supervisor:
     """One start of all ranks of this node, from their start to their last end.
 
@@ -60,7 +70,7 @@ class Supervisor:
 
     def __init__(
         self,
-        processes: Mapping[int, subprocess.Popen[bytes]],
+        processes: Mapping[int, RankProcess],
         *,
         stop_requested: Callable[[], int | None],
         stop_grace_s: float,
@@ -205,7 +215,7 @@ def _undying(ranks: list[int]) -> RankFailed:
     )
 
 
-def _peek(process: subprocess.Popen[bytes]) -> int | None:
+def _peek(process: RankProcess) -> int | None:
     """The return code of a process that has ended, which stays a zombie so that its number stays taken."""
     if process.returncode is not None or not hasattr(os, "waitid"):
         return process.poll()
@@ -235,6 +245,7 @@ class Launch:
     """One launch: its settings, and what is written to ``logs/launcher.json``.
 
     Attributes:
+        rank_main: what every rank runs, as ``module:function``; see :mod:`lockstep.launch.local.worker`.
         parent_pid: stop the run when this process, the parent, ends.
         nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for one of several nodes.
         others: the launchers of the other nodes.
@@ -242,11 +253,11 @@ class Launch:
 
     run_dir: RunDir
     ranks: int
-    worker_module: str
+    rank_main: str
     stop_grace_s: float
     max_restarts: int
     hang_timeout_s: float
-    parent_pid: int | None
+    parent_pid: int
     nodes: dict[str, Any] | None
     stop: StopRequest
     starts: int = 0
@@ -259,7 +270,7 @@ class Launch:
     watch: HangWatch | JointWatch | None = None
     restarts: list[dict[str, Any]] = field(default_factory=list)
 
-    def start(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> Supervisor:
+    def start(self, processes: Mapping[int, RankProcess]) -> Supervisor:
         """Supervise ranks that have been started, for the first time or again."""
         if self.starts:
             self._record_restart()
@@ -283,8 +294,8 @@ class Launch:
 
     @property
     def rank_command(self) -> tuple[str, ...]:
-        """Arguments of ``python`` for each rank. -P: files in the working folder do not shadow a module."""
-        return ("-P", "-m", self.worker_module, str(self.run_dir.path))
+        """Arguments of ``python`` for a rank. -P: files in the working folder do not shadow a module."""
+        return ("-P", "-m", "lockstep.launch.local.worker", self.rank_main, str(self.run_dir.path))
 
     def announce(self) -> None:
         """Write the run's heartbeat until rank 0 does: readers of the folder see that the run is training."""
@@ -317,7 +328,7 @@ class Launch:
 
     def stop_requested(self) -> int | None:
         # The parent process has ended without requesting a stop: the run ends with a checkpoint.
-        if self.parent_pid is not None and os.getppid() != self.parent_pid:
+        if os.getppid() != self.parent_pid:
             self.stop.request(signal.SIGTERM)
         return self.stop.requested
 

@@ -1,4 +1,4 @@
-"""One rank of a training run: ``python -m lockstep.launch.local.train_rank RUN``, started by the launcher."""
+"""One rank of a training run, started by the launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.engine.attempt import run_attempt
 from lockstep.events import Sink
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import restarted
-from lockstep.launch.local.worker import Rank, main
+from lockstep.launch.local.worker import Rank
 from lockstep.launch.nodes.command import train_as_node_rank
 from lockstep.launch.run_claim import resume_point, warn
 from lockstep.planning import Plan
@@ -49,7 +49,3 @@ def _begin_again(run: RunDir, plan: Plan, sink: Sink) -> None:
     done = records.restarts(run)
     if done:
         sink.emit(restarted(done, attempt, step))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], train))

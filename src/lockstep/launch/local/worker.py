@@ -1,5 +1,9 @@
 """What every rank that the launcher starts has in common, whatever it runs (:mod:`.train_rank`, :mod:`.on_ranks`).
 
+::
+
+    python -m lockstep.launch.local.worker MODULE:FUNCTION RUN
+
 It ends with the launcher, writes to its own log, answers stop requests, and records its failure in a file.
 """
 
@@ -13,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,8 +46,15 @@ class Rank:
 RankMain = Callable[[Rank], int]
 
 
-def main(argv: list[str], rank_main: RankMain) -> int:
-    """Run ``rank_main`` as one rank of the run whose folder is ``argv[0]``.
+def load(function: str) -> RankMain:
+    """The function that ``module:function`` names."""
+    module, _, name = function.partition(":")
+    found: RankMain = getattr(import_module(module), name)
+    return found
+
+
+def main(function: str, folder: str) -> int:
+    """Run ``function`` (see :func:`load`) as one rank of the run in ``folder``.
 
     The process ends at once. After a failure, exit handlers may wait for ranks that wait for this one; after a
     success, native threads of torch that still run must not turn it into a crash.
@@ -51,13 +63,14 @@ def main(argv: list[str], rank_main: RankMain) -> int:
     stop = signals.StopRequest().install()
     signals.accept()
     environment.restore_sys_path(os.environ)
+    environment.set_threads(os.environ)
     pulse.connect(os.environ)
     try:
-        world, run_dir = read_world(os.environ), RunDir.open(Path(argv[0]))
+        world, run_dir = read_world(os.environ), RunDir.open(Path(folder))
     except LockstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    code = run_rank(Rank(run_dir, world, stop), rank_main)
+    code = run_rank(Rank(run_dir, world, stop), lambda rank: load(function)(rank))
     stop.restore()
     if code in (0, *signals.STOPPED):
         run_exit_functions()
@@ -129,3 +142,7 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""The process that forks launchers: what it shares, and what its end means."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep.launch.local.fork_server import LAUNCHER
+from lockstep.launch.local.on_ranks import run_on_ranks
+from lockstep.launch.local.worker import Rank
+from lockstep.telemetry.rundir import RunDir
+from tests.conftest import RunCli
+from tests.launch.conftest import Caller, wait_for
+
+
+def server() -> psutil.Process:
+    found = [child for child in psutil.Process().children() if any("fork_server" in word for word in child.cmdline())]
+    return found[-1]
+
+
+def see(rank: Rank, name: str) -> tuple[str, str, int, int]:
+    """The process's name, a variable, the threads of torch, and how many threads a product may use here."""
+    import torch
+
+    torch.ones(300, 300) @ torch.ones(300, 300)  # a fork of a process that has computed would block
+    return psutil.Process().name(), os.environ[name], torch.get_num_threads(), os.getpgrp() - os.getpid()
+
+
+def test_launches_of_one_process_share_a_server_and_nothing_else(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = []
+    for value, threads in (("one", 1), ("two", 2)):
+        monkeypatch.setenv("SEEN", value)
+        found = run_on_ranks(see, "SEEN", folder=run_dir, ranks=2, threads=threads)
+        assert found == [("rank-0", value, threads, 0), ("rank-1", value, threads, 0)]
+        servers.append(server().pid)
+    assert servers[0] == servers[1]
+    monkeypatch.setenv("PYTHONHASHSEED", "1")  # it counts when a process starts
+    run_on_ranks(see, "SEEN", folder=run_dir, ranks=1)
+    assert server().pid != servers[0]
+
+
+def test_a_killed_server_is_replaced(run_dir: RunDir) -> None:
+    for _ in range(2):
+        assert len(run_on_ranks(place, folder=run_dir, ranks=2)) == 2
+        server().kill()
+        server().wait()
+
+
+def place(rank: Rank) -> int:
+    return rank.world.rank
+
+
+def test_a_server_killed_during_a_launch_ends_its_ranks(caller: Caller) -> None:
+    process = caller.start("ignore", "ignore")
+    caller.wait_until_ready()
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert [child.name() for child in started][1:] == [LAUNCHER, "rank-0", "rank-1"]
+    os.kill(started[0].pid, signal.SIGKILL)
+    code, _, err = caller.finish()
+    assert (code, err) == (1, "")
+    wait_for(lambda: not any(child.is_running() for child in started))
+
+
+ORDERED = """
+from pathlib import Path
+import torch
+import lockstep
+
+class Words(lockstep.Task):
+    def datasets(self):
+        vocabulary = list({f"word {i}" for i in range(100)})
+        Path("order.txt").write_text("\\n".join(vocabulary))
+        return lockstep.Datasets(torch.utils.data.TensorDataset(torch.randn(32, 4), torch.zeros(32, dtype=torch.long)))
+
+    def model(self):
+        return torch.nn.Linear(4, 2)
+
+    def loss(self, model, batch):
+        inputs, labels = batch
+        return lockstep.Loss(torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels))
+"""
+
+
+def test_sets_have_one_order_on_one_device_and_on_several(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(ORDERED)
+    orders = []
+    for devices in ("cpu", "cpu,cpu"):
+        ended = run_cli("train", "words.py:Words", "--devices", devices, "--epochs", "1", "--save-dir", devices)
+        assert ended.code == 0, ended.err
+        orders.append((tmp_path / "order.txt").read_text())
+    assert orders[0] == orders[1]
