@@ -48,8 +48,9 @@ def test_launches_of_one_process_share_a_server_and_nothing_else(
 def test_a_killed_server_is_replaced(run_dir: RunDir) -> None:
     for _ in range(2):
         assert len(run_on_ranks(place, folder=run_dir, ranks=2)) == 2
-        server().kill()
-        server().wait()
+        found = server()
+        found.kill()
+        wait_for(lambda: found.status() == psutil.STATUS_ZOMBIE)  # noqa: B023
 
 
 def place(rank: Rank) -> int:

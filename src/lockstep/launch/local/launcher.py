@@ -93,8 +93,9 @@ def _run_here(launch: Launch) -> int:
     start = 0
     while True:
         with signals.held_back():
+            launch.begin()
             processes = _start_ranks(launch, start)
-            supervisor = launch.start(processes)
+            supervisor = launch.supervise(processes)
         while not supervisor.check():
             time.sleep(MONITOR_INTERVAL_S)
         if start == launch.max_restarts or not supervisor.may_restart:

@@ -270,15 +270,22 @@ class Launch:
     watch: HangWatch | JointWatch | None = None
     restarts: list[dict[str, Any]] = field(default_factory=list)
 
-    def start(self, processes: Mapping[int, RankProcess]) -> Supervisor:
-        """Supervise ranks that have been started, for the first time or again."""
+    def begin(self) -> None:
+        """Before the ranks are started, or started again: what they read and write next is as for the first start."""
         if self.starts:
             self._record_restart()
         self.starts += 1
+        self.supervisor = None
+        if self.board is not None:
+            self.board.clear()
+        self.write()
+        self.announce()
+
+    def supervise(self, processes: Mapping[int, RankProcess]) -> Supervisor:
+        """Supervise ranks that have been started."""
         pids = {rank: process.pid for rank, process in processes.items()}
         self.memory = MemoryWatch(pids)
         if self.board is not None:
-            self.board.clear()
             self.watch = HangWatch(pids, self.board.read, logs=self.run_dir.logs, timeout_s=self.hang_timeout_s)
             if self.others is not None:
                 self.watch = JointWatch(self.watch, self.others, timeout_s=self.hang_timeout_s)
@@ -289,7 +296,6 @@ class Launch:
             look=self._look,
         )
         self.write()
-        self.announce()
         return self.supervisor
 
     @property

@@ -192,11 +192,12 @@ class NodeAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.lost, self._ended_at = "", None
         with signals.held_back():
+            self._launch.begin()
             pids: dict[int, Any] = super()._start_workers(worker_group)
             self._launch.stop.install()  # should the agent have taken SIGINT or SIGTERM after all
         processes = agent_processes(self)
         group: Any = worker_group
-        self.supervisor = self._launch.start(
+        self.supervisor = self._launch.supervise(
             {worker.global_rank: processes[worker.local_rank].proc for worker in group.workers}
         )
         self._peers.begin(f"{group.master_addr}:{group.master_port}", group.group_rank, group.group_world_size)
