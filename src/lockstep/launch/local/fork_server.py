@@ -21,7 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 
@@ -114,10 +114,11 @@ class ForkServer:
     def pid(self) -> int:
         return self._process.pid
 
-    def launch(self, module: str, files: tuple[int, int, int]) -> RemoteChild:
+    def launch(self, function: str, module: str, files: tuple[int, int, int]) -> RemoteChild:
         """Fork a launcher.
 
         Args:
+            function: of the launcher, as ``module:function``; returns its exit code.
             module: what its ranks need; imported in the server.
             files: standard input, output and error of the launcher.
 
@@ -126,7 +127,7 @@ class ForkServer:
         """
         answers, other = _pair()
         with other, contextlib.suppress(OSError):
-            socket.send_fds(self._control, [module.encode()], [*files, other.fileno()])
+            socket.send_fds(self._control, [f"{function} {module}".encode()], [*files, other.fileno()])
         return RemoteChild(answers)
 
     def close(self) -> None:
@@ -150,8 +151,6 @@ def _at_start(environ: Mapping[str, str]) -> dict[str, str]:
 
 def serve(control: socket.socket) -> int:
     """Fork a launcher for each request, until the caller has ended."""
-    from lockstep.launch.local import launcher
-
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     ended_r, ended_w = socket.socketpair()
     for end in (ended_r, ended_w):
@@ -169,13 +168,14 @@ def serve(control: socket.socket) -> int:
                     for child in [child for child in launchers if child.poll() is not None]:
                         _answer(launchers.pop(child), child.returncode)
                     continue
-                module, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 4)
-                if not module:
+                names, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 4)
+                if not names:
                     return 0
+                function, module = names.decode().split()
                 answers = socket.socket(fileno=fds.pop())
                 with contextlib.suppress(Exception):  # the ranks report it
-                    import_module(module.decode())
-                child = fork(partial(_be_launcher, fds, launcher.main), name=LAUNCHER, kept=fds)
+                    import_module(module)
+                child = fork(partial(_be_launcher, fds, function), name=LAUNCHER, kept=fds)
                 for fd in fds:
                     os.close(fd)
                 launchers[child] = answers
@@ -187,11 +187,13 @@ def _answer(answers: socket.socket, code: int | None) -> None:
         answers.send(str(code).encode())
 
 
-def _be_launcher(fds: list[int], main: Callable[[], int]) -> int:
+def _be_launcher(fds: list[int], function: str) -> int:
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
-    return main()
+    module, _, name = function.partition(":")
+    code: int = getattr(import_module(module), name)()
+    return code
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from lockstep.launch.local.forked import FORKS
 from lockstep.launch.local.rank_output import Relay
 from lockstep.launch.local.signals import StopRequest, exit_code, held_back
 
+_LAUNCHER = "lockstep.launch.local.launcher"
 #: How long the launcher may take to end after it has been asked to kill all ranks.
 _KILL_S = 10.0
 
@@ -91,9 +92,9 @@ def _start(
 ) -> subprocess.Popen[bytes] | RemoteChild:
     """A launcher with ``files`` as standard input, output and error."""
     if FORKS:
-        return _server_for(environ).launch(rank_main.partition(":")[0], files)
+        return _server_for(environ).launch(f"{_LAUNCHER}:main", rank_main.partition(":")[0], files)
     stdin, stdout, stderr = files
-    command = [sys.executable, "-P", "-m", "lockstep.launch.local.launcher"]
+    command = [sys.executable, "-P", "-m", _LAUNCHER]
     with held_back():
         return subprocess.Popen(command, env=environ, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 
