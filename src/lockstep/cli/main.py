@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, U
 from lockstep.cli.output import print_error
 from lockstep.config.load import key_for
 from lockstep.errors import LockstepError, UsageError
+from lockstep.launch.local.environment import set_defaults
 
 INTERRUPTED = 130
 #: Commands whose process uses the task, or whose ranks are its forks.
@@ -111,11 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "LOCAL_RANK" in os.environ:
         # torch.distributed.launch passes each rank its local rank as an argument too.
         tokens = [token for token in tokens if not token.startswith(("--local-rank=", "--local_rank="))]
-    if argv is None:  # as in ranks (launch/local/environment.py); libgomp reads it when torch is imported
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        if tokens and tokens[0] in _WITH_TASK and "PYTHONHASHSEED" not in os.environ:
+    if argv is None:
+        seeded = "PYTHONHASHSEED" in os.environ
+        set_defaults(os.environ)
+        if not seeded and tokens and tokens[0] in _WITH_TASK:
             # As in ranks, which are forks: the order of a set of strings is the same on one device and on several.
-            os.environ["PYTHONHASHSEED"] = "0"
             os.execv(sys.executable, sys.orig_argv)
     try:
         result = app(tokens, exit_on_error=False, print_error=False)

@@ -55,17 +55,22 @@ def for_launcher(
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(first))
     # Each rank with a thread for every core would be slower than one thread each.
     environ["OMP_NUM_THREADS"] = base.get(THREADS) or base.get("OMP_NUM_THREADS") or "1"
-    # Threads that spin while they wait for each other slow a step 10 to 100 times where other programs use the cores.
-    environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # The order of a set of strings is the same on all ranks then, and in every attempt: a vocabulary, for example.
-    environ.setdefault("PYTHONHASHSEED", "0")
-    if "TORCH_DISTRIBUTED_DEBUG" not in base:
-        # Every rank's native code logs the loss of the one that failed; only that one matters.
-        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    set_defaults(environ)
     if not several and "lo" in (name for _, name in socket.if_nameindex()):
         # All ranks are here: gloo need not find out under which address others would see this machine.
         environ.setdefault(GLOO_INTERFACE, "lo")
     return environ
+
+
+def set_defaults(environ: MutableMapping[str, str]) -> None:
+    """Set what the user has not set of the variables that count when a process starts, or imports torch."""
+    # Threads that spin while they wait for each other slow a step 10 to 100 times where other programs use the cores.
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # The order of a set of strings is the same on all ranks then, and in every attempt: a vocabulary, for example.
+    environ.setdefault("PYTHONHASHSEED", "0")
+    if "TORCH_DISTRIBUTED_DEBUG" not in environ:
+        # Every rank's native code logs the loss of the one that failed; only that one matters.
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _before_standard_library(path: list[str]) -> list[str]:
@@ -87,9 +92,9 @@ def restore_sys_path(environ: Mapping[str, str]) -> None:
 
 def set_threads(environ: Mapping[str, str]) -> None:
     """Let torch use OMP_NUM_THREADS threads, which it reads when it is imported: a fork has imported it before."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    torch, threads = sys.modules.get("torch"), environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if torch is not None and threads.isdecimal() and int(threads):
+        torch.set_num_threads(int(threads))
 
 
 def announce_launcher(environ: MutableMapping[str, str]) -> None:
