@@ -148,7 +148,7 @@ def test_batches_that_leave_an_epoch_one_step_are_measured() -> None:
     assert report.extra["proposed"] == {"batch_size": 200, "accumulate": 2, "global_batch_size": 400}
 
 
-@pytest.mark.parametrize(("signum", "delay_s", "code"), [(signal.SIGTERM, 0.0, 143), (signal.SIGINT, 0.5, 130)])
+@pytest.mark.parametrize(("signum", "delay_s", "code"), [(signal.SIGTERM, 0.0, 143), (signal.SIGINT, 0.05, 130)])
 def test_a_stop_between_trials_and_while_ranks_start(signum: int, delay_s: float, code: int) -> None:
     timers: list[threading.Timer] = []
 
