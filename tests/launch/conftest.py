@@ -74,6 +74,7 @@ class Caller:
 
     def wait_until_ready(self, ranks: int = 2) -> None:
         wait_for(lambda: all((self.run_dir.path / f"ready-{rank}").exists() for rank in range(ranks)))
+        wait_for(lambda: len(self.launcher()["pids"]) == ranks)  # forked ranks may be faster than their launcher
 
     def launcher(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.run_dir.logs / "launcher.json").read_text())
