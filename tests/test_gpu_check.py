@@ -50,7 +50,7 @@ def test_what_does_not_fit_the_time_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["check.sh", "check_many.sh"])
 def test_steps_are_listed_and_unknown_ones_refused(tmp_path: Path, script: str) -> None:
     listed = check(tmp_path, "--list", "--device", "gpu:0,gpu:1", script=script)
-    assert [line.split()[0] for line in listed.stdout.splitlines()][:2] == ["devices", "doctor"]
+    assert [line.split()[0] for line in listed.stdout.splitlines()][:3] == ["ranks", "devices", "doctor"]
     refused = check(tmp_path, "--device", "cpu", "--only", "nothing", script=script)
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: there is no step nothing. fix: one of devices, ")

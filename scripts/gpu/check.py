@@ -75,6 +75,8 @@ def steps_for_one(device: str, quick: bool, out: Path) -> list[Step]:
     contests = ("gpt2", "har_cnn", "exact", "vit", "resnet50", "checkpoint", "mlp", "har30", "lmu_base", "lmu_tiny")
     workloads = ("mlp", "checkpoint") if quick else (*contests, "forecast")
     return [
+        # First: ranks are forks, which cannot use a GPU that the process before them has asked.
+        train("ranks", f"Ranks on {two}", two, out, "--max-steps", "3"),
         Step("devices", "Detection", (*lockstep, "devices", "--json"), 60),
         Step("doctor", "Doctor", (*lockstep, "doctor", "--devices", two, "--json", *quickly), 90),
         # 5: nothing was collected, as where all of a file is skipped
@@ -105,6 +107,7 @@ def steps_for_many(devices: str, quick: bool, out: Path) -> list[Step]:
     strategies = () if quick else ("fsdp",) if on_cpu else ("fsdp", "dp")
     verify = ("verify", "har", "--devices", devices, "--json")
     return [
+        train("ranks", f"Ranks on {devices}", devices, out, "--max-steps", "3"),
         Step("devices", "Detection", (*lockstep, "devices", "--json"), 60),
         Step("doctor", "Doctor", (*lockstep, "doctor", "--devices", devices, "--json", *(("--quick",) * quick)), 120),
         Step("comm", "Collectives and links", (*lockstep, "bench", "comm", "--devices", devices, "--json", *few), 120),

@@ -243,6 +243,11 @@ def agent_processes(agent: Any) -> dict[int, Any]:
     return handlers
 
 
+def in_bad_fork() -> bool:
+    """Whether the process that this one is a fork of has asked the GPU, so that CUDA cannot be used here."""
+    return bool(getattr(torch.cuda, "_is_in_bad_fork", lambda: False)())
+
+
 # Loaders and memory.
 
 

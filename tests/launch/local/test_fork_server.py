@@ -14,6 +14,7 @@ from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import RunCli
+from tests.gloo import ROOT
 from tests.launch.conftest import Caller, wait_for
 
 
@@ -96,3 +97,51 @@ def test_sets_have_one_order_on_one_device_and_on_several(run_cli: RunCli, tmp_p
         assert ended.code == 0, ended.err
         orders.append((tmp_path / "order.txt").read_text())
     assert orders[0] == orders[1]
+
+
+#: Loaded by each interpreter: a machine with one GPU, and a file with the process of every question to the GPU.
+SITE = """
+import os, sys, torch
+from lockstep.hardware import detect
+from tests.hardware.machines import machine
+
+def noted(name, function):
+    def call(*args, **kwargs):
+        with open(os.environ["ASKED"], "a") as file, open("/proc/self/comm") as comm:
+            file.write(f"{comm.read().strip()} {name}\\n")
+        return function(*args, **kwargs)
+    return call
+
+for module in (torch.cuda, torch.accelerator):
+    for name in ("init", "_lazy_init", "is_available", "device_count", "current_device", "set_device", "mem_get_info",
+                 "get_device_properties", "get_device_name", "get_device_capability"):
+        if hasattr(module, name):
+            setattr(module, name, noted(name, getattr(module, name)))
+detect._detected = lambda: tuple(machine(1))
+"""
+
+
+def with_site(folder: Path, text: str) -> dict[str, str]:
+    (folder / "sitecustomize.py").write_text(text)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "src"), str(ROOT)]), "ASKED": str(folder / "asked")}
+
+
+def test_only_ranks_ask_the_gpu(run_cli: RunCli, tmp_path: Path) -> None:
+    """CUDA cannot be used in a fork of a process that has."""
+    ended = run_cli("train", "tests.toys:Toy", "--devices", "gpu:0,gpu:0", env=with_site(tmp_path, SITE))
+    assert "gpu:0 is not available to rank" in ended.err
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked
+    assert all(line.startswith("rank-") for line in asked), asked
+
+
+def test_ranks_are_new_processes_where_the_gpu_was_asked(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n"
+    for name, value in {**with_site(run_dir.path, site), "PYTHONHASHSEED": "2"}.items():
+        monkeypatch.setenv(name, value)
+    found = run_on_ranks(command, folder=run_dir, ranks=2)
+    assert ["lockstep.launch.local.worker" in words for words in found] == [True, True]
+
+
+def command(rank: Rank) -> list[str]:
+    return psutil.Process().cmdline()

@@ -75,7 +75,7 @@ def own_memory() -> RankMemory:
         "limit": 0 if limit == resource.RLIM_INFINITY else limit,
     }
     torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch is not None and torch.cuda.is_initialized():
         known |= {
             "allocated": torch.cuda.memory_allocated(),
             "reserved": torch.cuda.memory_reserved(),

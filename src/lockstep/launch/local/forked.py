@@ -1,7 +1,7 @@
 """Child processes as forks: they share what this process has imported, and start in milliseconds.
 
 The process that forks has one thread, has computed nothing and has not asked the GPU, so a child may use threads and
-CUDA. Linux only: elsewhere system libraries may not be used after a fork.
+CUDA. Where something has asked the GPU (:func:`asked_gpu`), new processes are started instead. Linux only: elsewhere system libraries may not be used after a fork.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 #: Whether launchers and ranks are forks.
 FORKS = platform.system() == "Linux"
@@ -47,6 +47,16 @@ class Forked:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+
+def asked_gpu() -> bool:
+    """Whether this process, or one that it is a fork of, has asked the GPU: then its forks cannot use CUDA."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return False
+    from lockstep._compat.torch import in_bad_fork
+
+    return torch.cuda.is_initialized() or in_bad_fork()
 
 
 def fork(main: Callable[[], int], *, name: str, kept: Collection[int] = ()) -> Forked:

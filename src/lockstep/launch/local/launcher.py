@@ -32,7 +32,7 @@ from lockstep.errors import LockstepError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import STORE_FD
 from lockstep.launch.local import environment, signals, worker
-from lockstep.launch.local.forked import FORKS, Forked, fork
+from lockstep.launch.local.forked import FORKS, Forked, asked_gpu, fork
 from lockstep.launch.local.supervisor import MONITOR_INTERVAL_S, Launch
 from lockstep.telemetry.progress_board import PULSES, PulseBoard
 from lockstep.telemetry.rundir import RunDir
@@ -140,7 +140,7 @@ def _start_ranks(launch: Launch, start: int) -> dict[int, Forked | subprocess.Po
 def _start_rank(
     launch: Launch, rank: int, environ: Mapping[str, str], kept_fd: int | None
 ) -> Forked | subprocess.Popen[bytes]:
-    if FORKS:
+    if FORKS and not asked_gpu():
         kept = () if kept_fd is None else (kept_fd,)
         return fork(lambda: _be_rank(launch, environ), name=f"rank-{rank}", kept=kept)
     return subprocess.Popen(

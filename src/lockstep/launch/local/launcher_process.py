@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.hardware import parent_death
 from lockstep.launch.local.environment import LAUNCH_ID, for_launcher
 from lockstep.launch.local.fork_server import ForkServer, RemoteChild
-from lockstep.launch.local.forked import FORKS
+from lockstep.launch.local.forked import FORKS, asked_gpu
 from lockstep.launch.local.rank_output import Relay
 from lockstep.launch.local.signals import StopRequest, exit_code, held_back
 
@@ -41,7 +41,7 @@ def fork_server_here() -> None:
     Only for a process with one thread that has computed nothing with torch, such as the command line's.
     """
     global _server
-    if FORKS:
+    if FORKS and not asked_gpu():
         with _lock, held_back():
             _server = ForkServer.fork()
 
