@@ -452,7 +452,7 @@ def test_kills_at_random_moments_while_shards_are_written_lose_no_sample(tmp_pat
     ("settings", "words"),
     [
         ({"training": {"reproducibility": "exact"}}, "strategy fsdp"),
-        ({"training": {"compile": True}}, "training.compile"),
+        ({"training": {"compile": True, "compile_loss": True}}, "training.compile_loss"),
         ({"fsdp": {"cpu_offload": True}}, "fsdp.cpu_offload on the CPU"),
     ],
 )

@@ -18,22 +18,41 @@ from tests.gloo import ROOT
 SCRIPT = """
 import json
 import lockstep
+import torch
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.data.arrays import NO_LABEL, filled
 from tests.toys import Toy
+from torch._dynamo.utils import counters
 
-def train(name, **training):
-    run = lockstep.train(Toy, {
+class Filled(Toy):
+    def pad(self, batch, samples):
+        return filled(batch, samples, 1)
+
+    def loss(self, model, batch):
+        assert not model.training or len(batch[1]) == 16 // lockstep.collectives().world_size
+        return lockstep.Loss(super().loss(model, batch).total, (batch[1] != NO_LABEL).sum())
+
+def train(name, task=Filled, devices="cpu", strategy="auto", **training):
+    torch.compiler.reset()
+    counters.clear()
+    run = lockstep.train(task, {
         "save_dir": name,
-        "hardware": {"selected_devices": ["cpu"]},
+        "hardware": {"selected_devices": devices, "strategy": strategy},
         "telemetry": {"progress": "silent", "log_interval": 1, "tensorboard": "off"},
-        "training": {"max_steps": 4, "threads": 1, **training},
+        "training": {"epochs": 2, "threads": 1, "batch_size": 16 // len(devices.split(",")), **training},
     })
     rows = (run.run_dir / "steps.jsonl").read_text().splitlines()
     store = CheckpointStore(run.run_dir / "checkpoints")
-    return {"losses": [json.loads(row)["loss"] for row in rows], "weights": sorted(store.load(4).model)}
+    return {
+        "losses": [json.loads(row)["loss"] for row in rows],
+        "weights": sorted(store.load(26).model),
+        "graphs": counters["stats"]["unique_graphs"],
+    }
 
 mode = {"compile": True, "compile_mode": "reduce-overhead"}
-print(json.dumps([train("plain"), train("compiled", **mode), train("whole", **mode, compile_loss=True)]))
+ranks = {"devices": "cpu,cpu", "strategy": "fsdp", "compile": True}
+whole = {**mode, "compile_loss": True}
+print(json.dumps([train("plain", Toy), train("compiled", **mode), train("whole", **whole), train("blocks", **ranks)]))
 """
 
 
@@ -52,7 +71,8 @@ def test_a_compiled_model_trains_as_the_plain_one(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     plain, *others = json.loads(done.stdout.splitlines()[-1])
-    assert len(plain["losses"]) == 4
+    assert len(plain["losses"]) == 26
+    assert [compiled["graphs"] for compiled in others] == [1, 1, 0], "the tail has the shape of other batches"
     for compiled in others:
         assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert compiled["weights"] == plain["weights"]

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
+from lockstep.engine.task import DataSettings, Task
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.vision import LinePlots, ResNet, Vit
+from lockstep.tasks.har.task import HarConfig, HarTask
 from lockstep.tasks.images.folders import Augmentation, Images, list_images, read_image
 from lockstep.tasks.images.task import ImagesConfig, ImageScores, ImagesTask
 from tests.attempts import attempt
@@ -131,6 +134,18 @@ def test_two_ranks_have_the_losses_of_one_with_mixup_and_ragged_batches(tmp_path
     one, two = trained(0, 1, tmp_path), run_ranks(trained, 2, tmp_path)[0]
     np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
     assert (tmp_path / "1" / "pictures").is_dir() or one[-1] < 0.4
+
+
+@pytest.mark.parametrize("kind", ["images", "har"])
+def test_padding_does_not_count(tmp_path: Path, kind: str) -> None:
+    folders(tmp_path / "data")
+    made: Task = SmallImages() if kind == "images" else HarTask(HarConfig(model="mlp"))
+    made.data = DataSettings(tmp_path / "data" if kind == "images" else None)
+    train, model = made.datasets().train, made.model().eval()
+    batch = tuple(default_collate([train.sample(k, np.random.default_rng(k)) for k in range(3)]))
+    found = [made.loss(model, one) for one in (batch, made.pad(batch, 8))]
+    assert [int(count) for _, count in found] == [3, 3]
+    assert found[0].total.item() == pytest.approx(found[1].total.item(), rel=1e-6)
 
 
 def test_the_head_is_trained_alone_at_first_and_weights_fit_another_head(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.data.arrays import NO_LABEL
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.launch.finished.export import export
 from lockstep.launch.finished.reopen import load_model
 from lockstep.launch.prepare import settle
-from lockstep.tasks.text.task import NONE, TextConfig, TextScores, TextTask
-from lockstep.tasks.text.tokens import Bpe, Bytes, train_bpe
+from lockstep.tasks.text.task import TextConfig, TextScores, TextTask
+from lockstep.tasks.text.tokens import Bpe, Bytes, read_tokenizer, train_bpe
 from lockstep.telemetry.rundir import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
@@ -40,10 +41,10 @@ def test_windows_have_each_token_once_as_a_target(tmp_path: Path) -> None:
     made = task(written(tmp_path))
     data = made.datasets()
     targets = [split.__getitems__(list(range(len(split))))[1] for split in (data.train, data.val)]
-    counted = sum(int((rows != NONE).sum()) for rows in targets)
+    counted = sum(int((rows != NO_LABEL).sum()) for rows in targets)
     assert counted == len(TEXT) + 1 - 2  # the first token of each split is no target
     first = targets[0].flatten()
-    assert made.tokenizer.decode(first[first != NONE].tolist()) == TEXT[1 : int((first != NONE).sum()) + 1]
+    assert made.tokenizer.decode(first[first != NO_LABEL].tolist()) == TEXT[1 : int((first != NO_LABEL).sum()) + 1]
 
 
 def test_folders_json_lines_and_token_files_are_the_same_corpus(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
         batch = [torch.stack(rows) for rows in zip(*(data.train[k] for k in range(len(data.train))), strict=True)]
         ids, targets, documents, _ = batch
         losses = made._losses(model, batch).detach()
-        assert losses.isfinite().all() and bool((losses[targets == NONE] == 0).all())
+        assert losses.isfinite().all() and bool((losses[targets == NO_LABEL] == 0).all())
         alone, together = 0.0, 0.0
         for row, column in zip(*torch.where(documents == 2), strict=True):
             if documents[row, column - 1] == 1:  # the second document of a window begins
@@ -73,7 +74,7 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
                 own = made._losses(model, (ids[row, mine][None], targets[row, mine][None]))
                 alone, together = alone + float(own.detach().sum()), together + float(losses[row, mine].sum())
         assert alone > 0 and together == pytest.approx(alone, rel=1e-5)
-        counted = int((targets != NONE).sum())
+        counted = int((targets != NO_LABEL).sum())
         pieces = sum(int(row.max()) for row in documents)
         assert counted >= int((documents > 0).sum()) - pieces
 
@@ -157,7 +158,7 @@ def test_a_trained_tokenizer_is_kept_in_the_cache_and_has_the_bytes_of_its_token
     assert made.tokenizer.decode(tokens.tolist()) == "wood, chück"
     assert made.tokenizer.lengths()[tokens].sum() == len("wood, chück".encode())
     assert len(list((tmp_path / "cache").rglob("*.json"))) == 1
-    assert task(written(tmp_path), tokenizer="bpe", vocabulary=300).tokenizer.as_json() == made.tokenizer.as_json()
+    assert task(written(tmp_path), tokenizer="bpe", vocabulary=300).tokenizer.state() == made.tokenizer.state()
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "wordpiece", "bytes"])
@@ -186,6 +187,40 @@ def test_tokens_have_the_bytes_of_their_text_with_other_tokenizers(kind: str) ->
     numbers = tokens.encode(text)
     assert tokens.decode(numbers.tolist()) == expected
     assert tokens.lengths()[numbers].sum() == len(expected.encode())
+
+
+def test_the_end_token_is_the_declared_one(tmp_path: Path) -> None:
+    library = pytest.importorskip("tokenizers")
+    own = library.Tokenizer.from_str(train_bpe([TEXT], 280))
+    own.add_special_tokens(["<stop>", "<last>"])
+    file, beside = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    file.write_text(own.to_str())
+    assert read_tokenizer(file).end == 0  # a usual name
+    for declared in ("<stop>", {"content": "<stop>"}):
+        beside.write_text(json.dumps({"eos_token": declared}))
+        made = task(written(tmp_path), tokenizer=str(file))
+        assert made.tokenizer.end == own.token_to_id("<stop>") < made.tokenizer.size - 1
+        again = task(written(tmp_path))
+        again.load_state_dict(made.state_dict())
+        assert again.tokenizer.end == made.tokenizer.end
+    beside.write_text('{"eos_token": "<none>"}')
+    with pytest.raises(DataError, match="has no token <none>"):
+        read_tokenizer(file)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_padding_does_not_count(tmp_path: Path, pack: bool) -> None:
+    made = task(written(tmp_path), pack=pack)
+    model, train = made.model(), made.datasets().train
+    batch = tuple(torch.stack(rows) for rows in zip(*(train[k] for k in range(3)), strict=True))
+    full = made.pad(batch, 8)
+    assert [column.shape for column in full] == [(8, *column.shape[1:]) for column in batch]
+    found = []
+    for one in (batch, full):
+        total, count = made.loss(model, one)
+        found.append((total.item(), int(count), torch.autograd.grad(total, model.tokens.weight)[0]))
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-6)
+    torch.testing.assert_close(found[0][2], found[1][2])
 
 
 BAD: list[tuple[dict[str, str], dict[str, Any], type[LockstepError], str]] = [

@@ -21,6 +21,8 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 
 from lockstep.errors import DataError
 
+#: The label, or target, of what does not count in a loss: ``ignore_index`` of torch's.
+NO_LABEL = -100
 Indices = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 
 
@@ -225,3 +227,17 @@ def _hugging_face(dataset: Any, indices: Positions) -> dict[str, Any]:
     if not all(type(column) is Tensor and len(column) == len(indices) for column in batch.values()):
         raise ValueError("samples of different sizes, or what is not a tensor")
     return batch
+
+
+def filled(batch: Sequence[Tensor], samples: int, *labels: int) -> tuple[Tensor, ...]:
+    """Columns of ``batch`` with the last sample repeated, up to ``samples``, without its label: ``Task.pad`` for most.
+
+    Args:
+        labels: which columns are labels.
+    """
+    more = samples - len(batch[0])
+    columns = [(column, column[-1:].expand(more, *column.shape[1:])) for column in batch]
+    return tuple(
+        torch.cat([column, torch.full_like(last, NO_LABEL) if place in labels else last])
+        for place, (column, last) in enumerate(columns)
+    )

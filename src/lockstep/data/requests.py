@@ -108,7 +108,8 @@ class Source:
     """Where batches come from: a data set, how its samples become a batch, and in which order they are taken.
 
     ``lanes``: the items of a step are dealt to so many parts in turn (:func:`lockstep.data.bucketed.deal`), for an
-    order whose neighbours are alike; ``None`` leaves them in order. ``skipped``: see :class:`Reader`.
+    order whose neighbours are alike; ``None`` leaves them in order. ``skipped``: see :class:`Reader`. ``full``: a batch
+    of fewer samples is filled up to so many by ``pad(batch, full)``.
     """
 
     dataset: Any
@@ -117,13 +118,18 @@ class Source:
     order: SampleOrder
     lanes: int | None = None
     skipped: Path | None = None
+    pad: Callable[[Any, int], Any] | None = None
+    full: int = 0
 
     def batch(self, request: Request) -> Any:
         """The batch of ``request``; () for one without samples (an empty lane)."""
         if request.start == request.stop:
             return ()
         keys = self.places(request) if self.order.repeats else None
-        return self.reader.batch(request.epoch, self.indices(request), request.start, keys)
+        return self._filled(self.reader.batch(request.epoch, self.indices(request), request.start, keys), request.size)
+
+    def _filled(self, batch: Any, size: int) -> Any:
+        return batch if self.pad is None or size >= self.full else self.pad(batch, self.full)
 
     @cached_property
     def reader(self) -> Reader:
@@ -168,7 +174,7 @@ class Source:
         columns = finish(self.dataset.__getitems__(np.concatenate(slices)))
         sizes = [len(indices) for indices in slices]
         rows = zip(*(column.split(sizes) for column in columns), strict=True)
-        return [row if size else () for row, size in zip(rows, sizes, strict=True)]
+        return [self._filled(row, size) if size else () for row, size in zip(rows, sizes, strict=True)]
 
 
 class InOrder:

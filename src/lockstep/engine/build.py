@@ -47,6 +47,7 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
     log = RunLog(rank, parts.state, timed=lambda: () if untimed else strategy.module.parameters(), peak_share=share)
     trace = None
     if rank.config.debug.trace == "off":
+        source = replace(source, pad=task.pad, full=rank.plan.filled_to) if rank.plan.filled_to else source
         source, remark = kept_on(source, rank.device, rank.config.data.device)
         remarks.append(remark)
     else:

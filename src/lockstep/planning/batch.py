@@ -38,6 +38,13 @@ class BatchPlan(Frozen):
     least_part: int = 1
 
     @property
+    def largest(self) -> int:
+        """Samples of the largest micro-batch of an epoch."""
+        spans = filter(None, (self.window(step * self.global_batch) for step in (0, self.steps_per_epoch - 1)))
+        shares = (share for start, stop in spans for share in self.split(stop - start))
+        return max((stop - start for share in shares for start, stop in share), default=0)
+
+    @property
     def steps_per_epoch(self) -> int:
         full, rest = divmod(self.samples, self.global_batch)
         if rest == 0 or self.tail == "drop":

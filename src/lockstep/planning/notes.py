@@ -165,7 +165,14 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
         _refuse(
             f"strategy {spec.name}",
             {
-                "training.compile": (config.training.compile, "compiled code would keep parameters that are freed"),
+                "training.compile": (
+                    config.training.compile and spec.state != "sharded",
+                    "its stages are called one by one, not as the model",
+                ),
+                "training.compile_loss": (
+                    config.training.compile_loss,
+                    "blocks are compiled one by one, as their parameters are gathered between them",
+                ),
                 "a LightningModule": (facts.loader is not None, "its Trainer would divide the model itself"),
                 "fsdp.cpu_offload on the CPU": (
                     "fsdp" in spec.settings and config.fsdp.cpu_offload and placement.accelerator == "cpu",

@@ -47,6 +47,7 @@ class TaskFacts(Frozen):
     which stay open.
     ``vectors``: parameters that are no part of a matrix, as those of norms and biases.
     ``joint_bytes``: of the gradients, where one message can carry them; else 0.
+    ``pads``: the task can fill up a smaller batch.
     ``multiply_adds``: of a sample's forward pass, rather too many; 0: not known.
     """
 
@@ -73,6 +74,7 @@ class TaskFacts(Frozen):
     multiply_adds: int = 0
     joint_bytes: int = 0
     opens_files: bool = False
+    pads: bool = False
 
 
 class ResumePoint(Frozen):
@@ -167,6 +169,11 @@ class Plan(Frozen):
     def one_message(self) -> bool:
         """Whether ddp reduces all gradients in one message after the backward."""
         return bool(self.value("one_message"))
+
+    @property
+    def filled_to(self) -> int:
+        """Samples that smaller batches are filled up to, for compiled code; 0: they are not."""
+        return int(self.value("compiled") or 0)
 
     @property
     def world_size(self) -> int:

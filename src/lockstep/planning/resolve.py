@@ -106,6 +106,7 @@ def make_plan(
         _parameters(given),
         *_weight_decay(given),
         *_layer_decay(given),
+        *_compiled(given, batch),
         *_averaging(given, course.schedule.total_steps),
     ]
     form = choose_form(config.checkpoint.sharded, placement.spec, facts.parameters, config.optimizer)
@@ -266,6 +267,21 @@ def _layer_decay(given: Given) -> list[Decision]:
         return []
     reason = f"each block has {decay:g} of the rate of the one after it; the rate shown is that of the output layer"
     return [Decision("layer_decay", "rates by depth", decay, reason)]
+
+
+def _compiled(given: Given, batch: BatchPlan) -> list[Decision]:
+    """What is compiled, and for which shapes."""
+    training, facts = given.config.training, given.facts
+    if not training.compile or given.placement.spec.scatters:
+        return []
+    what = "each block" if given.placement.spec.divides else "model and loss" if training.compile_loss else "model"
+    full = batch.largest if facts.pads and not facts.has_batchnorm else 0
+    if full:
+        reason = f"smaller batches are filled up to {full} samples with some that count nothing: one shape"
+    else:
+        why = "BatchNorm would count what fills them" if facts.has_batchnorm else "the task has no pad()"
+        reason = f"compiled again for smaller batches, which are not filled up: {why}"
+    return [Decision("compiled", "compiled", full, reason, f"{what} ({training.compile_mode})")]
 
 
 def _averaging(given: Given, steps: int) -> list[Decision]:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep._compat.torch import watch_compiler
 from lockstep.config import RunConfig
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Replica, Strategy
-from lockstep.engine.strategies.partition import Divided, Undivided, blocks_of, checkpoint_activations
+from lockstep.engine.strategies.partition import Divided, Undivided, blocks_of, checkpoint_activations, compiled
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, refuse_modules
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.strategies import auto_strategy, find_strategy
-from lockstep.telemetry.progress_board import Activity, pulse
 
 
 def divide(undivided: Undivided) -> Divided:
@@ -62,15 +59,8 @@ def build_strategy(
     spec = plan.strategy if plan.strategy.one_process or world.size > 1 else find_strategy(auto_strategy(1))
     if config.training.compile and not spec.scatters:
         mode = config.training.compile_mode
-        replica = replica._replace(forward=_compiled(bare(model), mode), compiled=True)
+        replica = replica._replace(forward=compiled(bare(model), mode), compiled=True)
         if config.training.compile_loss:
             replica = replica._replace(loss_mode=mode)
     strategy: Strategy = import_module(spec.module).build(replica, config, plan)
     return strategy
-
-
-def _compiled(model: nn.Module, mode: str) -> Any:
-    """``model`` compiled at its first call, and again for other shapes: for as long as it takes."""
-    if pulse.is_watched:
-        watch_compiler(lambda _: pulse.at(Activity.COMPILING), lambda _: pulse.at(Activity.STEP))
-    return torch.compile(model, mode=mode)

@@ -32,7 +32,15 @@ from lockstep.engine.distributed.staging import wait
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica
-from lockstep.engine.strategies.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
+from lockstep.engine.strategies.partition import (
+    Divided,
+    Through,
+    Undivided,
+    blocks_of,
+    checkpoint_activations,
+    compiled,
+    pick,
+)
 from lockstep.engine.strategies.single import RanksStrategy
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError
@@ -47,7 +55,8 @@ def divide(whole: Undivided) -> Divided:
     task, model, config, plan, _, device, world, _ = whole
     recompute = config.fsdp.activation_checkpointing or config.training.activation_checkpointing
     settings = config.fsdp.model_copy(update={"activation_checkpointing": recompute})
-    return ShardedModel(task, model, settings, plan.placement["precision"], device, world)
+    mode = config.training.compile_mode if config.training.compile else None
+    return ShardedModel(task, model, settings, plan.placement["precision"], device, world, mode)
 
 
 class _Root(nn.Module):
@@ -82,7 +91,7 @@ class ShardedModel(Divided):
 
     Args:
         model: the same on every rank; on the host it is moved to ``device`` block by block.
-        nodes: machines of the run, with as many ranks each (for ``fsdp.sharding: hybrid``).
+        mode: compiles each block: a mode of ``torch.compile``. What gathers a block's parameters stays outside.
 
     Raises:
         UnsupportedError: parameters or layers that cannot be divided so.
@@ -90,7 +99,14 @@ class ShardedModel(Divided):
     """
 
     def __init__(
-        self, task: Task, model: nn.Module, config: FsdpConfig, precision: str, device: torch.device, world: World
+        self,
+        task: Task,
+        model: nn.Module,
+        config: FsdpConfig,
+        precision: str,
+        device: torch.device,
+        world: World,
+        mode: str | None = None,
     ) -> None:
         self.module = model
         self._mesh = _mesh(config, device, world)
@@ -98,6 +114,8 @@ class ShardedModel(Divided):
         _refuse_indivisible(model)
         blocks = blocks_of(task, model)
         self.remarks: tuple[str, ...] = (f"fsdp: {len(blocks)} block(s) of the model are gathered one at a time",)
+        for block in blocks if mode is not None else []:
+            block.forward = compiled(block.forward, cast(str, mode))
         if config.activation_checkpointing:
             checkpoint_activations(model, blocks)
         root = _Root(model)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from lockstep._compat.torch import NormBase
+from lockstep._compat.torch import NormBase, watch_compiler
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
@@ -21,6 +21,7 @@ from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
+from lockstep.telemetry.progress_board import Activity, pulse
 
 
 class Undivided(NamedTuple):
@@ -125,6 +126,13 @@ def _owns_its_parameters(block: nn.Module, model: nn.Module) -> bool:
     everywhere = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     here = Counter(id(p) for module in block.modules() for p in module.parameters(recurse=False))
     return bool(here) and all(everywhere[key] == count for key, count in here.items())
+
+
+def compiled(called: Any, mode: str) -> Any:
+    """A module or a function, compiled at its first call, and again for other shapes: for as long as it takes."""
+    if pulse.is_watched:
+        watch_compiler(lambda _: pulse.at(Activity.COMPILING), lambda _: pulse.at(Activity.STEP))
+    return torch.compile(called, mode=mode)
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

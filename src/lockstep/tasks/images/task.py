@@ -14,6 +14,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.data.arrays import NO_LABEL, filled
 from lockstep.engine.task import Callback, Context, Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.models.vision import ResNet, Vit
@@ -189,7 +190,11 @@ class ImagesTask(Task):
     # A batch: images (n, channels, size, size), labels (n,), other labels (n,), shares of the first (n,).
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        return Loss(self._losses(model(batch[0]), batch).sum(), len(batch[1]))
+        return Loss(self._losses(model(batch[0]), batch).sum(), (batch[1] != NO_LABEL).sum())
+
+    def pad(self, batch: Any, samples: int) -> Any:
+        """With images that have no labels."""
+        return filled(batch, samples, 1, 2)
 
     def _losses(self, logits: Tensor, batch: Any) -> Tensor:
         _, labels, others, share = batch
@@ -248,10 +253,12 @@ class ImagesTask(Task):
 def _of_timm(name: str, channels: int, classes: int) -> nn.Module:
     try:
         import timm
-    except ImportError:
+    except (ImportError, RuntimeError) as error:  # torchvision raises the latter where it is of another torch
         raise UnsupportedError(
-            f"task.model={name} is a model of timm, which is not installed",
-            fix="pip install timm, or use task.model=resnet or vit",
+            f"task.model={name} is a model of timm, which cannot be imported",
+            why=str(error),
+            fix="pip install timm, and the torchvision of this torch (https://pytorch.org/get-started/locally); or use "
+            "task.model=resnet or vit",
         ) from None
     if not timm.is_model(name):
         raise ConfigError(f"timm has no model {name}", fix="use resnet, vit, or a name of timm.list_models()")

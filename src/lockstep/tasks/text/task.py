@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.data.arrays import ArrayDataset
+from lockstep.data.arrays import NO_LABEL, ArrayDataset, filled
 from lockstep.data.packing import Packed, document_mask
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
@@ -25,9 +25,6 @@ from lockstep.tasks.speech.cache import cache_folder
 from lockstep.tasks.text.corpus import read_documents, read_tokens, standard_library
 from lockstep.tasks.text.tokens import Tokenizer, read_tokenizer, tokenizer_of, train_bpe
 from lockstep.telemetry.files import write_text
-
-#: The target of a position that does not count.
-NONE = -100
 
 
 class TextConfig(TaskConfig):
@@ -95,7 +92,7 @@ class PackedTexts:
         window = self._windows[index]
         tokens, documents = window["tokens"], window["documents"]
         follows = (documents[1:] == documents[:-1]) & (documents[1:] > 0)
-        targets = torch.where(follows, tokens[1:], NONE)
+        targets = torch.where(follows, tokens[1:], NO_LABEL)
         return tokens[:-1], targets, documents[:-1], window["positions"][:-1]
 
 
@@ -146,7 +143,7 @@ class TextTask(Task):
             file = Path(wanted)
             if not file.is_file():
                 raise ConfigError(f"there is no tokenizer {wanted}", fix="use bytes, bpe, or a tokenizer.json")
-            return tokenizer_of(read_tokenizer(file))
+            return read_tokenizer(file)
         if self._path is not None and self._path.suffix == ".bin":
             raise ConfigError(
                 "a file of tokens has no text to train a tokenizer on", fix="set task.tokenizer to its tokenizer.json"
@@ -176,10 +173,10 @@ class TextTask(Task):
         number = -(-(len(tokens) - 1) // context)
         if number < 1:
             raise DataError("the text has fewer than 2 tokens", fix="use a longer text")
-        line = np.full(number * context + 1, NONE, dtype=np.int64)
+        line = np.full(number * context + 1, NO_LABEL, dtype=np.int64)
         line[: len(tokens)] = tokens
         inputs, targets = line[:-1].reshape(number, context), line[1:].reshape(number, context)
-        return ArrayDataset(np.where(inputs == NONE, self.tokenizer.end, inputs), targets)
+        return ArrayDataset(np.where(inputs == NO_LABEL, self.tokenizer.end, inputs), targets)
 
     def datasets(self) -> Datasets:
         stream, context = self._stream, self.config.context
@@ -237,12 +234,16 @@ class TextTask(Task):
         else:
             found = model(ids)
         logits = getattr(found, "logits", found).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NONE, reduction="none")
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_LABEL, reduction="none")
         return losses.view(targets.shape)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Summed over tokens; the items are tokens."""
-        return Loss(self._losses(model, batch).sum(), (batch[1] != NONE).sum())
+        return Loss(self._losses(model, batch).sum(), (batch[1] != NO_LABEL).sum())
+
+    def pad(self, batch: Any, samples: int) -> Any:
+        """With windows that have no targets."""
+        return filled(batch, samples, 1)
 
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
         rows = self.evaluate(model, batch)
@@ -251,8 +252,8 @@ class TextTask(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
         """Per sample: the sum of its losses, its tokens and its bytes."""
         targets = batch[1]
-        sizes = torch.as_tensor(self._lengths, device=targets.device)[targets.clamp(min=0)] * (targets != NONE)
-        return self._losses(model, batch).double().sum(1), (targets != NONE).sum(1), sizes.sum(1)
+        sizes = torch.as_tensor(self._lengths, device=targets.device)[targets.clamp(min=0)] * (targets != NO_LABEL)
+        return self._losses(model, batch).double().sum(1), (targets != NO_LABEL).sum(1), sizes.sum(1)
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
@@ -262,7 +263,7 @@ class TextTask(Task):
         """Of each window of the text: how many bytes it has, and how many bits the model needs for each."""
         lost, tokens, sizes = self.evaluate(model, batch)
         bits = lost / math.log(2) / sizes.clamp(min=1)
-        texts = [self.tokenizer.decode(row[row != NONE].tolist()) for row in batch[1].cpu()]
+        texts = [self.tokenizer.decode(row[row != NO_LABEL].tolist()) for row in batch[1].cpu()]
         return {"tokens": tokens, "bytes": sizes, "bits_per_byte": bits.float(), "text": texts}
 
     def metrics(self) -> Metrics:
@@ -287,13 +288,13 @@ class TextTask(Task):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the tokenizer, and a model of transformers as ``from_pretrained`` reads it."""
-        (folder / "tokenizer.json").write_text(self.tokenizer.as_json(), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self.tokenizer.state()["tokenizer"], encoding="utf-8")
         save = getattr(model, "save_pretrained", None)
         if save is not None:
             save(folder / "pretrained")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tokenizer": self.tokenizer.as_json()}
+        return self.tokenizer.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tokenizer = tokenizer_of(state["tokenizer"])
+        self.tokenizer = tokenizer_of(**state)

@@ -11,9 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.errors import DataError, UnsupportedError
+from lockstep.errors import DataError, LockstepError, UnsupportedError
 
 END = "<|end|>"
+#: Usual names of the token that ends a document.
+ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 #: A byte that a tokenizer with fallback to bytes has no character for.
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -32,8 +34,8 @@ class Tokenizer(Protocol):
         """Bytes of the text of each token; 0 for ``end``."""
         ...
 
-    def as_json(self) -> str:
-        """What :func:`tokenizer_of` makes it from again."""
+    def state(self) -> dict[str, Any]:
+        """What :func:`tokenizer_of` makes it from again: its JSON, and the name of the end token."""
         ...
 
 
@@ -51,18 +53,32 @@ class Bytes:
     def lengths(self) -> NDArray[np.int64]:
         return np.array([1] * 256 + [0])
 
-    def as_json(self) -> str:
-        return "bytes"
+    def state(self) -> dict[str, Any]:
+        return {"tokenizer": "bytes"}
 
 
 class Bpe:
-    """A tokenizer of the library ``tokenizers``, from its JSON."""
+    """A tokenizer of the library ``tokenizers``, from its JSON.
 
-    def __init__(self, text: str) -> None:
+    Args:
+        end: the token that ends a document; ``None``: one with a usual name.
+
+    Raises:
+        DataError: it has no such token.
+    """
+
+    def __init__(self, text: str, end: str | None = None) -> None:
         self._text, self._own = text, _library().Tokenizer.from_str(text)
         self.size = self._own.get_vocab_size()
-        found = [self._own.token_to_id(name) for name in (END, "<|endoftext|>", "</s>", "<eos>")]
-        self.end = next((number for number in found if number is not None), self.size - 1)
+        found = {name: self._own.token_to_id(name) for name in ([end] if end else ENDS)}
+        self._end = next((name for name, number in found.items() if number is not None), "")
+        if not self._end:
+            raise DataError(
+                f"the tokenizer has no token {', '.join(found)}",
+                why="documents are separated by an end token",
+                fix='write {"eos_token": "…"}, one of its tokens, to a tokenizer_config.json beside the tokenizer.json',
+            )
+        self.end = found[self._end]
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.array(self._own.encode(text, add_special_tokens=False).ids, dtype=np.int64)
@@ -91,12 +107,12 @@ class Bpe:
         found[self.end] = 0
         return np.array(found)
 
-    def as_json(self) -> str:
-        return self._text
+    def state(self) -> dict[str, Any]:
+        return {"tokenizer": self._text, "end": self._end}
 
 
-def tokenizer_of(text: str) -> Tokenizer:
-    return Bytes() if text == "bytes" else Bpe(text)
+def tokenizer_of(tokenizer: str, end: str | None = None) -> Tokenizer:
+    return Bytes() if tokenizer == "bytes" else Bpe(tokenizer, end)
 
 
 def train_bpe(documents: Iterable[str], vocabulary: int) -> str:
@@ -115,16 +131,20 @@ def train_bpe(documents: Iterable[str], vocabulary: int) -> str:
     return str(own.to_str())
 
 
-def read_tokenizer(file: Path) -> str:
-    """The JSON in ``file``. Raises :class:`DataError`: it is not a tokenizer."""
-    text = file.read_text(encoding="utf-8")
+def read_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer in ``file``; a ``tokenizer_config.json`` beside it names the end token.
+
+    Raises:
+        DataError: it is not a tokenizer, or has no end token.
+    """
+    beside = file.with_name("tokenizer_config.json")
     try:
-        Bpe(text)
-    except UnsupportedError:
+        end = json.loads(beside.read_text(encoding="utf-8")).get("eos_token") if beside.is_file() else None
+        return Bpe(file.read_text(encoding="utf-8"), end["content"] if isinstance(end, dict) else end)
+    except LockstepError:
         raise
     except Exception as error:  # the library has its own in Rust
         raise DataError(f"{file} is not a tokenizer", why=str(error)[:200], fix="name a tokenizer.json") from None
-    return text
 
 
 def _library() -> Any:
