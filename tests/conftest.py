@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import hypothesis
 import pytest
 
 from tests import leaks
+from tests.commands import start
 from tests.gloo import ROOT, clean_environment
 
 
@@ -115,18 +115,14 @@ def run_cli(tmp_path: Path) -> RunCli:
         stdin: str | None = None,
         timeout_s: float = 90.0,
     ) -> CliResult:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep", *map(str, args)],
+        process = start(
+            *("-m", "lockstep", *args),
             cwd=cwd or tmp_path,
             env=cli_environment(**(env or {})),
-            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+            stdin=stdin or "",
         )
         try:
-            out, err = process.communicate(stdin, timeout=timeout_s)
+            out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()

@@ -6,7 +6,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.telemetry.rundir import RunDir
+from tests import commands
 from tests.gloo import ROOT, clean_environment
 
 #: The same global batch for any number of ranks; one rank takes it in one micro-batch, so BatchNorm sees the same.
@@ -26,16 +26,8 @@ TOY = f"{ROOT / 'tests' / 'toys.py'}:Toy"
 
 
 def start(*arguments: str, module: tuple[str, ...] = ("lockstep",), cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *(("-m",) if module else ()), *module, *arguments],
-        cwd=cwd,
-        env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    command = (*(("-m",) if module else ()), *module, *arguments)
+    return commands.start(*command, cwd=cwd, env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"), merged=True)
 
 
 def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 90.0) -> str:

@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lockstep.tasks.autoencoder import load_digits
 from lockstep.telemetry.rundir import RunDir
+from tests import commands
 from tests.conftest import cli_environment
 from tests.data.web import Site, serve
 from tests.gloo import ROOT, run_ranks
@@ -29,15 +30,7 @@ FOLDER = ROOT / "examples" / "autoencoder"
 def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
     """``python ARGUMENTS``, with the example's modules, in a folder of the test's own."""
     environ = cli_environment(PYTHONPATH=f"{FOLDER}:{ROOT / 'src'}", **env)
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return commands.start(*arguments, cwd=folder, env=environ, merged=True)
 
 
 def finish(process: subprocess.Popen[str]) -> str:

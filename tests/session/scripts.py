@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
+from tests import commands
 from tests.gloo import ROOT, clean_environment
 
 CLASSIFIER = """
@@ -52,15 +52,7 @@ def environment() -> dict[str, str]:
 
 def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
     """``python *command``, in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return commands.start(*command, cwd=cwd, env=environment())
 
 
 def run(*command: str, cwd: Path, code: int = 0) -> str:

@@ -1,0 +1,74 @@
+"""What :mod:`tests.commands` runs in a fork of its server; importing this module imports what commands need."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import types
+from pathlib import Path
+
+# What most commands import, before there are forks.
+from lockstep.launch.local import environment, signals
+
+#: ``sys.path`` without what PYTHONPATH added.
+_OWN = [entry for entry in sys.path if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+
+
+def main() -> int:
+    """Be the process that the request on standard input describes; its exit code."""
+    with open(0, closefd=False, encoding="utf-8") as given:
+        request = json.load(given)
+    _be_given(request["stdin"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.chdir(request["cwd"])
+    environment.set_threads(os.environ)
+    arguments: list[str] = request["arguments"]
+    sys.orig_argv = [sys.executable, *arguments]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    module = arguments[1] if arguments[0] == "-m" else None
+    sys.argv = arguments[1:] if module else list(arguments)
+    first = str(Path.cwd()) if module else str(Path(arguments[0]).resolve().parent)
+    sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *_OWN]
+    signals.accept()
+    try:
+        if module:
+            runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+        else:
+            _run_script(Path(arguments[0]))
+        code: object = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    return code or 0
+
+
+def _be_given(text: str) -> None:
+    """Let standard input have ``text``."""
+    reading, writing = os.pipe()
+    os.dup2(reading, 0)
+    os.close(reading)
+    with open(writing, "w", encoding="utf-8") as file:
+        file.write(text)
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+
+
+def _run_script(path: Path) -> None:
+    script = sys.modules["__main__"]
+    script.__file__ = str(path)
+    exec(compile(path.read_bytes(), str(path), "exec"), script.__dict__)

@@ -1,0 +1,109 @@
+"""``python …`` for tests, as a process forked from a server that has imported torch and the command line.
+
+Importing them takes longer than most commands do. All else is as in a process that was started: arguments, working
+folder, environment, ``sys.path``, ``__main__``, standard files, session, signals and exit. Where a variable differs
+that counts when Python starts, and on systems without forks, it is a process that was started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from lockstep.launch.local.fork_server import ForkServer, RemoteChild
+from lockstep.launch.local.forked import FORKS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_server: ForkServer | None = None
+
+
+@atexit.register
+def _end_server() -> None:
+    if _server is not None:
+        _server.close()
+
+
+class _Forked(subprocess.Popen[str]):
+    """A child of the server, for code that has a :class:`subprocess.Popen`."""
+
+    def __init__(self, arguments: list[str], child: RemoteChild, stdout: int, stderr: int | None) -> None:
+        self._child = child
+        self.args, self.pid, self.returncode = arguments, child.pid, None
+        self.stdin = None
+        self.stdout = os.fdopen(stdout, encoding="utf-8")
+        self.stderr = None if stderr is None else os.fdopen(stderr, encoding="utf-8")
+        # What communicate() needs, and the end of this object.
+        self.text_mode, self.encoding, self.errors = True, "utf-8", None
+        self._communication_started, self._input, self._child_created = False, None, False
+
+    def _internal_poll(self, *_: object, **__: object) -> int | None:
+        return self._wait(0.0, expires=False)
+
+    def _wait(self, timeout: float | None, *, expires: bool = True) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._child.wait(timeout)
+            if self.returncode is None and expires:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+
+def start(
+    *arguments: str | Path,
+    cwd: Path,
+    env: Mapping[str, str],
+    stdin: str = "",
+    merged: bool = False,
+    fresh: bool = False,
+) -> subprocess.Popen[str]:
+    """``python ARGUMENTS`` in a session of its own; ``stdout`` and ``stderr`` are pipes.
+
+    Args:
+        arguments: ``-m`` and a module, or a script; then its own.
+        stdin: what the process reads.
+        merged: standard error goes to ``stdout``.
+        fresh: start an interpreter, for a test of how a process starts.
+    """
+    command = [str(argument) for argument in arguments]
+    environ = {"PYTHONHASHSEED": "0", **env}
+    server = None if fresh else _server_for(environ)
+    if server is None:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=cwd,
+            env=dict(env),
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merged else subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        if process.stdin is not None:
+            with process.stdin as file:
+                file.write(stdin)
+            process.stdin = None
+        return process
+    reading, request = os.pipe()
+    out, stdout = os.pipe()
+    err, stderr = (None, stdout) if merged else os.pipe()
+    child = server.launch("tests.command_process:main", "tests.command_process", (reading, stdout, stderr))
+    for fd in {reading, stdout, stderr}:
+        os.close(fd)
+    content = json.dumps({"arguments": command, "cwd": str(cwd), "environ": environ, "stdin": stdin}).encode()
+    with open(request, "wb") as file:
+        file.write(content)
+    return _Forked([sys.executable, *command], child, out, err)
+
+
+def _server_for(environ: Mapping[str, str]) -> ForkServer | None:
+    global _server
+    if not FORKS:
+        return None
+    if _server is None:
+        _server = ForkServer.start({**environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])})
+    return _server if _server.serves(environ) else None
