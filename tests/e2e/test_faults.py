@@ -153,11 +153,16 @@ def test_a_run_survives_a_killed_rank_a_killed_loader_worker_and_a_stopped_rank(
         ):
             run.wait(lambda: run.launcher["starts"] == restart + 1)  # noqa: B023
             run.wait_for_step(step)
+            if restart == 0:
+                asked = run.run.config_file.read_text()
+                run.run.config_file.write_text(re.sub(r"(?m)^(  lr:) .*", r"\1 0.5", asked))
+                assert run.run.config_file.read_text() != asked
             strike()
         run.wait(lambda: run.launcher["starts"] == 4)
         run.look_around()
         output = run.finish(0)
     run.assert_complete()
+    assert output.count("was edited while the run trained") == 1 and run.run.config_file.read_text() == asked
     restarts = run.run.read().restarts
     killed, data, stopped = (restart["reason"] for restart in restarts)
     assert killed == "rank 1 of 2 was killed by signal 9 (SIGKILL)"

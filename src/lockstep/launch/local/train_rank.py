@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from lockstep.config import RunConfig
 from lockstep.engine.attempt import run_attempt
 from lockstep.events import Sink
 from lockstep.launch.failure import records
@@ -23,11 +24,12 @@ def train(rank: Rank) -> int:
     run, world = rank.folder, rank.world
     if world.launcher == "--nodes":
         return train_as_node_rank(rank)
-    config = run.config()
+    restarted = bool(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    config = run.config(run.read().attempt if restarted else None)
     plan = Plan.model_validate(run.plan())
     sink = standard_sinks(run, config, sys.stdout)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and world.is_main:
-        _begin_again(run, plan, sink)
+    if restarted and world.is_main:
+        _begin_again(run, config, plan, sink)
     result = run_attempt(
         run,
         world,
@@ -41,8 +43,12 @@ def train(rank: Rank) -> int:
     return result.exit_code
 
 
-def _begin_again(run: RunDir, plan: Plan, sink: Sink) -> None:
-    """The ranks were restarted after a failure: the same plan, from the latest valid checkpoint."""
+def _begin_again(run: RunDir, config: RunConfig, plan: Plan, sink: Sink) -> None:
+    """The ranks were restarted after a failure: the same settings and plan, from the latest valid checkpoint."""
+    edited = run.config_file.read_bytes()
+    run.keep_config(config)
+    if run.config_file.read_bytes() != edited:
+        warn(f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings")
     point = resume_point(run, hold=True, report=warn)
     step = point.step if point else 0
     attempt = run.begin_attempt(run.plan(), plan.placement, step)
