@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from threadpoolctl import threadpool_info
 
 from lockstep.launch.local.fork_server import LAUNCHER
 from lockstep.launch.local.on_ranks import run_on_ranks
@@ -23,12 +24,13 @@ def server() -> psutil.Process:
     return found[-1]
 
 
-def see(rank: Rank, name: str) -> tuple[str, str, int, int]:
-    """The process's name, a variable, the threads of torch, and how many threads a product may use here."""
+def see(rank: Rank, name: str) -> tuple[str, str, int, set[int], int]:
+    """The process's name, a variable, the threads of torch and of NumPy, and whose process group it is in."""
     import torch
 
     torch.ones(300, 300) @ torch.ones(300, 300)  # a fork of a process that has computed would block
-    return psutil.Process().name(), os.environ[name], torch.get_num_threads(), os.getpgrp() - os.getpid()
+    numpy = {library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}
+    return psutil.Process().name(), os.environ[name], torch.get_num_threads(), numpy, os.getpgrp() - os.getpid()
 
 
 def test_launches_of_one_process_share_a_server_and_nothing_else(
@@ -38,7 +40,7 @@ def test_launches_of_one_process_share_a_server_and_nothing_else(
     for value, threads in (("one", 1), ("two", 2)):
         monkeypatch.setenv("SEEN", value)
         found = run_on_ranks(see, "SEEN", folder=run_dir, ranks=2, threads=threads)
-        assert found == [("rank-0", value, threads, 0), ("rank-1", value, threads, 0)]
+        assert found == [(f"rank-{number}", value, threads, {threads}, 0) for number in range(2)]
         servers.append(server().pid)
     assert servers[0] == servers[1]
     monkeypatch.setenv("PYTHONHASHSEED", "1")  # it counts when a process starts

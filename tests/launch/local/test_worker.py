@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from threadpoolctl import threadpool_limits
 
 from lockstep.launch.local import environment
 from lockstep.launch.local.rank_output import log_file, rank_output
@@ -70,13 +71,14 @@ def test_threads(base: dict[str, str], threads: str) -> None:
 @pytest.mark.parametrize("given", ["2", "2,1"])
 def test_a_fork_uses_the_threads_of_its_environment(given: str) -> None:
     before = torch.get_num_threads()
-    try:
-        environment.set_threads({"OMP_NUM_THREADS": given})
-        assert torch.get_num_threads() == 2
-        environment.set_threads({})
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    with threadpool_limits(user_api="blas"):  # restores those of NumPy
+        try:
+            environment.set_threads({"OMP_NUM_THREADS": given})
+            assert torch.get_num_threads() == 2
+            environment.set_threads({})
+            assert torch.get_num_threads() == 2
+        finally:
+            torch.set_num_threads(before)
 
 
 def test_ranks_import_what_the_caller_can_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ import sysconfig
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from threadpoolctl import threadpool_limits
+
 from lockstep.hardware.network import GLOO_INTERFACE
 from lockstep.hardware.world import SEVERAL_NODES
 
@@ -91,10 +93,11 @@ def restore_sys_path(environ: Mapping[str, str]) -> None:
 
 
 def set_threads(environ: Mapping[str, str]) -> None:
-    """Let torch use OMP_NUM_THREADS threads, which it reads when it is imported: a fork has imported it before."""
+    """Let torch and NumPy use OMP_NUM_THREADS threads, which they read when imported: in a fork, that was before."""
     torch, threads = sys.modules.get("torch"), environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if torch is not None and threads.isdecimal() and int(threads):
         torch.set_num_threads(int(threads))
+        threadpool_limits(int(threads), user_api="blas")
 
 
 def announce_launcher(environ: MutableMapping[str, str]) -> None:
