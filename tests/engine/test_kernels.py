@@ -11,6 +11,7 @@ import torch
 
 from lockstep.config import resolve
 from lockstep.engine.process.runtime import expandable_segments, float32_products
+from lockstep.errors import ConfigError, PrecisionError
 from lockstep.hardware import Device
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
@@ -76,6 +77,7 @@ CPU = Device("cpu", "cpu", "a processor", 8.0, precisions=("32", "bf16-mixed"))
     [
         (AMPERE, {}, None, ("32", "high", True)),
         (AMPERE, {"hardware": {"precision": "auto"}}, None, ("bf16-mixed", "high", True)),
+        (AMPERE, {"hardware": {"precision": "tf32"}}, None, ("32", "high", True)),
         (AMPERE, {"training": {"reproducibility": "exact"}}, None, ("32", "highest", False)),
         (AMPERE, {"hardware": {"matmul_precision": "highest"}}, "a hash", ("32", "highest", False)),
         (TURING, {"hardware": {"precision": "auto", "cudnn_benchmark": False}}, None, ("32", "highest", False)),
@@ -91,3 +93,15 @@ def test_the_plan_decides(
     plan = make_plan(config, placement, TaskFacts(name="toy", train_samples=64, lengths=lengths), cores=2)
     assert (placement.precision, plan.value("matmul_precision"), plan.value("cudnn_benchmark")) == expected
     assert placement.gpu == ("" if device is CPU else device.name)
+
+
+@pytest.mark.parametrize("device", [TURING, CPU])
+def test_tf32_is_refused_where_there_is_none(device: Device) -> None:
+    config = resolve({}, {"hardware": {"selected_devices": [device.id], "precision": "tf32"}})
+    with pytest.raises(PrecisionError, match="tf32 is not supported on"):
+        resolve_placement(config.hardware, config.distributed, World(), [device, CPU])
+
+
+def test_tf32_and_float32_products_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="tf32 and matmul_precision is highest"):
+        resolve({}, {"hardware": {"precision": "tf32", "matmul_precision": "highest"}})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.hardware.device import Device, GpuUser
 
-ALL_PRECISIONS = ("32", "16-mixed", "bf16-mixed")
+ALL_PRECISIONS = ("32", "16-mixed", "bf16-mixed", "bf16-true")
 
 CPU = Device("cpu", "cpu", "Test CPU", 64.0, 32.0, precisions=ALL_PRECISIONS, cores=8)
 MPS = Device("mps:0", "mps", "Apple GPU", 0.0, precisions=(), supported=False, note="mps is not supported yet")

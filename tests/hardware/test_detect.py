@@ -67,7 +67,7 @@ def gpus_of(devices: list[Device]) -> list[tuple[str, str | None]]:
 def test_the_cpu_comes_first_and_computes_in_every_precision() -> None:
     cpu = detect_devices()[0]
     assert (cpu.id, cpu.kind, cpu.supported) == ("cpu", "cpu", True)
-    assert cpu.precisions == ("32", "16-mixed", "bf16-mixed")
+    assert cpu.precisions == ("32", "16-mixed", "bf16-mixed", "bf16-true")
     assert cpu.name
     assert cpu.cores is not None
     assert cpu.cores >= 1
@@ -124,7 +124,7 @@ def test_a_gpu_has_memory_users_and_precisions() -> None:
         memory_gb=85.9,
         free_gb=85.0,
         users=users,
-        precisions=("32", "16-mixed", "bf16-mixed"),
+        precisions=("32", "16-mixed", "bf16-mixed", "bf16-true"),
         uuid="GPU-0",
     )
 
@@ -221,8 +221,8 @@ def test_when_torch_fails_to_answer_the_gpus_say_so() -> None:
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [
-        ((9, 0), ("32", "16-mixed", "bf16-mixed")),
-        ((8, 0), ("32", "16-mixed", "bf16-mixed")),
+        ((9, 0), ("32", "16-mixed", "bf16-mixed", "bf16-true")),
+        ((8, 0), ("32", "16-mixed", "bf16-mixed", "bf16-true")),
         ((7, 5), ("32", "16-mixed")),
         ((7, 0), ("32", "16-mixed")),
         ((6, 1), ("32",)),
@@ -239,7 +239,7 @@ def test_rocm_gpus_are_gpus() -> None:
     probed = answers(ProbedDevice("cuda", 0, "AMD Instinct MI300X", 205_000_000_000, 200_000_000_000, "", (9, 4)))
     devices = find_devices({}, TorchBuild(hip="6.4"), None, probed)
     assert (devices[1].id, devices[1].supported, devices[1].memory_gb) == ("gpu:0", True, 205.0)
-    assert devices[1].precisions == ("32", "16-mixed", "bf16-mixed")
+    assert devices[1].precisions == ("32", "16-mixed", "bf16-mixed", "bf16-true")
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "npu"])

@@ -131,7 +131,7 @@ def test_the_help_lists_everything(capsys: pytest.CaptureFixture[str]) -> None:
     page = capsys.readouterr().out
     for flag in ("--model", "--data", "--trainer.max_epochs", "--optimizer", "--lr_scheduler", "--ckpt_path"):
         assert flag in page
-    for flag in ("--hardware.selected_devices", "--hardware.precision {32,16-mixed,bf16-mixed}", "--run_dir"):
+    for flag in ("--hardware.selected_devices", "--hardware.precision {32,16-mixed,bf16-mixed,bf16-true}", "--run_dir"):
         assert flag in page
 
 

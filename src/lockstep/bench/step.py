@@ -17,7 +17,7 @@ from lockstep.hardware.peaks import peak_flops
 from lockstep.strategies import find_strategy
 
 #: In this order; ``tf32`` is precision 32 whose matrix products may use TF32.
-PRECISIONS = ("32", "tf32", "bf16-mixed", "16-mixed")
+PRECISIONS = ("32", "tf32", "bf16-mixed", "bf16-true", "16-mixed")
 #: Share of a step from which communication is worth a word.
 MUCH_COMMUNICATION = 0.1
 
@@ -180,8 +180,7 @@ def _in_words(kind: tuple[str, bool], cases: Sequence[Case]) -> str:
 def _case(subject: Subject, label: dict[str, Any], settings: dict[str, Any]) -> Case:
     hardware = {"precision": label["precision"]}
     if label["precision"] in ("32", "tf32"):
-        matmul = "high" if label["precision"] == "tf32" else "highest"
-        hardware = {"precision": "32", "matmul_precision": matmul}
+        hardware["matmul_precision"] = "high" if label["precision"] == "tf32" else "highest"
     sizes = {"batch_size": label["batch_size"], "global_batch_size": None, "accumulate": settings["accumulate"]}
     changes = {"training": {**sizes, "compile": label["compile"]}, "hardware": hardware}
     return subject.case(label, changes, steps=settings["steps"], warm_up=settings["warm_up"])
@@ -194,7 +193,7 @@ def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:
         return {**row, "tflops": None, "peak_share": None}
     rate = flops / (row["step_ms"] / 1e3)
     name = _gpu_name(subject)
-    half = row["precision"] if row["precision"].endswith("mixed") else "32"
+    half = "32" if row["precision"] == "tf32" else row["precision"]
     peak, source = peak_flops(name, half, tf32=row["precision"] == "tf32")
     devices = len(set(subject.base.placement.devices))  # a device with two ranks is not faster
     share = None if peak is None else rate / (peak * devices)

@@ -67,7 +67,10 @@ def step(
     ] = None,
     precisions: Annotated[
         str | None,
-        _flag("Which to compare: 32, tf32, bf16-mixed, 16-mixed, or all. Default: the configured one.", "NAME,..."),
+        _flag(
+            "Which to compare: 32, tf32, bf16-mixed, bf16-true, 16-mixed, or all. Default: the configured one.",
+            "NAME,...",
+        ),
     ] = None,
     compile: Annotated[bool, _flag("Measure with torch.compile, too. Default: off.")] = False,
     settings: Flags = NO_SETTINGS,

@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 EPILOGUE = """\
 Its flags are those of LightningCLI, and these:
   --hardware.selected_devices LIST   as in `lockstep train --devices`; [cpu, cpu]: two CPU ranks
-  --hardware.precision P             32, 16-mixed or bf16-mixed
+  --hardware.precision P             32, 16-mixed, bf16-mixed or bf16-true
   --run_dir DIR                      fit: the run folder; default: a new one in runs/
 
 Examples:

@@ -47,9 +47,10 @@ _FLAGS = {
         "How several devices share the work. Default: auto (single on one device, ddp on several).",
     ),
     "precision": _flag(
-        Literal["auto", "32", "16-mixed", "bf16-mixed"],
+        Literal["auto", "32", "tf32", "16-mixed", "bf16-mixed", "bf16-true"],
         _DEVICES,
-        "Number format of the forward pass; 16-mixed scales the loss; auto: bf16-mixed on GPUs. Default: 32.",
+        "Number format of the forward pass; 16-mixed scales the loss; bf16-true: of weights and optimizer as well; "
+        "auto: bf16-mixed on GPUs. Default: 32.",
     ),
     "reproducibility": _flag(
         Literal["fast", "exact"],

@@ -21,7 +21,7 @@ from pydantic import (
 
 from lockstep.strategies import strategies
 
-Precision = Literal["auto", "32", "16-mixed", "bf16-mixed"]
+Precision = Literal["auto", "32", "tf32", "16-mixed", "bf16-mixed", "bf16-true"]
 
 
 def _strategy(value: str) -> str:
@@ -93,7 +93,8 @@ class HardwareConfig(Section):
     )
     precision: Precision = Field(
         default="32",
-        description="32, 16-mixed (with loss scaling) or bf16-mixed; auto: bf16-mixed on GPUs that have it, else 32",
+        description="32, 16-mixed (with loss scaling) or bf16-mixed; auto: bf16-mixed on GPUs that have it, else 32; "
+        "tf32: 32 with matmul_precision high; bf16-true: weights, gradients and optimizer in bfloat16 as well",
     )
     matmul_precision: Literal["auto", "highest", "high"] = Field(
         default="auto",
@@ -118,6 +119,12 @@ class HardwareConfig(Section):
     @classmethod
     def _precision_text(cls, value: object) -> object:
         return "32" if value == 32 and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _one_format_of_products(self) -> HardwareConfig:
+        if self.precision == "tf32" and self.matmul_precision == "highest":
+            raise ValueError("precision is tf32 and matmul_precision is highest, without TF32: remove one of them")
+        return self
 
 
 class TrainingConfig(Section):

@@ -11,6 +11,7 @@ from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.buffers import check_start
 from lockstep.engine.distributed.sync_batchnorm import convert
+from lockstep.engine.optim.precision import cast
 from lockstep.engine.optim.step import Update, build_update, untrained_note
 from lockstep.engine.process.runtime import seed_everything
 from lockstep.engine.rank_context import RankContext
@@ -57,7 +58,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
         load_initial_weights(model, config.init_from, rank.collectives)
     if plan.sync_batchnorm:
         model = convert(model, None)
-    divided = None
+    model, divided = cast(model, plan.placement["precision"]), None
     if plan.strategy.divides:
         divided = divide(Undivided(task, model, config, plan, datasets, device, rank.world, rank.collectives))
     else:

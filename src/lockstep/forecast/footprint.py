@@ -20,7 +20,7 @@ from lockstep._compat.torch import BatchNorm, tree_leaves, tree_map
 from lockstep.config import RunConfig
 from lockstep.engine.inspection import blueprint
 from lockstep.engine.optim.optimizers import build_optimizer
-from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.precision import Precision, cast
 from lockstep.engine.process.runtime import seeded
 from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
 from lockstep.engine.task import Task
@@ -92,7 +92,7 @@ def count_step(
     def count(batch: Any, fake: FakeTensorMode | None) -> Footprint:
         ledger = Ledger(block)
         with ledger:
-            model = model_of(task, fake)
+            model = cast(model_of(task, fake), config.hardware.precision)
             ledger.add(list(model.parameters()), "parameters")
             ledger.add(list(model.buffers()), "buffers")
             ledger.add(batch, "batch")

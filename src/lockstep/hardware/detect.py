@@ -180,7 +180,7 @@ def _has_cuda_driver() -> bool:
 
 
 #: In the order in which generations of GPUs learned them.
-PRECISIONS = ("32", "16-mixed", "bf16-mixed")
+PRECISIONS = ("32", "16-mixed", "bf16-mixed", "bf16-true")
 
 
 def detect_devices(*, refresh: bool = False) -> list[Device]:
@@ -304,7 +304,7 @@ def cuda_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
     before that, slower than single precision. Source: CUDA C++ Programming Guide, "Compute Capabilities". The numbers
     that torch gives ROCm's GPUs are above both, as these compute in both formats.
     """
-    return PRECISIONS[: 1 + (capability >= (7, 0)) + (capability >= (8, 0))]
+    return PRECISIONS[: 1 + (capability >= (7, 0)) + 2 * (capability >= (8, 0))]
 
 
 def _precision_note(capability: tuple[int, int]) -> str:

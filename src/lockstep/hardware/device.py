@@ -31,7 +31,7 @@ class Device:
         memory_gb: total memory in 1e9 bytes, one decimal.
         free_gb: unused memory; ``None`` where unknown.
         users: processes on a GPU.
-        precisions: what training can use here, of ``32``, ``16-mixed`` and ``bf16-mixed``.
+        precisions: what training can use here, of ``32``, ``16-mixed``, ``bf16-mixed`` and ``bf16-true``.
         uuid: the driver's name of this very GPU.
         supported: whether Lockstep can train here.
         note: why it is not supported, or what else people should know.

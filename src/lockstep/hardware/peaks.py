@@ -79,7 +79,7 @@ def peak_flops(name: str, precision: str, *, tf32: bool = False) -> tuple[float 
 
     Args:
         name: what the driver calls it, as in ``Device.name``.
-        precision: ``32``, ``16-mixed`` or ``bf16-mixed``.
+        precision: ``32``, ``16-mixed``, ``bf16-mixed`` or ``bf16-true``.
         tf32: whether matrix products in single precision may use TF32 (with precision ``32``).
 
     Returns:
@@ -88,8 +88,8 @@ def peak_flops(name: str, precision: str, *, tf32: bool = False) -> tuple[float 
     peaks = _PEAKS.get(name)
     if peaks is None:
         return None, _unknown(name)
-    if precision in {"16-mixed", "bf16-mixed"}:
-        if precision == "bf16-mixed" and not peaks.bf16:
+    if precision != "32":
+        if precision.startswith("bf16") and not peaks.bf16:
             return None, f"{name} has no bf16 arithmetic"
         return peaks.half * 1e12, f"{peaks.source}: dense, 16 bit with 32-bit accumulation"
     if tf32 and peaks.tf32 is not None:

@@ -32,7 +32,7 @@ class Placement:
         backend: how ranks talk; ``None`` with one rank.
         world_size: ranks on all nodes.
         nodes: machines.
-        precision: ``32``, ``16-mixed`` or ``bf16-mixed``.
+        precision: ``32``, ``16-mixed``, ``bf16-mixed`` or ``bf16-true``.
         gpu: what its driver calls the first GPU; empty on a CPU.
         tf32: whether all of its GPUs have TF32.
         reasons: why, for accelerator, devices, strategy, backend, world_size and precision.
@@ -281,6 +281,14 @@ def _precision(wanted: str, chosen: Sequence[Device]) -> tuple[str, str]:
         if faster:
             return "bf16-mixed", "auto: the GPU computes in bfloat16, which has the range of single precision"
         return "32", "auto: " + ("a GPU without bfloat16" if on_gpu else "no format is faster on every CPU")
+    if wanted == "tf32" and not faster:
+        raise PrecisionError(
+            f"precision tf32 is not supported on {chosen[0].id} ({chosen[0].name})",
+            why="TF32 is a format of GPUs of compute capability 8.0 and newer",
+            fix="use --precision 32, or select another device",
+        )
+    if wanted == "tf32":
+        return "32", "as set: single precision, with products in TF32"
     for device in chosen:
         if wanted not in device.precisions:
             raise PrecisionError(
@@ -294,6 +302,8 @@ def _precision(wanted: str, chosen: Sequence[Device]) -> tuple[str, str]:
     if wanted == "16-mixed":
         slow = "" if on_gpu else "; slow on a CPU, good for a dry run"
         return wanted, "as set: half precision with loss scaling" + slow
+    if wanted == "bf16-true":
+        return wanted, "as set: bfloat16 for weights, gradients and optimizer too, which halves their memory and rounds"
     return wanted, "as set: bfloat16 where it is safe, single precision elsewhere"
 
 

@@ -167,10 +167,10 @@ def plan_for(
     Args:
         devices: what the machine has; ``None`` looks.
     """
-    if config.hardware.precision == "auto":  # from here on as chosen, for a resume on other devices too
-        config = config.model_copy(
-            update={"hardware": config.hardware.model_copy(update={"precision": placement.precision})}
-        )
+    if config.hardware.precision != placement.precision:  # from here on as chosen, for a resume on other devices too
+        products = {"matmul_precision": "high"} if config.hardware.precision == "tf32" else {}
+        hardware = config.hardware.model_copy(update={"precision": placement.precision, **products})
+        config = config.model_copy(update={"hardware": hardware})
     facts = inspect_task(task, datasets, config.task.name)
     if facts.optimizer_lr is None and facts.loader is None:
         check_configured_optimizer(task, config)
@@ -209,8 +209,8 @@ def _may_divide(config: RunConfig, placement: Placement, facts: TaskFacts) -> bo
 
 
 def _state_bytes(config: RunConfig) -> int:
-    """Bytes for each parameter: itself, its gradient and the optimizer's moments, all in 32 bits."""
-    return 4 * (2 + moments_of(config.optimizer))
+    """Bytes for each parameter: itself, its gradient and the optimizer's moments, all in one format."""
+    return (2 if config.hardware.precision == "bf16-true" else 4) * (2 + moments_of(config.optimizer))
 
 
 def make_plan(task: Task | type[Task] | str | None = None, config: RunConfig | Mapping[str, Any] | None = None) -> Plan:

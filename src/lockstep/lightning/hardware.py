@@ -25,12 +25,12 @@ class Hardware:
     Args:
         selected_devices: "cpu", "gpu:0", …; "all" alone means every GPU, else the CPU. "cpu" twice means two ranks on
             the CPU. Unset: gpu:0 if there is one, else cpu; unless trainer.accelerator, devices or strategy say it.
-        precision: 32, 16-mixed or bf16-mixed. With the section left out, trainer.precision may say another, and the
-            devices stay those of the default.
+        precision: 32, 16-mixed, bf16-mixed or bf16-true. With the section left out, trainer.precision may say another,
+            and the devices stay those of the default.
     """
 
     selected_devices: list[str] | None = None
-    precision: Literal["32", "16-mixed", "bf16-mixed"] = "32"
+    precision: Literal["32", "16-mixed", "bf16-mixed", "bf16-true"] = "32"
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,18 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
             why="it calls parts or copies of the model, whose blocks would be those of the whole",
             fix="use --strategy ddp or fsdp, or leave it out",
         )
+    if placement.precision == "bf16-true":
+        _refuse(
+            "precision bf16-true",
+            {
+                f"strategy {spec.name}": (spec.state == "staged", "its stages are called one by one, with float32"),
+                f"averaging.name={config.averaging.name}": (
+                    config.averaging.name != "none",
+                    "an average of weights with 8 bits does not follow small changes",
+                ),
+            },
+            fix="use bf16-mixed, or leave it out",
+        )
     if spec.divides:
         _refuse(
             f"strategy {spec.name}",

@@ -109,7 +109,8 @@ def make_plan(
         *_compiled(given, batch),
         *_averaging(given, course.schedule.total_steps),
     ]
-    form = choose_form(config.checkpoint.sharded, placement.spec, facts.parameters, config.optimizer)
+    numbers = facts.parameters // 2 if placement.precision == "bf16-true" else facts.parameters
+    form = choose_form(config.checkpoint.sharded, placement.spec, numbers, config.optimizer)
     decisions += [_reproducibility(given), synced, _threads(given, batch), loaded, form, judging]
     if facts.loader is None:
         notes += course.notes
@@ -240,7 +241,8 @@ def _reduction(given: Given) -> list[Decision]:
     config, facts, placement = given.config, given.facts, given.placement
     if not placement.spec.has_buckets or config.training.reproducibility == "exact" or facts.loader is not None:
         return []
-    return [resolve_reduction(config.distributed, facts.joint_bytes, on_cpu=placement.accelerator == "cpu")]
+    joint = 0 if placement.precision == "bf16-true" else facts.joint_bytes
+    return [resolve_reduction(config.distributed, joint, on_cpu=placement.accelerator == "cpu")]
 
 
 def _parameters(given: Given) -> Decision:

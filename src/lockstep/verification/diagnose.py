@@ -17,7 +17,12 @@ from lockstep.verification.trajectory import BUFFER, Floor, Gap, Trajectory, gap
 #: real faults are larger by orders of magnitude.
 FACTOR = 30.0
 #: Half the distance from 1 to the next number.
-EPSILON = {"bf16-mixed": 2.0**-8, "16-mixed": 2.0**-11, "32": 2.0**-11}  # 32: as TF32, see rounds_more()
+EPSILON = {
+    "bf16-mixed": 2.0**-8,
+    "bf16-true": 2.0**-8,
+    "16-mixed": 2.0**-11,
+    "32": 2.0**-11,
+}  # 32: as TF32, see rounds_more()
 #: A repeated run whose first loss differs by more than this does not differ by rounding in another order.
 UNSEEDED = 1e-4
 

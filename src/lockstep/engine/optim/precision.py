@@ -1,4 +1,4 @@
-"""All of mixed precision in one object: autocast around the forward pass, loss scaling around the backward."""
+"""All of a run's number format: autocast around the forward pass, loss scaling around the backward, cast weights."""
 
 from __future__ import annotations
 
@@ -6,15 +6,41 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep._compat.torch import amp_update_scale_
+from lockstep.data.requests import mapped
+from lockstep.engine.trained import bare
 
 GROWTH_INTERVAL = 2000
+_TYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+def autocast(kind: str, device: torch.device) -> AbstractContextManager[Any]:
+    """What the forward pass runs in."""
+    return torch.autocast(device.type, _TYPES[kind]) if kind in _TYPES else nullcontext()
+
+
+def cast(model: nn.Module, kind: str) -> nn.Module:
+    """``model``, for ``bf16-true`` with weights in bfloat16: its forward casts what it takes, and returns float32."""
+    if kind == "bf16-true":
+        inner = bare(model).bfloat16()
+        inner.register_forward_pre_hook(
+            lambda _, args, kwargs: (_floats(args, torch.bfloat16), _floats(kwargs, torch.bfloat16)), with_kwargs=True
+        )
+        inner.register_forward_hook(lambda _module, _args, output: _floats(output, torch.float32))
+    return model
+
+
+def _floats(values: Any, dtype: torch.dtype) -> Any:
+    """``values`` with their floating-point tensors in ``dtype``."""
+    return mapped(
+        values, lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, "to"
+    )
 
 
 class Precision:
-    """``32``, ``16-mixed`` or ``bf16-mixed`` on one device.
+    """``32``, ``16-mixed``, ``bf16-mixed`` or ``bf16-true`` (with :func:`cast`) on one device.
 
     Gradients leave the backward pass multiplied by :meth:`seed`: the plan's power-of-two pre-scale, times
     the dynamic loss scale in fp16 (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). The update
@@ -24,7 +50,6 @@ class Precision:
     def __init__(self, kind: str, device: torch.device, pre_scale: float) -> None:
         self.kind = kind
         self._device = device
-        self._dtype = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}[kind]
         self._pre_scale_value = pre_scale
         self._pre_scale = torch.tensor(pre_scale, device=device)
         self._seed = self._pre_scale
@@ -36,10 +61,11 @@ class Precision:
 
     @property
     def is_full(self) -> bool:
-        return self._dtype is None
+        """Whether the forward pass runs without autocast."""
+        return self.kind not in _TYPES
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
+        return autocast(self.kind, self._device)
 
     def seed(self) -> Tensor:
         """What ``backward`` starts from, shape (): exact, since both factors are powers of two."""

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lockstep._compat.torch import note_step
+from lockstep.engine.optim.precision import cast
 from lockstep.engine.trained import Trained
 from lockstep.errors import TaskError
 
@@ -54,10 +55,11 @@ class Prepared:
 
     Args:
         device: of this rank; modules are moved there in place, so that optimizers keep their parameters.
+        precision: of the run; they are cast to it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, precision: str) -> None:
+        self._device, self._precision = device, precision
         self.models: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
@@ -76,7 +78,8 @@ class Prepared:
             if known:
                 return None
             _refuse_unready(thing)
-            self.models[self._name("model", name)], self._container = thing.to(self._device), None
+            self.models[self._name("model", name)] = cast(thing.to(self._device), self._precision)
+            self._container = None
             return thing
         if isinstance(thing, Optimizer):
             if not any(thing is one for one in self.optimizers.values()):

@@ -47,7 +47,7 @@ from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 
-_HALF = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+_HALF = {"32": None, "bf16-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 def divide(whole: Undivided) -> Divided:

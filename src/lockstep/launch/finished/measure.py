@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
 from lockstep.engine.lightning.module_task import ModuleTask
-from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.precision import Precision, cast
 from lockstep.engine.resume import load_weights, restoring
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.build import divide
@@ -95,7 +95,7 @@ def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
     precision = Precision(plan.placement["precision"], reopened.device, 1.0)
     with restoring(f"the checkpoint of step {snapshot.step}"):
         task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
-    model, evaluated = build_model(task), task
+    model, evaluated = cast(build_model(task), precision.kind), task
     if plan.sharded:
         divided = divide(
             Undivided(task, model, config, plan, data, reopened.device, reopened.world, reopened.collectives)

@@ -1,7 +1,8 @@
 """Child processes as forks: they share what this process has imported, and start in milliseconds.
 
 The process that forks has one thread, has computed nothing and has not asked the GPU, so a child may use threads and
-CUDA. Where something has asked the GPU (:func:`asked_gpu`), new processes are started instead. Linux only: elsewhere system libraries may not be used after a fork.
+CUDA. Where something has asked the GPU (:func:`asked_gpu`), new processes are started instead. Linux only: elsewhere
+system libraries may not be used after a fork.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.attempt import record_failure
+from lockstep.engine.optim.precision import autocast
 from lockstep.engine.run_log import as_numbers
 from lockstep.engine.session.batches import DataFeed, check_data
 from lockstep.engine.session.current import Stopped, close_open_session
@@ -40,7 +41,7 @@ class Loop:
     def __init__(self, joined: Joined, config: RunConfig, given: Mapping[str, Any], device: torch.device) -> None:
         self.joined, self.config, self.device = joined, config, device
         self._given = given
-        self.prepared = Prepared(device)
+        self.prepared = Prepared(device, joined.placement.precision)
         self.state = TrainState()
         self.run: Attempt | None = None
         self._resumed = Resumed()
@@ -226,9 +227,7 @@ class Loop:
             )
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        kind = self.joined.placement.precision
-        types = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-        return contextlib.nullcontext() if kind == "32" else torch.autocast(self.device.type, types[kind])
+        return autocast(self.joined.placement.precision, self.device)
 
     # The end.
 

@@ -110,8 +110,8 @@ function CpuRanks() {
 
 function Precision() {
   const id = useId();
-  const options = planned.value.answer?.precisions ?? ["32", "16-mixed", "bf16-mixed"].map((value) => ({ value, supported: true, reason: null }));
   const chosen = valueOf(["hardware", "precision"]);
+  const options = planned.value.answer?.precisions ?? [{ value: chosen, supported: true, reason: null }];
   const refused = options.filter(({ supported }) => !supported);
   return html`<div class="field">
     <label for=${id}>Precision</label>

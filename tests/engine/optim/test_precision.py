@@ -1,0 +1,101 @@
+"""``precision: bf16-true``: weights, gradients and optimizer in bfloat16, as in a loop written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lockstep
+from lockstep.config.load import merge
+from lockstep.engine.optim.precision import cast
+from lockstep.errors import UnsupportedError
+from lockstep.telemetry.rundir import RunDir
+from tests.dist.runs import go_on, train
+from tests.toys import CLASSES, FEATURES, Toy, arrays
+
+SAME: dict[str, Any] = {
+    "task": {"samples": 192},
+    "training": {"epochs": 2, "global_batch_size": 16, "batch_size": 8, "max_grad_norm": None},
+    "optimizer": {"lr": 0.01, "weight_decay": 0.0},
+    "hardware": {"precision": "bf16-true"},
+}
+
+
+def plain_loop(order: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Two micro-batches of 8 a step, whose gradients torch adds."""
+    torch.manual_seed(42)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.Identity(), nn.ReLU(), nn.Dropout(0.0), nn.Linear(16, CLASSES)
+    ).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0, fused=True)
+    inputs, labels = arrays(192, 1)
+    for step in order:
+        for rows in (step[:8], step[8:]):
+            scores = model(inputs[rows].bfloat16()).float()
+            (F.cross_entropy(scores, labels[rows], reduction="sum") / 16).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def order_of(run: RunDir) -> list[list[int]]:
+    steps: dict[int, list[int]] = {}
+    for line in (run.path / "samples-rank0.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        steps.setdefault(row["step"], []).extend(row["indices"])
+    return [indices for _, indices in sorted(steps.items())]
+
+
+def weights(run: RunDir) -> dict[str, torch.Tensor]:
+    return dict(lockstep.Run(run.path).load_model("last").state_dict())
+
+
+def test_one_rank_is_the_plain_loop_bit_for_bit_and_two_are_to_rounding(tmp_path: Path) -> None:
+    one = train("tests.toys:Toy", tmp_path / "one", "cpu", merge(SAME, {"training": {"max_steps": 7}}))
+    go_on(one, "cpu", {"training": {"max_steps": None}})
+    judge, found = plain_loop(order_of(one)), weights(one)
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in judge.items()
+    }
+    again = lockstep.Run(one.path).evaluate(split="test", checkpoint="best")
+    assert one.read().final_metrics.items() >= again.items()
+
+    two = train("tests.toys:Toy", tmp_path / "two", "cpu,cpu", SAME)
+    assert two.plan()["decisions"]["one_message"]["value"] is False
+    for name, value in weights(two).items():
+        torch.testing.assert_close(value, judge[name].float(), rtol=2**-6, atol=2**-7)
+    full = train("tests.toys:Toy", tmp_path / "full", "cpu", merge(SAME, {"hardware": {"precision": "32"}}))
+    assert not torch.equal(weights(full)["0.weight"], found["0.weight"])
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(2, 2), list[torch.dtype]()
+
+    def forward(self, batch: dict[str, torch.Tensor], *, scale: torch.Tensor) -> dict[str, Any]:
+        self.seen += [batch["x"].dtype, batch["place"].dtype, scale.dtype]
+        return {"scores": self.linear(batch["x"]) * scale, "place": batch["place"]}
+
+
+def test_floats_of_nested_inputs_are_cast_and_outputs_are_float32() -> None:
+    model: Any = cast(Nested(), "bf16-true")
+    found = model({"x": torch.ones(1, 2), "place": torch.zeros(1, dtype=torch.long)}, scale=torch.ones(1))
+    assert model.seen == [torch.bfloat16, torch.int64, torch.bfloat16]
+    assert (found["scores"].dtype, found["place"].dtype) == (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"hardware": {"strategy": "pipeline"}}, "strategy pipeline"), ({"averaging": {"name": "ema"}}, "averaging.name")],
+)
+def test_what_it_is_not_for_is_refused(settings: dict[str, Any], words: str) -> None:
+    devices = {"hardware": {"selected_devices": ["cpu", "cpu"], "precision": "bf16-true"}}
+    with pytest.raises(UnsupportedError, match=f"precision bf16-true is incompatible with {words}"):
+        lockstep.plan(Toy, merge(devices, settings))
