@@ -20,7 +20,8 @@ from lockstep.telemetry.files import open_regular
 CHUNK_BYTES = 1 << 20
 #: Above this size a coarse sample of the file is shown first.
 LARGE_BYTES = 8 << 20
-_SAMPLE_LINES = 1000
+#: Of the coarse sample: rows with hundreds of values are few, or it would take longer than the file.
+_SAMPLE_LINES, _SAMPLE_BYTES = 1000, 2 << 20
 
 
 class Tail:
@@ -69,8 +70,9 @@ class Tail:
                 size = os.fstat(file.fileno()).st_size
                 if size < LARGE_BYTES:
                     return None
-                lines, room = [], 16 * CHUNK_BYTES
-                for position in range(0, size, size // _SAMPLE_LINES):
+                lines, room = [], _SAMPLE_BYTES
+                wanted = max(2, min(_SAMPLE_LINES, room // max(1, len(file.readline(CHUNK_BYTES)))))
+                for position in range(0, size, size // wanted):
                     file.seek(_next_data(file.fileno(), position))
                     file.readline(CHUNK_BYTES)  # rest of a line
                     line = file.readline(CHUNK_BYTES)

@@ -116,11 +116,12 @@ export function keepPlanning() {
     const moved = made.going !== null && made.going !== now.going;
     const again = now.connected && !made.connected && planned.peek().error;
     const old = made.request !== now.request || made.server !== now.server || moved || again;
+    const first = !made.request;
     made = now;
     if (!old) return;
     clearTimeout(timer);
     planned.value = { ...planned.peek(), waiting: true };
-    timer = setTimeout(() => ask(body.peek()), WAIT_MS);
+    timer = setTimeout(() => ask(body.peek()), first ? 0 : WAIT_MS);
   });
 }
 

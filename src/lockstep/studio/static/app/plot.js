@@ -5,10 +5,23 @@ import uPlot from "../vendor/uplot.js";
 /** Steps between ticks of x, which counts steps, epochs, seconds or ranks. */
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
 
-/** A colour of the style sheet, as the theme has it. */
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const colours = new Map();
+const themed = new Set();
+function repaint() {
+  colours.clear();
+  for (const plot of themed) plot.repaint();
+}
+dark.addEventListener("change", repaint);
+addEventListener("lockstep-theme", repaint);
+
+/** A colour of the style sheet, as the theme has it; asked for once, since the browser styles the page again for it. */
 function css(name) {
-  document.body.style.setProperty("caret-color", `var(${name})`);
-  return getComputedStyle(document.body).caretColor;
+  if (!colours.has(name)) {
+    document.body.style.setProperty("caret-color", `var(${name})`);
+    colours.set(name, getComputedStyle(document.body).caretColor);
+  }
+  return colours.get(name);
 }
 
 /** Values that a line leaves out: not finite, or too large for an axis. */
@@ -66,13 +79,12 @@ export class Plot {
     this.zoomed = false;
     this.resizer = new ResizeObserver(() => this.resize());
     this.resizer.observe(host);
-    this.scheme = matchMedia("(prefers-color-scheme: dark)");
-    this.repaint = () => {
-      this.shape = "";
-      if (this.last) this.draw(this.last);
-    };
-    this.scheme.addEventListener("change", this.repaint);
-    addEventListener("lockstep-theme", this.repaint);
+    themed.add(this);
+  }
+
+  repaint() {
+    this.shape = "";
+    if (this.last) this.draw(this.last);
   }
 
   /**
@@ -115,7 +127,7 @@ export class Plot {
       scales: { x: { time: false }, y: spec.log ? { distr: 3, range: logRange } : { range: withRoom } },
       axes: [
         { ...axis, size: 24, incrs: spec.fraction ? undefined : WHOLE, label: spec.against, labelSize: 16, labelGap: -2, labelFont: axis.font, values: (_, ticks) => ticks.map(shortTick) },
-        { ...axis, size: spec.tick ? 56 : 48, ...(spec.log ? { filter: (_, ticks) => (ticks.length < 14 ? ticks : ticks.map((tick) => (Number.isInteger(Math.log10(tick)) ? tick : null))) } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (spec.tick ?? shortTick)(tick))) },
+        { ...axis, size: wide, ...(spec.log ? { filter: (_, ticks) => (ticks.length < 14 ? ticks : ticks.map((tick) => (Number.isInteger(Math.log10(tick)) ? tick : null))) } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (spec.tick ?? shortTick)(tick))) },
       ],
       series: [
         {},
@@ -176,8 +188,7 @@ export class Plot {
   destroy() {
     cancelAnimationFrame(this.frame);
     this.resizer.disconnect();
-    this.scheme.removeEventListener("change", this.repaint);
-    removeEventListener("lockstep-theme", this.repaint);
+    themed.delete(this);
     this.chart?.destroy();
   }
 }
@@ -192,10 +203,13 @@ function withRoom(_, low, high) {
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
 
+/** The width of the y axis: that of its longest label. */
+const wide = (_, labels) => Math.max(36, 7 * Math.max(0, ...(labels ?? []).map((text) => text?.length ?? 0)) + 12);
+
 function shortTick(value) {
   const size = Math.abs(value);
   if (size >= 1e6) return `${Number((value / 1e6).toPrecision(4))}M`;
   if (size >= 1e4) return `${Number((value / 1e3).toPrecision(4))}k`;
-  if (size !== 0 && size < 1e-3) return value.toExponential(0);
+  if (size !== 0 && size < 1e-3) return Number(value.toPrecision(3)).toExponential();
   return String(Number(value.toPrecision(4)));
 }
