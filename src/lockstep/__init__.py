@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lockstep.engine.task import Task as Task
     from lockstep.engine.task import TaskConfig as TaskConfig
     from lockstep.errors import LockstepError as LockstepError
+    from lockstep.events import Sound as Sound
     from lockstep.hardware.detect import detect_devices as detect_devices
     from lockstep.hardware.detect import get_available_gpus as get_available_gpus
     from lockstep.hardware.resolve import resolve_hardware as resolve_hardware
@@ -53,6 +54,7 @@ _HOMES = {
     "RunResult": "lockstep.api.run:Run",
     "Scheduler": "lockstep.engine.task",
     "Session": "lockstep.api.session",
+    "Sound": "lockstep.events",
     "StrategySpec": "lockstep.strategies",
     "Task": "lockstep.engine.task",
     "TaskConfig": "lockstep.engine.task",
@@ -82,6 +84,7 @@ __all__ = [
     "RunResult",
     "Scheduler",
     "Session",
+    "Sound",
     "StrategySpec",
     "Task",
     "TaskConfig",

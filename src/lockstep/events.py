@@ -6,7 +6,7 @@ sinks, so a sink does not check the rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -123,6 +123,28 @@ class PictureDrawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Sound:
+    """A remark that can be heard. ``samples``: float, from -1 to 1, shape [samples]; ``rate_hz``: samples a second."""
+
+    text: str
+    samples: npt.NDArray[np.float32] = field(compare=False)
+    rate_hz: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Remarked:
+    """A task's remarks about an evaluation: samples of text, recordings with what was heard in them."""
+
+    attempt: int
+    epoch: int
+    step: int
+    remarks: Sequence[str | Sound]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved:
     step: int
     path: Path
@@ -186,6 +208,7 @@ Event = (
     | EpochEnded
     | Evaluated
     | PictureDrawn
+    | Remarked
     | CheckpointSaved
     | Restarted
     | Note

@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.config import resolve
 from lockstep.telemetry.files import write_json
-from lockstep.telemetry.pictures import encode_png
+from lockstep.telemetry.pictures import encode_png, encode_wav
 from lockstep.telemetry.rundir import RunDir
 from tests.studio.serving import Address
 
@@ -35,6 +35,11 @@ def make_run(folder: Path, name: str, status: str, steps: int = 40, **record: ob
     for epoch in (1, 2):
         picture = np.full((4, 8), 100 * epoch, np.uint8)
         (run.pictures / f"samples-epoch-{epoch:04d}.png").write_bytes(encode_png(picture))
+    run.audio.mkdir()
+    (run.audio / "on.wav").write_bytes(encode_wav(np.zeros(16_000, np.float32), 16_000))
+    said = ({"text": "sample: to be"}, {"text": "said: 'on'  heard: 'oh'", "audio": "on.wav"})
+    rows = ({"attempt": 1, "step": 10 * n, "epoch": n, "remarks": [said[n - 1]]} for n in (1, 2))
+    run.remarks_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return run
 
 

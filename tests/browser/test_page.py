@@ -129,6 +129,8 @@ def test_every_fate_and_the_table_of_runs(server: Address, open_page: OpenPage) 
     for tab, text in (("Configuration", "lockstep train har"), ("Files", "steps.jsonl"), ("Log", "has no log yet")):
         state.get_by_role("tab", name=tab).click()
         expect(state.get_by_text(text).first).to_be_visible()
+        if tab == "Files":
+            expect(state.get_by_role("row", name=re.compile(r"steps.jsonl .*\d+:\d\d"))).to_be_visible()
     assert page.url.endswith("/log")
     state.get_by_role("tab", name="Evaluation").click()
     matrix = state.get_by_role("region", name="Test confusion")
@@ -136,6 +138,13 @@ def test_every_fate_and_the_table_of_runs(server: Address, open_page: OpenPage) 
     expect(state.get_by_role("img", name="Samples, epoch 2")).to_have_js_property("complete", True)
     state.get_by_role("slider", name="Epoch of Samples").fill("0")
     expect(state.get_by_role("img", name="Samples, epoch 1")).to_be_visible()
+    remarks = state.get_by_role("region", name="Remarks")
+    expect(remarks).to_contain_text("epoch 2, step 20")
+    heard = remarks.get_by_label("said: 'on'  heard: 'oh'")
+    # Playing it would start Chromium's audio service, which outlives the test.
+    assert heard.evaluate("it => fetch(it.src).then((answer) => answer.headers.get('content-type'))") == "audio/wav"
+    remarks.get_by_role("slider").fill("0")
+    expect(remarks).to_contain_text("sample: to be")
 
     back(page)
     runs.get_by_role("link", name="second").click()
@@ -274,6 +283,15 @@ def test_evaluations_between_epochs_are_points_beside_the_epochs(server: Address
     run.update(final_metrics={"test_accuracy": 0.5, "test_loss": 2.0})
     other.update(final_metrics={"test_accuracy": 0.25, "test_loss": 3.0})
     page.evaluate("ids => { location.hash = `#/compare/${ids}` }", f"{run.path.name},{other.path.name}")
+    # One legend for all charts, and a scatter of two numbers that differ.
+    charts = page.get_by_role("group", name="Charts")
+    keys = page.locator(".shared").get_by_role("button", name="between", exact=True)
+    expect(charts.get_by_role("button", name="between 0.1", exact=True)).to_have_attribute("aria-pressed", "true")
+    keys.click()
+    expect(charts.locator('[aria-pressed="false"]')).to_have_count(charts.get_by_role("figure").count())
+    keys.click()
+    scatter = page.get_by_role("region", name="Scatter")
+    expect(scatter.get_by_role("figure", name="final test_loss against final test_accuracy")).to_be_visible()
     parallel = page.get_by_role("region", name="Parallel coordinates")
     expect(parallel.get_by_role("img", name=re.compile("test_accuracy.* of between, only ends"))).to_be_visible()
     expect(parallel.locator("polyline")).to_have_count(2)
@@ -326,6 +344,11 @@ def test_what_the_server_refuses_is_told_and_can_be_tried_again(server: Address,
     expect(told).to_be_hidden()
     sockets[-1].send(json.dumps({**error, "run": None}))
     expect(page.get_by_text("it cannot be followed – Fix: open it")).to_be_visible()
+    job = {"id": "job-00000001", "kind": "evaluate", "run": chosen, "status": "running", "command_text": "evaluate",
+           "started_at": "", "ended_at": None, "result": None, "stopping": False, "error": None}  # fmt: skip
+    sockets[-1].send(json.dumps({"type": "job", "job": {**job, "output": "evaluating: 1,200 of 2,400 samples"}}))
+    progress = page.get_by_role("region", name="evaluate running").get_by_role("progressbar")
+    expect(progress).to_have_js_property("position", 0.5)
 
 
 def choose(page: Page, run: str, action: str) -> None:
@@ -380,13 +403,10 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
     state = {"step_s": 0.1, "own_s": 0.1, "wait_s": 0.0, "memory_gb": 1.0}
 
     def beat(step: int, slow: int | None, **more: bool) -> None:
-        alive = {
-            **more,
-            "pid": me.pid,
-            "created": me.create_time(),
-            "host": socket.gethostname(),
-            "updated": time.time(),
-        }
+        now = time.time()
+        # This attempt has done ten steps in ten seconds.
+        alive = {"host": socket.gethostname(), "updated": now, "began": now - 10, "began_at": step - 10}
+        alive |= {**more, "pid": me.pid, "created": me.create_time()}
         write_json(run.heartbeat_file, {"step": step, "total": 100, "counter": step, **alive})
         row = {"step": step, "attempt": 1, "slow_rank": slow, "ranks": [{"rank": rank, **state} for rank in (0, 1)]}
         with run.ranks_file.open("a") as file:
@@ -418,10 +438,16 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
     expect(legend).not_to_contain_text("straggler")
     page.get_by_role("tab", name="Overview").click()
     expect(page.get_by_role("region", name="Progress")).to_contain_text("20 / 100")
-    page.get_by_role("button", name="Stop", exact=True).hover()
+    expect(page.get_by_role("region", name="Progress")).to_contain_text("ETA1 min 20 s")
+    stop = page.get_by_role("button", name="Stop", exact=True).bounding_box()
+    assert stop is not None
     beat(20, None, ended=True)
     run.update(status="completed", best_metric={"val_loss": 0.5}, completed_at=datetime.now(UTC))
     expect(page.get_by_text("Early stopping: it ended at step 20 of 100")).to_be_visible()
+    expect(page.get_by_role("button", name="Report")).to_be_visible()
+    middle = [stop["x"] + stop["width"] / 2, stop["y"] + stop["height"] / 2]
+    under = page.evaluate("at => Boolean(document.elementFromPoint(...at).closest('button, a'))", middle)
+    assert not under, "a second click on Stop does nothing else"
     assert page.evaluate("shown") == ["live: completed"]
     # An answer that a part of the page cannot show leaves the rest.
     page.route("**/files", lambda route: route.fulfill(json={"status": "ok", "data": {"files": [None]}}))
@@ -451,11 +477,12 @@ def test_a_job_shows_what_it_does_and_is_stopped(server: Address, open_page: Ope
     expect(page.get_by_role("button", name="Check this machine")).to_be_enabled()
 
 
-def test_a_report_opens_in_a_tab_of_its_own(server: Address, open_page: OpenPage) -> None:
+def test_a_report_is_a_job_and_opens_in_a_tab_of_its_own(server: Address, open_page: OpenPage) -> None:
     page = open_page(server.url)
     page.get_by_role("link", name="first").click()
+    page.get_by_role("button", name="Report").click()
     with page.context.expect_page() as opened:
-        page.get_by_role("link", name="Report").click()
+        page.get_by_role("region", name="report done").get_by_role("link", name="Open the report").click()
     report = opened.value
     expect(report.get_by_role("heading", level=1).first).to_be_visible()
     loss = report.get_by_role("img", name="Loss", exact=True)
@@ -511,7 +538,10 @@ def test_scaling_is_measured_from_the_page(open_page: OpenPage, tmp_path: Path) 
 
 
 def test_a_narrow_screen_trains_too(server: Address, open_page: OpenPage) -> None:
-    page = open_form(open_page(server.url, NARROW))
+    page = open_page(server.url, NARROW)
+    for view in ("Runs", "Compare", "Scaling", "Machine"):
+        expect(page.get_by_role("link", name=view, exact=True)).to_be_in_viewport(ratio=1)
+    open_form(page)
     page.get_by_label("Task", exact=True).select_option(TOY)
     page.get_by_role("checkbox", name="CPU").check()
     page.get_by_role("checkbox", name="GPU 0").uncheck()

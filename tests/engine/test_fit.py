@@ -415,6 +415,8 @@ def test_a_task_without_metrics_evaluates_its_loss_and_shows_its_model(
     assert {"val_loss"} == {name for name in run.epochs()[0] if name.startswith("val_")}
     assert "torch.Size([1, 3])" in capsys.readouterr().out
     assert list((run.path / "pictures").rglob("*first*"))
+    said = [row["remarks"] for row in run.remarks()]
+    assert said == [[{"text": "torch.Size([1, 3])"}]] * len(run.epochs())
 
 
 class Scheduled(Toy):

@@ -263,8 +263,11 @@ def test_the_report_is_a_page_that_may_do_nothing(
     for step in (1, 2):
         run.append_step({"attempt": 1, "step": step, "loss": 1 / step, "lr": 0.1})
     run.update(status="completed", name="<script>alert(1)</script>")
+    job = wait_for_job(address, address.post("/api/runs/run-0000000a/report", None, 202)["id"])
+    assert job["status"] == "done", job
     headers = {"Authorization": f"Bearer {address.token}"}
-    answer = httpx.get(f"{address.base}/api/runs/run-0000000a/report", headers=headers, timeout=WAIT_S, trust_env=False)
+    page = f"{address.base}/api/jobs/{job['id']}/report"
+    answer = httpx.get(page, headers=headers, timeout=WAIT_S, trust_env=False)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
     policy = [rule.strip() for rule in answer.headers["content-security-policy"].split(";")]
@@ -272,19 +275,18 @@ def test_the_report_is_a_page_that_may_do_nothing(
     assert "<svg" in answer.text
     assert "<script" not in answer.text
     assert not (run.path / "report").exists(), "a run folder is only read"
-    assert address.call("GET", "/api/runs/run-0000000b/report", 404)["code"] == "RUN_NOT_FOUND"
-    assert sorted(entry.name for entry in (tmp_path / "runs/.studio").glob("report*")) == []
+    assert address.post("/api/runs/run-0000000b/report", None, 404)["code"] == "RUN_NOT_FOUND"
     assert "matplotlib" not in {module.partition(".")[0] for module in sys.modules} - before, "another process draws"
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    refused = address.call("GET", "/api/runs/run-0000000a/report", 422)
-    assert refused["code"] == "REPORT_FAILED"
-    assert "lockstep-train[report]" in refused["fix"]
+    refused = wait_for_job(address, address.post("/api/runs/run-0000000a/report", None, 202)["id"])
+    assert refused["status"] == "failed"
+    assert "lockstep-train[report]" in refused["error"]["fix"]
     headers["Sec-Fetch-Dest"] = "document"  # a tab of its own, where a person reads it
-    page = httpx.get(f"{address.base}/api/runs/run-0000000a/report", headers=headers, trust_env=False)
-    assert page.status_code == 422
-    assert page.text.startswith("<!doctype html>")
-    assert "lockstep-train[report]" in page.text
+    missing = httpx.get(f"{address.base}/api/jobs/{refused['id']}/report", headers=headers, trust_env=False)
+    assert missing.status_code == 404
+    assert missing.text.startswith("<!doctype html>")
+    assert "has no report" in missing.text
 
 
 @pytest.mark.drill

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.engine.task import DataSettings
 from lockstep.errors import ConfigError, DataError
+from lockstep.events import Sound
 from lockstep.tasks.speech import espeak
 from lockstep.tasks.speech.task import SpeechConfig, SpeechTask
 from tests.tasks.speech_files import make_librispeech, make_recordings
@@ -50,6 +52,18 @@ def test_a_folder_without_known_data_is_refused_and_stays_as_it_is(tmp_path: Pat
     with pytest.raises(DataError, match="there is no folder"):
         make(DataSettings(tmp_path / "mien")).prepare()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_example_of_an_evaluation_can_be_heard(tmp_path: Path) -> None:
+    manifest = make_recordings(tmp_path, 3)
+    task = make(train_manifest=manifest, val_manifest=manifest)
+    task._examples = (("ON", "OH"), ("STOP", "TOP"), ("GO UP", "GO"))  # the second is of other data
+    first, *others = task.remarks()
+    assert isinstance(first, Sound)
+    assert (first.text, first.rate_hz) == ("said: 'ON'  heard: 'OH'", 16_000)
+    assert np.array_equal(first.samples, task.datasets().val.waveform(0))
+    assert [isinstance(one, Sound) for one in others] == [False, True]
+    assert not task.remarks()
 
 
 def test_the_folder_decides_the_source(tmp_path: Path) -> None:

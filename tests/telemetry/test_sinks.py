@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import math
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from lockstep.events import (
     Fanout,
     Note,
     PictureDrawn,
+    Remarked,
     RunEnded,
     RunStarted,
     Sink,
+    Sound,
     StepLogged,
 )
 from lockstep.telemetry import sinks
@@ -236,6 +239,20 @@ def test_pictures_of_epochs_that_are_run_again_are_not_the_newest(run: RunDir) -
     send(RunFolderSink(run), started(run), *(ended_epoch(1, epoch) for epoch in (1, 2)), *drawn)
     send(RunFolderSink(run), started(run, step=10))
     assert sorted(file.name for file in run.pictures.iterdir()) == ["drawn-epoch-0001.png", "drawn-epoch-0002.png"]
+
+
+def test_remarks_of_an_attempt_that_was_superseded_go_and_a_recording_is_kept_once(run: RunDir) -> None:
+    sound = Sound("heard", np.array([0.0, 1.0, -2.0], np.float32), 8000)
+    said = [Remarked(1, epoch, epoch * 10, ["a line", sound]) for epoch in (1, 2)]
+    send(RunFolderSink(run), started(run), *said)
+    (file,) = run.audio.iterdir()
+    with wave.open(str(file)) as heard:
+        assert (heard.getframerate(), heard.getnframes()) == (8000, 3)
+        assert np.frombuffer(heard.readframes(3), "<i2").tolist() == [0, 32767, -32767]
+    expected = [{"text": "a line"}, {"text": "heard", "audio": file.name}]
+    assert [(row["epoch"], row["remarks"]) for row in run.remarks()] == [(1, expected), (2, expected)]
+    send(RunFolderSink(run), Remarked(1, 2, 20, ["another"]))
+    assert [row["remarks"] for row in run.remarks()] == [expected, [{"text": "another"}]]
 
 
 def test_tensorboard_of_a_run_that_begins_again_hides_all_that_was(run: RunDir) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.engine.state import TrainState
 from lockstep.errors import UnsupportedError
+from lockstep.events import Sound
 
 if TYPE_CHECKING:
     import numpy as np
@@ -321,9 +322,10 @@ class Task:
         """Called around steps, epochs and evaluations, in this order; asked for after ``load_state_dict``."""
         return ()
 
-    def remarks(self) -> Sequence[str]:
+    def remarks(self) -> Sequence[str | Sound]:
         """Lines for people about the last evaluation, such as examples; asked on the main rank.
 
+        A :class:`lockstep.Sound` is a line with a recording, written to ``audio/`` of the run.
         With a parameter, ``remarks(self, model)``, it gets the model in evaluation mode, unless that is divided.
         """
         return ()

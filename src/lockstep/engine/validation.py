@@ -15,7 +15,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare
 from lockstep.errors import UnsupportedError
-from lockstep.events import PictureDrawn
+from lockstep.events import PictureDrawn, Remarked
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.pictures import check_picture
 
@@ -109,9 +109,11 @@ class Validation:
         with torch.no_grad():
             remarks = self._asked(self._task.remarks)
             pictures = self._asked(self._task.pictures) if emits else {}
-        for remark in remarks if emits else ():
-            self._rank.note("task_remark", remark)
         state = self._parts.state
+        if emits and remarks:
+            self._rank.sink.emit(Remarked(self._rank.attempt, state.epoch + 1, state.step, remarks))
+            for remark in remarks:
+                self._rank.note("task_remark", str(remark))
         for name, pixels in pictures.items():
             check_picture(name, pixels)
             self._rank.sink.emit(PictureDrawn(self._rank.attempt, state.epoch + 1, state.step, name, pixels))

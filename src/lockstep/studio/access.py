@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 1 << 20
 #: Other pages can neither read nor frame the studio, and no text is run as a script.
 CSP = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self'; font-src 'self'; "
     "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 #: A run's report contains its style and pictures; it may do nothing else, also not as this site (sandbox).

@@ -97,7 +97,7 @@ def _machine_routes(router: APIRouter, studio: Studio) -> None:
 
     @router.get("/schema", summary="JSON schema and defaults of all settings")
     def schema() -> Response:
-        return ok(studio.forms.schema())
+        return ok(studio.forms.schema)
 
 
 def _planning_routes(router: APIRouter, studio: Studio) -> None:
@@ -203,19 +203,13 @@ def _number_routes(router: APIRouter, studio: Studio) -> None:
     @router.get("/runs/{name}/file", summary="One file of the run's folder, to download")
     def file(name: RunName, path: Annotated[str, Query(max_length=1000)]) -> Response:
         found = studio.runs.file(name, path)
-        inline = found.suffix == ".png"
-        kind = "image/png" if inline else "application/octet-stream"
-        how = "inline" if inline else "attachment"
+        kind = {".png": "image/png", ".wav": "audio/wav"}.get(found.suffix, "application/octet-stream")
+        how = "attachment" if kind == "application/octet-stream" else "inline"
         headers = {
             "content-security-policy": REPORT_CSP,
             "content-disposition": f"{how}; filename*=UTF-8''{quote(found.name)}",
         }
         return StreamingResponse(details.content_of(found), media_type=kind, headers=headers)
-
-    @router.get("/runs/{name}/report", summary="The run's report: one HTML page without scripts")
-    def report(name: RunName) -> Response:
-        page = studio.runs.report(name)
-        return Response(page, media_type="text/html", headers={"content-security-policy": REPORT_CSP})
 
 
 def _job_routes(router: APIRouter, studio: Studio) -> None:
@@ -231,6 +225,15 @@ def _job_routes(router: APIRouter, studio: Studio) -> None:
         words = ["export", str(studio.index.run(name).path), "--checkpoint", body.checkpoint, "--json"]
         words += [] if body.program else ["--no-program"]
         return ok(studio.begin_job("export", words, run=name), 202)
+
+    @router.post("/runs/{name}/report", status_code=202, summary="Draw the run's report")
+    def report(name: RunName) -> Response:
+        return ok(studio.begin_job("report", ["report", str(studio.index.run(name).path), "--json"], run=name), 202)
+
+    @router.get("/jobs/{name}/report", summary="The report that a job has drawn: one HTML page without scripts")
+    def drawn(name: str) -> Response:
+        page = studio.jobs.report(name)
+        return Response(page, media_type="text/html", headers={"content-security-policy": REPORT_CSP})
 
     @router.get("/doctor", summary="The newest check of this machine")
     def findings() -> Response:

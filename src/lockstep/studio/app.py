@@ -38,6 +38,7 @@ def make_app(studio: Studio, port: int) -> Any:
         async with hub.running():
             yield
         studio.planner.close()
+        studio.forms.close()
         await asyncio.gather(reading, warming)
 
     app = FastAPI(

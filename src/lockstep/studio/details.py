@@ -24,7 +24,7 @@ from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.summary import LIVE
 
 #: Settings that the page may not set, and that a copy gets in another way.
-_MAX_TABLES, _MAX_FILES = 4 << 20, 5000
+_MAX_TABLES, _MAX_FILES, _MAX_REMARKS = 4 << 20, 5000, 200
 _OF_ITS_OWN = {"save_dir", "runs_dir", "task.name", "task.datamodule"}
 
 
@@ -43,6 +43,7 @@ def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> di
         "checkpoints": CheckpointStore(run.checkpoints).listed(),
         "logs": log_names(run),
         "tables": or_else(lambda: read_json(run.path / "tables.json", max_bytes=_MAX_TABLES), None),
+        "remarks": or_else(run.remarks, [])[-_MAX_REMARKS:],
         "pictures": sorted(n for n in names_in(run.pictures) if n.endswith(".png")) if _is_real(run.pictures) else [],
         "command": ["lockstep", *(words or (start.arguments if start else []))],
         "command_text": command_text(words or (start.arguments if start else [])),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,18 @@ from typing import Any
 from lockstep.config import RunConfig, resolve
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.hardware.device import Device, choose_default, parse, select
+from lockstep.hardware.monitor import SystemSource
 from lockstep.studio import planning, settings
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
 from lockstep.studio.planner import Planner
 from lockstep.studio.problems import ApiError
+from lockstep.studio.processes import Identity, owner, works_on
 from lockstep.studio.schemas import PlanBody
 from lockstep.studio.settings import Wanted
 from lockstep.studio.tasks import OfferedTasks
 from lockstep.tasks import BUILT_IN
+from lockstep.telemetry.summary import LIVE
 
 _SECTIONS = {
     "task": "Task",
@@ -56,6 +61,8 @@ class Forms:
         self._tasks = tasks
         self._flags = flags
         self._detect = detect
+        self._source: SystemSource | None = None
+        self._looking = threading.Lock()
 
     @property
     def task_names(self) -> tuple[str, ...]:
@@ -69,10 +76,32 @@ class Forms:
     def list_devices(self, *, refresh: bool) -> dict[str, Any]:
         found = self.devices(refresh=refresh)
         return {
-            "devices": [device.as_dict() for device in found],
+            "devices": [self._used(device.as_dict()) for device in found],
+            "load": self._sample() if refresh else None,
             "default": list(choose_default(found).devices),
             "runs": self._index.users(),
         }
+
+    def _used(self, device: dict[str, Any]) -> dict[str, Any]:
+        """``device`` with the user and the run of each of its processes, where the system says."""
+        going = [one for one in self._index.summaries() if one["status"] in LIVE] if device["users"] else []
+        for user in device["users"]:
+            user["owner"], process = owner(user["pid"]), Identity(user["pid"], 0.0)
+            user["run"] = next((run["id"] for run in going if works_on(process, Path(run["path"]))), None)
+        return device
+
+    def _sample(self) -> dict[str, Any] | None:
+        """What the machine does now (:mod:`lockstep.hardware.monitor`); ``None`` where the driver does not answer."""
+        with self._looking, contextlib.suppress(Exception):  # drivers fail in many ways
+            if self._source is None:
+                self._source = SystemSource(detect=self.devices).__enter__()
+            return self._source.sample()
+        return None
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        if self._source is not None:
+            self._source.__exit__()
 
     def check_devices(self, names: Sequence[str]) -> None:
         """Raises :class:`LockstepError` for devices that this machine does not have, and too many CPU ranks."""
@@ -94,6 +123,7 @@ class Forms:
         with contextlib.suppress(LockstepError):
             self.tasks()
 
+    @functools.cached_property
     def schema(self) -> dict[str, Any]:
         return {
             "schema": RunConfig.model_json_schema(),

@@ -82,8 +82,8 @@ class RunIndex:
         """:meth:`summaries` as a JSON array."""
         return b"[" + b",".join(entry.encoded() for entry in self._listed()) + b"]"
 
-    def versions(self) -> dict[str, tuple[int, dict[str, Any]]]:
-        """By run: a number that changes with its summary, and the summary. Newest first.
+    def versions(self) -> tuple[dict[str, tuple[int, dict[str, Any]]], list[str]]:
+        """By run: a number that changes with its summary, and the summary, newest first; and :meth:`problems`.
 
         Called every second; runs that have ended are checked only every few seconds.
         """
@@ -91,7 +91,8 @@ class RunIndex:
         thorough = now - self._looked >= _THOROUGH_S
         if thorough:
             self._looked = now
-        return {entry.summary["id"]: (entry.version, entry.summary) for entry in self._listed(thorough=thorough)}
+        found = {entry.summary["id"]: (entry.version, entry.summary) for entry in self._listed(thorough=thorough)}
+        return found, self.problems()
 
     def problems(self) -> list[str]:
         """Why folders that should be runs cannot be read."""

@@ -1,4 +1,4 @@
-"""Short commands: evaluate, export, doctor, benchmarks. Like runs, they outlive the studio."""
+"""Short commands: evaluate, export, report, doctor, benchmarks. Like runs, they outlive the studio."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.studio.settings import command_text
 from lockstep.telemetry.files import names_in, read_bytes, read_json, storage_error, write_json
 
 KEEP = 50
-_MAX_RESULT_BYTES = 4 << 20
+_MAX_RESULT_BYTES, _MAX_REPORT_BYTES = 4 << 20, 64 << 20
 
 
 class _Job(BaseModel):
@@ -64,7 +64,7 @@ class Jobs:
             raise storage_error(error, folder) from error
         process = None
         try:
-            arguments = with_config(arguments, config, folder)
+            arguments = [*with_config(arguments, config, folder), *(["--out", str(folder)] if kind == "report" else [])]
             process = start_detached(arguments, folder / "stdout", folder / "stderr")
             job = _Job(
                 kind=kind, run=run, arguments=list(arguments), pid=process.pid, created=process.created, at=time.time()
@@ -119,6 +119,12 @@ class Jobs:
             write_json(file, job.model_dump())
             send(Identity(job.pid, job.created), signal.SIGTERM, group=True)
         return self.read(name)
+
+    def report(self, name: str) -> bytes:
+        """The page that a job has written. Raises :class:`LockstepError` when there is none."""
+        if self.read(name)["status"] != "done":
+            raise ApiError("JOB_NOT_FOUND", 404, f"job {name} has no report", fix="draw it again")
+        return read_bytes(self._home.job(name) / "report.html", max_bytes=_MAX_REPORT_BYTES)
 
     def _names(self) -> Sequence[str]:
         return [name for name in names_in(self._home.jobs) if name.startswith("job-")]

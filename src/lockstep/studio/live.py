@@ -19,6 +19,7 @@ from lockstep.studio.feed import STREAMS, Feed
 from lockstep.studio.index import RunIndex
 from lockstep.studio.jobs import Jobs
 from lockstep.studio.problems import ApiError
+from lockstep.telemetry.summary import LIVE
 
 TICK_S = 0.1
 LIST_S = 1.0
@@ -197,9 +198,14 @@ class Hub:
             if changed:
                 for tab in self._tabs:
                     tab.wake.set()
-            behind = any(feed.behind for feed in feeds if feed not in failed)
-            # While a long file is being read, tabs need a moment in which the feed is not locked.
-            await asyncio.sleep(TICK_S / 5 if behind else max(TICK_S / 5, TICK_S - (time.monotonic() - began)))
+            if changed or any(feed.behind or feed.summary.get("status") in LIVE for feed in feeds):
+                # While a long file is being read, tabs need a moment in which the feed is not locked.
+                behind = any(feed.behind for feed in feeds if feed not in failed)
+                await asyncio.sleep(TICK_S / 5 if behind else max(TICK_S / 5, TICK_S - (time.monotonic() - began)))
+                continue
+            self._busy.clear()  # ended runs: until a tab asks for another, or one is resumed
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._busy.wait(), LIST_S)
 
     async def _follow_list(self) -> None:
         while True:
@@ -215,8 +221,7 @@ class Hub:
 
     async def _send_list(self) -> None:
         if any(tab.watches_runs for tab in self._tabs):
-            self._versions = await asyncio.to_thread(self._index.versions)
-            self._problems = await asyncio.to_thread(self._index.problems)
+            self._versions, self._problems = await asyncio.to_thread(self._index.versions)
             self._listed = True
             for tab in self._tabs:
                 tab.wake.set()

@@ -33,10 +33,11 @@ DATA_LIVES_S = 300.0
 
 
 class Helper:
-    """Answers requests; keeps the data sets of the last task open for some minutes."""
+    """Answers requests; keeps the data sets of the last task open for some minutes, and the plans made of them."""
 
     def __init__(self) -> None:
         self._open: tuple[str, float, Datasets] | None = None
+        self._plans: dict[str, dict[str, Any]] = {}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """``{"data": …}`` or ``{"error": …}``."""
@@ -61,9 +62,13 @@ class Helper:
         key = json.dumps([whole.task.model_dump(mode="json"), whole.data.model_dump(mode="json"), whole.training.seed])
         now = time.monotonic()
         if self._open is None or self._open[0] != key or now - self._open[1] > DATA_LIVES_S:
-            self._open = None
+            self._open, self._plans = None, {}
             self._open = (key, now, open_data(built, whole))
-        return plan_for(built, whole, placement, self._open[2], None, devices=found).plan.as_dict()
+        asked = json.dumps([task, config, devices])
+        if asked not in self._plans:
+            made = plan_for(built, whole, placement, self._open[2], None, devices=found)
+            self._plans[asked] = made.plan.as_dict()
+        return self._plans[asked]
 
 
 def describe_task(name: str) -> dict[str, Any]:

@@ -100,6 +100,13 @@ def works_on(identity: Identity, folder: Path) -> bool:
     return any(file.is_relative_to(place) for file in opened)
 
 
+def owner(pid: int) -> str | None:
+    """The user of a process, where the system says."""
+    with contextlib.suppress(psutil.Error, KeyError):
+        return psutil.Process(pid).username()
+    return None
+
+
 def send(identity: Identity, signum: signal.Signals, *, group: bool = False) -> bool:
     """Signal this process, or the whole group that it leads; return whether it was alive.
 

@@ -1,12 +1,9 @@
-"""What can be done with the runs of one folder: start, read, label, delete, resume, copy, report."""
+"""What can be done with the runs of one folder: start, read, label, delete, resume, copy."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
-import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +14,13 @@ from lockstep.studio import details, settings
 from lockstep.studio.forms import Forms
 from lockstep.studio.home import Home, remove_folder
 from lockstep.studio.index import RunIndex
-from lockstep.studio.jobs import Jobs, error_of
+from lockstep.studio.jobs import Jobs
 from lockstep.studio.launch_records import Labels, Starts
 from lockstep.studio.problems import ApiError, in_progress, run_not_found
 from lockstep.studio.reading import last_lines
 from lockstep.studio.schemas import LabelBody, ResumeBody, StartBody
 from lockstep.telemetry.rundir import new_run_id
 from lockstep.telemetry.summary import LIVE
-
-#: How long drawing a report may take.
-REPORT_S = 300.0
 
 
 class Runs:
@@ -200,22 +194,3 @@ class Runs:
             "runs": {name: {key: one[key] for key in differ & one.keys()} for name, one in found.items()},
             "same": {key: value for key, value in first.items() if key not in differ},
         }
-
-    def report(self, name: str) -> bytes:
-        """The page that ``lockstep report`` writes of this run, as it is now, drawn by another process.
-
-        Raises:
-            ApiError: it cannot be made.
-        """
-        run = self._index.run(name)
-        with tempfile.TemporaryDirectory(dir=self._home.path, prefix="report-") as place:
-            command = [sys.executable, "-P", "-m", "lockstep", "report", str(run.path), "--out", place]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=REPORT_S, check=False)
-                said = error_of(done.stderr.splitlines())
-            except (OSError, subprocess.TimeoutExpired) as error:
-                said = {"message": "the report could not be drawn", "why": str(error), "fix": "run `lockstep report`"}
-            page = Path(place) / "report.html"
-            if not page.exists():
-                raise ApiError("REPORT_FAILED", 422, said["message"], why=said["why"], fix=said["fix"])
-            return page.read_bytes()

@@ -87,7 +87,7 @@ class Studio:
     def first_answer(self) -> dict[str, Any]:
         """What the page needs first."""
         devices, names = self.forms.list_devices(refresh=False), list(self.forms.task_names)
-        return {"studio": self.about(), "devices": devices, "schema": self.forms.schema(), "tasks": names}
+        return {"studio": self.about(), "devices": devices, "schema": self.forms.schema, "tasks": names}
 
     def begin_job(
         self, kind: str, words: Sequence[str], *, run: str | None = None, config: Mapping[str, Any] | None = None

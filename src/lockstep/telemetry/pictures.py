@@ -1,9 +1,10 @@
-"""Pictures as PNG files: those that a task draws, also for the loggers, and matplotlib's figures."""
+"""Pictures as PNG files (those of a task, also for the loggers, and matplotlib's figures), recordings as WAV files."""
 
 from __future__ import annotations
 
 import io
 import struct
+import wave
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,17 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in chunks.items()
     )
+
+
+def encode_wav(samples: npt.NDArray[np.float32], rate_hz: int) -> bytes:
+    """Samples from -1 to 1, shape [samples], as WAV of 16 bits, one channel; what is beyond is clipped."""
+    content = io.BytesIO()
+    with wave.open(content, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate_hz)
+        file.writeframes((samples.clip(-1, 1) * 32767).round().astype("<i2").tobytes())
+    return content.getvalue()
 
 
 def save_figure(figure: Figure, file: Path, *, dpi: int = 120) -> Path:

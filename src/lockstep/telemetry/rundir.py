@@ -94,6 +94,8 @@ class Layout:
     attempts = _In("attempts")
     checkpoints = _In("checkpoints")
     pictures = _In("pictures")
+    audio = _In("audio")
+    remarks_file = _In("remarks.jsonl")
     logs = _In("logs")
 
     def __init__(self, path: Path) -> None:
@@ -328,6 +330,10 @@ class RunDir(Layout):
     def evaluations(self) -> list[dict[str, Any]]:
         """Rows of ``evaluations.jsonl``: what an evaluation between epochs found; see :meth:`epochs`."""
         return surviving(read_jsonl(self.evaluations_file), self.resumed_from())
+
+    def remarks(self) -> list[dict[str, Any]]:
+        """Rows of ``remarks.jsonl``: what the task said about an evaluation; see :meth:`epochs`."""
+        return surviving(read_jsonl(self.remarks_file), self.resumed_from())
 
     def write_epochs(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace the rows of ``metrics.json``. Raises :class:`StorageError`."""

@@ -5,6 +5,7 @@ Only rank 0 has sinks. :func:`standard_sinks` puts together what every run has.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -18,16 +19,18 @@ from lockstep.events import (
     Fanout,
     PictureDrawn,
     RanksLogged,
+    Remarked,
     Restarted,
     RunEnded,
     RunStarted,
     Sink,
+    Sound,
     StepLogged,
 )
 from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.files import JsonLines, make_folders, write_bytes
 from lockstep.telemetry.loggers import LOGGERS, is_wanted, loggers
-from lockstep.telemetry.pictures import encode_png
+from lockstep.telemetry.pictures import encode_png, encode_wav
 from lockstep.telemetry.records import is_whole
 from lockstep.telemetry.rundir import RunDir, utc_now, write_json
 from lockstep.telemetry.upload import Uploader, UploadSink, check_target
@@ -76,6 +79,7 @@ class RunFolderSink:
         self._run = run_dir
         self._ranks = JsonLines(run_dir.ranks_file)
         self._evaluations = JsonLines(run_dir.evaluations_file)
+        self._remarks = JsonLines(run_dir.remarks_file)
         self._rows: list[dict[str, Any]] = []
         self._config: RunConfig | None = None
 
@@ -97,6 +101,9 @@ class RunFolderSink:
                 make_folders(self._run.pictures)
                 file = self._run.pictures / f"{event.name}-epoch-{event.epoch:04d}.png"
                 write_bytes(file, encode_png(event.pixels), durable=False)
+            case Remarked():
+                place = {name: getattr(event, name) for name in ("attempt", "step", "epoch")}
+                self._remarks.append({**place, "remarks": [self._remark(one) for one in event.remarks]})
             case Restarted():
                 self._run.update(restarts=[*self._run.read().restarts, {**asdict(event), "at": utc_now()}])
             case RunEnded():
@@ -118,6 +125,17 @@ class RunFolderSink:
                 file.unlink(missing_ok=True)
         started_at = self._run.read().started_at or utc_now()
         self._run.update(status="running", started_at=started_at, completed_at=None, error=None, final_metrics={})
+
+    def _remark(self, remark: str | Sound) -> dict[str, str]:
+        """A line, and the file of its recording: one for all evaluations that heard the same."""
+        if isinstance(remark, str):
+            return {"text": remark}
+        content = encode_wav(remark.samples, remark.rate_hz)
+        file = self._run.audio / f"{hashlib.sha256(content).hexdigest()[:16]}.wav"
+        if not file.exists():
+            make_folders(self._run.audio)
+            write_bytes(file, content, durable=False)
+        return {"text": remark.text, "audio": file.name}
 
     def _epoch(self, event: EpochEnded) -> None:
         row = {"epoch": event.epoch, **event.row, "step": event.step, "attempt": event.attempt}

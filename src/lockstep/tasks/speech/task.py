@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
+from lockstep.events import Sound
 from lockstep.models.recogniser import Recogniser, output_lengths
+from lockstep.tasks.speech.audio import RATE_HZ
 from lockstep.tasks.speech.checking import open_rows, report_repeats
 from lockstep.tasks.speech.dataset import AugmentedRecordings, Perturbation, Recordings, SpeechBatch, collate
 from lockstep.tasks.speech.decoding import Hypotheses, decode_beam, decode_greedy, texts
@@ -315,10 +317,18 @@ class SpeechTask(Task):
         log_probs = model(batch.features, batch.lengths)
         return self._loss(log_probs, batch), self._rows_of(log_probs, batch)
 
-    def remarks(self) -> list[str]:
-        """The first utterances of the last evaluation, as they were said and heard."""
+    def remarks(self) -> list[str | Sound]:
+        """The first utterances of the last evaluation, as they were said and heard, with their recordings."""
         examples, self._examples = self._examples, ()
-        return [f"said: {said!r}  heard: {heard!r}" for said, heard in examples]
+        return [self._heard(at, *example) for at, example in enumerate(examples)]
+
+    def _heard(self, index: int, said: str, heard: str) -> str | Sound:
+        text = f"said: {said!r}  heard: {heard!r}"
+        found = self._recordings.get("val")
+        # Evaluations of other data, and of a part on each rank, begin with other utterances.
+        if found is None or index >= len(found) or found.symbols(index) != self.vocabulary.encode(said):
+            return text
+        return Sound(text, found.waveform(index), RATE_HZ)
 
     def predict(self, model: nn.Module, batch: SpeechBatch) -> dict[str, Any]:
         """The text of each utterance."""

@@ -1,7 +1,7 @@
 // Actions on a run that has ended: resume on other devices, evaluate, export.
 
 import { html, useEffect, useState } from "./html.js";
-import { post, runPath } from "./api.js";
+import { API, post, runPath } from "./api.js";
 import { devices } from "./catalogue.js";
 import { duration, number, plain, words } from "./format.js";
 import { jobs, merge, takeJob } from "./live.js";
@@ -143,7 +143,8 @@ export function Job({ job }) {
     </div>
     <code class="muted">${job.command_text}</code>
     ${running && html`<progress aria-label=${`Progress of ${job.kind}`} max=${all} value=${done}></progress><p class="muted" role="status">${doing || "starting…"}</p>`}
-    ${rows.length > 0 &&
+    ${job.kind === "report" && job.status === "done" && html`<p><a class="button" href=${`${API}/jobs/${job.id}/report`} target="_blank" rel="noopener">Open the report</a></p>`}
+    ${job.kind !== "report" && rows.length > 0 &&
     html`<dl class="facts-list">${rows.map(([name, value]) => html`<dt key=${name}>${words(name)}</dt><dd>${plain(value)}</dd>`)}</dl>`}
     <${Problem} error=${job.error} />
   </section>`;

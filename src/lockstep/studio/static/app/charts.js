@@ -66,15 +66,17 @@ function last({ x, y }, at = y.length - 1) {
 /**
  * `series`: [{label, x, y, dash?, index?}] with x ascending; `against` names the x axis.
  * `everyRow`: a row without a number was not finite: a gap in the line, and "not finite" as the newest value.
+ * `shared`: [labels of hidden lines, a function that sets them], of a legend that several charts have.
  * `onZoom(from, to)` is called on zoom, with nulls on reset.
  * Drag zooms, a double click resets; with the keyboard + and − zoom, arrows move, 0 resets.
  */
-export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 180, everyRow = false, fraction = false, onZoom }) {
+export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 180, everyRow = false, fraction = false, onZoom, shared }) {
   const host = useRef(null);
   const plot = useRef(null);
   const zoomed = useRef(onZoom);
   zoomed.current = onZoom;
-  const [hidden, setHidden] = useState([]);
+  const own = useState([]);
+  const [hidden, setHidden] = shared ?? own;
   const [cursor, setCursor] = useState(null);
   const [full, setFull] = useState(false);
   const [seen, setSeen] = useState(false);
@@ -120,7 +122,6 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
     event.preventDefault();
     does();
   };
-  const toggle = (label) => setHidden(hidden.includes(label) ? hidden.filter((one) => one !== label) : [...hidden, label]);
   const pointOf = (one, at = one.y.length - 1) => (everyRow && at >= 0 ? [one.x[at], one.y[at]] : last(one, at));
   const text = (point) => (point === null ? "–" : isGap(point[1]) ? "not finite" : `${format(point[1])}${unit}`);
   const newest = series.map((one) => [one.label, pointOf(one)]).filter(([, point]) => point);
@@ -146,22 +147,21 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
       aria-label=${`${title} against ${against}: ${summary}. Plus and minus zoom, arrows move, 0 shows all.`}
       onKeyDown=${keys}
     ></div>
-    ${series.length > 1 &&
-    html`<div class="legend">
-      ${series.map(
-        (one, index) => html`<button
-          key=${one.label}
-          type="button"
-          class="key"
-          aria-pressed=${hidden.includes(one.label) ? "false" : "true"}
-          onClick=${() => toggle(one.label)}
-        >
-          <${Swatch} ...${looks(one, index)} />
-          <span class="clip" title=${one.label}>${one.label}</span> <span class="number">${valueOf(one)}</span>
-        </button>`,
-      )}
-    </div>`}
+    ${series.length > 1 && html`<${Legend} series=${series} hidden=${hidden} onHide=${setHidden} textOf=${valueOf} named=${!shared} />`}
   </figure>`;
+}
+
+/** The lines by colour, each a switch; `textOf(one)` is what to show beside its name. */
+export function Legend({ series, hidden, onHide, textOf = () => "", named = true }) {
+  const toggle = (label) => onHide(hidden.includes(label) ? hidden.filter((one) => one !== label) : [...hidden, label]);
+  return html`<div class="legend">
+    ${series.map(
+      (one, index) => html`<button key=${one.label} type="button" class="key" title=${one.label} aria-label=${`${one.label} ${textOf(one)}`.trim()} aria-pressed=${hidden.includes(one.label) ? "false" : "true"} onClick=${() => toggle(one.label)}>
+        <${Swatch} ...${looks(one, index)} />
+        ${named && html`<span class="clip">${one.label}</span>`} <span class="number">${textOf(one)}</span>
+      </button>`,
+    )}
+  </div>`;
 }
 
 /** All series as one table: a row for each x. */

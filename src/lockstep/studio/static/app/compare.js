@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState } from "./html.js";
 import { get } from "./api.js";
-import { Chart, ChartTools } from "./charts.js";
+import { Chart, ChartTools, Legend } from "./charts.js";
 import { epochLines, linesOverSteps, STEP_CHARTS, useRun } from "./curves.js";
 import { number, plain, words } from "./format.js";
 import { runs } from "./live.js";
@@ -74,6 +74,7 @@ function Source({ id, onLines }) {
 }
 
 function Overlay({ ids, lines }) {
+  const shared = useState([]);
   const text = (id) => label((runs.value ?? []).find((run) => run.id === id) ?? { id });
   const labels = ids.map((id) => (ids.filter((other) => text(other) === text(id)).length > 1 ? `${text(id)} (${id})` : text(id)));
   const series = (name) => ids.map((id, index) => ({ label: labels[index], index, ...lines[id]?.get(name) })).filter(({ y }) => y);
@@ -87,8 +88,8 @@ function Overlay({ ids, lines }) {
     ...metrics.map((name) => ({ title: `${words(name)} per ${kind}`, against, series: series(`${kind} ${name}`) })),
   ].filter((chart) => chart.series.length);
   if (!charts.length) return html`<p class="empty">These runs have no measurements yet.</p>`;
-  return html`<${ChartTools} />
-    <div class="charts" role="group" aria-label="Charts">${charts.map((chart) => html`<${Chart} key=${`${chart.against} ${chart.title}`} ...${chart} />`)}</div>`;
+  return html`<div class="card shared"><${Legend} series=${labels.map((one, index) => ({ label: one, index }))} hidden=${shared[0]} onHide=${shared[1]} /><${ChartTools} /></div>
+    <div class="charts" role="group" aria-label="Charts">${charts.map((chart) => html`<${Chart} key=${`${chart.against} ${chart.title}`} shared=${shared} ...${chart} />`)}</div>`;
 }
 
 /** The best value of a metric, if its name says which way is better and the values differ. */
@@ -100,14 +101,18 @@ function bestOf(key, values) {
   return /acc|f1|precision|recall|score|auc|iou|bleu|samples_per_s/.test(name) ? Math.max(...known) : undefined;
 }
 
+/** The rows whose numbers differ between the runs. */
+const varied = (rows) => rows.filter(({ values }) => new Set(values.filter(Number.isFinite)).size > 1);
+
 /** Any two numbers of the runs against each other: settings, results. */
 function Scatter({ answer }) {
-  const rows = [...answer.config, ...answer.metrics].filter(({ values }) => values.filter(Number.isFinite).length > 1);
+  const rows = varied([...answer.config, ...answer.metrics]);
   const [chosen, setChosen] = useState([null, null]);
   if (rows.length < 2) return null;
   const names = rows.map(({ key }) => key);
   const pick = (at, fallback) => (names.includes(chosen[at]) ? chosen[at] : fallback);
-  const [x, y] = [pick(0, names[0]), pick(1, answer.metrics.find(({ key }) => names.includes(key))?.key ?? names[1])];
+  const x = pick(0, names[0]);
+  const y = pick(1, [...varied(answer.metrics), ...rows].find(({ key }) => key !== x).key);
   const valuesOf = (key) => rows.find((row) => row.key === key).values;
   const points = answer.runs.map((run, at) => ({ label: label(run), index: at, points: true, x: [valuesOf(x)[at]], y: [valuesOf(y)[at]] })).filter((one) => Number.isFinite(one.x[0]) && Number.isFinite(one.y[0]));
   const choice = (at, text, value) => html`<label class="row">${text}<select class="input" onChange=${(event) => setChosen(chosen.map((one, place) => (place === at ? event.currentTarget.value : one)))}>${names.map((name) => html`<option key=${name} value=${name} selected=${name === value}>${name}</option>`)}</select></label>`;
@@ -122,7 +127,6 @@ const MOST_AXES = 10;
 
 /** A line for each run through its numbers, each on an axis from the least to the largest of the runs. */
 function Parallel({ answer }) {
-  const varied = (rows) => rows.filter(({ values }) => new Set(values.filter(Number.isFinite)).size > 1);
   const results = varied(answer.metrics);
   const axes = [...varied(answer.config).slice(0, Math.max(MOST_AXES - results.length, MOST_AXES / 2)), ...results].slice(0, MOST_AXES);
   const [only, setOnly] = useState(null);

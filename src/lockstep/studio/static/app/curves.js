@@ -64,7 +64,7 @@ function axis(stream, run, kind) {
   const steps = stream.column(stream.x);
   const cached = axesOf.get(stream);
   if (cached?.steps === steps && cached.kind === kind) return cached.x;
-  const { epochs, total_steps: total } = (runs.value ?? []).find(({ id }) => id === run) ?? {};
+  const { epochs, total_steps: total } = runs.peek().find(({ id }) => id === run) ?? {}; // not drawn again with every beat
   const samples = stream.column("samples_seen");
   let x = steps;
   if (kind === "samples" && samples) x = samples;

@@ -2,7 +2,7 @@
 
 import { html } from "./html.js";
 
-export function Decisions({ decisions, notes = [] }) {
+export function Decisions({ decisions = {}, notes = [] }) {
   return html`<div class="card scroll-x">
     <h2>The plan</h2>
     <table>

@@ -49,12 +49,31 @@ function Strip({ run, title, files }) {
   const [at, setAt] = useState(files.length - 1);
   const file = files[Math.min(at, files.length - 1)];
   const epoch = /-epoch-(\d+)\.png$/.exec(file)?.[1];
+  const text = epoch ? `epoch ${Number(epoch)}` : file;
   return html`<section class="card stack" aria-label=${title}>
-    <div class="row between"><h2>${title}</h2><span class="muted number">${epoch ? `epoch ${Number(epoch)}` : file}</span></div>
-    ${files.length > 1 && html`<input type="range" min="0" max=${files.length - 1} value=${at} aria-label=${`Epoch of ${title}`} aria-valuetext=${`epoch ${Number(epoch)}`} onInput=${(event) => setAt(Number(event.currentTarget.value))} />`}
-    <img class="picture" src=${filePath(run.id, `pictures/${file}`)} alt=${`${title}, ${epoch ? `epoch ${Number(epoch)}` : file}`} />
+    <${Slider} title=${title} count=${files.length} at=${at} text=${text} onChange=${setAt} />
+    <img class="picture" src=${filePath(run.id, `pictures/${file}`)} alt=${`${title}, ${text}`} />
   </section>`;
 }
+
+/** What the task said of each evaluation: samples of text, recordings with what was heard. */
+function Remarks({ run, rows }) {
+  const [at, setAt] = useState(null);
+  const row = rows[Math.min(at ?? Infinity, rows.length - 1)];
+  return html`<section class="card stack" aria-label="Remarks">
+    <${Slider} title="Remarks" count=${rows.length} at=${rows.indexOf(row)} onChange=${(place) => setAt(place === rows.length - 1 ? null : place)} text=${`epoch ${number(row.epoch)}, step ${number(row.step)}`} />
+    <ul class="stack">
+      ${row.remarks.map(({ text, audio }, place) => html`<li key=${place}>
+        <p class="sample">${text}</p>
+        ${audio && html`<audio controls preload="none" aria-label=${text} src=${filePath(run, `audio/${audio}`)}></audio>`}
+      </li>`)}
+    </ul>
+  </section>`;
+}
+
+/** A heading, and where there are several evaluations a slider over them. */
+const Slider = ({ title, count, at, text, onChange }) => html`<div class="row between"><h2>${title}</h2><span class="muted number">${text}</span></div>
+  ${count > 1 && html`<input type="range" min="0" max=${count - 1} value=${at} aria-label=${`Epoch of ${title}`} aria-valuetext=${text} onInput=${(event) => onChange(Number(event.currentTarget.value))} />`}`;
 
 export function Evaluation({ run, detail, jobs, onEvaluate }) {
   if (!detail) return html`<p class="empty" role="status">Loading…</p>`;
@@ -62,16 +81,17 @@ export function Evaluation({ run, detail, jobs, onEvaluate }) {
   const matrices = Object.entries(tables).filter(([, value]) => isMatrix(value));
   const others = Object.entries(tables).filter(([, value]) => !isMatrix(value));
   const ours = jobs.filter(({ kind }) => kind === "evaluate");
-  const none = !matrices.length && !others.length && !detail.pictures.length && !ours.length;
+  const none = !detail.remarks.length && !matrices.length && !others.length && !detail.pictures.length && !ours.length;
   return html`
     ${ours.map((job) => html`<${Job} key=${job.id} job=${job} />`)}
     ${matrices.map(([name, matrix]) => {
       const names = Array.isArray(classes) && classes.length === matrix.length ? classes.map(String) : matrix.map((_, at) => `${at}`);
       return html`<${Confusion} key=${name} title=${heading(name)} matrix=${matrix} names=${names} />`;
     })}
+    ${detail.remarks.length > 0 && html`<${Remarks} run=${run.id} rows=${detail.remarks} />`}
     ${detail.pictures.length > 0 && html`<${Pictures} run=${run} names=${detail.pictures} />`}
     ${others.map(([name, value]) => html`<section key=${name} class="card stack"><h2>${heading(name)}</h2><pre class="wrap log" tabindex="0">${JSON.stringify(value, null, 1)}</pre></section>`)}
-    ${none && html`<div class="empty stack"><p>No confusion matrix, pictures or evaluations yet. Tasks that return tables or pictures show them here.</p>
+    ${none && html`<div class="empty stack"><p>No confusion matrix, pictures, remarks or evaluations yet. Tasks that return them show them here.</p>
       ${detail.checkpoints.length > 0 && html`<p><${Button} onClick=${onEvaluate}>Evaluate a checkpoint…<//></p>`}</div>`}
   `;
 }

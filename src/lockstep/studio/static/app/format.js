@@ -56,8 +56,9 @@ export function ago(iso, now = clockNow.value) {
   return new Date(then).toLocaleDateString(undefined, { year: "numeric", month: "short", day: "numeric" });
 }
 
-export function clock(iso) {
-  const then = Date.parse(iso);
+/** A moment (ISO text, or seconds since the epoch) as date and time. */
+export function clock(moment) {
+  const then = typeof moment === "number" ? moment * 1000 : Date.parse(moment);
   return Number.isNaN(then) ? DASH : new Date(then).toLocaleString();
 }
 

@@ -8,6 +8,8 @@ import { tellError } from "./ui.js";
 
 const POINTS = 20_000;
 const LONGEST_WAIT_MS = 5000;
+/** Rows arrive up to ten times a second; charts are drawn less often. */
+const DRAW_MS = 400;
 
 /** connecting | open | lost */
 export const connection = signal("connecting");
@@ -32,16 +34,20 @@ class RunData {
     /** Why the server does not send it, or null. */
     this.error = signal(null);
     this.streams = new Map();
-    /** Counts up, at most once a frame, when rows have arrived. */
+    /** Counts up, at most once in DRAW_MS, when rows have arrived. */
     this.version = signal(0);
-    this.frame = 0;
+    this.waits = false;
+    this.drawn = 0;
   }
 
   changed() {
-    this.frame ||= requestAnimationFrame(() => {
-      this.frame = 0;
+    if (this.waits) return;
+    this.waits = true;
+    const draw = () => {
+      [this.waits, this.drawn] = [false, performance.now()];
       this.version.value += 1;
-    });
+    };
+    setTimeout(() => requestAnimationFrame(draw), Math.max(0, this.drawn + DRAW_MS - performance.now()));
   }
 
   take({ header, columns }) {

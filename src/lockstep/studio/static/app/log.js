@@ -25,6 +25,10 @@ function parts(line) {
   return [...found, [line.slice(at), colour + bold]].filter(([text]) => text);
 }
 
+/** Text of a terminal: its colours, without its other codes. */
+export const Coloured = ({ text }) =>
+  text.split("\n").map((line, at) => html`<span key=${at}>${parts(line).map(([part, kind]) => (kind ? html`<span class=${kind}>${part}</span>` : part))}${"\n"}</span>`);
+
 export function Log({ run, names }) {
   const [name, setName] = useState(null);
   const [log, setLog] = useState(null);
@@ -64,6 +68,6 @@ export function Log({ run, names }) {
       <span class="muted number">${number(lines.length)} lines</span>
       ${log?.truncated && tail < 5000 && html`<button type="button" class="button small" onClick=${() => setTail(5000)}>Load more</button>`}
     </div>
-    <pre class="wrap log" tabindex="0" aria-label="Log" ref=${box} onScroll=${scrolled}>${lines.length ? lines.map((line, at) => html`<span key=${at}>${parts(line).map(([part, kind]) => (kind ? html`<span class=${kind}>${part}</span>` : part))}${"\n"}</span>`) : "the log is empty"}</pre>
+    <pre class="wrap log" tabindex="0" aria-label="Log" ref=${box} onScroll=${scrolled}>${lines.length ? html`<${Coloured} text=${lines.join("\n")} />` : "the log is empty"}</pre>
   </div>`;
 }

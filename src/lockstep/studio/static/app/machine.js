@@ -3,9 +3,9 @@
 import { html, useEffect, useState } from "./html.js";
 import { get, post } from "./api.js";
 import { DeviceChoice, Job } from "./afterwards.js";
-import { devices, freeDevices, refreshDevices } from "./catalogue.js";
+import { devices, freeDevices, refreshDevices, studio } from "./catalogue.js";
 import { tick } from "./draft.js";
-import { clock, deviceWords, gigabytes } from "./format.js";
+import { clock, deviceWords, gigabytes, number, percent } from "./format.js";
 import { isGoing, jobs, runs } from "./live.js";
 import { address, drawer } from "./route.js";
 import { label } from "./runs.js";
@@ -58,7 +58,10 @@ function Doctor() {
     <ul class="stack" aria-label="Findings">${findings.map((finding) => html`<${Finding} key=${`${finding.node} ${finding.name} ${finding.what}`} finding=${finding} />`)}</ul>`;
 }
 
-/** Memory, processes and runs of each device, every few seconds. */
+const Meter = ({ name, share, text }) => html`<div class="meter" role="meter" aria-label=${name} aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}><span style=${{ width: `${share * 100}%` }}></span></div>
+  <p class="number muted">${text}</p>`;
+
+/** Load, memory, processes and runs of each device, every few seconds. */
 function Devices() {
   useEffect(() => {
     const look = () => refreshDevices().catch(() => {});
@@ -71,14 +74,17 @@ function Devices() {
     ${(devices.value?.devices ?? []).map((device) => {
       const { id, name, users, note, memory_gb: memory, free_gb: free, cores } = device;
       const share = memory && free !== null ? 1 - free / memory : null;
+      const { host, devices: gpus = [] } = devices.value.load ?? {};
+      const load = id === "cpu" ? (host && { utilisation: host.cpu }) : gpus.find((one) => one.id === id);
+      const ours = using(id);
       return html`<section key=${id} class="card stack" aria-label=${id}>
         <div class="row between"><h2>${id === "cpu" ? "CPU" : id.replace("gpu:", "GPU ")}</h2><span class="muted">${cores ? `${cores} cores` : ""}</span></div>
         <p class="muted clip" title=${name}>${name}</p>
-        ${share !== null && html`<div class="meter" role="meter" aria-label="Memory in use" aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}><span style=${{ width: `${share * 100}%` }}></span></div>
-          <p class="number muted">${gigabytes((memory - free) * 1e9)} of ${gigabytes(memory * 1e9)} in use</p>`}
-        ${using(id).map((run) => html`<p key=${run.id}><a href=${address("run", [run.id])}>${label(run)}</a> <span class="muted">run</span></p>`)}
-        ${users.map((user) => html`<p key=${user.pid} class="muted">${user.name}, process ${user.pid}${user.memory_gb ? `, ${gigabytes(user.memory_gb * 1e9)}` : ""}</p>`)}
-        ${!users.length && !using(id).length && html`<p class="muted">No run here uses it.</p>`}
+        ${Number.isFinite(load?.utilisation) && html`<${Meter} name="Utilisation" share=${load.utilisation} text=${[`${percent(load.utilisation)} busy`, load.power_w && `${number(load.power_w, 3)} W`, load.temperature_c && `${load.temperature_c} °C`].filter(Boolean).join(" · ")} />`}
+        ${share !== null && html`<${Meter} name="Memory in use" share=${share} text=${`${gigabytes((memory - free) * 1e9)} of ${gigabytes(memory * 1e9)} in use`} />`}
+        ${ours.map((run) => html`<p key=${run.id}><a href=${address("run", [run.id])}>${label(run)}</a> <span class="muted">run</span></p>`)}
+        ${users.map((user) => html`<p key=${user.pid} class="muted">${user.owner ? `${user.owner}: ` : ""}${user.name}, process ${user.pid}${user.memory_gb ? `, ${gigabytes(user.memory_gb * 1e9)}` : ""}${user.run ? `, run ${user.run}` : ""}</p>`)}
+        ${!users.length && !ours.length && html`<p class="muted">No run here uses it.</p>`}
         ${note && html`<p class="note">${note}</p>`}
       </section>`;
     })}
@@ -92,6 +98,6 @@ export function Machine() {
     drawer.value = true;
   };
   return html`<div class="view">
-    <div class="row between"><h1>Devices</h1>${free.length > 0 && html`<${Button} onClick=${offer}>Train on ${deviceWords(free)}…<//>`}</div>
+    <div class="row between"><h1>Devices${studio.value ? ` of ${studio.value.host}` : ""}</h1>${free.length > 0 && html`<${Button} onClick=${offer}>Train on ${deviceWords(free)}…<//>`}</div>
     <${Devices} /><${Doctor} /></div>`;
 }

@@ -1,14 +1,14 @@
 // The page of one run: overview, charts, log, evaluation, configuration and files as tabs.
 
 import { html, useEffect, useState } from "./html.js";
-import { API, filePath, get, post, runPath } from "./api.js";
+import { filePath, get, post, runPath } from "./api.js";
 import { studio } from "./catalogue.js";
 import { Decisions } from "./decisions.js";
 import { Curves } from "./curves.js";
 import { Evaluation } from "./evaluation.js";
 import { bytes, clock, deviceWords, duration, heading, number, percent, words } from "./format.js";
-import { isGoing, runs } from "./live.js";
-import { Log } from "./log.js";
+import { isGoing, runs, takeJob } from "./live.js";
+import { Coloured, Log } from "./log.js";
 import { EvaluateDialog, ExportDialog, Job, newestJobs, ResumeDialog } from "./afterwards.js";
 import { go, route } from "./route.js";
 import { actionsFor, LABEL_DIALOGS, label, monitored } from "./runs.js";
@@ -24,7 +24,7 @@ function useDetail(run) {
       (error) => error.name !== "AbortError" && setFound({ detail: null, error }),
     );
     return () => abort.abort();
-  }, [run.id, run.status, run.attempt, run.starting]);
+  }, [run.id, run.status, run.attempt, run.starting, run.epoch]);
   return found.detail?.id === run.id || found.error ? found : { detail: null, error: null };
 }
 
@@ -84,13 +84,13 @@ function Ended({ run, detail }) {
   return html`<section class="stack" aria-label="How it ended">
     <p class="note ${run.status === "stopped" ? "warn" : "bad"}">
       ${cause.map((line, at) => html`<strong key=${line} class=${at ? "muted" : ""} style=${{ display: "block" }}>${line}</strong>`)}
-      ${ENDS[run.status]} ${run.step !== null && html`Step ${number(run.step)} of ${number(run.total_steps)}.`}
+      ${ENDS[run.status]} ${run.step > 0 && html`Step ${number(run.step)}${run.total_steps ? ` of ${number(run.total_steps)}` : ""}.`}
       ${detail?.checkpoints.length > 0 && html` Newest checkpoint: step ${number(Math.max(...detail.checkpoints.map(({ step }) => step)))}.`}
     </p>
     ${run.resume_error && html`<p class="note bad" role="alert">The last resume did not start an attempt. Its output:</p>
-      <pre class="wrap log" tabindex="0" aria-label="Why it was not resumed">${run.resume_error}</pre>`}
-    ${run.error && html`<pre class="wrap log" tabindex="0" aria-label="Failure">${run.error}</pre>`}
-    ${detail?.start_output && !run.resume_error && detail.start_output !== run.error && html`<pre class="wrap log" tabindex="0" aria-label="Output of the command">${detail.start_output}</pre>`}
+      <pre class="wrap log" tabindex="0" aria-label="Why it was not resumed"><${Coloured} text=${run.resume_error} /></pre>`}
+    ${run.error && html`<pre class="wrap log" tabindex="0" aria-label="Failure"><${Coloured} text=${run.error} /></pre>`}
+    ${detail?.start_output && !run.resume_error && detail.start_output !== run.error && html`<pre class="wrap log" tabindex="0" aria-label="Output of the command"><${Coloured} text=${detail.start_output} /></pre>`}
   </section>`;
 }
 
@@ -125,7 +125,7 @@ function Files({ run }) {
       <thead><tr><th scope="col">File</th><th scope="col">Size</th><th scope="col">Changed</th></tr></thead>
       <tbody>
         ${shown.slice(0, 500).map(
-          (file) => html`<tr key=${file.path}><th scope="row"><a class="mono" href=${filePath(run.id, file.path)} target="_blank" rel="noopener">${file.path}</a></th><td class="number">${bytes(file.bytes)}</td><td class="number muted">${clock(file.modified * 1000)}</td></tr>`,
+          (file) => html`<tr key=${file.path}><th scope="row"><a class="mono" href=${filePath(run.id, file.path)} target="_blank" rel="noopener">${file.path}</a></th><td class="number">${bytes(file.bytes)}</td><td class="number muted">${clock(file.modified)}</td></tr>`,
         )}
       </tbody>
     </table>
@@ -158,12 +158,12 @@ function Stop({ run }) {
 }
 
 function Actions({ run, detail, onDialog }) {
-  if (isGoing(run)) return html`<${Stop} run=${run} />`;
+  if (isGoing(run)) return null;
   const longer = run.status === "completed";
   const saved = detail?.checkpoints.length > 0;
   return html`
     ${detail?.resumable && html`<${Button} kind=${longer ? "" : "primary"} onClick=${() => onDialog("resume")}>${longer ? "More epochs…" : "Resume…"}<//>`}
-    ${detail && html`<a class="button" href=${`${API}${runPath(run.id, "/report")}`} target="_blank" rel="noopener" title="Curves, settings and plan on one page, in a new tab">Report</a>`}
+    ${detail && html`<${Button} title="Curves, settings and plan on one page" onClick=${() => post(runPath(run.id, "/report")).then(takeJob, tellError)}>Report<//>`}
     ${saved && html`<${Button} onClick=${() => onDialog("evaluate")}>Evaluate…<//><${Button} onClick=${() => onDialog("export")}>Export…<//>`}
   `;
 }
@@ -196,6 +196,7 @@ function Chosen({ run }) {
       <a class="button quiet small" href="#/runs">← Runs</a>
       <h1 class="clip" title=${run.id}>${run.pinned ? "★ " : ""}${label(run)}</h1>
       <${Badge} status=${run.status} />
+      ${isGoing(run) && html`<${Stop} run=${run} />` /* nothing else comes to its place when the run has ended */}
       ${metric && html`<span class="number muted">${heading(metric[0])} <strong>${number(metric[1])}</strong></span>`}
       ${run.tags.map((tag) => html`<span key=${tag} class="badge tag"><span class="clip">${tag}</span></span>`)}
       <span class="grow"></span>

@@ -35,7 +35,7 @@ export function parse(text, schema) {
     if (!trimmed || !Number.isFinite(value)) throw new Error("a number is needed");
     if (schema.type === "integer" && !Number.isInteger(value)) throw new Error("a whole number is needed");
     if (schema.type === "integer" && !Number.isSafeInteger(value)) {
-      throw new Error(`a browser would round this: here at most ${Number.MAX_SAFE_INTEGER}, more with --set in a terminal`);
+      throw new Error(`a browser would round this: here at most ${Number.MAX_SAFE_INTEGER}`);
     }
     const limits = [
       [value < schema.minimum, `at least ${schema.minimum}`],
