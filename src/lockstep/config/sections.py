@@ -163,10 +163,10 @@ class TrainingConfig(Section):
     activation_checkpointing: bool = Field(
         default=False, description="keep only the inputs of each block, and compute the rest again in the backward pass"
     )
-    on_oom: Literal["fail", "retry"] = Field(
-        default="fail",
-        description="out of memory: end the run, or try again with half the micro-batch and the same global batch, up "
-        "to 4 times",
+    on_oom: Literal["start", "retry", "fail"] = Field(
+        default="start",
+        description="out of memory: try again with half the micro-batch and the same global batch, up to 4 times: at "
+        "the start (in the first 3 steps of an attempt), or whenever it happens (retry); or end the run",
     )
     max_skipped_share: float = Field(
         default=0.5,

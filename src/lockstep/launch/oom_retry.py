@@ -1,4 +1,4 @@
-"""``training.on_oom: retry``: after an attempt that ran out of memory, another one with half the micro-batch.
+"""``training.on_oom``: after an attempt that ran out of memory, another one with half the micro-batch.
 
 All ranks end with the failed attempt, and its memory with them. The global batch stays the same, and the run resumes
 from its latest checkpoint or from the start, so losses are those of a run that began with the smaller micro-batch.
@@ -25,6 +25,8 @@ from lockstep.telemetry.rundir import RunDir
 
 #: Four halvings find a micro-batch that was 16 times too large.
 RETRIES = 4
+#: What happens in so many steps of an attempt happens at its start.
+FIRST_STEPS = 3
 
 
 def start_with_retries(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
@@ -37,7 +39,9 @@ def start_with_retries(prepared: Prepared, run: RunDir, *, resumed_from: int) ->
         try:
             return start(prepared, run, resumed_from=resumed_from)
         except RankOutOfMemory as error:
-            smaller = halved(prepared.config, prepared.plan)
+            beat = run.progress()
+            at_start = beat is None or beat.step - resumed_from < FIRST_STEPS
+            smaller = halved(prepared.config, prepared.plan, at_start=at_start)
             if smaller is None:
                 raise
             what = error.what.splitlines()[0]
@@ -58,10 +62,12 @@ def start_with_retries(prepared: Prepared, run: RunDir, *, resumed_from: int) ->
     return start(prepared, run, resumed_from=resumed_from)
 
 
-def halved(config: RunConfig, plan: Plan) -> RunConfig | None:
+def halved(config: RunConfig, plan: Plan, *, at_start: bool) -> RunConfig | None:
     """``config`` with half the micro-batch and the same global batch; ``None`` where that is not wanted or possible."""
-    size = plan.batch.batch_size
-    if config.training.on_oom != "retry" or size < 2 or plan.reproducibility == "exact" or plan.task.loader is not None:
+    size, wanted = plan.batch.batch_size, config.training.on_oom
+    if wanted == "fail" or (wanted == "start" and not at_start):
+        return None
+    if size < 2 or plan.reproducibility == "exact" or plan.task.loader is not None:
         return None
     training = {"batch_size": -(-size // 2), "global_batch_size": plan.batch.global_batch, "accumulate": 1}
     # The learning rate is scaled against the batch size that the run was started with.

@@ -89,5 +89,5 @@ def test_what_a_rank_says_goes_over_what_others_saw() -> None:
     both = RankMemory(allocated=10**9, total=8 * 10**9).over(seen)
     text = table({1: both, 0: RankMemory()}, MachineMemory(total=16 * 10**9, free=10**9))
     assert "rank 0: not known" in text
-    assert "rank 1: GPU: 1.00 GB allocated, 3.00 GB reserved, 2.75 GB at most, of 8.00 GB" in text
+    assert "rank 1: GPU: 1.00 GB allocated, 3.00 GB reserved, 2.75 GB at most, of 8.00 GB (fragmented: 67%" in text
     assert "16.00 GB, 1.00 GB of it free" in text

@@ -47,7 +47,9 @@ class RankMemory(FileContent):
         parts = []
         if self.peak or self.allocated:
             gpu = f"GPU: {_gb(self.allocated)} allocated, {_gb(self.reserved)} reserved, {_gb(self.peak)} at most"
-            parts.append(gpu + (f", of {_gb(self.total)}" if self.total else ""))
+            unused = 1 - self.allocated / self.reserved if self.reserved else 0.0
+            fragmented = f" (fragmented: {unused:.0%} of what is reserved is not allocated)" if unused > 0.1 else ""
+            parts.append(gpu + (f", of {_gb(self.total)}" if self.total else "") + fragmented)
         if self.resident:
             host = f"{_gb(self.resident)} resident, {_gb(max(self.resident, self.peak_resident))} at most"
             host += f", {_gb(self.children)} in its workers" if self.children else ""
