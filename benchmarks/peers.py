@@ -1,15 +1,15 @@
-"""The loop against its peers: one model, data, optimizer and batch through six loops that take turns.
+"""The loop against its peers: one model, data, optimizer and batch through seven loops that take turns.
 
 ::
 
     pip install -c constraints.txt -e '.[peers]'
     python benchmarks/peers.py --out benchmarks/results
-    python benchmarks/peers.py --models mlp,cnn,transformer --ranks 1,2 --rounds 40 --steps 50   # the defaults
+    python benchmarks/peers.py --models text,images --ranks 1,2 --rounds 40 --steps 50   # all models unless named
 
 floor        batches lie ready in memory, fused optimizer, clipping when the others clip; nothing else
 hand         the hand-written loop: DataLoader, fused optimizer, ``loss.item()`` every 50 steps; on two ranks with DDP
 lockstep     ``lockstep.train`` with its defaults: loss and count, log every 50 steps, heartbeat, monitor
-fabric, accelerate, lightning   as their guides write it; the loss is logged every 50 steps
+fabric, accelerate, lightning, transformers   as their guides write it; the loss is logged every 50 steps
 
 Every loop is a process of its own (two on two ranks), with one thread, that lives for the whole contest and stands
 still while another one runs its block of steps (``pace/pacer.py``). A ratio is taken between blocks of one round; what
@@ -45,8 +45,15 @@ SIDES = {
     "fabric": "lightning",
     "accelerate": "accelerate",
     "lightning": "lightning",
+    "transformers": "transformers",
 }
-TITLES = {"mlp": "MLP 561-128-6", "cnn": "HAR's CNN", "transformer": "small transformer"}
+TITLES = {
+    "mlp": "MLP 561-128-6",
+    "cnn": "HAR's CNN",
+    "transformer": "small transformer",
+    "text": "language model (`text`)",
+    "images": "small ResNet (`images`)",
+}
 
 
 def contest(sides: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +99,7 @@ def present(sides: Sequence[str]) -> list[str]:
 
 def versions() -> dict[str, str]:
     found = {}
-    for name in ("lockstep-train", "torch", "lightning", "accelerate"):
+    for name in ("lockstep-train", "torch", "lightning", "accelerate", "transformers"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -31,7 +31,7 @@ class Paced(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         inputs, labels = unpacked(batch)
-        return Loss(nn.functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels))
+        return Loss(nn.functional.cross_entropy(model(inputs), labels, reduction="sum"), labels.numel())
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
         return model(batch[0]), batch[1]

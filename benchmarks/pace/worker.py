@@ -14,7 +14,7 @@ def main() -> None:
     torch.set_num_threads(1)
     workload = read_workload(sys.argv[1])
     side = workload.side.rstrip("012")  # loader processes, in the contest of data sets
-    home = f"{side}_side" if side in ("lightning", "fabric", "accelerate", "lockstep") else "by_hand"
+    home = f"{side}_side" if side in ("lightning", "fabric", "accelerate", "transformers", "lockstep") else "by_hand"
     importlib.import_module(f"pace.{home}").run(workload)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.models.gpt import Gpt
 from lockstep.models.har import Cnn, Mlp, Transformer
+from lockstep.models.vision import ResNet
 
 #: Steps between two readings of the loss, and between two looks at the clock.
 INTERVAL = 50
@@ -21,11 +23,29 @@ CLASSES, LR, MAX_NORM = 6, 1e-3, 1.0
 #: Blocks in an epoch: its end falls between two timed blocks.
 BLOCKS_IN_EPOCH = 4
 
+#: Tokens of the language model.
+TOKENS = 257
+
+
+class Text(nn.Module):
+    """The model of the task ``text``, smaller: ids (batch, time) to logits (batch, tokens, time)."""
+
+    def __init__(self, time: int) -> None:
+        super().__init__()
+        self.gpt = Gpt(TOKENS, time, width=64, depth=2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.gpt(ids)
+        return logits.transpose(1, 2)
+
+
 #: Shape of a sample, and the model.
-MODELS: dict[str, tuple[tuple[int, int], type[nn.Module]]] = {
-    "mlp": ((1, 561), Mlp),
-    "cnn": ((9, 128), Cnn),
-    "transformer": ((9, 128), Transformer),
+MODELS: dict[str, tuple[tuple[int, ...], Callable[..., nn.Module]]] = {
+    "mlp": ((1, 561), lambda channels, length: Mlp(channels, CLASSES, length)),
+    "cnn": ((9, 128), lambda channels, length: Cnn(channels, CLASSES, length)),
+    "transformer": ((9, 128), lambda channels, length: Transformer(channels, CLASSES, length)),
+    "text": ((64,), Text),
+    "images": ((1, 16, 16), lambda channels, *size: ResNet(channels, CLASSES, widths=(8, 16, 32))),
 }
 
 
@@ -68,14 +88,17 @@ class Workload:
         return torch.device("cpu") if self.device == "cpu" else torch.device("cuda", int(self.device[4:]))
 
     def build(self) -> nn.Module:
-        (channels, length), kind = MODELS[self.model]
+        shape, make = MODELS[self.model]
         torch.manual_seed(0)
-        return kind(channels, CLASSES, length)
+        return make(*shape)
 
     def data(self) -> tuple[Tensor, Tensor]:
         """An epoch's samples and labels, in host memory."""
         generator = torch.Generator().manual_seed(0)
         shape, _ = MODELS[self.model]
+        if self.model == "text":
+            tokens = torch.randint(0, TOKENS, (self.samples, shape[0] + 1), generator=generator)
+            return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         labels = torch.randint(0, CLASSES, (self.samples,), generator=generator)
         return torch.randn(self.samples, *shape, generator=generator), labels
 

@@ -49,6 +49,7 @@ def test_the_loops_take_turns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_that_are_installed(tmp_path: Path, ranks: int) -> None:
     packages = {"fabric": "lightning", "accelerate": "accelerate", "lightning": "lightning"}
+    packages["transformers"] = "transformers"
     sides = ("floor", "hand", "lockstep", *(side for side, package in packages.items() if find_spec(package)))
     check(*contest(tmp_path, sides, ranks), sides, ranks)
 

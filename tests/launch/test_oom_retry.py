@@ -66,4 +66,5 @@ def test_what_is_too_large_at_one_sample_or_not_to_be_retried_fails(tmp_path: Pa
         lockstep.train(Large, settings(tmp_path / "far", "cpu", batch_size=200, epochs=9))
     with pytest.raises(RankOutOfMemory):
         lockstep.train(Late, settings(tmp_path / "late", "cpu", batch_size=8, on_oom="start"))
-    assert lockstep.train(Large, settings(tmp_path / "start", "cpu", batch_size=8, on_oom="start")).status == "completed"
+    run = lockstep.train(Large, settings(tmp_path / "start", "cpu", batch_size=8, on_oom="start"))
+    assert run.status == "completed"
