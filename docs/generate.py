@@ -1,12 +1,16 @@
-"""Writes docs/cli.md and docs/configuration.md from the code: ``python docs/generate.py``.
+"""Writes the reference from the code: ``python docs/generate.py``.
 
-A test compares the files with what this script would write, so run it after changing a flag or a setting.
+The command line, the settings, the codes of errors, and the files of a run folder with their JSON schemas. A test
+compares the files with what this script would write. :func:`error_messages` is added when the site is built.
 """
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,7 +222,231 @@ def _cell(text: str) -> str:
     return text if "`" in text else text.replace("<", "&lt;")
 
 
-PAGES = {"cli.md": cli_page, "configuration.md": configuration_page}
+ERRORS_INTRODUCTION = """\
+# Errors
+
+Every error that Lockstep raises on purpose has a code, a message, the reason and a fix. The command line prints them
+without a traceback; `--json` and the studio's API return `{"code": …, "message": …, "why": …, "fix": …}`. In Python
+they are exceptions:
+
+```python
+import lockstep
+
+try:
+    lockstep.plan("har", devices="gpu:99")
+except lockstep.LockstepError as error:
+    print(error.code, error.exit_code)  # GPU_NOT_AVAILABLE 2
+    print(error.fix)
+```
+
+Codes are stable, messages are not. Exit code 2 means wrong usage, 1 a run that failed."""
+
+CAUSES_INTRODUCTION = """\
+## Causes of a failed rank
+
+When a rank fails, its failure report names one of these causes. Each links to how to check and how to fix it."""
+
+MESSAGES = "<!-- messages -->"
+
+
+def errors_page() -> str:
+    """Codes, classes and exit codes; causes of a failure. The messages follow on the site."""
+    from lockstep import errors
+    from lockstep.launch.failure.causes import CauseKey
+
+    meanings = dict(re.findall(r"── (\w+) +(.+)$", errors.__doc__ or "", re.M))
+    rows = []
+    for name, kind in _error_classes().items():
+        bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
+        meaning = meanings.get(name, "").partition(": exit code")[0]
+        rows.append((f"`{kind.code}`", f"`{name}`", bases, str(kind.exit_code), meaning))
+    columns = ("code", "class", "subclass of", "exit code", "meaning")
+    causes = [f"[{key}](troubleshooting.md#{key})" for key in CauseKey]
+    parts = [GENERATED, ERRORS_INTRODUCTION, _table(columns, rows), CAUSES_INTRODUCTION, " · ".join(causes), MESSAGES]
+    return "\n\n".join(parts) + "\n"
+
+
+def error_messages() -> str:
+    """Every message in the source, by code; ``…`` stands for what is known only when it is raised."""
+    found: dict[str, dict[str, str]] = {name: {} for name in _error_classes()}
+    for path in sorted((HERE.parent / "src" / "lockstep").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
+            if name in found and node.args and (what := _template(node.args[0])):
+                fix = next((_template(word.value) for word in node.keywords if word.arg == "fix"), "")
+                found[name].setdefault(what, fix)
+    parts = ["## Messages\n\nThe messages of this version, to search for. `…` stands for a name, a value or a reason."]
+    for name, kind in _error_classes().items():
+        if found[name]:
+            rows = [(f"`{what}`", fix) for what, fix in sorted(found[name].items())]
+            parts += [f"### {kind.code}", _table(("message", "fix"), rows)]
+    return "\n\n".join(parts)
+
+
+def _error_classes() -> dict[str, Any]:
+    from lockstep import errors
+
+    kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    return {name: kind for name, kind in kinds.items() if issubclass(kind, errors.LockstepError)}
+
+
+def _template(node: ast.expr) -> str:
+    """The text of a string in the source; empty if it is not a literal."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return " ".join(node.value.split())
+    if not isinstance(node, ast.JoinedStr):
+        return ""
+    text = "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+    return " ".join(text.replace("`", "").split()) if text.strip("… ") else ""
+
+
+FOLDER_INTRODUCTION = """\
+# Files of a run folder
+
+[The run folder](concepts/run-folder.md) explains who writes these files and when. The JSON schemas are generated from
+the models that Lockstep reads and writes with. Files of older versions match them too, except configurations and plans,
+which are converted when they are read. A reader has to ignore keys that it does not know. A number that was not finite
+is `null`."""
+
+_ROWS = {
+    "metrics": "One row per epoch. Names that start with `train_` or `val_` are losses and the task's metrics.",
+    "evaluations": "A line for each evaluation within an epoch (`validation.every_steps`), with the metrics by name.",
+    "system": "A line per second and node. Memory in 1e9 bytes, shares from 0 to 1; `null`: not reported.",
+    "samples": "With `debug.record_samples`: what each rank trained on, a line before each step.",
+}
+
+
+def folder_schemas() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Of each kind of file: which ones, and their JSON schema."""
+    from pydantic import TypeAdapter
+
+    from lockstep.checkpoint.manifest import Manifest
+    from lockstep.config import RunConfig
+    from lockstep.events import RanksLogged, StepLogged
+    from lockstep.planning.plan import Plan
+    from lockstep.telemetry.heartbeat import Beat
+    from lockstep.telemetry.records import RunRecord
+
+    integer, number, text = {"type": "integer"}, {"type": "number"}, {"type": "string"}
+    place = {"attempt": integer, "step": integer, "epoch": {"type": "integer", "minimum": 1}}
+    manifest = TypeAdapter(Manifest).json_schema()
+    del manifest["properties"]["extra"]
+    manifest["required"] = [*manifest["required"][:-1], "format_version", "checksum"]
+    manifest["properties"] |= {"format_version": integer, "checksum": text}
+    manifest["description"] = (
+        "Of a checkpoint: size and SHA-256 of each file, and where the run is; `checksum` covers the rest."
+    )
+    numbers = {"type": "array", "items": integer}
+    device = {"type": "object", "properties": {"id": text, "name": text}, "required": ["id"]}
+    return {
+        "run": ("`run.json`", RunRecord.model_json_schema()),
+        "heartbeat": ("`heartbeat.json`", Beat.model_json_schema()),
+        "config": ("`config.yaml`, `attempts/<n>/config.yaml`", RunConfig.model_json_schema()),
+        "plan": ("`plan.json`, `attempts/<n>/plan.json`", Plan.model_json_schema()),
+        "metrics": (
+            "`metrics.json`",
+            _object(epochs={"type": "array", "items": _object(place | {"epoch": place["epoch"]}, number)}),
+        ),
+        "steps": ("each line of `steps.jsonl`", TypeAdapter(StepLogged).json_schema()),
+        "evaluations": ("each line of `evaluations.jsonl`", _object(place | {"improved": {"type": "boolean"}}, number)),
+        "ranks": ("each line of `ranks.jsonl`", TypeAdapter(RanksLogged).json_schema()),
+        "system": (
+            "each line of `system-<node>.jsonl`",
+            _object(time=number, host={"type": "object"}, devices={"type": "array", "items": device}),
+        ),
+        "samples": ("each line of `samples-rank<r>.jsonl`", _object(place | {"indices": numbers})),
+        "manifest": ("`checkpoints/step-<n>/manifest.json`", manifest),
+    }
+
+
+def _object(properties: Mapping[str, Any] | None = None, others: Any = True, **more: Any) -> dict[str, Any]:
+    properties = {**(properties or {}), **more}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": others}
+
+
+def schema_file(name: str) -> str:
+    """The JSON schema of a kind of file, as text."""
+    _, schema = folder_schemas()[name]
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": name}
+    schema = {**schema, "description": _ROWS.get(name) or schema.get("description", "")}
+    return json.dumps({**head, **_finished(schema)}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _finished(node: Any) -> Any:
+    """Without generated titles and Sphinx roles; a number may be null, as one that is not finite is written."""
+    if isinstance(node, list):
+        return [_finished(item) for item in node]
+    if isinstance(node, str):
+        return re.sub(r":\w+:`[.~]?([^`]+)`", r"`\1`", node).replace("``", "`")
+    if not isinstance(node, dict):
+        return node
+    made = {key: _finished(item) for key, item in node.items() if key != "title" or isinstance(item, dict)}
+    return made | {"type": ["number", "null"]} if made.get("type") == "number" else made
+
+
+def folder_page() -> str:
+    """The files that have a schema, and the fields of each."""
+    parts = [GENERATED, FOLDER_INTRODUCTION]
+    schemas = {name: json.loads(schema_file(name)) for name in folder_schemas()}
+    rows = [
+        (files, f"[{name}.schema.json](schemas/{name}.schema.json)") for name, (files, _) in folder_schemas().items()
+    ]
+    parts.append(_table(("file", "schema"), rows))
+    for name, (files, _) in folder_schemas().items():
+        schema = schemas[name]
+        if name == "config":
+            continue  # configuration.md
+        parts += [
+            f"## {files}",
+            re.sub(r" *\n *", " ", schema["description"].replace("\n\n", "\0")).replace("\0", "\n\n"),
+        ]
+        fields = schema["properties"]["epochs"]["items"] if name == "metrics" else schema
+        needed = fields.get("required", [])
+        table = [
+            (f"`{key}`", _kind(field), "yes" if key in needed else "", "")[:3]
+            for key, field in fields["properties"].items()
+        ]
+        parts.append(_table(("key", "type", "required"), table))
+    return "\n\n".join(parts) + "\n"
+
+
+def _kind(field: Mapping[str, Any]) -> str:
+    if "anyOf" in field:
+        kinds = " or ".join(_kind(option) for option in field["anyOf"]).split(" or ")
+        return " or ".join(dict.fromkeys(kinds))
+    if "$ref" in field:
+        return f"object: {field['$ref'].rpartition('/')[2]}"
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if field.get("type") == "array":
+        return f"list of {_kind(field.get('items', {}))}" if field.get("items") else "list"
+    kinds = field.get("type", "any")
+    text = " or ".join(kinds) if isinstance(kinds, list) else kinds
+    return {"string": "text", "boolean": "true, false"}.get(text, text) + (
+        ", a time in UTC" if field.get("format") == "date-time" else ""
+    )
+
+
+SCHEMAS = (
+    "run",
+    "heartbeat",
+    "config",
+    "plan",
+    "metrics",
+    "steps",
+    "evaluations",
+    "ranks",
+    "system",
+    "samples",
+    "manifest",
+)
+PAGES: dict[str, Callable[[], str]] = {
+    "cli.md": cli_page,
+    "configuration.md": configuration_page,
+    "errors.md": errors_page,
+    "run-folder.md": folder_page,
+    **{f"schemas/{name}.schema.json": partial(schema_file, name) for name in SCHEMAS},
+}
 
 
 if __name__ == "__main__":

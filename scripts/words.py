@@ -59,7 +59,7 @@ def findings(paths: list[Path]) -> Iterator[str]:
 
 def main() -> int:
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
-    pages += (ROOT / "docs").glob("*.md")
+    pages += (ROOT / "docs").rglob("*.md")
     pages += [ROOT / "src" / "lockstep"]
     paths = [Path(name) for name in sys.argv[1:]] or pages
     files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]

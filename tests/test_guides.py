@@ -14,10 +14,10 @@ from lockstep.cli.main import VERBS, app
 from lockstep.launch.failure.causes import CauseKey
 from tests.gloo import ROOT
 
-GENERATED = {"cli.md", "configuration.md"}
+GENERATED = {"cli.md", "configuration.md", "errors.md", "run-folder.md"}
 PAGES = (
     ROOT / "README.md",
-    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED),
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not in GENERATED),
     ROOT / "benchmarks" / "README.md",
 )
 VERB = "|".join(verb for verb, *_ in VERBS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.gloo import ROOT, clean_environment
+from tests.telemetry.test_schemas import check_folder
 
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)
 
@@ -44,10 +46,28 @@ def follow(page: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("pages", [["first-run.md"], ["own-model.md", "several-devices.md"]], ids=["first", "model"])
+@pytest.mark.parametrize(
+    "pages",
+    [["install.md", "first-run.md"], ["own-model.md", "several-devices.md"], ["own-loop.md"]],
+    ids=["first", "model", "loop"],
+)
 def test_readers_see_what_the_first_pages_show(pages: list[str], tmp_path: Path) -> None:
     for page in pages:
         follow(page, tmp_path)
+    written = {"run", "heartbeat", "config", "plan", "metrics", "steps", "ranks", "system", "manifest"}
+    checked = [check_folder(run.parent) for run in tmp_path.glob("*/run.json")]
+    assert checked and all(seen >= {"run", "config", "plan", "metrics", "manifest"} for seen in checked)
+    assert set.union(*checked) >= written
+
+
+def test_drawings_are_what_the_script_draws() -> None:
+    spec = importlib.util.spec_from_file_location("docs_drawings", ROOT / "docs" / "drawings.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawn = {name: draw() for name, draw in module.DRAWINGS.items()}
+    written = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "docs" / "drawings").iterdir()}
+    assert drawn == written, "run: python docs/drawings.py"
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
@@ -57,6 +77,10 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert not [page.name for page in (ROOT / "docs").rglob("*.md") if page.name not in nav], "pages without a place"
     page = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
     assert ":class:" not in page
+    promise = (tmp_path / "site" / "concepts" / "promise.html").read_text(encoding="utf-8")
+    assert promise.count("<svg xmlns") >= 3, "drawings are part of the page"
+    assert "is not a run folder" in (tmp_path / "site" / "errors.html").read_text(encoding="utf-8")
+    assert (tmp_path / "site" / "schemas" / "run.schema.json").exists()
     assert "http" not in "".join(re.findall(r'<(?:script|link)[^>]*(?:src|href)="(https?:[^"]*)"', page))
 
 
