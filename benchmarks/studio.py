@@ -47,7 +47,7 @@ class Server:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         url = self.process.stdout.readline().split()[-1]
-        self.base, _, self.token = url.partition("/?token=")
+        self.base, _, self.token = url.partition("/#token=")
         self.get("/api/studio")
         self.start = {"wall_s": time.perf_counter() - began, "cpu_s": self.cpu_s()}
 

@@ -118,6 +118,7 @@ def test_the_policy_of_every_answer(address: Address) -> None:
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
+        assert "media-src 'self'" in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert "access-control-allow-origin" not in answer.headers
     docs = httpx.get(f"{address.base}/docs", headers={"Authorization": f"Bearer {address.token}"}, trust_env=False).text
