@@ -56,6 +56,7 @@ def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport:
         box.uncheck()
     expect(run).to_be_disabled()
     expect(run).to_have_accessible_description(re.compile("no device is selected"))
+    expect(page.get_by_text("for example “Devices” cpu")).to_be_visible()  # the form's word, not the command's flag
     expect(multi).to_be_hidden()
     expect(page.get_by_label("Number of ranks")).to_be_hidden()
     cpu.check()

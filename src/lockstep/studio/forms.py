@@ -130,6 +130,7 @@ class Forms:
             "defaults": resolve().model_dump(mode="json"),
             "sections": [{"name": name, "title": title} for name, title in _SECTIONS.items()],
             "refused": list(settings.REFUSED),
+            "flags": dict(self._flags),
         }
 
     def wanted(self, body: PlanBody) -> Wanted:

@@ -2,6 +2,7 @@
 
 import { batch, signal } from "./html.js";
 import { get } from "./api.js";
+import { titleOf } from "./format.js";
 
 export const devices = signal(null);
 export const tasks = signal(null);
@@ -28,6 +29,13 @@ export async function loadCatalogue() {
     trouble.value = error;
   }
 }
+
+/** A sentence of a command for the page: settings by the names that the form has instead of flags. */
+export const forPage = (text) =>
+  text?.replace(/--[a-z][\w-]*/g, (flag) => {
+    const key = schema.value?.flags[flag];
+    return key ? `“${titleOf(key.split(".").at(-1))}”` : flag;
+  });
 
 /** Usable devices of the best kind here (GPUs, else the CPU) that no process and none of the `going` runs uses. */
 export function freeDevices(going) {

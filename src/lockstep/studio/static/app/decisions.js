@@ -1,6 +1,7 @@
 // The decisions of a plan, with their reasons.
 
 import { html } from "./html.js";
+import { forPage } from "./catalogue.js";
 
 export function Decisions({ decisions = {}, notes = [] }) {
   return html`<div class="card scroll-x">
@@ -15,6 +16,6 @@ export function Decisions({ decisions = {}, notes = [] }) {
         )}
       </tbody>
     </table>
-    ${notes.map(({ text }) => html`<p key=${text} class="note">${text}</p>`)}
+    ${notes.map(({ text }) => html`<p key=${text} class="note">${forPage(text)}</p>`)}
   </div>`;
 }

@@ -2,7 +2,7 @@
 
 import { computed, effect, signal } from "./html.js";
 import { post } from "./api.js";
-import { devices, schema, studio, tasks } from "./catalogue.js";
+import { devices, forPage, schema, studio, tasks } from "./catalogue.js";
 import { connection, isGoing, runs } from "./live.js";
 import { getAt, same, setAt } from "./settings.js";
 
@@ -133,5 +133,5 @@ export const whyNot = computed(() => {
   if (error && !waiting) return error.message;
   if (!answer) return "the plan is being made";
   if (answer.run.enabled) return waiting ? "the plan is being made" : "";
-  return answer.run.reason ?? answer.problem?.message ?? "this configuration cannot run";
+  return forPage(answer.run.reason ?? answer.problem?.message ?? "this configuration cannot run");
 });

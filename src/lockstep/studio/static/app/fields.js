@@ -2,16 +2,8 @@
 
 import { html, useEffect, useId, useState } from "./html.js";
 import { change, isChanged, mistakes, valueOf } from "./draft.js";
+import { titleOf } from "./format.js";
 import { parse, show } from "./settings.js";
-
-const WRITTEN_OUT = { lr: "learning rate", num: "number of", max: "maximum", min: "minimum", grad: "gradient", eps: "epsilon", dir: "folder" };
-
-/** `max_grad_norm` → `Maximum gradient norm`. */
-export const titleOf = (name) => {
-  const parts = name.replace(/_s$/, "_(s)").split("_");
-  const text = parts.map((part) => WRITTEN_OUT[part] ?? part).join(" ");
-  return text[0].toUpperCase() + text.slice(1);
-};
 
 export function note(path, message) {
   const { [path]: before, ...others } = mistakes.peek();

@@ -72,6 +72,15 @@ export function words(name) {
   return known[name] ?? name.replaceAll("_", " ").replace(/\bf1\b/, "F1");
 }
 
+const WRITTEN_OUT = { lr: "learning rate", num: "number of", max: "maximum", min: "minimum", grad: "gradient", eps: "epsilon", dir: "folder", selected: "" };
+
+/** A setting as the form calls it: `max_grad_norm` → `Maximum gradient norm`. */
+export const titleOf = (name) => {
+  const parts = name.replace(/_s$/, "_(s)").split("_");
+  const text = parts.map((part) => WRITTEN_OUT[part] ?? part).join(" ").trim();
+  return text[0].toUpperCase() + text.slice(1);
+};
+
 /** As the heading of a column or chart. */
 export const heading = (name) => words(name).replace(/^./, (letter) => letter.toUpperCase());
 

@@ -1,7 +1,7 @@
 // The Hardware section: devices, precision, and the plan for them. All texts come from the server.
 
 import { html, useEffect, useId, useState } from "./html.js";
-import { devices, freeDevices, refreshDevices } from "./catalogue.js";
+import { devices, forPage, freeDevices, refreshDevices } from "./catalogue.js";
 import { change, draft, mistakes, planned, tick, ticked, valueOf } from "./draft.js";
 import { note } from "./fields.js";
 import { deviceWords, gigabytes } from "./format.js";
@@ -145,7 +145,7 @@ function Notes() {
   const old = planned.value.waiting || Object.keys(mistakes.value).length > 0;
   return html`<div class=${`stack ${old ? "old" : ""}`} aria-live="polite" role="status" aria-label="Hardware notes">
     ${labels.effective_batch_shown && labels.effective_batch && html`<output class="note info"><strong>${labels.effective_batch}</strong></output>`}
-    ${lines.map((line) => html`<p key=${line} class="muted sentence">${line}</p>`)}
+    ${lines.map((line) => html`<p key=${line} class="muted sentence">${forPage(line)}</p>`)}
     ${answer?.warnings.map((line) => html`<p key=${line} class="note warn">${line}</p>`)}
   </div>`;
 }

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState } from "./html.js";
 import { filePath, get, post, runPath } from "./api.js";
-import { studio } from "./catalogue.js";
+import { forPage, studio } from "./catalogue.js";
 import { Decisions } from "./decisions.js";
 import { Curves } from "./curves.js";
 import { Evaluation } from "./evaluation.js";
@@ -83,7 +83,7 @@ function Ended({ run, detail }) {
   const cause = summaryOf(run.error);
   return html`<section class="stack" aria-label="How it ended">
     <p class="note ${run.status === "stopped" ? "warn" : "bad"}">
-      ${cause.map((line, at) => html`<strong key=${line} class=${at ? "muted" : ""} style=${{ display: "block" }}>${line}</strong>`)}
+      ${cause.map((line, at) => html`<strong key=${line} class=${at ? "muted" : ""} style=${{ display: "block" }}>${forPage(line)}</strong>`)}
       ${ENDS[run.status]} ${run.step > 0 && html`Step ${number(run.step)}${run.total_steps ? ` of ${number(run.total_steps)}` : ""}.`}
       ${detail?.checkpoints.length > 0 && html` Newest checkpoint: step ${number(Math.max(...detail.checkpoints.map(({ step }) => step)))}.`}
     </p>

@@ -1,6 +1,7 @@
 // General components.
 
 import { html, signal, useErrorBoundary, useEffect, useId, useLayoutEffect, useRef, useState } from "./html.js";
+import { forPage } from "./catalogue.js";
 
 export const Badge = ({ status }) => html`<span class="badge ${status}">${status}</span>`;
 
@@ -36,9 +37,9 @@ export function Boundary({ children }) {
 export function Problem({ error }) {
   if (!error || error.status === 401) return null; // the banner of a locked page says it
   return html`<div class="note bad" role="alert">
-    <div>${error.message ?? String(error)}</div>
-    ${error.why && html`<div class="muted">${error.why}</div>`}
-    ${error.fix && html`<div class="fix">Fix: ${error.fix}</div>`}
+    <div>${forPage(error.message ?? String(error))}</div>
+    ${error.why && html`<div class="muted">${forPage(error.why)}</div>`}
+    ${error.fix && html`<div class="fix">Fix: ${forPage(error.fix)}</div>`}
   </div>`;
 }
 
@@ -52,7 +53,7 @@ export function tell(text, { bad = false } = {}) {
   if (!bad) setTimeout(() => dismiss(id), 5000);
 }
 
-export const tellError = ({ message, why, fix }) => tell([message, why, fix && `Fix: ${fix}`].filter(Boolean).join(" – "), { bad: true });
+export const tellError = ({ message, why, fix }) => tell([message, why, fix && `Fix: ${fix}`].filter(Boolean).map(forPage).join(" – "), { bad: true });
 
 const dismiss = (id) => (toasts.value = toasts.value.filter((toast) => toast.id !== id));
 
