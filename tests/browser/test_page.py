@@ -413,6 +413,8 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
             file.write(json.dumps(row) + "\n")
 
     beat(10, 1)
+    for rank in (0, 1):
+        (run.logs / f"rank-{rank}.log").write_text("\x1b[31mred\x1b[0m\n" + "".join(f"line {n}\n" for n in range(10)))
     page = open_page("about:blank")
     page.add_init_script(NOTIFICATIONS)
     page.clock.install(time=datetime.now() - timedelta(hours=7))  # the browser's clock is wrong
@@ -421,6 +423,8 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
     page.get_by_role("button", name="Notify when a run ends").click()
     # The next run may have the devices that are free.
     page.get_by_role("link", name="Machine").click()
+    expect(page.get_by_role("region", name="cpu").get_by_role("meter", name="Utilisation")).to_be_visible()
+    expect(page.get_by_role("region", name="gpu:0").get_by_role("link", name="live")).to_be_visible()
     page.get_by_role("button", name="Train on gpu:1–2…").click()
     form = page.get_by_role("region", name="Configuration")
     expect(form.get_by_role("checkbox", name="GPU 1")).to_be_checked()
@@ -449,12 +453,20 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
     under = page.evaluate("at => Boolean(document.elementFromPoint(...at).closest('button, a'))", middle)
     assert not under, "a second click on Stop does nothing else"
     assert page.evaluate("shown") == ["live: completed"]
+    page.get_by_role("tab", name="Log").click()
+    page.get_by_label("File").select_option("rank-1.log")
+    log = page.get_by_role("tabpanel", name="Log").locator("pre")
+    expect(log.locator(".ansi.bad")).to_have_text("red")
+    page.get_by_label("Search the log").fill("line 9")
+    expect(log).to_have_text("line 9\n")
     # An answer that a part of the page cannot show leaves the rest.
     page.route("**/files", lambda route: route.fulfill(json={"status": "ok", "data": {"files": [None]}}))
     page.get_by_role("tab", name="Files").click()
     expect(page.get_by_role("alert").filter(has_text="This part of the page cannot be shown")).to_be_visible()
     page.get_by_role("tab", name="Configuration").click()
     expect(page.get_by_label("Command of the run")).to_be_visible()
+    back(page)
+    expect(rows(page).filter(has_text="live")).to_contain_text("0.5 Val loss")
     page.evaluate("location.hash = '#/run/%E0%A4%A/x/y?z'")
     expect(page.get_by_role("link", name="Machine")).to_be_visible()
     failed = make_run(
@@ -546,6 +558,7 @@ def test_a_narrow_screen_trains_too(server: Address, open_page: OpenPage) -> Non
     page.get_by_role("checkbox", name="CPU").check()
     page.get_by_role("checkbox", name="GPU 0").uncheck()
     page.get_by_label("Number of ranks").fill("99")
+    expect(page.get_by_role("status", name="Hardware notes")).to_have_class(re.compile("old"))
     run = page.get_by_role("button", name="Run", exact=True)
     expect(run).to_be_disabled()
     expect(run).to_have_accessible_description(re.compile("from 1 to 64"))
@@ -578,7 +591,14 @@ def test_the_keyboard_alone_does_everything(server: Address, open_page: OpenPage
     expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
     keys.press("Enter")
 
-    tab_to(page, "Actions for third")
+    tab_to(page, "third")
+    keys.press("Tab")  # one stop a run; arrows lead to its box and menu, and to other runs
+    expect(page.get_by_role("link", name="second")).to_be_focused()
+    keys.press("ArrowUp")
+    keys.press("ArrowLeft")
+    expect(page.get_by_role("checkbox", name="Select third")).to_be_focused()
+    for _ in range(2):
+        keys.press("ArrowRight")
     keys.press("Enter")
     expect(page.get_by_role("menuitem", name="Pin")).to_be_focused()
     keys.press("Escape")

@@ -56,6 +56,9 @@ def test_the_browser_is_given_a_private_file_and_finds_a_listener(run_cli: Any, 
     assert told["url"] in result.out
     assert told["url"].endswith(f"/#token={token}")
     assert told["mode"] == 0o600
+    result = run_cli("studio", "--port", "0", "--new-token", env={"BROWSER": str(browser)})
+    assert result.code == 130, result.err
+    assert token not in seen.read_text(), "the old token is worth nothing"
 
 
 def test_tasks_that_are_none(tmp_path: Path) -> None:

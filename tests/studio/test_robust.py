@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lockstep.cli.main import VERBS
 from lockstep.cli.settings import flag_table
 from lockstep.config import resolve
 from lockstep.errors import LockstepError, RunFolderError
+from lockstep.hardware.device import GpuUser
 from lockstep.launch.run_claim import claimed
 from lockstep.studio.columns import Columns, columns_of
 from lockstep.studio.feed import Feed
@@ -309,6 +311,23 @@ def test_a_run_of_several_ranks_is_signalled_at_its_launcher(tmp_path: Path) -> 
         end(rank)
         end(launcher)
     assert starts.target(run) is None
+
+
+def test_a_process_on_a_device_has_its_user_and_its_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, status="running")
+    ours, other = sleeper(run.path), sleeper(tmp_path)
+    try:
+        beat_of(run, ours)
+        users = tuple(GpuUser(process.pid, "python", 1.0) for process in (ours, other))
+        with studio(tmp_path, [replace(device, users=users) for device in machine(1)]) as address:
+            found = address.get("/api/devices?refresh=1")
+            me = psutil.Process().username()
+            shown = [(user["owner"], user["run"]) for user in found["devices"][-1]["users"]]
+            assert shown == [(me, NAME), (me, None)]
+            assert 0 <= found["load"]["host"]["cpu"] <= 1
+    finally:
+        end(ours)
+        end(other)
 
 
 def test_a_late_kill_spares_what_came_after(address: Address, tmp_path: Path) -> None:

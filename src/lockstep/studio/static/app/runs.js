@@ -181,11 +181,25 @@ const mark = async (run, change) => {
 function Row({ run, columns, onDialog }) {
   const ticked = compared.value.includes(run.id);
   return html`<tr class=${ticked ? "chosen" : ""}>
-    <td class="tick"><label class="hit"><input type="checkbox" aria-label=${`Select ${label(run)}`} checked=${ticked} onChange=${(event) => setCompared(run.id, event.currentTarget.checked)} /></label></td>
+    <td class="tick"><label class="hit"><input type="checkbox" tabindex="-1" aria-label=${`Select ${label(run)}`} checked=${ticked} onChange=${(event) => setCompared(run.id, event.currentTarget.checked)} /></label></td>
     <th scope="row" class="name">${run.pinned && html`<span class="pin" title="pinned">★</span>`}<a class="clip" href=${address("run", [run.id])} title=${run.id}>${label(run)}</a></th>
     ${columns.map((name) => html`<td key=${name} class=${typeof valueOf(run, name) === "number" ? "number" : ""}>${cellOf(run, name)}</td>`)}
-    <td class="more"><${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, onDialog)} /></td>
+    <td class="more"><${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, onDialog)} tabindex="-1" /></td>
   </tr>`;
+}
+
+/** Arrows move between the controls of the rows, of which Tab reaches the names only. */
+function move(event) {
+  const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] ?? [];
+  if (down === undefined) return;
+  const controls = (row) => [...(row?.querySelectorAll("input, a, button") ?? [])];
+  const row = event.target.closest("tr");
+  const at = controls(row).indexOf(event.target);
+  const there = controls(event.currentTarget.rows[row.sectionRowIndex + down]);
+  const next = there[Math.min(at + right, there.length - 1)];
+  if (!next) return;
+  event.preventDefault();
+  next.focus();
 }
 
 /** Mean and standard deviation (of the sample) of what is a number in every run that has it. */
@@ -319,7 +333,7 @@ export function Runs() {
     html`<div class="scroll-x card flush">
       <table class="runs" aria-label="Runs">
         <thead><${Heads} columns=${columns} order=${order} /></thead>
-        <tbody>
+        <tbody onKeyDown=${move}>
           ${groups
             ? groups.map(([value, rows]) => html`<${Group} key=${value} name=${group} value=${value} rows=${rows} columns=${columns} onDialog=${setDialog} />`)
             : found.slice(0, limit).map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} onDialog=${setDialog} />`)}

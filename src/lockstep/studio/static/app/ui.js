@@ -151,7 +151,7 @@ export function Tabs({ label, tabs, chosen, onChoose, panel }) {
 }
 
 /** A button that opens a menu after the ARIA pattern. `items`: [[label, action, {danger, why}], …] */
-export function Menu({ label, items }) {
+export function Menu({ label, items, tabindex }) {
   const [open, setOpen] = useState(false);
   const box = useRef(null);
   const trigger = useRef(null);
@@ -189,6 +189,7 @@ export function Menu({ label, items }) {
       type="button"
       ref=${trigger}
       class="button quiet small"
+      tabindex=${tabindex}
       aria-haspopup="menu"
       aria-expanded=${open ? "true" : "false"}
       aria-controls=${open ? id : undefined}
