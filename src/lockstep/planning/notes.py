@@ -155,10 +155,10 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
             fix="use another strategy, or averaging.name=none",
         )
     spec, optimizer = placement.spec, config.optimizer.name
-    if config.training.activation_checkpointing and (spec.scatters or spec.state == "staged"):
+    if config.training.activation_checkpointing and spec.scatters:
         raise UnsupportedError(
             f"strategy {spec.name} is incompatible with training.activation_checkpointing",
-            why="it calls parts or copies of the model, whose blocks would be those of the whole",
+            why="it calls copies of the model, whose blocks would be those of the original",
             fix="use --strategy ddp or fsdp, or leave it out",
         )
     if placement.precision == "bf16-true":

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lockstep.errors import UnsupportedError
-from lockstep.launch.prepare import prepare
 from tests.attempts import attempt
 from tests.toys import CLASSES, FEATURES, Toy
 
@@ -35,28 +34,36 @@ class Deep(Toy):
     def blocks(self, model: Any) -> Any:
         return [model[0], model[1]]
 
+    def stages(self, model: Any) -> Any:
+        return list(model)
+
 
 class Normed(Deep):
     def model(self) -> nn.Module:
         return nn.Sequential(super().model(), nn.BatchNorm1d(CLASSES))
 
 
-@pytest.mark.parametrize("reproducibility", ["fast", "exact"])
-def test_the_weights_are_the_same_and_blocks_run_twice(tmp_path: Path, reproducibility: str) -> None:
+ONE_PROCESS = {
+    "hardware": {"selected_devices": ["cpu", "cpu"], "strategy": "pipeline"},
+    "pipeline": {"in_process": True},
+}
+
+
+@pytest.mark.parametrize("how", ["fast", "exact", "pipeline"])
+def test_the_weights_are_the_same_and_blocks_run_twice(tmp_path: Path, how: str) -> None:
     found, calls = [], []
     for recompute in (False, True):
-        training = {"max_steps": 3, "activation_checkpointing": recompute, "reproducibility": reproducibility}
+        training: dict[str, Any] = {"max_steps": 3, "activation_checkpointing": recompute}
+        training["reproducibility"] = "exact" if how == "exact" else "fast"
+        settings: dict[str, Any] = {"training": training, **(ONE_PROCESS if how == "pipeline" else {})}
         Block.calls = 0
-        found.append(attempt(Deep, tmp_path / str(recompute), training=training)[0])
+        found.append(attempt(Deep, tmp_path / str(recompute), **settings)[0])
         calls.append(Block.calls)
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
     assert calls[1] == 2 * calls[0] > 0
 
 
-def test_batchnorm_and_a_pipeline_are_refused(tmp_path: Path) -> None:
+def test_batchnorm_is_refused(tmp_path: Path) -> None:
     training = {"max_steps": 1, "activation_checkpointing": True}
     with pytest.raises(UnsupportedError, match="incompatible with the BatchNorm1d"):
         attempt(Normed, tmp_path / "run", training=training)
-    hardware = {"strategy": "pipeline", "selected_devices": ["cpu", "cpu"]}
-    with pytest.raises(UnsupportedError, match="pipeline is incompatible with training"):
-        prepare("autoencoder", {"training": training, "hardware": hardware})

@@ -26,7 +26,7 @@ from lockstep.engine.distributed.staging import all_reduce, to_device
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.runtime import rank_device
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica
-from lockstep.engine.strategies.partition import Divided, Through, Undivided, pick
+from lockstep.engine.strategies.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
 from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.strategies.stages import (
     Inputs,
@@ -55,6 +55,8 @@ def divide(whole: Undivided) -> Divided:
     task, model, config, plan, datasets, device, world, collectives = whole
     names = plan.placement["devices"]
     parts = world.size if world.size > 1 else len(names)
+    if config.training.activation_checkpointing:
+        checkpoint_activations(model, blocks_of(task, model))
     stages = stages_of(task, model, parts)
     seconds = None
     if collectives.is_main and len(stages) > parts:
