@@ -14,13 +14,11 @@ import torch
 from tests.fuzz import mutators as m
 from tests.fuzz.test_hostile import SIZES, check, command
 from tests.lightning.test_cli import CONFIG, write_config
+from tests.lightning.trainings import Probe, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
-TRAINER = {
-    **CONFIG["trainer"],
-    **{"logger": False, "enable_checkpointing": False, "limit_train_batches": 1, "limit_val_batches": 1},
-}
+TRAINER = {**CONFIG["trainer"], "logger": False, "limit_val_batches": 1}
 
 
 def other_type(path: Path, rng: random.Random, canary: str) -> str:
@@ -40,15 +38,9 @@ def other_type(path: Path, rng: random.Random, canary: str) -> str:
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a configuration, and a checkpoint of one epoch that holds tensors and numbers only."""
     folder = tmp_path_factory.mktemp("lightning")
-    write_config(folder, trainer={**TRAINER, "max_epochs": 1, "enable_checkpointing": True})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "path", list(sys.path))
-        code, _, error = command("lightning", "fit", "-c", "cli_config.yaml", "--run_dir", "run")
-    assert code == 0, error
-    saved = torch.load(folder / "run" / "checkpoints" / "last.ckpt", weights_only=False)
-    torch.save({key: value for key, value in saved.items() if key != "callbacks"}, folder / "good.ckpt")
-    shutil.rmtree(folder / "run")
+    trainer = make_trainer(folder, [], max_epochs=1)
+    trainer.fit(Probe())
+    trainer.save_checkpoint(folder / "good.ckpt")
     write_config(folder, trainer=TRAINER)
     return folder
 

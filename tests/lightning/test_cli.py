@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lockstep.cli.main import main
-from lockstep.errors import ConfigError, RunFolderError
-from lockstep.hardware.world import World
+from lockstep.engine.lightning.configured import Hardware
+from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.launch.lightning_cli import newest_checkpoint
 from lockstep.lightning.cli import run
-from lockstep.lightning.folder import fit_folder, outcome_recorded
+from lockstep.lightning.settings import settings_of
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import RunCli, cli_environment
 from tests.gloo import ROOT
@@ -50,27 +49,67 @@ def write_config(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def test_a_fit_leaves_a_run_folder_and_other_subcommands_use_its_checkpoint(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fit_is_a_run_and_other_subcommands_use_its_checkpoints(config: Path, tmp_path: Path) -> None:
     assert run(["fit", "-c", str(config), "--run_dir", "out"]) == 0
     folder = RunDir.open(tmp_path / "out")
     record = folder.read()
     assert (record.status, record.task) == ("completed", "tests.lightning.trainings:Probe")
-    assert (record.best_epoch, record.placement["devices"], record.placement["precision"]) == (2, ["cpu"], "32-true")
+    assert (record.best_epoch, record.placement["devices"], record.placement["precision"]) == (2, ["cpu"], "32")
     assert [row["lr"] for row in folder.epochs()] == [0.2, 0.1], "optimizer and scheduler of the configuration"
     assert [row["own_train"] for row in folder.epochs()] == [1, 2]
+    assert [row["step"] for row in folder.steps()] == [*range(1, 9)], "log_every_n_steps"
+    assert folder.plan()["decisions"]["global_batch"]["value"] == 2
     assert list((tmp_path / "out" / "logs").glob("events.out.tfevents*"))
     assert list((tmp_path / "out").glob("system-*.jsonl"))
-    last = tmp_path / "out" / "checkpoints" / "last.ckpt"
-    # The configuration that was saved is the configuration that was given: it may be used again.
-    saved = str(tmp_path / "out" / "logs" / "cli_config.yaml")
-    assert run(["validate", "-c", saved, "--ckpt_path", str(last), "--weights_only", "false"]) == 0
-    kept = str(tmp_path / "out" / "cli_config.yaml")
-    more = ["--trainer.max_epochs", "3", "--model", "tests.lightning.trainings.Held", "--weights_only", "false"]
-    assert run(["fit", "--config", kept, "--run_dir", "out", "--ckpt_path", str(last), *more]) == 0
+    for checkpoint in ("out", "out/checkpoints/last", "out/checkpoints/step-00000004"):
+        assert run(["validate", "-c", str(config), "--ckpt_path", checkpoint]) == 0
+    more = ["--trainer.max_epochs", "3"]
+    with pytest.raises(ConfigError, match="not the folder of the checkpoint"):
+        run(["fit", "-c", str(config), "--run_dir", "other", "--ckpt_path", "out", *more])
+    assert run(["fit", "-c", str(config), "--run_dir", "out", "--ckpt_path", "last", *more]) == 0
     assert [(row["epoch"], row["attempt"]) for row in folder.epochs()] == [(1, 1), (2, 1), (3, 2)]
     assert folder.read().best_metric == {"val_loss": 1.0}
+
+
+UNLIMITED = {"max_steps": None, "max_time_s": None, "accumulate": 1, "max_grad_norm": None}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings"),
+    [
+        ({}, {"epochs": 1000}),
+        ({"max_steps": 7}, {"epochs": 7, "max_steps": 7}),
+        ({"max_epochs": -1, "max_time": "00:01:00:30"}, {"epochs": 1_000_000, "max_time_s": 3630.0}),
+        ({"gradient_clip_val": 0.5, "accumulate_grad_batches": 4}, {"max_grad_norm": 0.5, "accumulate": 4}),
+    ],
+)
+def test_arguments_of_the_trainer_are_settings_of_the_run(trainer: dict[str, Any], settings: dict[str, Any]) -> None:
+    found = settings_of({**trainer, "callbacks": None, "benchmark": True}, Hardware(["cpu"], "32"), ())
+    assert found["training"] == {"epochs": 1000, **UNLIMITED, **settings}
+    assert found["hardware"] == {"selected_devices": ["cpu"], "precision": "32"}
+
+
+def test_devices_and_precision_of_the_trainer_are_those_of_the_run() -> None:
+    trainer = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_find_unused_parameters_true", "precision": "bf16"}
+    found = settings_of({**trainer, "log_every_n_steps": 5, "fast_dev_run": True}, Hardware(), ())
+    assert found["hardware"] == {"selected_devices": ["cpu", "cpu"], "precision": "bf16-mixed"}
+    assert found["distributed"] == {"find_unused_parameters": True}
+    assert (found["telemetry"], found["debug"]) == ({"log_interval": 5}, {"fast_dev_run": True})
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"limit_train_batches": 3},
+        {"min_epochs": 2},
+        {"overfit_batches": 2},
+        {"strategy": "fsdp", "accelerator": "cpu"},
+        {"accelerator": "tpu"},
+    ],
+)
+def test_what_no_run_can_have_is_refused(trainer: dict[str, Any]) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=next(iter(trainer))):
+        settings_of(trainer, Hardware(), ())
 
 
 def test_print_config_round_trips(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -144,51 +183,23 @@ def test_an_old_run_folder_is_not_written_into(config: Path, tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("where", ["init", "setup"])
-def test_a_fit_that_fails_before_its_first_step_says_so_and_the_next_has_its_own_folder(
-    config: Path, tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
+def test_a_fit_whose_module_fails_leaves_no_folder_and_a_second_one_has_its_own(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_config(tmp_path, model={"class_path": "tests.lightning.trainings.Breaking"})
-    (tmp_path / "broken").write_text(where)
     command = ["fit", "-c", str(config), "--run_dir", "out"]
-    with pytest.raises(ValueError, match=f"no luck in {where}"):
-        run(command)
-    failed = RunDir.open(tmp_path / "out").read()
-    assert (failed.status, failed.attempt) == ("failed", 0)
-    assert f"ValueError: no luck in {where}" in (failed.error or "")
-    assert main(["resume", "./out"]) == 2
-    assert "has no checkpoint 'last'" in capsys.readouterr().err
+    for where in ("init", "setup"):
+        (tmp_path / "broken").write_text(where)
+        with pytest.raises(ValueError, match=f"no luck in {where}"):
+            run(command)
+        assert not (tmp_path / "out").exists()
     (tmp_path / "broken").unlink()
     assert run(command) == 0
+    done = RunDir.open(tmp_path / "out").read()
+    assert run(command) == 0
     assert "out has a run already, so this one is in out-2" in capsys.readouterr().err
-    assert RunDir.open(tmp_path / "out").read() == failed
-    done = RunDir.open(tmp_path / "out-2").read()
-    assert (done.status, done.attempt, done.error) == ("completed", 1, None)
-
-
-def test_ctrl_c_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "out")
-    with pytest.raises(SystemExit), outcome_recorded(folder):
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            sys.exit(1)  # as Lightning does
-    assert folder.read().status == "stopped"
-
-
-def test_a_signal_to_end_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "out")
-    with pytest.raises(SIGTERMException), outcome_recorded(folder):
-        raise SIGTERMException
-    assert (folder.read().status, folder.read().error) == ("stopped", None)
-
-
-def test_a_run_with_checkpoints_of_lockstep_stays_as_it_is(tmp_path: Path) -> None:
-    make_run(tmp_path / "out").update(status="failed")
-    before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
-    with pytest.raises(RunFolderError, match="not of `lockstep lightning fit`"):
-        fit_folder(str(tmp_path / "out"), "module.ckpt", "tests.lightning.trainings:Probe", World())
-    assert {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()} == before
+    assert RunDir.open(tmp_path / "out").read() == done
+    assert RunDir.open(tmp_path / "out-2").read().status == "completed"
 
 
 def test_a_link_to_a_checkpoint_that_is_gone_is_no_checkpoint(tmp_path: Path) -> None:
@@ -212,8 +223,7 @@ def test_predictions_are_in_the_run_folder_of_the_checkpoint(
 ) -> None:
     write_config(tmp_path, model={"class_path": "tests.lightning.trainings.Numbers"})
     assert run(["fit", "-c", str(config), "--run_dir", "out"]) == 0
-    last = str(tmp_path / "out" / "checkpoints" / "last.ckpt")
-    assert run(["predict", "-c", str(config), "--ckpt_path", last]) == 0
+    assert run(["predict", "-c", str(config), "--ckpt_path", "out"]) == 0
     file = tmp_path / "out" / "predictions.pt"
     assert f"predictions: {file}" in capsys.readouterr().out
     assert torch.load(file) == [[0, 10], [20, 30], [40]]
@@ -239,15 +249,13 @@ def test_ddp_from_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
     env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     result = run_cli("lightning", "fit", "-c", config, "--run_dir", "out", env=env)
     assert result.code == 0, result.err
-    assert (result.out + result.err).count("DDPStrategy (2 ranks)") == 1
     folder = RunDir.open(tmp_path / "out")
     record = folder.read()
-    assert (record.status, record.placement["world_size"]) == ("completed", 2)
+    assert (record.status, record.placement["world_size"], record.placement["strategy"]) == ("completed", 2, "ddp")
     assert [row["step"] for row in folder.epochs()] == [4, 8]
     assert [row["val_loss"] for row in folder.epochs()] == [2.0, 2.0], "the mean of 0 to 4, unequally shared"
     assert all(row["val_most"] == row["val_least"] != 0.0 for row in folder.epochs()), "rank 0's buffers"
     assert sorted(path.name for path in folder.logs.glob("rank-*.log")) == ["rank-0.log", "rank-1.log"]
-    assert not (tmp_path / "out" / "lightning.pkl").exists()
 
 
 #: Nothing here can be executed again: it is read from standard input, has no main guard, and its model is its own.

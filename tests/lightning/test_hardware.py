@@ -8,11 +8,12 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
 from lockstep.engine.lightning.cluster import SharedDDPStrategy, shared_ddp
+from lockstep.engine.lightning.configured import Hardware
 from lockstep.errors import ConfigError, DeviceError, UnsupportedError
 from lockstep.hardware.device import Device
 from lockstep.hardware.resolve import resolve_hardware
 from lockstep.hardware.world import World
-from lockstep.lightning.hardware import Hardware, resolve
+from lockstep.lightning.hardware import resolve
 
 PRECISIONS = ("32", "16-mixed", "bf16-mixed")
 MACHINE = [

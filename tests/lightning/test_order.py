@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from lockstep.data.order import Order
 from lockstep.errors import CheckpointError
 from lockstep.lightning.cli import run
+from lockstep.telemetry.rundir import RunDir
 from tests.conftest import RunCli
 from tests.gloo import ROOT
 from tests.lightning.test_cli import write_config
+from tests.lightning.trainings import Numbers, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -77,24 +81,33 @@ def test_a_stopped_fit_goes_on_with_the_samples_that_it_had_not_seen(tmp_path: P
     for name, step in (("step=4", 4), ("step=6", 6), ("validated-step=6", 6), ("over-step=6", 6), ("step=10", 10)):
         path = configuration(tmp_path, name=name)
         checkpoint = tmp_path / "saved" / f"{name}.ckpt"
-        tokens = ["--run_dir", name, "--ckpt_path", str(checkpoint), "--weights_only", "false"]
-        assert run(["fit", "-c", str(path), *tokens]) == 0
+        assert run(["fit", "-c", str(path), "--run_dir", name, "--ckpt_path", str(checkpoint)]) == 0
         assert seen(tmp_path, name) == whole[step:]
     path = configuration(tmp_path, name="ended")
     assert run(["fit", "-c", str(path), "--run_dir", "ended", "--trainer.max_steps", "4"]) == 0
-    tokens = ["--run_dir", "ended", "--ckpt_path", str(tmp_path / "ended" / "checkpoints" / "last.ckpt")]
-    assert run(["fit", "-c", str(path), *tokens]) == 0
+    assert run(["fit", "-c", str(path), "--ckpt_path", "ended"]) == 0
     assert seen(tmp_path, "ended") == whole, "what max_steps ended in mid-epoch, too"
     path = configuration(tmp_path, batch_size=8)
     with pytest.raises(CheckpointError, match="global batch of 4, and it is 8 now"):
-        tokens = ["--ckpt_path", str(tmp_path / "saved" / "step=4.ckpt"), "--weights_only", "false"]
-        run(["fit", "-c", str(path), "--run_dir", "other", *tokens])
+        run(["fit", "-c", str(path), "--run_dir", "other", "--ckpt_path", str(tmp_path / "saved" / "step=4.ckpt")])
+
+
+def test_a_checkpoint_of_another_trainer_is_where_it_stood(tmp_path: Path) -> None:
+    module = Numbers(samples=SAMPLES, name="own")
+    module.train_dataloader = lambda: DataLoader(torch.arange(SAMPLES), batch_size=4)  # type: ignore[arg-type]
+    trainer = make_trainer(tmp_path, [], max_epochs=2, max_steps=8, limit_val_batches=0)
+    trainer.fit(module)
+    trainer.save_checkpoint("own.ckpt")
+    path = configuration(tmp_path)
+    assert run(["fit", "-c", str(path), "--run_dir", "out", "--ckpt_path", "own.ckpt"]) == 0
+    assert [len(batch) for _, batch in seen(tmp_path)] == [4, 4, 4, 1], "two of six steps of the second epoch are done"
+    assert flat(seen(tmp_path), 1) == in_order(1)[8:]
 
 
 def test_micro_batches_that_batchnorm_cannot_take_are_fewer_and_larger(tmp_path: Path) -> None:
     path = configuration(tmp_path, batch_size=1, batchnorm=True, accumulate=8)
-    with pytest.warns(UserWarning, match="accumulate_grad_batches is 4 instead of 8"):
-        assert run(["fit", "-c", str(path), "--run_dir", "out"]) == 0
+    assert run(["fit", "-c", str(path), "--run_dir", "out"]) == 0
+    assert RunDir.open(tmp_path / "out").plan()["decisions"]["accumulate"]["value"] == 4
     assert [len(batch) for epoch, batch in seen(tmp_path) if epoch == 0] == [2, 2, 2, 2, 4, 3, 3, 3]
     assert flat(seen(tmp_path), 0) == in_order(0)
 

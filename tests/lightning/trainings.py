@@ -8,16 +8,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
-
-from lockstep.errors import RunFolderError
-from lockstep.launch.run_claim import claimed
-from lockstep.telemetry.rundir import RunDir
 
 
 class Probe(LightningModule):
@@ -57,15 +52,7 @@ class Probe(LightningModule):
         return DataLoader(TensorDataset(torch.ones(2 * self.trainer.world_size, 2)), batch_size=2)
 
 
-class Held(Probe):
-    """Tries, before its training begins, to train into the run folder ``out`` a second time."""
-
-    def setup(self, stage: str) -> None:
-        with pytest.raises(RunFolderError, match="by another process"), claimed(RunDir(Path("out")), wait_s=0.0):
-            pass
-
-
-class Unequal(Held):
+class Unequal(Probe):
     """Five validation samples, 0 to 4, one by one, logged as they are; its buffers are DDP's to hand out."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ Examples:
   lockstep lightning fit -c cli_config.yaml
   lockstep lightning fit -c cli_config.yaml --hardware.selected_devices '[gpu:0, gpu:1]'
   lockstep lightning fit -c cli_config.yaml --print_config     # the whole configuration; starts nothing
-  lockstep lightning test -c cli_config.yaml --ckpt_path runs/run-1a2b3c4d/checkpoints/last.ckpt
+  lockstep lightning test -c cli_config.yaml --ckpt_path runs/run-1a2b3c4d
 
 Sections of the configuration: model, data, trainer, optimizer, lr_scheduler, and hardware with selected_devices and
 precision."""

@@ -1,4 +1,4 @@
-"""Checkpoints of ``lockstep lightning fit``: files of Lightning's ``ModelCheckpoint`` in the run folder."""
+"""Checkpoints of older runs of ``lockstep lightning fit``: files of Lightning's in the run folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 from lockstep.checkpoint.store import Snapshot
+from lockstep.engine.lightning.ckpt_file import read_file
 from lockstep.errors import CheckpointError
 from lockstep.telemetry.rundir import RunDir
 
@@ -29,7 +30,7 @@ def find_file(run: RunDir, checkpoint: str | int = "last") -> Path:
     if isinstance(checkpoint, int):
         found = next(iter(sorted(run.checkpoints.glob(f"*step={checkpoint}.ckpt"))), None)
     elif found is not None and checkpoint == "best":
-        found = _best_of(read_checkpoint(found)) or found
+        found = _best_of(read_file(found)) or found
     if found is not None:
         return found
     have = ", ".join(sorted(file.name for file in run.checkpoints.glob("*.ckpt"))) or "none"
@@ -38,22 +39,6 @@ def find_file(run: RunDir, checkpoint: str | int = "last") -> Path:
         why=f"in {run.checkpoints}: {have}",
         fix="name best, last or the step of one of these; `lockstep lightning … --ckpt_path FILE` reads any other",
     )
-
-
-def read_checkpoint(file: Path) -> Snapshot:
-    """The content of a file, without running code that is in it. Raises :class:`CheckpointError`."""
-    import torch
-
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-        return Snapshot(content["global_step"], content.pop("state_dict"), {"lightning": content}, {})
-    except Exception as error:  # whatever is wrong with the file
-        raise CheckpointError(
-            f"cannot load {file}",
-            why=f"{type(error).__name__}: {str(error).strip()[:300]}",
-            fix="choose another checkpoint; if it has other objects than tensors and you trust it, use "
-            "`lockstep lightning … --ckpt_path FILE --weights_only false`, which may run code of the file",
-        ) from error
 
 
 def _best_of(newest: Snapshot) -> Path | None:

@@ -1,7 +1,8 @@
-"""Resuming and evaluating a run of ``lockstep lightning fit``: LightningCLI runs again with the run's configuration."""
+"""Training on and evaluating an older run of ``lockstep lightning fit``, which has checkpoint files of Lightning's."""
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import warnings
 from collections.abc import Sequence
@@ -10,18 +11,19 @@ from typing import Any
 
 import yaml
 
+from lockstep.engine.lightning.ckpt_file import read_file
 from lockstep.engine.lightning.cluster import quiet_trainer
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.launch.lightning_cli import find_file, read_checkpoint
+from lockstep.launch.lightning_cli import find_file
 from lockstep.launch.run_claim import refuse_running
 from lockstep.lightning.cli import LockstepCLI, run
-from lockstep.lightning.folder import is_remembered
+from lockstep.tasks.trusted_tasks import known
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.scalars import as_row
 
 
 def resume(folder: RunDir, *, devices: str | Sequence[str] | None = None, **other: Any) -> int:
-    """Resume a fit from its latest checkpoint, in its folder; returns the exit code.
+    """Train on from its latest checkpoint, in a folder beside its own; returns the exit code.
 
     Args:
         other: what only other runs can be given.
@@ -47,7 +49,7 @@ def evaluate(
             warnings.filterwarnings("ignore", message)
         cli = LockstepCLI(args=[*arguments, *quiet])
     metrics = {name: float(value) for name, value in as_row(cli.trainer.callback_metrics).items()}
-    return {"run": folder.read().id, "split": split, "step": read_checkpoint(file).step, "metrics": metrics}
+    return {"run": folder.read().id, "split": split, "step": read_file(file).step, "metrics": metrics}
 
 
 def _arguments(
@@ -68,7 +70,7 @@ def _arguments(
     if given:
         what = f"{given[0]} is not available for run {folder.read().id}, which `lockstep lightning fit` made"
         raise UnsupportedError(what, fix=f"use its flags: {fix}")
-    if not is_remembered(folder):
+    if f"sha256:{hashlib.sha256(kept.read_bytes()).hexdigest()}" not in known():
         raise TaskError(
             f"{kept} was not written by a fit of yours on this machine",
             why="reading it imports the classes that it names, and a file from elsewhere could name anything",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.config import DistributedConfig, HardwareConfig
+from lockstep.engine.lightning.configured import Hardware
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.events import Note
 from lockstep.hardware.detect import detect_devices
@@ -16,21 +17,6 @@ from lockstep.hardware.world import World
 
 #: What the section decides; each may be set in ``trainer`` instead, but not beside it.
 DECIDED = ("accelerator", "devices", "strategy", "precision")
-
-
-@dataclass
-class Hardware:
-    """Which devices to train on, and in what precision.
-
-    Args:
-        selected_devices: "cpu", "gpu:0", …; "all" alone means every GPU, else the CPU. "cpu" twice means two ranks on
-            the CPU. Unset: gpu:0 if there is one, else cpu; unless trainer.accelerator, devices or strategy say it.
-        precision: 32, 16-mixed, bf16-mixed or bf16-true. With the section left out, trainer.precision may say another,
-            and the devices stay those of the default.
-    """
-
-    selected_devices: list[str] | None = None
-    precision: Literal["32", "16-mixed", "bf16-mixed", "bf16-true"] = "32"
 
 
 @dataclass(frozen=True)
@@ -77,7 +63,7 @@ def resolve(
             fix="leave one of the two out",
         )
     if own and own != ["precision"]:
-        return Resolved({}, _ranks_of(trainer, detected))
+        return Resolved({}, len(named_devices(trainer, detected) or [""]))
     selected = None if hardware.selected_devices is None else tuple(hardware.selected_devices)
     config = HardwareConfig(selected_devices=selected, precision=hardware.precision)
     placement = resolve_placement(config, DistributedConfig(), world, detected)
@@ -108,33 +94,33 @@ def _check_nodes(trainer: Mapping[str, Any], world: World) -> None:
         )
 
 
-def _ranks_of(trainer: Mapping[str, Any], detected: Sequence[Device]) -> int:
-    """How many processes Lightning's own settings mean on this node; 1 where Lightning must start them itself."""
+def named_devices(trainer: Mapping[str, Any], detected: Sequence[Device]) -> list[str] | None:
+    """The devices of this node that Lightning's own settings mean; ``None`` where only Lightning knows them."""
     strategy, accelerator, devices = (trainer.get(name) for name in ("strategy", "accelerator", "devices"))
-    gpus = sum(device.kind == "gpu" for device in detected)
+    gpus = [device.id for device in detected if device.kind == "gpu"]
     if accelerator == "auto":
         accelerator = "gpu" if gpus else "cpu"
     if accelerator not in ("cpu", "gpu", "cuda"):
-        return 1
-    ranks = _count(devices, available=1 if accelerator == "cpu" else gpus)
-    if ranks > 1 and isinstance(strategy, str) and strategy.startswith(("ddp_spawn", "ddp_fork", "ddp_notebook")):
+        return None
+    found = _chosen(devices, None if accelerator == "cpu" else gpus)
+    if len(found) > 1 and isinstance(strategy, str) and strategy.startswith(("ddp_spawn", "ddp_fork", "ddp_notebook")):
         raise UnsupportedError(
             f"trainer.strategy={strategy} would start processes itself",
             why="samples are shared out among ranks that Lockstep's launcher starts; each of these would see them all",
             fix="set it to ddp: the launcher starts ranks from notebooks and scripts without a main guard, too",
         )
-    return ranks
+    return found
 
 
-def _count(devices: Any, available: int) -> int:
+def _chosen(devices: Any, gpus: Sequence[str] | None) -> list[str]:
     """Lightning's forms of ``devices``: a number, -1 or "auto" for all, a list of indices, or either as text."""
+    every = ["cpu"] if gpus is None else list(gpus)
     if isinstance(devices, str):
-        if devices == "auto":
-            return available
-        parts = [part for part in devices.split(",") if part.strip()]
-        if len(parts) > 1 or devices.strip().endswith(","):
-            return len(parts)
-        devices = int(devices) if devices.strip().lstrip("-").isdigit() else available
+        parts = [part.strip() for part in devices.split(",") if part.strip()]
+        listed = len(parts) > 1 or devices.strip().endswith(",")
+        devices = [int(part) for part in parts] if listed else int(devices) if devices.strip("- ").isdigit() else -1
     if isinstance(devices, int):
-        return available if devices == -1 else max(devices, 1)
-    return len(devices)
+        if devices == -1:
+            return every
+        return ["cpu"] * max(devices, 1) if gpus is None else [f"gpu:{index}" for index in range(max(devices, 1))]
+    return ["cpu" if gpus is None else f"gpu:{index}" for index in devices]

@@ -8,6 +8,8 @@ module. So a class path in a file is imported only when it has been given on a c
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import shlex
 from collections.abc import Collection, Iterable, Mapping
@@ -20,10 +22,15 @@ from lockstep.errors import TaskError
 def class_paths(task: Mapping[str, Any]) -> set[str]:
     """The class paths in the section ``task`` of a configuration: its name, a data module's, and ``optimizer``.
 
-    Files are named by their whole paths; built-in tasks have none.
+    Files are named by their whole paths; built-in tasks have none. Sections of LightningCLI, which may name anything
+    anywhere, and a checkpoint file that may run code count as a whole, by their hash.
     """
     named = (task.get("name"), task.get("datamodule"), task.get("optimizer"))
-    return {_whole(name) for name in named if isinstance(name, str) and ":" in name}
+    found = {_whole(name) for name in named if isinstance(name, str) and ":" in name}
+    if task.get("cli") or task.get("weights_only") is False:
+        content = json.dumps([task.get("cli"), task.get("weights_only"), str(task.get("ckpt_path"))], sort_keys=True)
+        found.add(f"sha256:{hashlib.sha256(content.encode()).hexdigest()}")
+    return found
 
 
 def named_in(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,6 +73,8 @@ def require_known(task: Mapping[str, Any], source: str, given: Collection[str] =
 def _naming(task: Mapping[str, Any]) -> str:
     """The command that names the classes of ``task``, and starts nothing."""
     name, data = task.get("name"), task.get("datamodule")
+    if task.get("cli"):
+        return "lockstep lightning fit, with the sections that task.cli has in its config.yaml"
     command = ["lockstep", "plan", _whole(str(name))]
     if isinstance(data, str) and ":" in data:
         command += ["--set", f"task.datamodule={_whole(data)}"]

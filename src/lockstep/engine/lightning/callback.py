@@ -39,15 +39,6 @@ OWN = "lockstep"
 _NOT_KEPT = ("loops", "hparams_type", "datamodule_hparams_type")
 #: Where Lightning keeps what ``save_hyperparameters()`` of module and data module took.
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-#: What ``load_from_checkpoint`` wants, besides the weights.
-_OF_A_FILE = (
-    "pytorch-lightning_version",
-    "epoch",
-    "global_step",
-    "hparams_name",
-    "datamodule_hparams_name",
-    *_HYPER_PARAMETERS,
-)
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -129,12 +120,6 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
-def checkpoint_file(snapshot: Snapshot) -> dict[str, Any]:
-    """A checkpoint of a module's run as ``LightningModule.load_from_checkpoint`` reads one."""
-    state = snapshot.trainer["lightning"]
-    return {**{key: state[key] for key in _OF_A_FILE if key in state}, "state_dict": dict(snapshot.model)}
-
-
 def set_progress(progress: dict[str, Any], **counters: int) -> None:
     """Of one of a Trainer's loops, as its checkpoints have it."""
     progress["total"].update(counters)
@@ -180,6 +165,11 @@ class RunLogCallback(Checkpoint):
         #: Whether the latest validation was within an epoch, and so has been judged already.
         self._judged = False
         self._lr = math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        """In checkpoint files of the user's own callbacks: where the training stands, in the order of the run."""
+        state = self._state
+        return {"epoch": state.epoch, "position": state.position, "global_batch": self._batch.global_batch}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for optimizer in trainer.optimizers:

@@ -63,17 +63,21 @@ class SharedDDPStrategy(DDPStrategy):
         return super().reduce(tensor, group, reduce_op)
 
 
-def shared_ddp(strategy: Strategy | str, ranks: int) -> Strategy | str:
-    """:class:`SharedDDPStrategy` for Lightning's DDP by name (``ddp``, ``ddp_find_unused_parameters_true``, …).
+def ddp_arguments(name: Any) -> dict[str, Any] | None:
+    """The arguments of Lightning's DDP of this name (``ddp``, ``ddp_find_unused_parameters_true``, …).
 
-    ``auto`` means it, too, on several ranks. Other strategies, objects, and DDP that starts processes itself
-    (``ddp_spawn``) stay what they are.
+    ``None`` for other strategies, objects, and DDP that starts processes itself (``ddp_spawn``).
     """
-    name = "ddp" if strategy == "auto" and ranks > 1 else strategy
     known = StrategyRegistry[name] if isinstance(name, str) and name in StrategyRegistry else None
     if known is None or known["strategy"] is not DDPStrategy or known["init_params"]["start_method"] != "popen":
-        return strategy
-    return SharedDDPStrategy(**known["init_params"])
+        return None
+    return dict(known["init_params"])
+
+
+def shared_ddp(strategy: Strategy | str, ranks: int) -> Strategy | str:
+    """:class:`SharedDDPStrategy` for Lightning's DDP by name; on several ranks for ``auto``, too."""
+    arguments = ddp_arguments("ddp" if strategy == "auto" and ranks > 1 else strategy)
+    return strategy if arguments is None else SharedDDPStrategy(**arguments)
 
 
 class RankEnvironment(ClusterEnvironment):

@@ -62,6 +62,13 @@ class ModuleConfig(TaskConfig):
     )
     data: dict[str, Any] = Field(default_factory=dict, description="arguments of the LightningDataModule")
     trainer: dict[str, Any] = Field(default_factory=dict, description="more arguments of Lightning's Trainer")
+    cli: dict[str, Any] | None = Field(
+        None, description="set by `lockstep lightning fit`: sections of LightningCLI, which make all of these"
+    )
+    ckpt_path: Path | None = Field(
+        None, description="a checkpoint file of Lightning's to start from: its weights, optimizers and progress"
+    )
+    weights_only: bool = Field(True, description="read ckpt_path without running code that it may have")
     native_steps: int | None = Field(
         default=None, description="set by verify and bench: the optimizer steps that Lockstep's own loop takes"
     )
@@ -107,6 +114,7 @@ class ModuleTask(Task):
         module: a ``LightningModule``.
         datamodule: a ``LightningDataModule``; ``None`` when the module has ``train_dataloader`` itself.
         trainer: more arguments of the ``Trainer``.
+        cli: for ``config.cli``, further arguments of :func:`.make_parts`.
     """
 
     Config = ModuleConfig
@@ -122,9 +130,10 @@ class ModuleTask(Task):
         module: Any = None,
         datamodule: Any = None,
         trainer: dict[str, Any] | None = None,
+        cli: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(config)
-        self._module, self._datamodule = module, datamodule
+        self._module, self._datamodule, self._cli = module, datamodule, cli
         self._facts: LoaderFacts | None = None
         self.planned = RunConfig()
         self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
@@ -151,7 +160,9 @@ class ModuleTask(Task):
     @property
     def datamodule(self) -> Any:
         """The ``LightningDataModule``, if there is one."""
-        if self._datamodule is None and self.config.datamodule is not None:
+        if self.config.cli is not None:
+            self.module  # noqa: B018  # made with it
+        elif self._datamodule is None and self.config.datamodule is not None:
             self._datamodule = _make(type(self).find_class(self.config.datamodule), self.config.data, "task.data")
         return self._datamodule
 
@@ -170,7 +181,23 @@ class ModuleTask(Task):
                 "`lockstep train FILE.py:MODULE` know how to make theirs",
             )
         with seeded(self.data.seed):
+            if self.config.cli is not None:
+                return self._configured(self.config.cli)
             return _make(self.module_class, self.config.model, "task.model")
+
+    def _configured(self, sections: dict[str, Any]) -> Any:
+        """The module that LightningCLI makes, with data module and arguments of the Trainer."""
+        from lockstep.engine.lightning.configured import make_parts
+
+        options = self._cli
+        if options is None:  # classes whose arguments are the section itself are not named in it
+            options = {} if "class_path" in sections["model"] else {"model_class": self.module_class}
+            if self.config.datamodule is not None:
+                options["datamodule_class"] = type(self).find_class(self.config.datamodule)
+        module, self._datamodule, trainer = make_parts(sections, **options)
+        self.trainer_arguments = {name: value for name, value in trainer.items() if name not in DECIDED}
+        _check_given(self.trainer_arguments)
+        return module
 
     def prepare(self, ranks: int | None = None) -> None:
         with self.planning(ranks):

@@ -14,7 +14,7 @@ from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import open_data
 from lockstep.errors import DataError, RunFolderError, UnsupportedError
 from lockstep.launch.finished.reopen import as_restored, find_checkpoint, restore
-from lockstep.launch.lightning_cli import find_file, read_checkpoint
+from lockstep.launch.lightning_cli import find_file
 from lockstep.launch.run_claim import task_again
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
@@ -74,7 +74,9 @@ def export(
                 why="only LightningCLI makes its module",
                 fix="leave out --program; or load module.ckpt with the module's load_from_checkpoint()",
             )
-        snapshot, built = read_checkpoint(find_file(run, checkpoint)), None
+        from lockstep.engine.lightning.ckpt_file import read_file
+
+        snapshot, built = read_file(find_file(run, checkpoint)), None
     else:
         built, snapshot = task_again(run, run.config(), task), find_checkpoint(run, checkpoint)
     building = out.with_name(out.name + ".partial")
@@ -95,9 +97,9 @@ def export(
         if "lightning" in snapshot.trainer:
             import torch
 
-            from lockstep.engine.lightning.callback import checkpoint_file
+            from lockstep.engine.lightning.ckpt_file import as_file
 
-            torch.save(checkpoint_file(snapshot), building / "module.ckpt")
+            torch.save(as_file(snapshot), building / "module.ckpt")
         record = run.read()
         metadata = {
             "run": record.id,

@@ -17,8 +17,8 @@ class Upload(Callback):
     then reported as a warning; it never ends the training.
 
     Args:
-        local_dir: for instance the folder of checkpoints and logs; ``None``: the Trainer's ``default_root_dir``, which
-            is the run folder of ``lockstep lightning fit``.
+        local_dir: for instance the folder of checkpoints and logs; ``None``: the run folder, or in a Trainer of your
+            own its ``default_root_dir``.
         target: any path or URL that fsspec knows, such as ``s3://bucket/run``.
         every_n_epochs: how often, besides the end.
         retry: how often a file is tried.
@@ -43,7 +43,9 @@ class Upload(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not hasattr(self, "uploader"):
-            self.uploader = Uploader(trainer.default_root_dir, self._target, retry=self._retry)
+            root = Path(trainer.default_root_dir)
+            local_dir = root.parent if (root.parent / "run.json").exists() else root
+            self.uploader = Uploader(local_dir, self._target, retry=self._retry)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # At the start of the next one: an epoch's checkpoint is written after most callbacks have heard of its end.
