@@ -20,10 +20,10 @@ import report
 import torch
 
 from lockstep.bench.comm import measure_message
-from lockstep.bench.measure import Case, on_site
 from lockstep.bench.rank import Rank
 from lockstep.bench.summary import fit_alpha_beta, summarise
-from lockstep.bench.trials import Subject, new_trials
+from lockstep.bench.timing import on_site
+from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
 from lockstep.forecast.estimate import Counting
 from lockstep.forecast.footprint import blocking_messages

@@ -15,13 +15,11 @@ import yaml
 from lockstep.cli.main import main
 from lockstep.engine.lightning.configured import Hardware
 from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
-from lockstep.launch.lightning_cli import newest_checkpoint
 from lockstep.lightning.cli import run
 from lockstep.lightning.settings import settings_of
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import RunCli, cli_environment
 from tests.gloo import ROOT
-from tests.telemetry.runs import make_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -200,14 +198,6 @@ def test_a_fit_whose_module_fails_leaves_no_folder_and_a_second_one_has_its_own(
     assert "out has a run already, so this one is in out-2" in capsys.readouterr().err
     assert RunDir.open(tmp_path / "out").read() == done
     assert RunDir.open(tmp_path / "out-2").read().status == "completed"
-
-
-def test_a_link_to_a_checkpoint_that_is_gone_is_no_checkpoint(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "out")
-    (folder.checkpoints / "last.ckpt").symlink_to("gone.ckpt")
-    assert newest_checkpoint(folder) is None
-    (folder.checkpoints / "epoch=1.ckpt").touch()
-    assert newest_checkpoint(folder) == folder.checkpoints / "epoch=1.ckpt"
 
 
 def test_predictions_come_with_the_indices_of_their_samples(config: Path, tmp_path: Path) -> None:

@@ -141,12 +141,6 @@ class Run:
         Raises:
             RunFolderError: the run is still running, or ``task`` is missing. CheckpointError: no checkpoint is valid.
         """
-        if self._dir.cli_config_file.exists():
-            from lockstep.lightning import finished
-
-            how: dict[str, Any] = {"rescale_batch": rescale_batch, "accept_data": accept_data, "config": config}
-            finished.resume(self._dir, **how, **settings)
-            return self
         from lockstep.launch import api as launch
         from lockstep.launch.session.script import resume_session
 
@@ -184,7 +178,9 @@ class Run:
         """
         path = None if data is None else Path(data)
         how: dict[str, Any] = {"split": split, "devices": devices, "checkpoint": checkpoint, "data": path}
-        return dict(evaluate_run(self._dir, task or self._task, **how)["metrics"])
+        from lockstep.launch.finished.evaluation import evaluate
+
+        return dict(evaluate(self._dir, task=task or self._task, **how)["metrics"])
 
     def export(
         self,
@@ -233,14 +229,3 @@ class Run:
         from lockstep.launch import api as launch
 
         return launch.stop(self._dir, timeout)
-
-
-def evaluate_run(run: RunDir, task: Task | type[Task] | None = None, **how: Any) -> dict[str, Any]:
-    """Metrics of a checkpoint as ``lockstep evaluate --json`` prints them; ``how``: as :meth:`Run.evaluate`."""
-    if run.cli_config_file.exists():
-        from lockstep.lightning import finished
-
-        return finished.evaluate(run, **how)
-    from lockstep.launch.finished.evaluation import evaluate
-
-    return evaluate(run, task=task, **how)

@@ -6,18 +6,20 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 
-from lockstep.bench.measure import measure, on_site, requests_of
+from lockstep.bench.measure import measure
 from lockstep.bench.rank import Rank
 from lockstep.bench.results import BenchReport
+from lockstep.bench.timing import on_site
 from lockstep.bench.trials import Case, Outcome, Subject, new_trials
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Source
 from lockstep.engine.distributed.staging import finish, to_device
-from lockstep.engine.training_data import training_source
+from lockstep.engine.training_data import training_source, walk
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
@@ -155,11 +157,12 @@ def loading_rate(
         check: called with every batch; may raise to end it.
     """
     how = plan.loader.model_copy(update={"num_workers": workers, "most_workers": 0, "persistent_workers": workers > 0})
-    loader = make_loader(source, requests_of(plan, World()), how, 0, largest=plan.batch.batch_size)
+    walks = (chain.from_iterable(window.requests for window in walk(plan, World())) for _ in range(2))
+    loader = make_loader(source, next(walks), how, 0, largest=plan.batch.batch_size)
     first, samples, loaded, transfers = 0.0, 0, 0, list[float]()
     started = now = time.perf_counter()
     with contextlib.closing(loader):
-        for batch, request in zip(iter(loader), requests_of(plan, World()), strict=False):
+        for batch, request in zip(iter(loader), next(walks), strict=False):
             check()
             now = time.perf_counter()
             if not first:

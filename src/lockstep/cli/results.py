@@ -67,7 +67,7 @@ def evaluate(
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
     found, chosen = _opened(run, runs_dir, checkpoint)
-    from lockstep.api.run import evaluate_run
+    from lockstep.launch.finished.evaluation import evaluate as evaluate_run
 
     result = evaluate_run(found, split=split, devices=devices, checkpoint=chosen, data=data)
     _print(result if as_json else {**{k: v for k, v in result.items() if k != "metrics"}, **result["metrics"]}, as_json)

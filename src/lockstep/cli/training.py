@@ -155,10 +155,6 @@ def resume(
 ) -> int:
     overrides = load(sets=[*(set or ()), *([] if epochs is None else [f"training.epochs={epochs}"])])
     found = find(run, runs_dir)
-    if found.cli_config_file.exists():
-        from lockstep.lightning import finished
-
-        return finished.resume(found, devices=devices, set=set, rescale_batch=rescale_batch, accept_data=accept_data)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch import api as launcher
         from lockstep.launch.session.script import resume_session

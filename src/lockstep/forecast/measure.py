@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.bench.measure import Site, Stopwatch, on_site, training
 from lockstep.bench.rank import Rank
 from lockstep.bench.summary import summarise
+from lockstep.bench.timing import Site, Stopwatch, on_site, training
 from lockstep.bench.trials import TIMEOUT_S, Case
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import Group, all_gather_rows, between

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -22,7 +22,7 @@ from lockstep.config import RunConfig, dump, resolve
 from lockstep.engine.resume import restoring
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
-from lockstep.errors import ConfigError, RunFolderError
+from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.launch.prepare import settle
 from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
@@ -213,11 +213,13 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
 
     Raises:
         ConfigError: an object with other settings. TaskError: the task cannot be found or made.
-        RunFolderError: only the program that started the run can make it.
+        RunFolderError: only the program that started the run can make it. UnsupportedError: it is an older fit.
     """
     if task is not None:
         return task_of_run(settle(task, None)[0], config, as_given=isinstance(task, Task))
     name = config.task.name
+    if run.cli_config_file.exists():
+        _refuse_older_fit(run)
     if (run.path / SCRIPT).exists():
         raise RunFolderError(
             f"the model of run {run.read().id} is made by the loop in {name}",
@@ -239,6 +241,18 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
         )
     refuse_unknown_code(run)
     return settle(name, config)[0]
+
+
+def _refuse_older_fit(run: RunDir) -> NoReturn:
+    """Of versions in which `lockstep lightning fit` had checkpoint files of Lightning's."""
+    files = [file for file in run.checkpoints.glob("*.ckpt") if file.exists()]
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=run.checkpoints / "last.ckpt")
+    given = shlex.join(["--config", str(run.cli_config_file), "--ckpt_path", str(newest)])
+    raise UnsupportedError(
+        f"run {run.read().id} was made by `lockstep lightning fit` of an earlier version",
+        why="its checkpoints are files of Lightning's, which `load_from_checkpoint` reads",
+        fix=f"train on in a new run: lockstep lightning fit {given}; or evaluate it with `lockstep lightning validate`",
+    )
 
 
 def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:

@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import distributed
 
 from lockstep.config import resolve as resolve_config
+from lockstep.engine.lightning.ckpt_file import check_is_file, refuse_other_classes, told_clearly
 from lockstep.engine.lightning.cluster import shared_ddp
 from lockstep.engine.lightning.configured import Hardware, HardwareCLI
 from lockstep.engine.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
@@ -34,7 +35,6 @@ from lockstep.launch.local.signals import exit_code
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.run_claim import warn
 from lockstep.lightning.hardware import DECIDED, Resolved, resolve
-from lockstep.lightning.loading import check_is_file, refuse_other_classes, told_clearly
 from lockstep.lightning.start import FitRequested, Stored, stored_checkpoint, train_fit
 from lockstep.telemetry.rundir import RunDir
 

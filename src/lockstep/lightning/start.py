@@ -20,7 +20,6 @@ from lockstep.hardware.world import read_world
 from lockstep.launch.api import train
 from lockstep.launch.finished.reopen import find_checkpoint
 from lockstep.launch.run_claim import warn
-from lockstep.lightning.loading import told_clearly
 from lockstep.lightning.settings import SETTINGS, settings_of
 from lockstep.tasks.registry import find_class
 from lockstep.telemetry.rundir import RunDir
@@ -88,8 +87,7 @@ def train_fit(fit: FitRequested, cli_class: type[HardwareCLI] | None, options: d
     if isinstance(task, str):
         given["task"] = section
     try:
-        with told_clearly(file):
-            return train(task, given, resume=fit.stored is not None).exit_code
+        return train(task, given, resume=fit.stored is not None).exit_code
     except RunFolderError as error:
         raise RunFolderError(error.what, why=error.why, fix=error.fix.replace("--save-dir", "--run_dir")) from None
 

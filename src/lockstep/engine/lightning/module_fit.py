@@ -12,7 +12,7 @@ from lockstep.checkpoint.store import Snapshot
 from lockstep.data.workers import child_signal_kept
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.lightning.callback import OWN, RunLogCallback, StoreIO
-from lockstep.engine.lightning.ckpt_file import imported_state, read_file
+from lockstep.engine.lightning.ckpt_file import imported_state, read_file, told_clearly
 from lockstep.engine.lightning.cluster import KeptSignals, profiler, quiet_trainer, rank_arguments
 from lockstep.engine.lightning.dataloaders import defines, evaluation_loader, replaced_loaders, training_loader
 from lockstep.engine.lightning.module_task import ModuleTask
@@ -43,9 +43,10 @@ class ModuleFit:
             text = "telemetry.profile is for tasks; a LightningModule is profiled with lightning.profiler"
             rank.note("profile_unused", text, "warning")
         task.renew()
-        if snapshot is None and task.config.ckpt_path is not None:
-            snapshot = read_file(task.config.ckpt_path, weights_only=task.config.weights_only)
-            self._state = imported_state(snapshot, rank.plan.batch, task.config.ckpt_path)
+        self._file = task.config.ckpt_path if snapshot is None else None
+        if self._file is not None:
+            snapshot = read_file(self._file, weights_only=task.config.weights_only)
+            self._state = imported_state(snapshot, rank.plan.batch, self._file)
         else:
             self._state = restored_state(rank, snapshot)
         self._rank, self._task, self._snapshot = rank, task, snapshot
@@ -74,6 +75,7 @@ class ModuleFit:
         done = round(self._state.position / batch.global_batch) * batch.accumulate
         store = StoreIO(self._write, self._snapshot, self._state, (done, batch.accumulate))
         with (
+            told_clearly(self._file),
             quiet_trainer(),
             child_signal_kept(),
             replaced_loaders(

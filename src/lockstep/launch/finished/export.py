@@ -14,7 +14,6 @@ from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import open_data
 from lockstep.errors import DataError, RunFolderError, UnsupportedError
 from lockstep.launch.finished.reopen import as_restored, find_checkpoint, restore
-from lockstep.launch.lightning_cli import find_file
 from lockstep.launch.run_claim import task_again
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
@@ -67,18 +66,7 @@ def export(
         raise RunFolderError(
             f"{out} is not empty", why="an export never overwrites", fix="give another folder with --out"
         )
-    if run.cli_config_file.exists():
-        if program:
-            raise UnsupportedError(
-                "a run of `lockstep lightning fit` is exported as weights, not as a program",
-                why="only LightningCLI makes its module",
-                fix="leave out --program; or load module.ckpt with the module's load_from_checkpoint()",
-            )
-        from lockstep.engine.lightning.ckpt_file import read_file
-
-        snapshot, built = read_file(find_file(run, checkpoint)), None
-    else:
-        built, snapshot = task_again(run, run.config(), task), find_checkpoint(run, checkpoint)
+    built, snapshot = task_again(run, run.config(), task), find_checkpoint(run, checkpoint)
     building = out.with_name(out.name + ".partial")
     shutil.rmtree(building, ignore_errors=True)
     try:
@@ -88,9 +76,9 @@ def export(
         save_file(
             {key: value.contiguous().clone() for key, value in snapshot.model.items()}, building / "weights.safetensors"
         )
-        if built is not None and program is not False:
+        if program is not False:
             program = _write_program(run, built, snapshot, building, wanted=bool(program))
-        if built is not None and type(built).export is not Task.export:
+        if type(built).export is not Task.export:
             model = build_model(built)
             restore(built, model, snapshot, run.path)
             built.export(bare(model.eval()), building)

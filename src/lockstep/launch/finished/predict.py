@@ -56,8 +56,8 @@ def predict(
         raise DataError(f"there is no {data}", fix=f"name a file or folder of data, or {', '.join(SPLITS)}")
     out = (out or run.path / f"predictions-{path.stem if path else data}.csv").resolve()
     kind = _format_of(out)
-    built = None if run.cli_config_file.exists() else task_again(run, run.config(), task)
-    if built is None or isinstance(built, ModuleTask):
+    built = task_again(run, run.config(), task)
+    if isinstance(built, ModuleTask):
         raise UnsupportedError(
             "lockstep predict is not available for a LightningModule",
             why="its predict_step belongs to Lightning's Trainer",
