@@ -10,6 +10,7 @@ import pytest
 
 from lockstep import Run
 from lockstep.cli.main import main
+from lockstep.errors import RankFailed
 from lockstep.lightning.cli import run
 from lockstep.studio.details import describe
 from lockstep.tasks.trusted_tasks import known, remember
@@ -33,8 +34,9 @@ def test_a_failed_fit_is_resumed_then_evaluated_and_exported(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken").write_text("epoch 1")
-    with pytest.raises(ValueError, match="no luck in epoch 1"):
+    with pytest.raises(RankFailed, match="no luck in epoch 1") as caught:
         run(["fit", "-c", str(config), "--run_dir", "out"])
+    assert "FitRequested" not in str(caught.value)
     (tmp_path / "broken").unlink()
     folder = RunDir.open(tmp_path / "out")
     assert describe(folder, {"status": "failed"}, None)["resumable"], "the page offers it"

@@ -197,14 +197,16 @@ def run(
     if here not in sys.path:
         sys.path.insert(0, here)  # classes are named as seen from here
     try:
-        cli_class(args=tokens, **options)
-    except FitRequested as fit:
-        return train_fit(fit, None if cli_class is LockstepCLI else cli_class, options)
-    except RanksNeeded as needed:
-        return _run_on_ranks(needed.ranks, cli_class, {"args": tokens, **options})
+        try:
+            cli_class(args=tokens, **options)
+            return 0
+        except (FitRequested, RanksNeeded) as asked:
+            wanted = asked  # outside the handler, so that it is not the context of every later error
+        if isinstance(wanted, FitRequested):
+            return train_fit(wanted, None if cli_class is LockstepCLI else cli_class, options)
+        return _run_on_ranks(wanted.ranks, cli_class, {"args": tokens, **options})
     except KeyboardInterrupt:
         return exit_code(signal.SIGINT)
-    return 0
 
 
 def _run_on_ranks(ranks: int, cli_class: type[LockstepCLI], arguments: dict[str, Any]) -> int:

@@ -43,12 +43,7 @@ def read_file(file: Path, *, weights_only: bool = True) -> Snapshot:
         content = torch.load(file, map_location="cpu", weights_only=weights_only)
         return Snapshot(content["global_step"], content.pop("state_dict"), {"lightning": content}, {})
     except Exception as error:  # whatever is wrong with the file
-        raise CheckpointError(
-            f"cannot load {file}",
-            why=f"{type(error).__name__}: {str(error).strip()[:300]}",
-            fix="choose another checkpoint; if it has other objects than tensors and you trust it, use "
-            "`lockstep lightning … --ckpt_path FILE --weights_only false`, which may run code of the file",
-        ) from error
+        raise _told(file, error) from error
 
 
 def imported_state(snapshot: Snapshot, batch: BatchPlan, source: Path) -> TrainState:

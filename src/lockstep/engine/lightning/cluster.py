@@ -174,8 +174,8 @@ def profiler(kind: str | None, run_dir: Path) -> Profiler | None:
 def quiet_trainer() -> Iterator[None]:
     """Suppress Lightning's informational messages: the plan shows the devices, and rank 0 reports through the sinks.
 
-    Also suppressed are warnings about Lightning's use of deprecated functions of torch, and about resuming and SLURM,
-    which Lockstep handles.
+    Also suppressed are warnings about Lightning's use of deprecated functions of torch, about resuming and SLURM,
+    which Lockstep handles, and about an optimizer of LightningCLI's configuration in place of the module's.
     """
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
     before = [(logger, logger.level) for logger in map(logging.getLogger, names)]
@@ -188,6 +188,7 @@ def quiet_trainer() -> Iterator[None]:
                 ".*dataloader is.*not resumable.*",
                 ".*than the logging interval.*",
                 "The `srun` command is available.*",
+                ".*configure_optimizers` will be overridden.*",
             ):
                 warnings.filterwarnings("ignore", message)
             yield

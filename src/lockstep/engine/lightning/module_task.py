@@ -187,6 +187,7 @@ class ModuleTask(Task):
 
     def _configured(self, sections: dict[str, Any]) -> Any:
         """The module that LightningCLI makes, with data module and arguments of the Trainer."""
+        from lockstep.engine.lightning.cluster import quiet_trainer
         from lockstep.engine.lightning.configured import make_parts
 
         options = self._cli
@@ -194,7 +195,8 @@ class ModuleTask(Task):
             options = {} if "class_path" in sections["model"] else {"model_class": self.module_class}
             if self.config.datamodule is not None:
                 options["datamodule_class"] = type(self).find_class(self.config.datamodule)
-        module, self._datamodule, trainer = make_parts(sections, **options)
+        with quiet_trainer():
+            module, self._datamodule, trainer = make_parts(sections, **options)
         self.trainer_arguments = {name: value for name, value in trainer.items() if name not in DECIDED}
         _check_given(self.trainer_arguments)
         return module
