@@ -13,16 +13,11 @@ from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware.device import Device
 from lockstep.lightning.hardware import named_devices
 
+_SAME = "max_epochs max_steps max_time accumulate_grad_batches gradient_clip_val fast_dev_run sync_batchnorm"
 #: Arguments of the Trainer, and what they are in a run.
 SETTINGS = {
-    "max_epochs": "training.epochs",
-    "max_steps": "training.max_steps",
-    "max_time": "training.max_time_s",
-    "accumulate_grad_batches": "training.accumulate",
-    "gradient_clip_val": "training.max_grad_norm",
+    **{name: DECIDED[name] for name in _SAME.split()},
     "log_every_n_steps": "telemetry.log_interval",
-    "fast_dev_run": "debug.fast_dev_run",
-    "sync_batchnorm": "distributed.sync_batchnorm",
     "default_root_dir": "runs_dir",
 }
 _PRECISIONS = {"32": "32", "32-true": "32", "16": "16-mixed", "bf16": "bf16-mixed"}
