@@ -49,6 +49,8 @@ DECIDED = {
     "overfit_batches": "nothing",
     "barebones": "nothing",
 }
+#: Lockstep's callbacks for other Trainers, of which a run does the same itself.
+_OF_A_RUN = ("RunStatus", "StopOnSignal")
 #: Callbacks that would change the batches under the plan, by the names of their classes.
 _CHANGE_BATCHES = {"GradientAccumulationScheduler": "training.accumulate", "BatchSizeFinder": "the DataLoader"}
 
@@ -197,6 +199,8 @@ class ModuleTask(Task):
                 options["datamodule_class"] = type(self).find_class(self.config.datamodule)
         with quiet_trainer():
             module, self._datamodule, trainer = make_parts(sections, **options)
+        callbacks = trainer.get("callbacks", [])
+        trainer["callbacks"] = [callback for callback in callbacks if type(callback).__name__ not in _OF_A_RUN]
         self.trainer_arguments = {name: value for name, value in trainer.items() if name not in DECIDED}
         _check_given(self.trainer_arguments)
         return module
