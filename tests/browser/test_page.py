@@ -650,6 +650,11 @@ def test_the_keyboard_alone_does_everything(server: Address, open_page: OpenPage
     expect(plot).to_have_attribute("data-shown", whole)
 
 
+#: Controls that are smaller than 24 px, with their labels; a checkbox of the form has its label beside it.
+SMALL = """[...document.querySelectorAll('button, a, input, select, summary')]
+    .filter((it) => it.offsetParent && !it.matches('.skip, .field input, p a'))
+    .map((it) => [(it.closest('label') ?? it).getBoundingClientRect(), it.outerHTML.slice(0, 120)])
+    .filter(([box]) => Math.min(box.width, box.height) < 23.5).map(([, text]) => text)"""
 AXE = (Path(__file__).parent / "axe.min.js").read_text()
 
 
@@ -677,6 +682,7 @@ def test_axe_finds_no_serious_fault(server: Address, open_page: OpenPage, viewpo
             page.wait_for_load_state("networkidle")
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is wider than the screen"
+        assert not (small := page.evaluate(SMALL)), f"{view}: less than 24 px to hit: {small}"
         page.evaluate(AXE)
         found = page.evaluate("axe.run()")["violations"]
         serious = [

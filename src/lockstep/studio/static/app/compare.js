@@ -6,50 +6,9 @@ import { Chart, ChartTools, Legend } from "./charts.js";
 import { epochLines, linesOverSteps, STEP_CHARTS, useRun } from "./curves.js";
 import { number, plain, words } from "./format.js";
 import { runs } from "./live.js";
-import { go, route } from "./route.js";
-import { label, matches, MOST_COMPARED, setCompared } from "./runs.js";
-import { Badge, Problem } from "./ui.js";
-
-/** At most this number of runs is listed; the search finds the others. */
-const OFFERED = 100;
-
-function Chooser({ ids }) {
-  const [text, setText] = useState("");
-  const toggle = (id, on) => {
-    setCompared(id, on);
-    go("compare", on ? [...ids, id] : ids.filter((one) => one !== id));
-  };
-  const all = runs.value ?? [];
-  const found = all.filter((run) => ids.includes(run.id) || matches(run, text));
-  return html`<details class="card chooser" open=${ids.length < 2}>
-    <summary><h2>Runs to compare</h2> <span class="muted">${ids.length} chosen</span></summary>
-    <input
-      class="input"
-      type="search"
-      aria-label="Search runs to compare"
-      placeholder="Search name, task, tag…"
-      value=${text}
-      onInput=${(event) => setText(event.currentTarget.value)}
-    />
-    <ul class="options" aria-label="Runs to compare">
-      ${found.slice(0, OFFERED).map(
-        (run) => html`<li key=${run.id}>
-          <label class="row">
-            <input
-              type="checkbox"
-              checked=${ids.includes(run.id)}
-              disabled=${!ids.includes(run.id) && ids.length >= MOST_COMPARED}
-              onChange=${(event) => toggle(run.id, event.currentTarget.checked)}
-            />
-            <span class="clip" title=${label(run)}>${label(run)}</span> <${Badge} status=${run.status} />
-          </label>
-        </li>`,
-      )}
-    </ul>
-    ${found.length > OFFERED && html`<p class="muted">${found.length - OFFERED} more: search for them</p>`}
-    ${ids.length >= MOST_COMPARED && html`<p class="muted">${MOST_COMPARED} runs at most</p>`}
-  </details>`;
-}
+import { route } from "./route.js";
+import { label } from "./runs.js";
+import { Problem } from "./ui.js";
 
 /** Follows one run and passes its lines to the parent; draws nothing. */
 function Source({ id, onLines }) {
@@ -195,11 +154,10 @@ export function Compare() {
   }, [wanted, states]);
   const { answer, error } = found;
   return html`<div class="view">
-    <h1>Compare</h1>
-    <${Chooser} ids=${ids} />
+    <div class="row between"><h1>Compare</h1><a class="button" href="#/runs">Choose runs…</a></div>
     ${ids.map((id) => html`<${Source} key=${id} id=${id} onLines=${(run, some) => setLines((all) => ({ ...all, [run]: some }))} />`)}
     ${gone.length > 0 && html`<p class="note">No longer in this folder: ${gone.join(", ")}</p>`}
-    ${ids.length < 2 && html`<p class="empty">Choose two runs or more, here or in the table of runs.</p>`}
+    ${ids.length < 2 && html`<p class="empty">Choose two runs or more in the table of runs.</p>`}
     ${ids.length > 1 &&
     html`
       <${Problem} error=${error} />

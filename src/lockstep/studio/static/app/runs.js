@@ -12,7 +12,7 @@ import { Badge, Button, Dialog, Menu, tell, tellError } from "./ui.js";
 const PAGE = 100;
 const STATUSES = ["pending", "running", "completed", "failed", "stopped", "lost"];
 /** Most runs in a comparison: the server's limit. */
-export const MOST_COMPARED = 20;
+const MOST_COMPARED = 20;
 /** Selected runs, in order of selection. */
 export const compared = signal([]);
 
@@ -25,11 +25,10 @@ effect(() => {
 
 export const label = (run) => run.name || run.id;
 
-/** Every word must occur in the name, id, folder, task, tags or devices. */
+/** What words of a filter are looked for in. */
 const textOf = (run) => [run.id, run.location, run.name, run.task, run.status, run.notes, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
-export const matches = (run, text) => text.toLowerCase().split(/\s+/).every((word) => textOf(run).includes(word));
 
-export function setCompared(id, on) {
+function setCompared(id, on) {
   const others = compared.value.filter((one) => one !== id);
   compared.value = on ? [...others, id] : others;
 }
