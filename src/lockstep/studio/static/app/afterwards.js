@@ -3,50 +3,14 @@
 import { html, useEffect, useState } from "./html.js";
 import { API, post, runPath } from "./api.js";
 import { devices } from "./catalogue.js";
+import { DeviceChoice, usable } from "./devices.js";
 import { duration, number, plain, words } from "./format.js";
 import { jobs, merge, takeJob } from "./live.js";
 import { Badge, Button, Dialog, Problem, tellError } from "./ui.js";
 
-/** Checkboxes for devices; several ranks when only the CPU is selected. */
-export function DeviceChoice({ chosen, onChoose }) {
-  const all = devices.value?.devices ?? [];
-  const onlyCpu = chosen.length > 0 && chosen.every((id) => id === "cpu");
-  const toggle = (id, on) => {
-    const next = chosen.filter((one) => one !== id);
-    onChoose(on ? all.map((one) => one.id).filter((one) => one === id || next.includes(one)) : next);
-  };
-  return html`<fieldset class="stack">
-    <legend class="eyebrow">Devices</legend>
-    <div class="devices">
-      ${all.map(
-        ({ id, name, supported }) => html`<label key=${id} class="device">
-          <input type="checkbox" checked=${chosen.includes(id)} disabled=${!supported} onChange=${(event) => toggle(id, event.currentTarget.checked)} />
-          <span><span class="title">${id === "cpu" ? "CPU" : id.replace("gpu:", "GPU ")}</span> ${name}</span>
-        </label>`,
-      )}
-    </div>
-    ${onlyCpu &&
-    html`<label class="row">
-      Number of ranks
-      <input
-        class="input number"
-        type="number"
-        min="1"
-        max="64"
-        value=${chosen.length}
-        onInput=${(event) => {
-          const ranks = event.currentTarget.valueAsNumber;
-          if (Number.isInteger(ranks) && ranks >= 1 && ranks <= 64) onChoose(new Array(ranks).fill("cpu"));
-        }}
-      />
-    </label>`}
-  </fieldset>`;
-}
-
 /** The run's devices that this machine has too. */
 function devicesFor(run) {
-  const here = (devices.value?.devices ?? []).filter(({ supported }) => supported).map(({ id }) => id);
-  const still = (run.devices ?? []).filter((id) => here.includes(id));
+  const still = (run.devices ?? []).filter((id) => usable().includes(id));
   return still.length ? still : (devices.value?.default ?? []);
 }
 

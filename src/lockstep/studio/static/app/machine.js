@@ -2,7 +2,8 @@
 
 import { html, useEffect, useState } from "./html.js";
 import { get, post } from "./api.js";
-import { DeviceChoice, Job } from "./afterwards.js";
+import { Job } from "./afterwards.js";
+import { DeviceChoice } from "./devices.js";
 import { devices, freeDevices, refreshDevices, studio } from "./catalogue.js";
 import { tick } from "./draft.js";
 import { clock, deviceWords, gigabytes, number, percent } from "./format.js";

@@ -2,7 +2,8 @@
 
 import { html, useEffect, useState } from "./html.js";
 import { get, post } from "./api.js";
-import { DeviceChoice, Job, newestJobs } from "./afterwards.js";
+import { Job, newestJobs } from "./afterwards.js";
+import { DeviceChoice } from "./devices.js";
 import { devices, tasks } from "./catalogue.js";
 import { Chart } from "./charts.js";
 import { clock, gigabytes, number, percent } from "./format.js";
