@@ -445,8 +445,8 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
     expect(page.get_by_role("region", name="Progress")).to_contain_text("ETA1 min 20 s")
     stop = page.get_by_role("button", name="Stop", exact=True).bounding_box()
     assert stop is not None
-    beat(20, None, ended=True)
     run.update(status="completed", best_metric={"val_loss": 0.5}, completed_at=datetime.now(UTC))
+    beat(20, None, ended=True)
     expect(page.get_by_text("Early stopping: it ended at step 20 of 100")).to_be_visible()
     expect(page.get_by_role("button", name="Report")).to_be_visible()
     middle = [stop["x"] + stop["width"] / 2, stop["y"] + stop["height"] / 2]
