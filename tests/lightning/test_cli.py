@@ -148,6 +148,7 @@ def test_what_lightning_refuses_is_one_error(config: Path, capsys: pytest.Captur
         (["--trainer.epochs", "3"], "trainer.epochs"),
         (["--trainer.strategy", "dp"], "Lightning 2.0 removed it"),
         (["--model", "no.such.Model"], "no.such.Model"),
+        (["--ckpt_path", "missing.ckpt"], "there is no checkpoint missing.ckpt"),
     ],
 )
 def test_bad_values_are_told_in_words(

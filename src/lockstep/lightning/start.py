@@ -14,7 +14,7 @@ import yaml
 from lockstep.engine.lightning.ckpt_file import as_file
 from lockstep.engine.lightning.configured import Hardware, HardwareCLI, changed
 from lockstep.engine.lightning.module_task import DECIDED, ModuleConfig, ModuleTask
-from lockstep.errors import ConfigError, RunFolderError
+from lockstep.errors import CheckpointError, ConfigError, RunFolderError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.world import read_world
 from lockstep.launch.api import train
@@ -82,7 +82,10 @@ def train_fit(fit: FitRequested, cli_class: type[HardwareCLI] | None, options: d
     section: dict[str, Any] = {"cli": _sections(fit.cli)}
     file = settings.get("ckpt_path") if fit.stored is None else None
     if file is not None:
-        section |= {"ckpt_path": str(Path(file).absolute()), "weights_only": settings["weights_only"] is not False}
+        if not Path(file).is_file():
+            fix = "name a run folder, one of its checkpoints, or a checkpoint file of Lightning's"
+            raise CheckpointError(f"there is no checkpoint {file}", fix=fix)
+        section |= {"ckpt_path": str(Path(file).absolute()), "weights_only": settings["weights_only"]}
     task = _task(fit.cli, section, cli_class, options)
     if isinstance(task, str):
         given["task"] = section

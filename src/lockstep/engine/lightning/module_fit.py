@@ -45,7 +45,7 @@ class ModuleFit:
         task.renew()
         self._file = task.config.ckpt_path if snapshot is None else None
         if self._file is not None:
-            snapshot = read_file(self._file, weights_only=task.config.weights_only)
+            snapshot = read_file(self._file, weights_only=task.config.weights_only is not False)
             self._state = imported_state(snapshot, rank.plan.batch, self._file)
         else:
             self._state = restored_state(rank, snapshot)

@@ -70,7 +70,7 @@ class ModuleConfig(TaskConfig):
     ckpt_path: Path | None = Field(
         None, description="a checkpoint file of Lightning's to start from: its weights, optimizers and progress"
     )
-    weights_only: bool = Field(True, description="read ckpt_path without running code that it may have")
+    weights_only: bool | None = Field(None, description="false: code that ckpt_path may have is run to read it")
     native_steps: int | None = Field(
         default=None, description="set by verify and bench: the optimizer steps that Lockstep's own loop takes"
     )
