@@ -270,7 +270,9 @@ class Own(Probe):
 settings = SETTINGS
 writer = {"class_path": "tests.lightning.trainings.Written"}
 predicting = {**settings, "trainer": {**settings["trainer"], "callbacks": [writer]}}
-sys.exit(run({"validate": settings}, model_class=Own) or run({"predict": predicting}, model_class=Own))
+fit = {**settings, "run_dir": "out", "trainer": {**settings["trainer"], "max_epochs": 1, "limit_val_batches": 0}}
+todo = {"fit": fit}, {"validate": settings}, {"predict": predicting}
+sys.exit(max(run(each, model_class=Own) for each in todo))
 """
 
 SERVER = """
@@ -312,6 +314,7 @@ def test_ddp_from_a_notebook_like_parent_counts_each_sample_once(tmp_path: Path)
     assert [predicted(tmp_path, rank) for rank in (0, 1)] == [[[[0, 1], [0, 1]], [[3], [3]]], [[[2], [2]], [[4], [4]]]]
     assert "custom batch sampler" not in done.stderr
     assert not (tmp_path / "runs").exists(), "only a fit has a run folder"
+    assert RunDir.open(tmp_path / "out").read().status == "completed"
 
 
 @pytest.mark.parametrize(
