@@ -32,7 +32,7 @@ class Text(nn.Module):
 
     def __init__(self, time: int) -> None:
         super().__init__()
-        self.gpt = Gpt(TOKENS, time, width=64, depth=2)
+        self.gpt = Gpt(TOKENS, time, width=32, depth=2)
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.gpt(ids)
@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[tuple[int, ...], Callable[..., nn.Module]]] = {
     "mlp": ((1, 561), lambda channels, length: Mlp(channels, CLASSES, length)),
     "cnn": ((9, 128), lambda channels, length: Cnn(channels, CLASSES, length)),
     "transformer": ((9, 128), lambda channels, length: Transformer(channels, CLASSES, length)),
-    "text": ((64,), Text),
+    "text": ((32,), Text),
     "images": ((1, 16, 16), lambda channels, *size: ResNet(channels, CLASSES, widths=(8, 16, 32))),
 }
 

@@ -223,6 +223,29 @@ def test_padding_does_not_count(tmp_path: Path, pack: bool) -> None:
     torch.testing.assert_close(found[0][2], found[1][2])
 
 
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_model_of_transformers_is_saved_in_its_format_and_as_a_program(tmp_path: Path, lora: int) -> None:
+    library = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    library.LlamaConfig(vocab_size=257, **sizes).save_pretrained(tmp_path / "llama")
+    made = task(written(tmp_path), model=tmp_path / "llama", lora=lora)
+    made.prepare()
+    model = made.model()
+    total, count = made.loss(model, made.datasets().train.__getitems__([0, 1]))
+    assert count == 32 and total.item() == pytest.approx(32 * math.log(257), rel=0.1)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert all("lora" in name for name in trained) == bool(lora)
+    made.export(model, tmp_path)
+    saved = tmp_path / "pretrained"
+    assert (
+        (saved / "adapter_model.safetensors").is_file() if lora else library.AutoConfig.from_pretrained(saved).use_cache
+    )
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    program = torch.export.export(model.eval(), (ids,))
+    torch.testing.assert_close(program.module()(ids), model(ids))
+
+
 BAD: list[tuple[dict[str, str], dict[str, Any], type[LockstepError], str]] = [
     ({"corpus.txt": ""}, {}, DataError, "has no text"),
     ({"corpus.txt": "short"}, {}, DataError, "the corpus has 6 tokens"),

@@ -132,7 +132,7 @@ def generate(
     """``tokens`` ids that follow ``prompt``; fewer where ``end`` is drawn.
 
     Args:
-        model: in evaluation mode: a :class:`Gpt`, or one whose ``forward(ids)`` returns logits or has ``logits``.
+        model: in evaluation mode: a :class:`Gpt`, or one whose ``forward(ids)`` returns logits.
         prompt: at least one id.
         context: longest sequence that the model takes; of a longer one the second half is kept.
         temperature: 0 takes the most probable token.
@@ -146,8 +146,7 @@ def generate(
         if isinstance(model, Gpt):
             logits, past = model.extend(ids, past)
         else:
-            given = model(ids)
-            logits = getattr(given, "logits", given)
+            logits = model(ids)
         scores = logits[0, -1].float().cpu()
         if top_k is not None:
             scores[scores < scores.topk(min(top_k, len(scores))).values[-1]] = -torch.inf

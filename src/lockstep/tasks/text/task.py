@@ -230,11 +230,10 @@ class TextTask(Task):
             documents, positions = packed
             # Padding attends to padding: a position that attends to nothing has no finite result.
             mask = document_mask(documents + 1).tril().unsqueeze(1)
-            found = model(ids, attention_mask=mask, position_ids=positions)
+            logits = model(ids, attention_mask=mask, position_ids=positions)
         else:
-            found = model(ids)
-        logits = getattr(found, "logits", found).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_LABEL, reduction="none")
+            logits = model(ids)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_LABEL, reduction="none")
         return losses.view(targets.shape)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -291,6 +290,7 @@ class TextTask(Task):
         (folder / "tokenizer.json").write_text(self.tokenizer.state()["tokenizer"], encoding="utf-8")
         save = getattr(model, "save_pretrained", None)
         if save is not None:
+            model.config.use_cache = True  # type: ignore[union-attr]
             save(folder / "pretrained")
 
     def state_dict(self) -> dict[str, Any]:

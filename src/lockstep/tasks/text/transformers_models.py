@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def build(path: Path, vocabulary: int, context: int, lora: int) -> nn.Module:
         raise ConfigError(f"there is no {path}", fix="name a config.json, or a folder with one, in task.model")
     try:
         config = library.AutoConfig.from_pretrained(str(path), local_files_only=True)
+        config.use_cache = False
         weights = path.is_dir() and any(path.glob("*.safetensors"))
         auto = library.AutoModelForCausalLM
         if weights:
@@ -32,11 +34,23 @@ def build(path: Path, vocabulary: int, context: int, lora: int) -> nn.Module:
             f"transformers cannot make a causal language model of {path}", why=str(error)[:300], fix="check task.model"
         ) from None
     _check(path, config, vocabulary, context)
-    if not lora:
-        return model  # type: ignore[no-any-return]
+    if lora:
+        model = _with_adapters(model, lora)
+    model.register_forward_hook(_logits)
+    return model  # type: ignore[no-any-return]
+
+
+def _logits(model: nn.Module, args: Any, output: Any) -> Any:
+    """Logits alone: a program of torch.export is loaded where the library and its types may not be."""
+    return output.logits
+
+
+def _with_adapters(model: nn.Module, lora: int) -> Any:
     peft = _import("peft")
     settings = peft.LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, settings)  # type: ignore[no-any-return]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that transformers 5 has renamed
+        return peft.get_peft_model(model, settings)
 
 
 def _check(path: Path, config: Any, vocabulary: int, context: int) -> None:
