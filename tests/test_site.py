@@ -7,10 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
+import yaml
 
+import lockstep
 from tests.gloo import ROOT, clean_environment
 from tests.telemetry.test_schemas import check_folder
 
@@ -84,10 +88,50 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "http" not in "".join(re.findall(r'<(?:script|link)[^>]*(?:src|href)="(https?:[^"]*)"', page))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_an_installed_wheel_needs_no_repository(tmp_path: Path) -> None:
-    run(f"python -m pip wheel --no-deps --no-build-isolation --quiet -w wheels {ROOT}", tmp_path)
-    run("python -m pip install --no-deps --no-index --quiet --target installed wheels/*.whl", tmp_path)
-    code = "import sys; sys.path.insert(0, 'installed'); from lockstep.cli.main import main; sys.exit(main())"
-    assert "ddp" in run(f'python -P -c "{code}" plan har --devices cpu,cpu', tmp_path)
-    files = {str(path.relative_to(tmp_path / "installed")) for path in (tmp_path / "installed").rglob("*")}
-    assert {"lockstep/py.typed", "lockstep/studio/static/index.html"} <= files
+    """The wheel is built from the sdist, and installed into an environment with the dependencies and nothing else."""
+    run(f"cd {ROOT} && python -m hatchling build -t sdist -d {tmp_path}", tmp_path)
+    run("python -m pip wheel --no-deps --no-build-isolation --quiet -w wheels *.tar.gz", tmp_path)
+    run("python -m venv --without-pip env", tmp_path)
+    site = tmp_path / "env" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    # A path in a .pth file does not execute that folder's .pth files: the project's editable installation stays out.
+    (site / "dependencies.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    run("python -m pip --python env/bin/python install --no-deps --no-index --quiet wheels/*.whl", tmp_path)
+    assert {"py.typed", "studio/static/index.html"} <= {
+        str(file.relative_to(site / "lockstep")) for file in (site / "lockstep").rglob("*")
+    }
+    where = run("env/bin/python -P -c 'import lockstep; print(lockstep.__file__)'", tmp_path)
+    assert where.startswith(str(site))
+    assert "test_accuracy" in run("env/bin/lockstep train har --devices cpu,cpu --set training.max_steps=3", tmp_path)
+
+    command = ["env/bin/lockstep", "studio", "--port", "0", "--no-browser"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as studio:
+        assert studio.stdout is not None
+        said = next((line for line in studio.stdout if "http://" in line), "")
+        found = re.search(r"http://127\.0\.0\.1:\d+", said)
+        assert found, said
+        with pytest.raises(urllib.error.HTTPError) as refused:  # without the token
+            urllib.request.urlopen(found[0] + "/api/runs", timeout=60)
+        assert refused.value.code == 401
+        refused.value.close()
+        studio.terminate()
+        studio.communicate()
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    versions = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}$", changes, re.M)
+    assert versions[0] == str(citation["version"]) == lockstep.__version__
+    assert versions == sorted(versions, key=lambda version: [int(part) for part in version.split(".")], reverse=True)
+
+
+def test_forms_of_issues_ask_for_something() -> None:
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    for form in (yaml.safe_load(file.read_text(encoding="utf-8")) for file in forms if file.name != "config.yml"):
+        assert {"name", "description", "body"} <= form.keys()
+        assert any(part.get("validations", {}).get("required") for part in form["body"])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lockstep.strategies import StrategySpec as StrategySpec
     from lockstep.strategies import register_strategy as register_strategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: Where each public name is. ``RunResult`` and ``make_plan`` are the names that 0.1 had.
 _HOMES = {

@@ -107,9 +107,9 @@ def _layout(
 class Source:
     """Where batches come from: a data set, how its samples become a batch, and in which order they are taken.
 
-    ``lanes``: the items of a step are dealt to this number of parts in turn (:func:`lockstep.data.bucketed.deal`), for an
-    order whose neighbours are alike; ``None`` leaves them in order. ``skipped``: see :class:`Reader`. ``full``: a batch
-    of fewer samples is filled up to this number by ``pad(batch, full)``.
+    ``lanes``: the items of a step are dealt to this number of parts in turn (:func:`lockstep.data.bucketed.deal`), for
+    an order whose neighbours are alike; ``None`` leaves them in order. ``skipped``: see :class:`Reader`. ``full``: a
+    batch of fewer samples is filled up to this number by ``pad(batch, full)``.
     """
 
     dataset: Any
