@@ -23,7 +23,7 @@ help: ## show this list
 	@echo "make check    lint, and the tests that start no other process"
 	@echo "make coverage the test suite, with the coverage of every process that a test starts"
 	@echo "make setup    make $(VENV) and install Lockstep with the tested versions"
-	@echo "make lint     ruff (rules and format), mypy, and the words of the documentation"
+	@echo "make lint     ruff (rules and format), mypy, words and spelling"
 	@echo "make docs     the documentation as a site, in build/site"
 	@echo "make drills   the long repetitions of fault drills and fuzzing"
 	@echo "make smoke-oldest  tests/compat on the oldest supported torch and Lightning, in $(OLDEST)"
@@ -64,11 +64,12 @@ check: lint ## lint, and the tests without ranks, commands or a browser
 coverage: setup browser ## coverage of every process that the tests start
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)
 
-lint: setup ## ruff, mypy and the words of the documentation
+lint: setup ## ruff, mypy, words and spelling of the documentation
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) scripts/words.py
+	$(RUN) -m codespell_lib README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CODE_OF_CONDUCT.md docs examples src/lockstep
 
 docs: setup ## the site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet

@@ -182,11 +182,3 @@ def open_form(page: Page) -> Page:
 def rows(page: Page) -> Locator:
     """The rows of the table of runs."""
     return page.get_by_role("table", name="Runs").locator("tbody tr")
-
-
-def picture(page: Page, name: str) -> None:
-    """Write ``docs/images/studio-<name>.png``, when the variable SCREENSHOTS asks for it."""
-    if os.environ.get("SCREENSHOTS"):
-        page.wait_for_timeout(500)
-        # Written here: Playwright would start a thread for it, which outlives the test.
-        (ROOT / "docs" / "images" / f"studio-{name}.png").write_bytes(page.screenshot())

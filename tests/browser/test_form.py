@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
-from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, open_form, picture, used_browser
+from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, open_form, used_browser
 from tests.studio.serving import Address
 
 expect.set_options(timeout=PATIENCE_MS)
@@ -40,7 +40,6 @@ def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport:
     second.check()
     expect(batch).to_have_text("Effective batch size: 64 (32 × 2 GPUs)")
     expect(multi).to_be_visible()
-    picture(page, "devices" if viewport == WIDE else "devices-narrow")
     page.get_by_label("Accumulate").fill("4")
     expect(batch).to_have_text(re.compile("256"))
     cpu.check()

@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.browser.conftest import PATIENCE_MS, OpenPage, open_form, picture
+from tests.browser.conftest import PATIENCE_MS, OpenPage, open_form
 from tests.browser.where import Network, Studio
 
 expect.set_options(timeout=PATIENCE_MS)
@@ -81,7 +81,6 @@ def test_from_ticking_devices_to_comparing_runs(studio: Studio, open_page: OpenP
     studio.start()
     expect(page.get_by_text("The studio does not answer. Runs continue without it")).to_be_hidden()
     step = wait_for_a_later_step(page, step)
-    picture(page, "running")
 
     # Stopped with a checkpoint, it goes on with one rank.
     page.get_by_role("button", name="Stop", exact=True).click()
@@ -107,7 +106,6 @@ def test_from_ticking_devices_to_comparing_runs(studio: Studio, open_page: OpenP
     final = state.get_by_role("region", name="Final metrics")
     expect(final).to_be_visible()
     expect(final.get_by_text("Test accuracy", exact=True)).to_be_visible()
-    picture(page, "completed")
     page.get_by_role("button", name="Evaluate…").click()
     page.get_by_role("dialog", name="Evaluate run").get_by_role("button", name="Evaluate").click()
     expect(state.get_by_role("region", name="evaluate done")).to_contain_text("accuracy")
@@ -122,4 +120,3 @@ def test_from_ticking_devices_to_comparing_runs(studio: Studio, open_page: OpenP
     loss = page.get_by_role("figure", name="Loss", exact=True)
     expect(loss.get_by_role("button", name=re.compile("^long"))).to_be_visible()
     expect(loss.get_by_role("button", name=re.compile("^short"))).to_be_visible()
-    picture(page, "compare")

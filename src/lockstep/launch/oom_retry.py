@@ -25,7 +25,7 @@ from lockstep.telemetry.rundir import RunDir
 
 #: Four halvings find a micro-batch that was 16 times too large.
 RETRIES = 4
-#: What happens in so many steps of an attempt happens at its start.
+#: What happens in the first steps of an attempt happens at its start.
 FIRST_STEPS = 3
 
 
