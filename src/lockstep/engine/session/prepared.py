@@ -113,6 +113,10 @@ class Prepared:
             self._container = next(iter(self.models.values())) if len(self.models) == 1 else Models(self.models)
         return self._container
 
+    def forget_parameters(self) -> None:
+        """The modules have other parameters from now on."""
+        self._chosen.clear()
+
     def check(self) -> None:
         """Raise :class:`TaskError` where an optimizer could not train what it has."""
         if not self.models or not self.optimizers:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from torch import nn
 
-from lockstep.checkpoint.content import check_saveable
-from lockstep.engine.distributed.buffers import Buffers, check_agreement
+from lockstep.engine.checkpoints import Saves
+from lockstep.engine.distributed.buffers import Buffers
+from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import check_moments, freeze_again, frozen_names, restoring
+from lockstep.engine.resume import check_moments, freeze_again, restoring
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.session.stepper import Stepper
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.errors import CheckpointError
-from lockstep.telemetry.progress_board import Activity, pulse
 
 
 class Stateful(Protocol):
@@ -26,7 +26,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
-class SessionCheckpoints:
+class SessionCheckpoints(Saves):
     """Saves and restores what one rank trains.
 
     Args:
@@ -45,45 +45,27 @@ class SessionCheckpoints:
         registered: Mapping[str, Stateful],
         place: Callable[[], dict[str, Any]],
     ) -> None:
-        self._rank, self._log, self._module, self._steppers = rank, log, module, steppers
-        self._buffers, self._draws, self._registered, self._place = buffers, draws, registered, place
-        self._saved_at = -1, -1
+        super().__init__(rank, log, module)
+        self._steppers, self._buffers, self._draws = steppers, buffers, draws
+        self._registered, self._place = registered, place
 
-    def check(self) -> None:
-        """Raise now what could not be saved, rather than after an epoch."""
-        if self._rank.writer is not None:
-            check_saveable(self._module.state_dict(), self._trainer_state())
+    def _updates(self) -> Collection[Update]:
+        return [stepper.update for stepper in self._steppers.values()]
 
-    def save(self, *, best: bool = False) -> None:
-        """Compare the ranks' weights and save, unless this step has been saved already. Collective."""
-        place = self._log.state.step, self._log.state.epoch
-        if self._saved_at == place and not best:
-            return
-        self._saved_at = place
+    def _check_buffers(self) -> None:
         self._buffers.check()
-        for stepper in self._steppers.values():
-            check_agreement(self._module, stepper.optimizer, self._rank.collectives)
-        self._log.saved()
-        if self._rank.writer is not None:
-            with pulse.during(Activity.SAVING):
-                trainer = self._trainer_state()
-                content = {"model": self._module.state_dict(), "trainer": trainer, "frozen": self._log.state.frozen}
-                self._log.write(content, best=best)
 
-    def wait(self) -> None:
-        """Wait until the last one is on disk. Collective."""
-        with pulse.during(Activity.SAVING if self._rank.writer is not None else Activity.AWAITING_SAVE):
-            if self._rank.writer is not None:
-                self._rank.writer.wait()
-            self._rank.collectives.broadcast(None)  # barrier
+    def _whole(self, content: dict[str, Any]) -> dict[str, Any]:
+        if not self._divides:
+            return content
+        from lockstep.engine.distributed.dtensor_state import gathered
+
+        found: dict[str, Any] = gathered(content, keep=self._rank.writer is not None)
+        return found
 
     def _trainer_state(self) -> dict[str, Any]:
-        state = self._log.state
-        state.draws_seeded = self._draws.everything
-        state.skipped_steps = sum(stepper.update.skipped for stepper in self._steppers.values())
-        state.frozen = frozen_names(self._module)
-        return {
-            "state": self._log.current_state(),
+        self._log.state.draws_seeded = self._draws.everything
+        return super()._trainer_state() | {
             "update": {name: stepper.update.state_dict() for name, stepper in self._steppers.items()},
             "task": {name: thing.state_dict() for name, thing in self._registered.items()},
             "session": self._place(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,12 @@ from lockstep.engine.session.buckets import BUCKET_BYTES, GradientBuckets
 from lockstep.engine.session.prepared import Owned, Prepared, parameters_of
 from lockstep.engine.strategies.base import Flags
 from lockstep.engine.strategies.exact import LaneSums
+from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler
 from lockstep.errors import TaskError, UnsupportedError
+
+if TYPE_CHECKING:
+    from lockstep.engine.session.sharding import Shards
 
 #: A sum over up to 4,096 ranks of numbers below this stays below 2²⁴, and so is exact in float32.
 _DIGIT = 2.0**12
@@ -77,6 +81,8 @@ class Stepper:
     Args:
         group: of all ranks, for gradients alone; ``None`` on one rank.
         lanes: makes what sums over lanes, for ``reproducibility: exact``; then there is no ``group``.
+        divided: the models, where each rank has a part of them, so that each backward pass has reduced its gradients;
+            then there is no ``group`` either.
         cap_bytes: as for :class:`GradientBuckets`.
         scheduler: stepped after the optimizer.
     """
@@ -95,13 +101,16 @@ class Stepper:
         cap_bytes: int,
         left: Callable[[], None],
         lanes: Callable[[Sequence[nn.Parameter]], LaneSums] | None = None,
+        divided: Divided | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
         self.name, self.optimizer, self._device = name, optimizer, device
         self._max_norm, self._scheduler = max_norm, scheduler
-        self._collectives, self._group = collectives, group
+        self._collectives, self._group, self._divided = collectives, group, divided
         self._settings: dict[str, Any] = {"numbers": NUMBERS, "device": device, "cap_bytes": cap_bytes, "left": left}
-        self.update = Update(Owned(models, optimizer), optimizer, None, precision, max_norm, scheduler=scheduler)
+        self.update = Update(Owned(models, optimizer), optimizer, None, precision, max_norm, divided, scheduler)
+        #: What the backward passes of a divided model have divided gradients by.
+        self._divisor = 1.0 if divided is None else float(collectives.size)
         self._calls: list[_Call] = []
         #: How many of them are of earlier micro-batches of the window.
         self._earlier = 0
@@ -177,6 +186,12 @@ class Stepper:
                 fix="make all parameter groups before session.prepare(); freeze and unfreeze with requires_grad_()",
             )
         if [p.requires_grad for p in self._parameters] != self._requires_grad:
+            if self._divided is not None:
+                raise UnsupportedError(
+                    f"parameters of {self.name} were frozen or unfrozen in the loop",
+                    why="strategy fsdp has divided them as they were at the first batch",
+                    fix="call requires_grad_() before the loop, or use --strategy ddp",
+                )
             self._follow()
         self._earlier, self._has_reduced = 0, False
         if not any(call.touched for call in self._calls):
@@ -286,6 +301,12 @@ class Stepper:
         self._last_call = self._now
         if self._lanes is not None:
             return self._reduce_lanes(self._lanes, flags, request, reads=reads)
+        if self._divided is not None:
+            sent = torch.zeros(2 + len(flags), dtype=torch.float64, device=self._device)
+            for place, number in enumerate((*self._local(), *flags)):
+                sent[place] = number
+            dist.all_reduce(sent)
+            return self._read(sent, reads=reads)
         if self._buckets is None:
             total, count = self._local()
             return Sums(total, count, flags)
@@ -316,7 +337,10 @@ class Stepper:
             )
         self._has_reduced = True
         self.end_micro_batch(request)
-        numbers = lanes.take(lanes.total(*flags))
+        return self._read(lanes.take(lanes.total(*flags)), reads=reads)
+
+    def _read(self, numbers: Tensor, *, reads: bool) -> Sums:
+        """Total, count and flags, where that does not wait for a GPU, or ``reads`` is set."""
         if not reads and self._device.type != "cpu":
             return Sums(numbers[0], numbers[1], None)
         total, count, *agreed = numbers.tolist()
@@ -347,7 +371,7 @@ class Stepper:
             )
         self._applies = True
         try:
-            self.update.apply(step, sums.count, 1.0, want_norm=want_norm)
+            self.update.apply(step, sums.count, 1.0 if self.held else self._divisor, want_norm=want_norm)
         finally:
             self._applies = False
         self._at = None if scheduler is None else scheduler.last_epoch
@@ -357,8 +381,9 @@ class Stepper:
         """Divide the reduced gradients now; the step applies them as they are."""
         count = float(sums.count)
         if count:
-            factor = 1.0 / (self.update.precision.seed_value() * count)
-            foreach_mul_([p.grad for p in self._trained if p.grad is not None], factor)
+            factor = self._divisor / (self.update.precision.seed_value() * count)
+            gradients = [p.grad for p in self._trained if p.grad is not None]
+            foreach_mul_(gradients if self._divided is None else self._divided.local(gradients), factor)
         self.held = sums._replace(count=1.0 / self.update.precision.seed_value()) if count else sums
 
     def clear(self) -> None:
@@ -382,7 +407,12 @@ def lane_sums(rank: RankContext, parameters: Sequence[nn.Parameter], buffers: Bu
 
 
 def build_steppers(
-    rank: RankContext, prepared: Prepared, module: nn.Module, precision: SharedPrecision, left: Callable[[], None]
+    rank: RankContext,
+    prepared: Prepared,
+    module: nn.Module,
+    precision: SharedPrecision,
+    left: Callable[[], None],
+    shards: Shards | None,
 ) -> dict[str, Stepper]:
     """By the names of the optimizers. Collective.
 
@@ -391,7 +421,7 @@ def build_steppers(
     """
     config, several, exact = rank.config, rank.collectives.size > 1, rank.plan.reproducibility == "exact"
     check_sparse(module, reduced=several or exact)
-    group = dist.new_group(backend=rank.plan.placement["backend"]) if several and not exact else None
+    group = dist.new_group(backend=rank.plan.placement["backend"]) if several and not exact and not shards else None
     cap = config.distributed.bucket_cap_mb
     schedulers: dict[int, Scheduler] = {}
     for name, scheduler in prepared.schedulers.items():
@@ -414,6 +444,7 @@ def build_steppers(
             cap_bytes=0 if rank.plan.one_message else int(cap * 2**20) if cap else BUCKET_BYTES,
             left=left,
             lanes=partial(lane_sums, rank, buffers=None) if exact else None,
+            divided=None if shards is None else shards.of(optimizer),
             scheduler=schedulers.get(id(optimizer)),
         )
         for name, optimizer in prepared.optimizers.items()

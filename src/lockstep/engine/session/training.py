@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,11 @@ from lockstep.engine.session.saving import SessionCheckpoints, Stateful
 from lockstep.engine.session.stepper import SharedPrecision, Stepper, build_steppers, lane_sums
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, SeededDraws
-from lockstep.errors import CollectiveError, TaskError
+from lockstep.errors import CollectiveError, TaskError, UnsupportedError
 from lockstep.telemetry.progress_board import Activity, pulse
+
+if TYPE_CHECKING:
+    from lockstep.engine.session.sharding import Shards
 
 #: Windows of an attempt in which losses are checked to be sums.
 CHECKED_WINDOWS = 2
@@ -51,10 +54,17 @@ class Training:
         plan, size = rank.plan, rank.collectives.size
         if plan.sync_batchnorm:
             convert(self.module, None)
+        self._shards: Shards | None = None
+        if plan.strategy.divides:
+            from lockstep.engine.session.sharding import Shards
+
+            self._shards = Shards(rank, prepared)
         self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
-        self.steppers = build_steppers(rank, prepared, self.module, self.precision, self._look_who_left)
+        self.steppers = build_steppers(rank, prepared, self.module, self.precision, self._look_who_left, self._shards)
         # How many steps a loop takes is known when it is over; ``total`` serves for progress.
-        self.log = RunLog(rank, state, self.module.parameters, ends_at_total=rank.config.training.max_steps is not None)
+        ends_at_total = rank.config.training.max_steps is not None
+        timed = self.module.parameters if self._shards is None else tuple
+        self.log = RunLog(rank, state, timed, ends_at_total=ends_at_total)
         self._losses = {name: LossMeter(rank.device) for name in self.steppers}
         exact = plan.reproducibility == "exact"
         self._buffers = Buffers(self.module, rank.device, "exact" if exact else "ranks" if size > 1 else "alone")
@@ -102,6 +112,8 @@ class Training:
                 if request.ghost:
                     around.enter_context(ghost(self.module))
                     around.enter_context(self._buffers.untouched())
+                    if self._shards is not None:
+                        around.enter_context(self._shards.silent())
                 yield
         finally:
             if not self.is_last:
@@ -200,6 +212,12 @@ class Training:
         self, total: Tensor, count: Tensor | float, models: Iterable[nn.Module] | nn.Module | None, **how: Any
     ) -> None:
         self._inside("backward")
+        if models is not None and self._shards is not None:
+            raise UnsupportedError(
+                "backward(..., models=...) is incompatible with strategy fsdp",
+                why="a backward pass gathers and reduces whole blocks",
+                fix="leave models out, and call zero_grad() of the optimizers that shall not step, or use ddp",
+            )
         inputs = None if models is None else self.prepared.parameters(models)
         self.calls += 1
         for stepper in self.steppers.values():

@@ -149,6 +149,15 @@ class ShardedModel(Divided):
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
         flag.copy_(sent)
 
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """A backward inside contributes zeros to the reduction."""
+        self.reduce_scatter.nothing = True
+        try:
+            yield
+        finally:
+            self.reduce_scatter.nothing = False
+
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> FsdpStrategy:
         replica = Replica(task, self.module, precision, self._device, plan.seed, world.rank)
         return FsdpStrategy(replica, self, world_size=world.size)
@@ -215,10 +224,10 @@ class FsdpStrategy(RanksStrategy):
         return found
 
     def evaluating(self, task: Task) -> Task:
-        return Through(task, lambda function, _, batch: _through(self._sharded.root, function, batch))
+        return Through(task, lambda function, _, batch: through(self._sharded.root, function, batch))
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
-        loss: tuple[Tensor, Tensor | int] = _through(self._sharded.root, self._ask, batch)
+        loss: tuple[Tensor, Tensor | int] = through(self._sharded.root, self._ask, batch)
         return loss
 
     def _backward(self, total: Tensor) -> None:
@@ -228,22 +237,19 @@ class FsdpStrategy(RanksStrategy):
     @contextmanager
     def _sits_out(self) -> Iterator[None]:
         """A forward and a backward inside leave no trace, here or in the reduction."""
-        self._sharded.reduce_scatter.nothing = True
-        try:
-            with ghost(self.module), self._buffers.untouched():
-                yield
-        finally:
-            self._sharded.reduce_scatter.nothing = False
+        with self._sharded.silent(), ghost(self.module), self._buffers.untouched():
+            yield
 
 
-def _through(root: _Root, function: Callable[..., Any], batch: Any) -> Any:
+def through(root: nn.Module, function: Callable[..., Any], batch: Any) -> Any:
+    """``function(model, batch)``, with the parameters gathered that are in no block. Collective."""
     try:
         return root(function, batch)
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise TaskError(
-            "the task uses parameters of a block without calling the block",
+            "parameters of a block are used without calling the block",
             why="strategy fsdp gathers a block's parameters when the block is called, and frees them afterwards",
             fix="name other blocks in the task's blocks(model), none of which is used in parts",
         ) from error

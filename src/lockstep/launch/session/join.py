@@ -140,7 +140,7 @@ def _refuse_unknown_launcher(world: World) -> None:
 
 def _refuse_for_tasks_only(config: RunConfig) -> None:
     for key, value, taken in (
-        ("hardware.strategy", config.hardware.strategy, ("auto", "single", "ddp")),
+        ("hardware.strategy", config.hardware.strategy, ("auto", "single", "ddp", "fsdp")),
         ("training.compile", config.training.compile, (False,)),
     ):
         if value not in taken:

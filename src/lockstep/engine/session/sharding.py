@@ -1,0 +1,94 @@
+"""``strategy: fsdp`` in a loop: models that are divided in place and keep their type, and optimizers that follow."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.session.prepared import Prepared, parameters_of
+from lockstep.engine.strategies.fsdp import ShardedModel, through
+from lockstep.engine.task import Task
+
+#: Methods that use no values of parameters.
+_KEPT = set(dir(nn.Module)) - {"forward"}
+
+
+class Shards:
+    """The prepared models, each divided among the ranks; ``optimizers`` have its parts from now on. Collective.
+
+    Raises:
+        UnsupportedError: parameters that cannot be divided.
+    """
+
+    def __init__(self, rank: RankContext, prepared: Prepared) -> None:
+        config, plan, module = rank.config, rank.plan, prepared.container()
+        settings = config.fsdp.model_copy(
+            update={
+                "activation_checkpointing": config.fsdp.activation_checkpointing
+                or config.training.activation_checkpointing
+            }
+        )
+        names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+        self._models = [
+            ShardedModel(Task(), model, settings, plan.placement["precision"], rank.device, rank.world)
+            for model in prepared.models.values()
+        ]
+        divided = dict(module.named_parameters(remove_duplicate=False))
+        for optimizer in prepared.optimizers.values():
+            state = optimizer.state_dict()
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["params"] = [divided[names[id(parameter)]] for parameter in group["params"]]
+            optimizer.load_state_dict(self._models[0].divided_state(state, optimizer))
+        for one in self._models:
+            _call_through(one)
+        prepared.forget_parameters()
+
+    def of(self, optimizer: Optimizer) -> ShardedModel:
+        """The part of the models that ``optimizer`` trains, for its update."""
+        own = copy.copy(self._models[0])
+        own.parameters = functools.partial(parameters_of, optimizer)  # type: ignore[method-assign]
+        return own
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Backward passes inside contribute zeros to the gradients of all ranks."""
+        with ExitStack() as stack:
+            for one in self._models:
+                stack.enter_context(one.silent())
+            yield
+
+
+def _call_through(one: ShardedModel) -> None:
+    """Let calls of the model and of its public methods gather what is not in a block, as a call of its root does."""
+    inside: list[bool] = []
+    model = one.module
+
+    def gathering(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if inside:
+                return method(*args, **kwargs)
+            inside.append(True)
+            try:
+                return through(one.root, lambda _, given: method(*given[0], **given[1]), (args, kwargs))
+            finally:
+                inside.pop()
+
+        return call
+
+    methods = {"forward"}
+    for kind in type(model).__mro__:
+        if not kind.__module__.startswith("torch."):
+            methods |= {name for name, value in vars(kind).items() if inspect.isfunction(value)}
+    for name in methods - _KEPT:
+        if not name.startswith("_") and name not in vars(model):
+            setattr(model, name, gathering(getattr(model, name)))
