@@ -75,22 +75,29 @@ def test_mean_with_weight_penalty_with_count_0_and_reduce_before_step(session: l
         torch.testing.assert_close(model.weight, twin.weight - 0.1 * twin.weight.grad)  # type: ignore[operator]
 
 
-def test_sharpness_aware_steps_twice_on_a_batch(session: lockstep.Session) -> None:
-    model, optimizer = prepared(session)
-    for x, y in batches(session):
-        session.backward(squares(model, x, y), count=len(y))
-        session.reduce(optimizer)
-        before = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            for p in model.parameters():
-                assert p.grad is not None
-                p += 0.05 * p.grad / p.grad.norm()
-        optimizer.zero_grad()
-        session.backward(squares(model, x, y), count=len(y))
-        with torch.no_grad():
-            for p, value in zip(model.parameters(), before, strict=True):
-                p.copy_(value)
-        assert session.step(optimizer)
+def test_sharpness_aware_steps_are_those_of_any_accumulation(tmp_path: Path) -> None:
+    weights = []
+    for accumulate in (1, 3):
+        with lockstep.Session(QUIET, global_batch_size=8, seed=0, save_dir=tmp_path / str(accumulate)) as session:
+            model, optimizer = prepared(session)
+            for x, y in batches(session, accumulate=accumulate):
+                session.backward(squares(model, x, y), count=len(y))
+                if session.reduce(optimizer):
+                    before = [p.detach().clone() for p in model.parameters()]
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            assert p.grad is not None
+                            p += 0.05 * p.grad / p.grad.norm()
+                    optimizer.zero_grad()
+                    for again_x, again_y in session.again():
+                        session.backward(squares(model, again_x, again_y), count=len(again_y))
+                    with torch.no_grad():
+                        for p, value in zip(model.parameters(), before, strict=True):
+                            p.copy_(value)
+                    assert session.step(optimizer)
+            assert session.step_count == 5
+            weights.append(model.weight.detach().clone())
+    torch.testing.assert_close(weights[0], weights[1])
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -100,9 +107,9 @@ def test_gradients_cleared_between_backward_calls_do_not_count(session: lockstep
         twin = nn.Linear(4, 1)
         twin.load_state_dict(model.state_dict())
         (squares(twin, x, y) / len(y)).backward()
-        for _ in range(2):
+        for clears in (optimizer, model):
             session.backward(3 * squares(model, x, y), count=len(y))
-            optimizer.zero_grad(set_to_none=to_none)
+            clears.zero_grad(set_to_none=to_none)
         session.backward(3 * squares(model, x, y), count=len(y))
         session.reduce(optimizer)
         model.zero_grad(set_to_none=to_none)
@@ -124,6 +131,21 @@ def test_a_loop_left_after_a_step_counts_it(session: lockstep.Session) -> None:
     assert seen == [8] * 4
     assert session.step_count == 4
     assert [row["step"] for row in RunDir.open(session.folder).epochs()] == [2, 4]
+
+
+def test_a_run_that_max_steps_ends_within_an_epoch_resumes_there(tmp_path: Path) -> None:
+    seen: list[float] = []
+    for steps in (2, 8):
+        settings = QUIET | {"training.max_steps": steps}
+        with lockstep.Session(settings, resume=True, global_batch_size=8, seed=0, save_dir=tmp_path / "run") as session:
+            model, optimizer = prepared(session)
+            for _ in session.epochs(2):
+                for x, y in session.batches(data()):
+                    seen += y.tolist()
+                    session.backward(squares(model, x, y), len(y))
+                    session.step(optimizer)
+    assert sorted(seen[:33]) == sorted(data().tensors[1].tolist())
+    assert len(seen) == 33 + 3 * 8
 
 
 def test_rows_follow_the_loop(session: lockstep.Session) -> None:
@@ -330,6 +352,12 @@ def test_many_ranks_without_a_launcher(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a parameter, also where ranks have parts of it."""
+    found: Tensor = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+    return found
+
+
 def on_ranks(bucket_cap_mb: float | None = None) -> dict[str, Any]:
     """A contrastive loss over 33 samples in batches of 8: the last one has one sample, and a rank has none."""
     found: dict[str, Any] = {}
@@ -346,8 +374,8 @@ def on_ranks(bucket_cap_mb: float | None = None) -> dict[str, Any]:
             loss = F.cross_entropy(logits, targets, reduction="sum") if len(targets) else logits.sum()
             session.backward(loss + 0 * y.sum(), count=len(targets))
             session.step(optimizer)
-        found["weights"] = [p.detach().tolist() for p in model.parameters()]
-        found["untouched"] = torch.equal(extra.weight, before)
+        found["weights"] = [whole(p).tolist() for p in model.parameters()]
+        found["untouched"] = torch.equal(whole(extra.weight), before)
         found["rows"] = [row for (row,) in session.evaluate(data(10), lambda batch: batch[1], batch_size=3)]
         found["gathered"] = [session.gather(torch.full((session.rank + n, 2), n)).tolist() for n in (1, 1, 3, 0)]
         found["sum"] = session.all_reduce(1.0), session.all_reduce(torch.tensor([2.0]), "max").item()
@@ -362,10 +390,12 @@ def test_gather_ghosts_and_evaluation_on_two_ranks(tmp_path: Path, monkeypatch: 
     alone = on_ranks()
     two = lockstep.Session.launch(on_ranks, devices="cpu,cpu", save_dir=tmp_path / "two")
     buckets = lockstep.Session.launch(on_ranks, 1e-4, devices="cpu,cpu", save_dir=tmp_path / "buckets")
-    for one, *others in zip(alone["weights"], two["weights"], buckets["weights"], strict=True):
+    sharded = lockstep.Session.launch(on_ranks, devices="cpu,cpu", strategy="fsdp", save_dir=tmp_path / "sharded")
+    for one, *others in zip(*(found["weights"] for found in (alone, two, buckets, sharded)), strict=True):
         for other in others:
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=0)
     assert buckets["untouched"]
+    assert sharded["untouched"]
     assert alone["untouched"]
     assert two["untouched"], "no rank has a gradient for it, so it is not decayed"
     assert torch.equal(torch.cat(alone["rows"]), torch.cat(two["rows"]))
@@ -379,7 +409,7 @@ def streamed(epochs: int, stop: int = 0) -> list[list[float]]:
     numbers, seen = Numbers(), list[list[float]]()
     with lockstep.Session(QUIET | {"checkpoint.every_steps": 1}, global_batch_size=8, seed=0) as session:
         model = nn.Linear(1, 1)
-        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = session.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
         for _ in session.epochs(epochs):
             for items in session.batches(numbers):
                 seen.append(session.gather(items).flatten().tolist())
@@ -394,7 +424,7 @@ def test_a_stream_is_read_once_on_any_ranks_and_resumed(tmp_path: Path) -> None:
     steps = [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
     place = {"save_dir": tmp_path / "run"}
     with pytest.raises(RankFailed, match="InterruptedError"):
-        lockstep.Session.launch(streamed, 2, 2, devices="cpu,cpu", **place)  # type: ignore[arg-type]
+        lockstep.Session.launch(streamed, 2, 2, devices="cpu,cpu", strategy="fsdp", **place)  # type: ignore[arg-type]
     assert lockstep.Session.launch(streamed, 2, devices="cpu", resume=True, **place) == (steps * 2)[2:]  # type: ignore[arg-type]
 
 
@@ -414,10 +444,21 @@ def leaves_early() -> None:
         session.evaluate(data(), lambda batch: batch[1])
 
 
+def gathers_unevenly() -> None:
+    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
+        prepared(session)
+        for x, _ in batches(session):
+            session.gather(x[:, session.rank :])
+
+
 def test_a_rank_that_leaves_the_loop_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 left the loop over batches after step 2") as caught:
         lockstep.Session.launch(leaves_early, devices="cpu,cpu", save_dir=tmp_path / "run")
     assert "all_reduce" in caught.value.fix
+    with pytest.raises(
+        RankFailed, match=r"rank 0 gather\(\) of float32 \[\*, 4\].*rank 1 gather\(\) of float32 \[\*, 3\]"
+    ):
+        lockstep.Session.launch(gathers_unevenly, devices="cpu,cpu", save_dir=tmp_path / "uneven")
     with pytest.raises(TaskError, match="without a backward"):
         lockstep.Session.launch(clears_on_ranks, devices="cpu,cpu", save_dir=tmp_path / "cleared")
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from lockstep.engine.distributed.collectives import Collectives
     from lockstep.engine.session.saving import Stateful
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class Session:
         resume: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
+        from lockstep._compat.python import script_frame
         from lockstep.engine.process.runtime import rank_device, seed_everything
         from lockstep.engine.session.current import close_open_session, opened
         from lockstep.launch.session.join import join_session, settings_of_launch
@@ -93,6 +95,7 @@ class Session:
         self._hook, sys.excepthook = sys.excepthook, self._on_exception
         self._exit, sys.exit = sys.exit, self._on_exit
         self._exits: BaseException | None = None
+        self._script = script_frame()
         self._most_gathered: dict[Any, int] = {}
 
     # Who this is.
@@ -266,6 +269,27 @@ class Session:
         """
         return self._loop.running("reduce()").reduce_only(optimizer)
 
+    def again(self) -> Iterator[Any]:
+        """The micro-batches of this step once more, in the body of the last one, for algorithms with two passes.
+
+        SAM with ``accumulate``::
+
+            session.backward(loss(x, y), count=len(y))
+            if session.reduce(optimizer):
+                climb()  # by p.grad
+                optimizer.zero_grad()
+                for x, y in session.again():
+                    session.backward(loss(x, y), count=len(y))
+                return_to_the_weights_before()
+                session.step(optimizer)
+
+        Random numbers of samples and of the forward pass are the same. The data are read again.
+
+        Raises:
+            TaskError: before the last micro-batch. UnsupportedError: the data are iterable, or the run is exact.
+        """
+        return self._loop.again()
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The run's precision, for the forward pass; nothing where it is 32."""
         return self._loop.autocast()
@@ -323,6 +347,8 @@ class Session:
         from lockstep.engine.session.between_ranks import gather_rows
 
         self._loop.refuse_exact("gather")
+        if self._loop.checks:
+            self._ranks.check(f"gather() of {_kind(rows, 1)}")
         counts = self._loop.run is None or not self._loop.run.training.is_ghost
         return gather_rows(rows, counts=counts, most=self._most_gathered)
 
@@ -339,18 +365,26 @@ class Session:
         from lockstep.engine.session.between_ranks import reduce_tensor
 
         if isinstance(value, Tensor):
+            if self._loop.checks:
+                self._ranks.check(f"all_reduce() of {_kind(value, 0)}")
             return reduce_tensor(value, operation)
-        return getattr(self._joined.collectives, operation)(float(value))[0]
+        return getattr(self._ranks, operation)(float(value))[0]
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """``source``'s value on every rank: anything that can be pickled. Collective."""
-        return cast(T, self._joined.collectives.broadcast(value, source))
+        return self._ranks.broadcast(value, source)
 
     @contextmanager
     def main_first(self, *, per_node: bool = False) -> Iterator[None]:
         """Rank 0 (or the first one of each node) runs the body before the others: a download, for example."""
-        with self._joined.collectives.main_first(per_node=per_node):
+        with self._ranks.main_first(per_node=per_node):
             yield
+
+    @property
+    def _ranks(self) -> Collectives:
+        from lockstep.engine.distributed.collectives import collectives
+
+        return self._joined.collectives if self._loop.run is None else collectives()
 
     def print(self, *values: Any, **how: Any) -> None:
         """``print`` on rank 0 alone."""
@@ -388,10 +422,14 @@ class Session:
     def _on_exit(self, status: Any = None, /) -> NoReturn:
         """``sys.exit()``, whose status is not known when Python ends."""
         if threading.current_thread() is threading.main_thread():
-            self._exits = SystemExit(status) if status else None
+            self._exits = SystemExit(status)
         self._exit(status)
 
     def _at_exit(self) -> None:
+        from lockstep._compat.python import has_returned
+
+        if self._exits is None and not self._loop.is_done and not has_returned(self._script):
+            self._exits = SystemExit("raised before the end of the loop; its status is not known")
         self.close(self._exits)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -415,3 +453,9 @@ class Session:
             self._loop.finish(error)
         finally:
             leave(self._ending, error)
+
+
+def _kind(tensor: Tensor, first: int) -> str:
+    """What must agree between ranks: type and shape, from the dimension ``first`` on."""
+    kind, sizes = str(tensor.dtype).removeprefix("torch."), ["*"] * first + [str(size) for size in tensor.shape[first:]]
+    return f"{kind} [{', '.join(sizes)}]"

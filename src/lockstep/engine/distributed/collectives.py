@@ -171,6 +171,11 @@ class Collectives:
                 "gradient (docs/own-loop.md)",
             )
 
+    def check(self, call: str) -> None:
+        """Raise :class:`CollectiveError` where another rank makes another call, if that is checked. Collective."""
+        with self._call(call):
+            pass
+
     def _call(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Surrounds the communication of one call among several ranks."""
         return contextlib.nullcontext()
@@ -318,9 +323,10 @@ def _note(rank: int) -> str:
 
 
 def _place() -> str:
-    """``file:line`` of the code that called a method of this module."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename in (__file__, contextlib.__file__):
+    """``file:line`` of the code that called a method of this module, or one of a session that calls it."""
+    frame, package = sys._getframe(1), Path(__file__).parents[2]
+    inside = str(package / "engine"), str(package / "api"), contextlib.__file__
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 

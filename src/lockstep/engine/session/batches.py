@@ -99,7 +99,7 @@ class DataFeed:
 
         The window is counted when the loop asks for the batch after it: then its body is done.
         """
-        training, rank = self._training, self._training.rank
+        training = self._training
         batches = self._at(epoch, position)
         for window in self._windows(epoch, position, epoch + 1):
             training.begin_window(window, self.batch.split)
@@ -108,8 +108,7 @@ class DataFeed:
             is_done = False
             try:
                 for place, request in enumerate(window.requests):
-                    batch = next(batches)
-                    batch = self._side(batch) if self._side is not None else to_device(batch, rank.device)
+                    batch = self._moved(next(batches))
                     with training.micro_batch(request, place):
                         yield batch
                 is_done = True
@@ -119,7 +118,25 @@ class DataFeed:
                     self._next = (epoch + 1, 0) if over else (epoch, window.stop)
                     training.end_window(window, batches.waited_s(), epoch_over=over)
             if training.log.ended_by is not None:
+                training.is_cut = not over
                 return
+
+    def _moved(self, batch: Any) -> Any:
+        return self._side(batch) if self._side is not None else to_device(batch, self._training.rank.device)
+
+    def again(self) -> Iterator[Any]:
+        """The micro-batches of the current window once more. Raises :class:`LockstepError`."""
+        training = self._training
+        if is_stream(self.source.dataset):
+            raise UnsupportedError("again() has no batches of iterable data", why="they are read once")
+        requests = training.begin_again()
+        try:
+            for place, request in enumerate(requests):
+                batch = self._moved(self.source.batch(request))
+                with training.micro_batch(request, place, again=True):
+                    yield batch
+        finally:
+            training.place = len(requests) - 1
 
     def _record(self, window: Window, file: JsonLines) -> None:
         """Append the indices of this rank's samples to its file (``telemetry.record_samples``)."""

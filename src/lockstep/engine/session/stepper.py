@@ -127,7 +127,8 @@ class Stepper:
         self._at: int | None = None
         self._applies = False
         self._unguard = guard_step(optimizer, self._refuse_own_step)
-        self._own_zero_grad, optimizer.zero_grad = optimizer.zero_grad, self._zero_grad  # type: ignore[method-assign]
+        #: A gradient of the last backward call, and its version then: writing zeros to it raises that.
+        self._mark: tuple[Tensor, int] | None = None
         self._follow()
 
     def _refuse_own_step(self, *_: Any) -> None:
@@ -137,10 +138,6 @@ class Stepper:
                 why="its gradients are sums of this rank alone, neither reduced nor divided by their count",
                 fix=f"call session.step({self.name}) in its place; it clears the gradients, too",
             )
-
-    def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self._own_zero_grad(*args, **kwargs)
-        self._drop()
 
     def _follow(self) -> None:
         """Hook the parameters that are trained now."""
@@ -170,7 +167,6 @@ class Stepper:
         """Leave the optimizer as it was."""
         self._unhook()
         self._unguard()
-        vars(self.optimizer).pop("zero_grad", None)
 
     def begin_window(self) -> None:
         """Before a window: follow parameters that were frozen or unfrozen.
@@ -232,6 +228,8 @@ class Stepper:
                 fix=f"call {self.name}.zero_grad() before, or backward(..., models=[...]) for the models that the loss "
                 "is for; to accumulate over batches, use session.batches(..., accumulate=N)",
             )
+        if touched:
+            self._mark_gradient(self._fired[-1].grad)
         self._fired.clear()
         self._calls.append(_Call(total, count, touched))
         if self._buckets is not None and self._buckets.is_armed:
@@ -241,13 +239,21 @@ class Stepper:
     def is_pending(self) -> bool:
         return bool(self._calls)
 
+    def _mark_gradient(self, gradient: Tensor | None) -> None:
+        own = getattr(gradient, "_local_tensor", gradient)
+        self._mark = None if own is None else (own, own._version)
+
     def notice_clearing(self) -> None:
-        """Forget the calls whose gradients the loop has cleared since."""
-        if self.held:  # a reduced gradient is zero on all ranks, or on none
-            is_cleared = not any(p.grad is not None and bool(p.grad.any()) for p in self._trained)
+        """Forget the calls whose gradients the loop has cleared since: set to ``None``, or to zero."""
+        if not any(call.touched for call in self._of_lane()):
+            return
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        if gradients and (self._mark is None or self._mark[0]._version == self._mark[1]):
+            return
+        # A reduced gradient is zero on all ranks, or on none.
+        if any(bool(gradient.any()) for gradient in gradients):
+            self._mark_gradient(gradients[-1])
         else:
-            is_cleared = any(call.touched for call in self._of_lane()) and all(p.grad is None for p in self._trained)
-        if is_cleared:
             self._drop()
 
     def _drop(self) -> None:
@@ -268,7 +274,7 @@ class Stepper:
         self._earlier = len(self._calls)
 
     def _forget(self) -> None:
-        self._calls, self._earlier, self.held = [], 0, None
+        self._calls, self._earlier, self.held, self._mark = [], 0, None, None
         if self._buckets is not None:
             self._buckets.discard()
         if self._lanes is not None:
@@ -384,6 +390,8 @@ class Stepper:
             factor = self._divisor / (self.update.precision.seed_value() * count)
             gradients = [p.grad for p in self._trained if p.grad is not None]
             foreach_mul_(gradients if self._divided is None else self._divided.local(gradients), factor)
+            self._mark_gradient(gradients[-1] if gradients else None)
+        self._earlier = 0  # all of the window is in the sum, so that it may be cleared
         self.held = sums._replace(count=1.0 / self.update.precision.seed_value()) if count else sums
 
     def clear(self) -> None:

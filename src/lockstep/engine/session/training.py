@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +74,9 @@ class Training:
         self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
         self.stage, self.loops, self.place, self.calls = 0, 0, -1, 0
         self.has_stepped, self._checked = False, 0
+        #: Whether the run has ended within its epoch, which a resume continues.
+        self.is_cut = False
+        self._around = contextlib.ExitStack()
         parts = self.module, self.steppers, self._buffers, self._draws
         self.checkpoints = SessionCheckpoints(rank, self.log, *parts, registered, self._place)
         self.stream: Stream | None = None
@@ -100,28 +103,41 @@ class Training:
             self._lanes.begin()
 
     @contextlib.contextmanager
-    def micro_batch(self, request: Request, place: int) -> Iterator[None]:
-        """One run of the loop's body."""
+    def micro_batch(self, request: Request, place: int, *, again: bool = False) -> Iterator[None]:
+        """One run of the loop's body, or of one over the same micro-batches ``again`` in the last of them."""
         part = request.part if self.rank.plan.batch.lanes else self.rank.world.rank + (place << 16)
         self.place, self.calls, self.is_ghost = place, 0, request.ghost
         self._buffers.rewind()
         self._draws(self.state.step, part)
         self._part, self._is_seeded = part, False
         try:
-            with contextlib.ExitStack() as around:
-                if request.ghost:
-                    around.enter_context(ghost(self.module))
-                    around.enter_context(self._buffers.untouched())
-                    if self._shards is not None:
-                        around.enter_context(self._shards.silent())
-                yield
+            if request.ghost:
+                self._around.enter_context(ghost(self.module))
+                self._around.enter_context(self._buffers.untouched())
+                if self._shards is not None:
+                    self._around.enter_context(self._shards.silent())
+            yield
         finally:
+            self._around.close()
             if not self.is_last:
                 for stepper in self.steppers.values():
                     stepper.end_micro_batch(request)
             if self._lanes is not None:
                 self._lanes.end(request)
-            self.place, self.is_ghost = -1, False
+            if not again:
+                self.place, self.is_ghost = -1, False
+
+    def begin_again(self) -> Sequence[Request]:
+        """The micro-batches of this window, which are run once more. Raises :class:`TaskError`."""
+        self._inside("again")
+        if not self.is_last:
+            raise TaskError(
+                "again() was called before the last micro-batch of a step",
+                fix="call it where session.reduce(optimizer) has returned True",
+            )
+        assert self.window is not None
+        self._around.close()  # the body of the last one has made its passes
+        return self.window.requests
 
     @property
     def generator(self) -> torch.Generator:
@@ -324,8 +340,8 @@ class Training:
         logged = self.rank.collectives.broadcast(dict(logged))
         rates = {"lr": next(iter(self.steppers.values())).update.lr, "samples_per_s": speed.samples_per_s}
         improved = log.judge(logged, logged[plan.monitor]) if plan.monitor in logged else False
-        log.epoch({"train_loss": loss, **logged, **rates, "duration_s": speed.seconds}, improved, ended=True)
-        self.stage = 0
+        log.epoch({"train_loss": loss, **logged, **rates, "duration_s": speed.seconds}, improved, ended=not self.is_cut)
+        self.stage = self.stage if self.is_cut else 0
         return improved
 
     def _place(self) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class Loop:
         self._given_to: dict[int, list[Any]] = {}
         self._number = 0
         self._in_epochs = False
+        #: Whether the loop over epochs has come to its end.
+        self.is_done = False
         self._logged: dict[str, Any] = {}
         self._epochs = 1
 
@@ -75,6 +77,12 @@ class Loop:
                 why="each lane is computed alone, whichever ranks compute the others",
                 fix="use reproducibility: fast",
             )
+
+    @property
+    def checks(self) -> bool:
+        """Whether calls between ranks are compared: all but those of steps that take what the first steps took."""
+        run = self.run
+        return self.joined.world.size > 1 and (run is None or run.training.place < 0 or run.training.checks_losses)
 
     # What is kept.
 
@@ -106,6 +114,7 @@ class Loop:
             self._in_epochs = False
         if self._has_ended() and not self.running("epochs()").log.is_completed:
             self._stop()  # the loop was left in the step that ended the run
+        self.is_done = True
 
     def _has_ended(self) -> bool:
         return self.run is not None and self.run.training.log.ended_by is not None
@@ -133,7 +142,10 @@ class Loop:
 
     def _walk(self, number: int, dataset: Any, accumulate: int | None, collate: Any) -> Iterator[Any]:
         training = self.running("batches()")
-        if number < training.stage or self._has_ended():  # an earlier attempt has finished it
+        if number < training.stage:  # an earlier attempt has finished it
+            return
+        if self._has_ended():
+            training.is_cut = True
             return
         if training.window is not None:
             raise TaskError(
@@ -153,6 +165,11 @@ class Loop:
                 training.stage, self.state.position = number + 1, 0
         if self._has_ended() and not training.log.is_completed:
             self._stop()
+
+    def again(self) -> Iterator[Any]:
+        self.refuse_exact("again")
+        self.running("again()")
+        return self._feeds[self._number - 1].again()
 
     def _feed(self, number: int, dataset: Any, accumulate: int | None, collate: Any) -> DataFeed:
         """The batches of the loop with this number in its epoch."""
