@@ -122,7 +122,10 @@ class DataFeed:
                 return
 
     def _moved(self, batch: Any) -> Any:
-        return self._side(batch) if self._side is not None else to_device(batch, self._training.rank.device)
+        if self._side is not None:
+            return self._side(batch)
+        device = self._training.rank.device
+        return batch if device.type == "cpu" else to_device(batch, device)
 
     def again(self) -> Iterator[Any]:
         """The micro-batches of the current window once more. Raises :class:`LockstepError`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,6 +53,16 @@ class _Call(NamedTuple):
     total: Tensor | float
     count: Tensor | float  # type: ignore[assignment]
     touched: bool
+
+
+#: Gradients of parameters, and their versions.
+_Gradients = tuple[list[Tensor | None], list[int]]
+_NONE: _Gradients = [], []
+
+
+def _differ(before: _Gradients, after: _Gradients) -> bool:
+    """Whether a gradient was replaced or written to."""
+    return before[1] != after[1] or any(map(is_not, before[0], after[0]))
 
 
 class SharedPrecision(Precision):
@@ -117,7 +128,6 @@ class Stepper:
         self._make_lanes, self._has_reduced = lanes, False
         #: Sums whose gradients are divided already.
         self.held: Sums | None = None
-        self._fired: list[Tensor] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._buckets: GradientBuckets | None = None
         self._window, self._reads = -1, False
@@ -127,8 +137,8 @@ class Stepper:
         self._at: int | None = None
         self._applies = False
         self._unguard = guard_step(optimizer, self._refuse_own_step)
-        #: A gradient of the last backward call, and its version then: writing zeros to it raises that.
-        self._mark: tuple[Tensor, int] | None = None
+        #: Gradients before and after the last backward call, as :meth:`_gradients` gives them.
+        self._before, self._after = _NONE, _NONE
         self._follow()
 
     def _refuse_own_step(self, *_: Any) -> None:
@@ -148,15 +158,15 @@ class Stepper:
         self._lanes = self._make_lanes(self._trained) if self._make_lanes is not None else None
         if self._group is not None:
             self._buckets = GradientBuckets(self._trained, self._group, **self._settings)
-        hook: Any = self._fired.append
         if self._buckets is not None and self._buckets.overlaps:
-            hook = self._ready
-        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._trained]
+            self._hooks = [p.register_post_accumulate_grad_hook(self._buckets.ready) for p in self._trained]
 
-    def _ready(self, parameter: Tensor) -> None:
-        self._fired.append(parameter)
-        assert self._buckets is not None
-        self._buckets.ready(parameter)
+    def _gradients(self) -> _Gradients:
+        """The gradients there are, and how often each has been written to."""
+        found = [p.grad for p in self._trained]
+        if self._divided is not None:
+            found = [getattr(gradient, "_local_tensor", gradient) for gradient in found]
+        return found, [-1 if gradient is None else gradient._version for gradient in found]
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -208,13 +218,16 @@ class Stepper:
             self._buckets.discard()  # another call follows after all: the sum is made again
         self._now = call
         self._window = self._window if self._calls else window
+        self._before = self._gradients()
         if self._buckets is not None and last and call == self._last_call:
             self._buckets.arm()
 
     def after_backward(
         self, window: int, total: Tensor | float, count: Tensor | float, flags: Callable[[], Flags]
     ) -> None:
-        touched = bool(self._fired)
+        self._after = self._gradients()
+        touched = _differ(self._before, self._after)
+        self._before = _NONE
         if touched and self.held:
             raise TaskError(
                 f"backward() added to the mean gradient that reduce({self.name}) has made",
@@ -228,9 +241,6 @@ class Stepper:
                 fix=f"call {self.name}.zero_grad() before, or backward(..., models=[...]) for the models that the loss "
                 "is for; to accumulate over batches, use session.batches(..., accumulate=N)",
             )
-        if touched:
-            self._mark_gradient(self._fired[-1].grad)
-        self._fired.clear()
         self._calls.append(_Call(total, count, touched))
         if self._buckets is not None and self._buckets.is_armed:
             self._buckets.launch(self._numbers(flags()))
@@ -239,20 +249,16 @@ class Stepper:
     def is_pending(self) -> bool:
         return bool(self._calls)
 
-    def _mark_gradient(self, gradient: Tensor | None) -> None:
-        own = getattr(gradient, "_local_tensor", gradient)
-        self._mark = None if own is None else (own, own._version)
-
     def notice_clearing(self) -> None:
         """Forget the calls whose gradients the loop has cleared since: set to ``None``, or to zero."""
         if not any(call.touched for call in self._of_lane()):
             return
-        gradients = [p.grad for p in self._trained if p.grad is not None]
-        if gradients and (self._mark is None or self._mark[0]._version == self._mark[1]):
+        now = self._gradients()
+        if not _differ(self._after, now):
             return
         # A reduced gradient is zero on all ranks, or on none.
-        if any(bool(gradient.any()) for gradient in gradients):
-            self._mark_gradient(gradients[-1])
+        if any(gradient is not None and bool(gradient.any()) for gradient in now[0]):
+            self._after = now
         else:
             self._drop()
 
@@ -274,7 +280,7 @@ class Stepper:
         self._earlier = len(self._calls)
 
     def _forget(self) -> None:
-        self._calls, self._earlier, self.held, self._mark = [], 0, None, None
+        self._calls, self._earlier, self.held, self._after = [], 0, None, _NONE
         if self._buckets is not None:
             self._buckets.discard()
         if self._lanes is not None:
@@ -390,7 +396,7 @@ class Stepper:
             factor = self._divisor / (self.update.precision.seed_value() * count)
             gradients = [p.grad for p in self._trained if p.grad is not None]
             foreach_mul_(gradients if self._divided is None else self._divided.local(gradients), factor)
-            self._mark_gradient(gradients[-1] if gradients else None)
+            self._after = self._gradients()
         self._earlier = 0  # all of the window is in the sum, so that it may be cleared
         self.held = sums._replace(count=1.0 / self.update.precision.seed_value()) if count else sums
 
