@@ -148,6 +148,17 @@ def test_a_run_that_max_steps_ends_within_an_epoch_resumes_there(tmp_path: Path)
     assert len(seen) == 33 + 3 * 8
 
 
+def test_bf16_true_casts_the_prepared_model(tmp_path: Path) -> None:
+    with lockstep.Session(QUIET, precision="bf16-true", global_batch_size=8, save_dir=tmp_path / "run") as session:
+        model, optimizer = prepared(session)
+        before = model.weight.detach().clone()
+        for x, y in batches(session):
+            session.backward(squares(model, x, y), len(y))
+            session.step(optimizer)
+    assert model.weight.dtype == torch.bfloat16
+    assert not torch.equal(model.weight, before)
+
+
 def test_rows_follow_the_loop(session: lockstep.Session) -> None:
     model, optimizer = prepared(session)
     for _ in session.epochs(1):
