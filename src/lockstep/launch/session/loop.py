@@ -50,7 +50,7 @@ class Loop:
         self._given_to: dict[int, list[Any]] = {}
         self._number = 0
         self._in_epochs = False
-        #: Whether the loop over epochs has come to its end.
+        #: Whether the loop over epochs has ended.
         self.is_done = False
         self._logged: dict[str, Any] = {}
         self._epochs = 1
