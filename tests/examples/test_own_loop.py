@@ -42,9 +42,10 @@ def printed(output: str) -> list[float]:
 
 @pytest.mark.parametrize("name", MOST)
 def test_one_process_and_two_ranks_compute_what_the_original_does(name: str, tmp_path: Path) -> None:
-    script = str(FOLDER / f"{name}_session.py")
+    script, in_order = str(FOLDER / f"{name}_session.py"), tmp_path / "in_order.py"
+    in_order.write_text(IN_ORDER)
     commands = (
-        ("-c", IN_ORDER, str(FOLDER / f"{name}.py")),
+        (str(in_order), str(FOLDER / f"{name}.py")),
         (script,),
         ("-m", "lockstep", "run", script, "--devices", "cpu,cpu"),
     )
