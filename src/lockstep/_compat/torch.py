@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import repeat
 from typing import Any, NoReturn
@@ -131,6 +131,12 @@ _WRAPPED = "_wrapped_by_lr_sched"
 _HOOKS_OF_ALL = [getattr(optimizer, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post")]
 _profiler_enabled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _HAS_KERNELS = None not in (fused_adam_, fused_adamw_, *_HOOKS_OF_ALL)
+
+
+def versions(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
+    """``tensors``, of divided ones the parts that are here, and how often each has been written to; -1: ``None``."""
+    own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    return own, [-1 if tensor is None else tensor._version for tensor in own]
 
 
 def guard_step(made: Any, before: Callable[..., None]) -> Callable[[], None]:

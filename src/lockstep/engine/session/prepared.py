@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,10 @@ from lockstep._compat.torch import note_step
 from lockstep.engine.optim.precision import cast
 from lockstep.engine.trained import Trained
 from lockstep.errors import TaskError
+
+if TYPE_CHECKING:
+    from lockstep.engine.rank_context import RankContext
+    from lockstep.engine.session.sharding import Shards
 
 
 class Models(Trained):
@@ -113,9 +117,14 @@ class Prepared:
             self._container = next(iter(self.models.values())) if len(self.models) == 1 else Models(self.models)
         return self._container
 
-    def forget_parameters(self) -> None:
-        """The modules have other parameters from now on."""
+    def divided(self, rank: RankContext) -> Shards | None:
+        """Divide the models among the ranks, where the plan's strategy does that. Collective."""
+        if not rank.plan.strategy.divides:
+            return None
+        from lockstep.engine.session.sharding import Shards
+
         self._chosen.clear()
+        return Shards(rank, self.container(), self.models.values(), self.optimizers.values())
 
     def check(self) -> None:
         """Raise :class:`TaskError` where an optimizer could not train what it has."""

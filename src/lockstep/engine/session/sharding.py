@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.session.prepared import Prepared, parameters_of
 from lockstep.engine.strategies.fsdp import ShardedModel, through
 from lockstep.engine.task import Task
 
@@ -22,14 +21,19 @@ _KEPT = set(dir(nn.Module)) - {"forward"}
 
 
 class Shards:
-    """The prepared models, each divided among the ranks; ``optimizers`` have its parts from now on. Collective.
+    """Models that are divided among the ranks, each alone; ``optimizers`` have the parts from now on. Collective.
+
+    Args:
+        module: has all of ``models``.
 
     Raises:
         UnsupportedError: parameters that cannot be divided.
     """
 
-    def __init__(self, rank: RankContext, prepared: Prepared) -> None:
-        config, plan, module = rank.config, rank.plan, prepared.container()
+    def __init__(
+        self, rank: RankContext, module: nn.Module, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
+    ) -> None:
+        config, plan = rank.config, rank.plan
         settings = config.fsdp.model_copy(
             update={
                 "activation_checkpointing": config.fsdp.activation_checkpointing
@@ -39,10 +43,10 @@ class Shards:
         names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
         self._models = [
             ShardedModel(Task(), model, settings, plan.placement["precision"], rank.device, rank.world)
-            for model in prepared.models.values()
+            for model in models
         ]
         divided = dict(module.named_parameters(remove_duplicate=False))
-        for optimizer in prepared.optimizers.values():
+        for optimizer in optimizers:
             state = optimizer.state_dict()
             optimizer.state.clear()
             for group in optimizer.param_groups:
@@ -50,12 +54,11 @@ class Shards:
             optimizer.load_state_dict(self._models[0].divided_state(state, optimizer))
         for one in self._models:
             _call_through(one)
-        prepared.forget_parameters()
 
     def of(self, optimizer: Optimizer) -> ShardedModel:
         """The part of the models that ``optimizer`` trains, for its update."""
         own = copy.copy(self._models[0])
-        own.parameters = functools.partial(parameters_of, optimizer)  # type: ignore[method-assign]
+        own.parameters = lambda: [p for group in optimizer.param_groups for p in group["params"]]  # type: ignore[method-assign]
         return own
 
     @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import is_not
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep._compat.torch import foreach_mul_, guard_step
+from lockstep._compat.torch import foreach_mul_, guard_step, versions
 from lockstep.data.requests import Request
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.collectives import Collectives
@@ -28,9 +28,6 @@ from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler
 from lockstep.errors import TaskError, UnsupportedError
-
-if TYPE_CHECKING:
-    from lockstep.engine.session.sharding import Shards
 
 #: A sum over up to 4,096 ranks of numbers below this stays below 2²⁴, and so is exact in float32.
 _DIGIT = 2.0**12
@@ -163,10 +160,7 @@ class Stepper:
 
     def _gradients(self) -> _Gradients:
         """The gradients there are, and how often each has been written to."""
-        found = [p.grad for p in self._trained]
-        if self._divided is not None:
-            found = [getattr(gradient, "_local_tensor", gradient) for gradient in found]
-        return found, [-1 if gradient is None else gradient._version for gradient in found]
+        return versions([p.grad for p in self._trained])
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -426,16 +420,21 @@ def build_steppers(
     module: nn.Module,
     precision: SharedPrecision,
     left: Callable[[], None],
-    shards: Shards | None,
+    divided: Callable[[Optimizer], Divided] | None,
 ) -> dict[str, Stepper]:
     """By the names of the optimizers. Collective.
+
+    Args:
+        divided: the part of divided models that an optimizer trains; ``None``: each rank has whole models.
 
     Raises:
         TaskError: a scheduler that steps by a metric. UnsupportedError: sparse gradients on several ranks.
     """
     config, several, exact = rank.config, rank.collectives.size > 1, rank.plan.reproducibility == "exact"
     check_sparse(module, reduced=several or exact)
-    group = dist.new_group(backend=rank.plan.placement["backend"]) if several and not exact and not shards else None
+    group = (
+        dist.new_group(backend=rank.plan.placement["backend"]) if several and not exact and divided is None else None
+    )
     cap = config.distributed.bucket_cap_mb
     schedulers: dict[int, Scheduler] = {}
     for name, scheduler in prepared.schedulers.items():
@@ -458,7 +457,7 @@ def build_steppers(
             cap_bytes=0 if rank.plan.one_message else int(cap * 2**20) if cap else BUCKET_BYTES,
             left=left,
             lanes=partial(lane_sums, rank, buffers=None) if exact else None,
-            divided=None if shards is None else shards.of(optimizer),
+            divided=None if divided is None else divided(optimizer),
             scheduler=schedulers.get(id(optimizer)),
         )
         for name, optimizer in prepared.optimizers.items()

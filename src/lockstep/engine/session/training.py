@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, SeededDraws
 from lockstep.errors import CollectiveError, TaskError, UnsupportedError
 from lockstep.telemetry.progress_board import Activity, pulse
-
-if TYPE_CHECKING:
-    from lockstep.engine.session.sharding import Shards
 
 #: Windows of an attempt in which losses are checked to be sums.
 CHECKED_WINDOWS = 2
@@ -54,13 +51,10 @@ class Training:
         plan, size = rank.plan, rank.collectives.size
         if plan.sync_batchnorm:
             convert(self.module, None)
-        self._shards: Shards | None = None
-        if plan.strategy.divides:
-            from lockstep.engine.session.sharding import Shards
-
-            self._shards = Shards(rank, prepared)
+        self._shards = prepared.divided(rank)
         self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
-        self.steppers = build_steppers(rank, prepared, self.module, self.precision, self._look_who_left, self._shards)
+        divided = None if self._shards is None else self._shards.of
+        self.steppers = build_steppers(rank, prepared, self.module, self.precision, self._look_who_left, divided)
         # How many steps a loop takes is known when it is over; ``total`` serves for progress.
         ends_at_total = rank.config.training.max_steps is not None
         timed = self.module.parameters if self._shards is None else tuple
