@@ -233,7 +233,8 @@ class TextTask(Task):
             logits = model(ids, attention_mask=mask, position_ids=positions)
         else:
             logits = model(ids)
-        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_LABEL, reduction="none")
+        rows = logits.float().flatten(0, 1)
+        losses = F.cross_entropy(rows, targets.flatten(), ignore_index=NO_LABEL, reduction="none")
         return losses.view(targets.shape)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
