@@ -72,8 +72,20 @@ def steps_for_one(device: str, quick: bool, out: Path) -> list[Step]:
         ("--models", "mlp", "--quick", "--sides", "floor,lockstep") if quick else ("--models", "mlp", "--rounds", "4")
     )
     limits = {"gpt2": 110.0, "vit": 60.0, "resnet50": 70.0, "exact": 100.0, "checkpoint": 180.0, "forecast": 120.0}
-    contests = ("gpt2", "har_cnn", "exact", "vit", "resnet50", "checkpoint", "mlp", "har30", "lmu_base", "lmu_tiny")
-    workloads = ("mlp", "checkpoint") if quick else (*contests, "forecast")
+    contests = (
+        "gpt2",
+        "har_cnn",
+        "har_cnn --graphs",
+        "exact",
+        "vit",
+        "resnet50",
+        "checkpoint",
+        "mlp",
+        "har30",
+        "lmu_base",
+        "lmu_tiny",
+    )
+    workloads = ("mlp", "mlp --graphs", "checkpoint") if quick else (*contests, "forecast")
     return [
         # First: ranks are forks, which cannot use a GPU that the process before them has asked.
         train("ranks", f"Ranks on {two}", two, out, "--max-steps", "3"),
@@ -88,9 +100,9 @@ def steps_for_one(device: str, quick: bool, out: Path) -> list[Step]:
         Step("peers", "Against the peers", (sys.executable, "benchmarks/peers.py", *peers), 120),
         *(
             Step(
-                f"workload_{name}",
+                f"workload_{name.replace(' --', '_')}",
                 f"Workload {name}",
-                (sys.executable, "benchmarks/gpu_workloads.py", name, "--device", device, *quickly),
+                (sys.executable, "benchmarks/gpu_workloads.py", *name.split(), "--device", device, *quickly),
                 limits.get(name, 60.0),
                 "--json",
             )

@@ -160,6 +160,11 @@ class TrainingConfig(Section):
     compile_loss: bool = Field(
         default=False, description="with compile: also compile the task's loss(), for losses of many small operations"
     )
+    cuda_graphs: Switch = Field(
+        default="off",
+        description="on one GPU, record the kernels of a step once and replay them, for small models whose steps wait "
+        "for Python; auto: where a step has few operations",
+    )
     activation_checkpointing: bool = Field(
         default=False, description="keep only the inputs of each block, and compute the rest again in the backward pass"
     )

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from lockstep.config import CheckpointConfig, DistributedConfig, OptimizerConfig, RunConfig
+from lockstep.errors import UnsupportedError
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.planning.decision import Decision, Decisions, by_key
@@ -26,6 +27,9 @@ from lockstep.strategies import StrategySpec
 
 #: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.
 SMALL_STEP = 5e7
+#: Operations of a step below which a GPU waits for Python: a millisecond at 10 TFLOP/s, and starting the hundreds of
+#: kernels of a small model takes longer.
+LAUNCH_BOUND = 1e10
 #: Time of a step in exact mode against fast, as measured by ``benchmarks/exact_cost.py`` with 8 lanes on CPU cores.
 EXACT_COST = "measured: 0.9 times the time of fast on two CPU ranks, 1.8 to 2.9 times on one"
 
@@ -99,6 +103,7 @@ def make_plan(
     decisions = [
         *_placed(placement),
         *_kernels(given),
+        *_cuda_graphs(given, batch),
         *_reduction(given),
         *sized.values(),
         ordered,
@@ -177,6 +182,57 @@ def _kernels(given: Given) -> list[Decision]:
         Decision("matmul_precision", "float32 products", products, reason),
         Decision("cudnn_benchmark", "cudnn benchmark", measures, why),
     ]
+
+
+def _cuda_graphs(given: Given, batch: BatchPlan) -> list[Decision]:
+    """On a GPU: whether the kernels of a step are recorded and replayed."""
+    setting = given.config.training.cuda_graphs
+    if given.placement.accelerator != "gpu" and setting == "off":
+        return []
+    flops = 6 * given.facts.multiply_adds * batch.batch_size
+    small = 0 < flops < LAUNCH_BOUND
+    size = f"a step has {flops / 1e9:.2g} GFLOP" if flops else "the operations of a step are not known"
+    unfit = graphs_unfit(given, batch)
+    if setting == "on" and unfit and given.placement.accelerator == "gpu":
+        raise UnsupportedError(
+            f"training.cuda_graphs=on is incompatible with {unfit[0]}",
+            why=unfit[1],
+            fix="leave one of them out, or set training.cuda_graphs to auto or off",
+        )
+    on = setting != "off" and not unfit and (setting == "on" or small)
+    if unfit:
+        reason = f"{unfit[0]}: {unfit[1]}"
+    elif setting == "off" and small:
+        reason = f"off; {size}, so it may wait for Python: try training.cuda_graphs=auto (not yet run on a GPU)"
+    elif setting == "off":
+        reason = f"off; {size}"
+    else:
+        reason = f"{'as set' if setting == 'on' else 'auto'}: {size}, " + (
+            "fewer than a GPU does in the time that Python needs to start its kernels"
+            if small
+            else "for which a GPU needs longer than Python needs to start its kernels"
+        )
+    return [Decision("cuda_graphs", "CUDA graphs", on, reason)]
+
+
+def graphs_unfit(given: Given, batch: BatchPlan) -> tuple[str, str] | None:
+    """What keeps a step from being recorded as a CUDA graph, and why."""
+    training, debug, placement = given.config.training, given.config.debug, given.placement
+    reasons = {
+        "the CPU": (placement.accelerator != "gpu", "it has no CUDA graphs"),
+        "a LightningModule": (given.facts.loader is not None, "Lightning's Trainer takes the steps"),
+        "several devices": (len(placement.devices) > 1, "their gradients are reduced while the backward runs"),
+        "reproducibility: exact": (training.reproducibility == "exact", "lanes are computed one by one"),
+        "precision 16-mixed": (placement.precision == "16-mixed", "the scale of the loss changes between steps"),
+        "training.compile": (training.compile, "its compile_mode reduce-overhead makes graphs of the compiled code"),
+        "accumulation": (batch.accumulate > 1, "gradients of a graph are written to the same memory again"),
+        "samples of different lengths": (given.facts.lengths is not None, "each shape would need a graph"),
+        "debug settings": (
+            debug.trace != "off" or bool(debug.switch_off) or debug.detect_anomaly,
+            "they look into each step",
+        ),
+    }
+    return next(((name, why) for name, (applies, why) in reasons.items() if applies), None)
 
 
 def _sync_batchnorm(given: Given) -> Decision:

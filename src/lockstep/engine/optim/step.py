@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from operator import is_
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from lockstep.engine.optim.optimizers import (
     sparse_layers,
 )
 from lockstep.engine.optim.precision import Precision
+from lockstep.engine.process.recording import Recording
 from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
@@ -89,6 +91,28 @@ class _Plateau:
         self._torch.best, self._torch.num_bad_epochs = state["best"], state["bad"]
 
 
+class _Recorded(NamedTuple):
+    """An update, and what it reads: gradients, learning rates of the groups, and the count of ``items``.
+
+    It holds for these ``lists`` of the stepper, and for numbers that are ``baked`` in.
+    """
+
+    recording: Recording
+    gradients: list[Tensor]
+    lists: Any
+    rates: list[Tensor]
+    items: Tensor
+    baked: Any
+
+    def is_for(self, gradients: list[Tensor], lists: Any, baked: Any) -> bool:
+        return self.lists is lists and self.baked == baked and _are(self.gradients, gradients)
+
+
+def _are(these: list[Tensor], those: list[Tensor]) -> bool:
+    """Whether both have the same tensors, not only equal ones."""
+    return len(these) == len(those) and all(map(is_, these, those))
+
+
 class Update:
     """Applies one step. Gradients arrive as sums times ``precision.seed()``; they are multiplied once.
 
@@ -138,7 +162,11 @@ class Update:
         self._one_norm = len({(p.device, p.dtype) for p in self._parameters}) == 1
         self._fused = takes_found_inf(optimizer)
         self._found_inf, self._factor = torch.zeros((), device=device), torch.zeros(())
-        self._skipped: Tensor | int = 0
+        self._skipped = torch.zeros((), device=device)
+        #: Whether the update of gradients that keep their place in memory is recorded, and the recording.
+        self.records = False
+        self._recorded: _Recorded | None = None
+        self._gradients_before: list[Tensor] = []
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         groups = optimizer.param_groups
@@ -200,8 +228,50 @@ class Update:
         want_norm = want_norm or self.max_norm is not None or self._several
         if self._on_host:
             self._apply_on_host(gradients, float(count), divisor, want_norm)
-        else:
+        elif not (self.records and self._replayed(gradients, count, divisor)):
             self._apply_on_device(gradients, count, divisor, want_norm, None if counted is None else counted != 0)
+
+    def _replayed(self, gradients: list[Tensor], count: Tensor | float, divisor: float) -> bool:
+        """Replay the update, where it is the one that was recorded; else whether the next one may be: false.
+
+        Gradients are those of a replayed backward pass where they are the same tensors as in the step before.
+        """
+        if not (self._fused and self.after_backward is None and self._step.takes_rates()):
+            return False
+        groups = self.optimizer.param_groups
+        baked = divisor, [{name: group[name] for name in group if name not in ("params", "lr")} for group in groups]
+        before, self._gradients_before = self._gradients_before, gradients
+        recorded = self._recorded
+        if recorded is None or not recorded.is_for(gradients, self._step.lists, baked):
+            if not _are(before, gradients):
+                return False
+            try:
+                self._recorded = recorded = self._record(gradients, divisor, baked)
+            except Exception:
+                self.records = False  # as before, one kernel at a time
+                return False
+        for rate, group in zip(recorded.rates, groups, strict=True):
+            rate.fill_(group["lr"])
+        if isinstance(count, Tensor):
+            recorded.items.copy_(count)
+        else:
+            recorded.items.fill_(count)
+        self.grad_norm = recorded.recording.replay()[0].clone()
+        return True
+
+    def _record(self, gradients: list[Tensor], divisor: float, baked: Any) -> _Recorded:
+        device = gradients[0].device
+        rates, count = (
+            [torch.zeros((), device=device) for _ in self.optimizer.param_groups],
+            torch.ones((), device=device),
+        )
+
+        def body() -> list[Tensor]:
+            self._apply_on_device(gradients, count, divisor, True, count != 0, rates)
+            assert isinstance(self.grad_norm, Tensor)
+            return [self.grad_norm]
+
+        return _Recorded(Recording(body, device), gradients, self._step.lists, rates, count, baked)
 
     def _gradients(self) -> list[Tensor]:
         gradients: list[Tensor]
@@ -246,8 +316,12 @@ class Update:
         divisor: float,
         want_norm: bool,
         counted: Tensor | None,
+        rates: list[Tensor] | None = None,
     ) -> None:
-        """``counted``: whether there were items at all, where that is not known on the host."""
+        """``counted``: whether there were items at all, where that is not known on the host.
+
+        ``rates``: learning rates of the groups, where they are on the device.
+        """
         # Σ count = 0 gives inf, then NaN gradients, then a skipped step, on every rank alike.
         factor = divisor / (self.precision.seed() * count)
         if want_norm:
@@ -260,10 +334,10 @@ class Update:
         self._found_inf.copy_(~torch.isfinite(factor))
         found = self._unscale(gradients, factor.float())
         if self._fused:
-            self._step(found)
+            self._step(found, rates)
         elif not found.item():
             self._step()
-        self._skipped = self._skipped + (found if counted is None else found * counted)
+        self._skipped += found if counted is None else found * counted
         self.precision.update(found, counted)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
@@ -340,7 +414,7 @@ class Update:
         restore_changed(self.optimizer, self._settings, state.get("settings"), keep=keep)
         self._groups = len(self.optimizer.param_groups)
         self.precision.load_state_dict(state["precision"])
-        self._skipped = state["skipped"]
+        self._skipped.fill_(state["skipped"])
 
 
 def build_update(

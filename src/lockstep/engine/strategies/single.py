@@ -34,6 +34,10 @@ from lockstep.planning import Plan
 
 def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
     """The strategy of one process."""
+    if plan.value("cuda_graphs"):
+        from lockstep.engine.strategies.graphed import GraphedStrategy
+
+        return GraphedStrategy(replica)
     return SingleStrategy(replica)
 
 
@@ -131,13 +135,20 @@ class SingleStrategy:
             for parameter in self._trained:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 
-    def _forward_pass(self, batch: Any, step: int, part: int) -> tuple[Tensor, Tensor | int]:
+    def _arrived(self, batch: Any) -> Any:
+        """``batch`` on the device."""
         if self._side is not None:
-            batch = self._side(batch)
-        elif self._moves:
-            batch = to_device(batch, self._device)
+            return self._side(batch)
+        return to_device(batch, self._device) if self._moves else batch
+
+    def _forward_pass(self, batch: Any, step: int, part: int) -> tuple[Tensor, Tensor | int]:
+        batch = self._arrived(batch)
         self._buffers.rewind()
         self.draws(step, part)
+        return self._computed(batch)
+
+    def _computed(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        """The loss of a batch that is there, with what it draws."""
         if self._precision.is_full:
             return self._loss(batch)
         with self._precision.autocast():
