@@ -10,6 +10,7 @@ from torch import nn
 from lockstep.config import RunConfig
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Replica, Strategy
+from lockstep.engine.strategies.graphed import GraphedStrategy
 from lockstep.engine.strategies.partition import Divided, Undivided, blocks_of, checkpoint_activations, compiled
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, refuse_modules
@@ -62,5 +63,7 @@ def build_strategy(
         replica = replica._replace(forward=compiled(bare(model), mode), compiled=True)
         if config.training.compile_loss:
             replica = replica._replace(loss_mode=mode)
+    if plan.value("cuda_graphs"):
+        return GraphedStrategy(replica)
     strategy: Strategy = import_module(spec.module).build(replica, config, plan)
     return strategy

@@ -34,10 +34,6 @@ from lockstep.planning import Plan
 
 def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
     """The strategy of one process."""
-    if plan.value("cuda_graphs"):
-        from lockstep.engine.strategies.graphed import GraphedStrategy
-
-        return GraphedStrategy(replica)
     return SingleStrategy(replica)
 
 
