@@ -20,7 +20,6 @@ from lockstep.engine.resume import load_initial_weights, restore, restored_state
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import Strategy
 from lockstep.engine.strategies.build import build_strategy, divide
-from lockstep.engine.strategies.graphed import GraphedStrategy
 from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, build_model, refuse_meta
@@ -77,8 +76,8 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     watched = Watched(task, model, debug.switch_off) if debug.trace != "off" or debug.switch_off else None
     strategy = build_strategy(watched or task, model, config, plan, update.precision, device, rank.world, divided)
     strategy.draws.everything |= state.draws_seeded
-    if isinstance(strategy, GraphedStrategy):
-        strategy.note, update.records = partial(rank.note, "cuda_graphs"), True
+    if plan.value("cuda_graphs"):
+        vars(strategy)["note"], update.records = partial(rank.note, "cuda_graphs"), True
     callbacks = Callbacks(task)
     update.after_backward = callbacks.caller("on_after_backward", task.context, strategy.module)
     untrained = untrained_note(update, model, config.training.max_grad_norm)
