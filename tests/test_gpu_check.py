@@ -53,7 +53,7 @@ def test_steps_are_listed_and_unknown_ones_refused(tmp_path: Path, script: str) 
     assert [line.split()[0] for line in listed.stdout.splitlines()][:3] == ["ranks", "devices", "doctor"]
     refused = check(tmp_path, "--device", "cpu", "--only", "nothing", script=script)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: there is no step nothing. fix: one of devices, ")
+    assert refused.stderr.startswith("error: there is no step nothing. fix: one of ranks, devices, ")
 
 
 @pytest.mark.drill
