@@ -30,17 +30,23 @@ def main() -> int:
     environment.set_threads(os.environ)
     arguments: list[str] = request["arguments"]
     sys.orig_argv = [sys.executable, *arguments]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # the command may have its own
     sys.modules["__main__"] = types.ModuleType("__main__")
-    module = arguments[1] if arguments[0] == "-m" else None
-    sys.argv = arguments[1:] if module else list(arguments)
-    first = str(Path.cwd()) if module else str(Path(arguments[0]).resolve().parent)
+    kind = arguments[0] if arguments[0] in ("-m", "-c") else ""
+    sys.argv = [kind, *arguments[2:]] if kind else list(arguments)
+    first = str(Path.cwd()) if kind else str(Path(arguments[0]).resolve().parent)
     sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *_OWN]
     signals.accept()
     try:
-        if module:
-            runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+        script = sys.modules["__main__"]
+        if kind == "-m":
+            runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        elif kind == "-c":
+            exec(compile(arguments[1], "<string>", "exec"), script.__dict__)
         else:
-            _run_script(Path(arguments[0]))
+            script.__file__ = arguments[0]
+            exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), script.__dict__)
         code: object = 0
     except SystemExit as end:
         code = end.code
@@ -66,9 +72,3 @@ def _be_given(text: str) -> None:
     with open(writing, "w", encoding="utf-8") as file:
         file.write(text)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-
-
-def _run_script(path: Path) -> None:
-    script = sys.modules["__main__"]
-    script.__file__ = str(path)
-    exec(compile(path.read_bytes(), str(path), "exec"), script.__dict__)

@@ -64,7 +64,7 @@ def start(
     """``python ARGUMENTS`` in a session of its own; ``stdout`` and ``stderr`` are pipes.
 
     Args:
-        arguments: ``-m`` and a module, or a script; then its own.
+        arguments: ``-m`` and a module, ``-c`` and code, or a script; then its own.
         stdin: what the process reads.
         merged: standard error goes to ``stdout``.
         fresh: start an interpreter, for a test of how a process starts.
