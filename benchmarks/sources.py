@@ -149,8 +149,6 @@ def of_tokens(place: Place) -> tuple[Batches, Batches]:
 
 
 def of_hugging_face(place: Place) -> tuple[Batches, Batches]:
-    here = str(Path(__file__).resolve().parent)
-    sys.path[:] = [path for path in sys.path if path != here]  # where there is another datasets.py
     from datasets import Dataset as HuggingFace
 
     files, cache = sorted(map(str, place.folder.glob("*.parquet"))), str(place.folder / f"cache{place.rank}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import sys
 import wave
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -185,8 +184,6 @@ class Hdf5(Rows):
 
 
 def hugging_face(workload: Workload) -> Any:
-    here = str(Path(__file__).resolve().parents[1])
-    sys.path[:] = [folder for folder in sys.path if folder != here]  # where there is another datasets.py
     from datasets import Dataset
 
     inputs, labels = workload.data()

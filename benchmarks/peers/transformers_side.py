@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from peers.probe import LR, SEED, VALIDATION_BATCH, Diary, Job, Probe, Samples, Stopped, Values
-
-# The Trainer would take datasets.py of this folder's parent for the library of that name.
-_PATH = list(sys.path)
-sys.path[:] = [place for place in _PATH if Path(place).resolve() != Path(__file__).resolve().parents[1]]
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
-
-sys.path[:] = _PATH
 
 
 class Named(Dataset[Any]):

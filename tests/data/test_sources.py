@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils.data import default_collate
 
 import lockstep
@@ -32,8 +33,10 @@ from lockstep.data.sampling import WindowOrder, resolve_sampling
 from lockstep.engine.dataset_checks import feed
 from lockstep.errors import DataError, LockstepError
 from lockstep.telemetry.files import read_jsonl
+from lockstep.telemetry.rundir import RunDir
 from tests.attempts import attempt
 from tests.data.test_sampling import attempts
+from tests.gloo import run_ranks
 from tests.toys import FEATURES, Toy, arrays
 
 ROWS = 500
@@ -95,8 +98,16 @@ def parquet(folder: Path) -> Any:
     pytest.importorskip("pyarrow")
     from lockstep.data.columns import ParquetFiles
 
-    write_parquet(folder, 100)
-    return ParquetFiles(folder)
+    write_parquet(folder, 400)
+    return ParquetFiles(folder, window=1)
+
+
+def arrow(folder: Path) -> Any:
+    pytest.importorskip("pyarrow")
+    from lockstep.data.columns import ArrowFiles
+
+    write_parquet(folder, 400)
+    return ArrowFiles(folder, window=1)
 
 
 def class_folders(folder: Path) -> ClassFolders:
@@ -465,6 +476,60 @@ def test_rows_that_cannot_be_read_are_left_out_and_recorded(
     assert "record 21 of" in next(row["error"] for row in rows if row["index"] == 20)
     assert any("3 training sample(s) could not be read" in getattr(event, "text", "") for event in events)
     assert all(torch.isfinite(value).all() for value in found.values())
+
+
+def skips(rank: int, size: int, folder: Path, config: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
+    found, _ = attempt(Torn, folder, rank, size, **config)
+    return found, RunDir(folder).metrics()[-1]["train_loss"]
+
+
+@pytest.mark.parametrize("how", ["fast", "exact", "fsdp"])
+def test_a_micro_batch_without_a_readable_row_counts_nothing_on_any_ranks(how: str, tmp_path: Path) -> None:
+    """Four of five rows are torn, in micro-batches of two."""
+    inputs, labels = arrays(60, 1)
+    lines = [json.dumps({"x": x, "y": y}) for x, y in zip(inputs.tolist(), labels.tolist(), strict=True)]
+    (tmp_path / "rows.jsonl").write_text("\n".join("{" if n % 5 != 3 else line for n, line in enumerate(lines)))
+    config: dict[str, Any] = {
+        "data": {"on_bad_row": "skip"},
+        "training": {"global_batch_size": 8, "batch_size": 2, "reproducibility": how if how == "exact" else "fast"},
+    }
+    whole, loss = run_ranks(skips, 1, tmp_path / "1", config, env={"ROWS": str(tmp_path / "rows.jsonl")})[0]
+    if how == "fsdp":
+        config["strategy"] = "fsdp"
+    for found, other in run_ranks(skips, 2, tmp_path / "2", config, env={"ROWS": str(tmp_path / "rows.jsonl")}):
+        assert other == pytest.approx(loss)
+        assert all(torch.isfinite(value).all() for value in found.values())
+        if how == "exact":
+            assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("make", [json_lines, tar_shards, bins, parquet, arrow], ids=lambda make: make.__name__)
+def test_a_file_that_is_cut_short_while_it_is_in_use_is_named(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    """In place of a signal, as a memory map would give."""
+    samples = make(tmp_path)
+    samples[0]
+    name = Path(samples.files[-1])
+    os.truncate(name, 300 if name.stat().st_size > 1000 else 5)
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        samples[len(samples) - 1]
+    assert name.name in str(caught.value)
+    with pytest.raises(LockstepError, match="cannot be read"):
+        Reader(samples, default_collate, 1).batch(0, np.array([0, len(samples) - 1]), 0)
+
+
+def test_a_folder_is_searched_with_the_folders_in_it_and_the_plan_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    json_lines(tmp_path, 9)
+    assert JsonLines(tmp_path).remark is None
+    for place in ("deep/er", ".hidden"):
+        (tmp_path / place).mkdir(parents=True)
+        json_lines(tmp_path / place, 9)
+    assert len(JsonLines(tmp_path)) == 18
+    assert "3 of 6 data files lie in folders within" in str(JsonLines(tmp_path).remark)
+    monkeypatch.setattr(files_module, "MOST_ENTRIES", 5)
+    with pytest.raises(DataError, match="more than 5 files"):
+        JsonLines(tmp_path)
 
 
 def test_a_byte_order_mark_empty_lines_and_a_stray_quote(tmp_path: Path) -> None:

@@ -79,9 +79,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     with _opened(path) as file:
-        text = file.read(_MAX_BYTES + 1)
-    if len(text) > _MAX_BYTES:
-        raise CheckpointError(f"{path} is too large", why=f"no manifest has more than {_MAX_BYTES:,} bytes", fix=_FIX)
+        if os.fstat(file.fileno()).st_size > _MAX_BYTES:
+            why = f"no manifest has more than {_MAX_BYTES:,} bytes"
+            raise CheckpointError(f"{path} is too large", why=why, fix=_FIX)
+        text = file.read()
     try:
         content = parse_json(text, path)
     except RunFolderError as error:

@@ -51,7 +51,7 @@ class ColumnFiles(FileSamples):
         self._groups = _Groups(self._load, self.chunks, window + 1)
 
     def _sizes(self, number: int) -> list[int]:
-        rows, schema = self._footer(self._opened(number))
+        rows, schema = self._footer(number)
         name, own = self.files[number], {field.name: str(field.type) for field in schema}
         self._types = self._types or own
         for column in self.columns or {**self._types, **own}:
@@ -67,10 +67,11 @@ class ColumnFiles(FileSamples):
         _arrow()
         import pyarrow.parquet
 
-        return pyarrow.parquet.ParquetFile(self.path(number), memory_map=True)
+        return pyarrow.parquet.ParquetFile(self.path(number))
 
-    def _footer(self, file: Any) -> tuple[list[int], Any]:
+    def _footer(self, number: int) -> tuple[list[int], Any]:
         """Rows of each group, and the schema."""
+        file = self._opened(number)
         return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)], file.schema_arrow
 
     def _table(self, file: Any, group: int) -> Any:
@@ -115,14 +116,16 @@ class ParquetFiles(ColumnFiles):
 
 
 class ArrowFiles(ColumnFiles):
-    """As :class:`ParquetFiles`, of Arrow IPC files, which are memory-mapped."""
+    """As :class:`ParquetFiles`, of Arrow IPC files."""
 
     suffixes = (".arrow", ".feather")
 
     def _open(self, number: int) -> Any:
-        return _arrow().ipc.open_file(_arrow().memory_map(str(self.path(number))))
+        # Not memory-mapped: a file that is cut short meanwhile would end the process.
+        return _arrow().ipc.open_file(_arrow().OSFile(str(self.path(number))))
 
-    def _footer(self, file: Any) -> tuple[list[int], Any]:
+    def _footer(self, number: int) -> tuple[list[int], Any]:
+        file = _arrow().ipc.open_file(_arrow().memory_map(str(self.path(number))))  # without reading the batches
         return [file.get_batch(number).num_rows for number in range(file.num_record_batches)], file.schema
 
     def _table(self, file: Any, group: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -23,6 +24,8 @@ Files = str | Path | Sequence[str | Path]
 OPEN_FILES = 64
 #: Bytes of copied files that are kept, and of indices that do not fit beside the data.
 CACHE_BYTES = 20 * 2**30
+#: Files and folders that are looked at under a folder that is given as data.
+MOST_ENTRIES = 1_000_000
 
 
 def cache_folder() -> Path:
@@ -50,6 +53,8 @@ class FileSamples:
 
     def __init__(self, files: Files, transform: Callable[[Any], Any] | None) -> None:
         self.files, self.transform = found(files, self.suffixes), transform
+        #: For the plan.
+        self.remark = _searched(files, self.files)
         self._paths: dict[int, Path] = {}
         self._opened = Kept(self._open, OPEN_FILES)
         sizes = [self._checked_sizes(number) for number in progress(range(len(self.files)), "indexing")]
@@ -106,12 +111,15 @@ class FileSamples:
             raise DataError(what, why=why, fix="repair that record or the file") from error
         return record if self.transform is None else self.transform(record)
 
+    def _records(self, parts: list[int], places: list[int]) -> list[Any]:
+        return list(map(self._record, parts, places))
+
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         where = np.asarray(indices)
         parts = np.searchsorted(self._end_of, where, "right")
         places = where - self._start_of[parts]
         try:
-            records = list(map(self._record, parts.tolist(), places.tolist()))
+            records = self._records(parts.tolist(), places.tolist())
         except Exception:  # one by one, they show which of them it is
             return [self[index] for index in indices]
         return records if self.transform is None else list(map(self.transform, records))
@@ -131,7 +139,7 @@ def found(files: Files, suffixes: tuple[str, ...]) -> list[str]:
         if "://" in name:
             names += _remote(name, suffixes)
         elif Path(name).is_dir():
-            names += sorted(str(path) for path in Path(name).rglob("*") if path.name.endswith(suffixes))
+            names += _inside(name, suffixes)
         elif glob.has_magic(name) and not Path(name).exists():
             names += sorted(glob.glob(name, recursive=True))  # noqa: PTH207, Path.glob takes no absolute pattern
         else:
@@ -141,6 +149,29 @@ def found(files: Files, suffixes: tuple[str, ...]) -> list[str]:
         what = f"{missing[0]} is missing" if missing else f"there is no {' or '.join(suffixes)} file in {files}"
         raise DataError(what, why=f"{len(names)} files were named", fix="check the path, or data.data_dir")
     return names
+
+
+def _inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
+    """The files in ``folder`` and the folders in it, without what is hidden."""
+    names, looked_at = list[str](), 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [f"{place}/{name}" for name in files if name.endswith(suffixes) and not name.startswith(".")]
+        looked_at += len(folders) + len(files)
+        if looked_at > MOST_ENTRIES:
+            what, why = f"{folder} has more than {MOST_ENTRIES:,} files", "a folder is searched with all folders in it"
+            raise DataError(what, why=why, fix=f"give a pattern, such as {folder}/*{suffixes[0]}")
+    return sorted(names)
+
+
+def _searched(given: Files, names: Sequence[str]) -> str | None:
+    """A note on files that lie deeper than in the folders that were given."""
+    folders = [str(name).rstrip("/") + "/" for name in ([given] if isinstance(given, str | Path) else given)]
+    starts = [folder for folder in folders if Path(folder).is_dir()]
+    deeper = [name for name in names for start in starts if name.startswith(start) and "/" in name[len(start) :]]
+    if not deeper:
+        return None
+    return f"{len(deeper)} of {len(names)} data files lie in folders within the one that was given, as {deeper[0]}."
 
 
 def _remote(url: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -208,7 +239,7 @@ def indexed(path: Path, kind: str, build: Callable[[Path], Ints]) -> Ints:
     key = hashlib.sha256(f"{kind} {path.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
     beside, elsewhere = path.parent / ".lockstep", cache_folder() / "indices"
     for folder in (beside, elsewhere):
-        if (folder / f"{key}.npy").exists():
+        with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged
             return np.asarray(np.load(folder / f"{key}.npy", mmap_mode="r"))
     index = build(path)
     for folder in (beside, elsewhere):
@@ -231,6 +262,32 @@ def progress(items: Sequence[Any], what: str) -> Iterator[Any]:
             end = "\n" if number == len(items) else ""
             print(f"\r{what}: {number} of {len(items)}", end=end, file=sys.stderr, flush=True)
         yield item
+
+
+class OpenFile:
+    """A file to read from any place. Not a memory map: a file that is cut short meanwhile would end the process.
+
+    ``spans``: start and end of each record.
+    """
+
+    def __init__(self, path: Path, spans: Ints | None = None) -> None:
+        self._number = os.open(path, os.O_RDONLY)
+        self._spans = memoryview(np.empty(0, np.int64) if spans is None else spans)  # a fifth of the time of an array
+
+    def record(self, place: int) -> bytes:
+        start = self._spans[2 * place]
+        return self.read(start, self._spans[2 * place + 1] - start)
+
+    def read(self, start: int, size: int) -> bytes:
+        """``size`` bytes from ``start`` on; ``EOFError``: the file has become shorter."""
+        content = os.pread(self._number, size, start)
+        if len(content) < size:
+            raise EOFError(f"the file was changed while in use: it has {os.fstat(self._number).st_size} bytes now")
+        return content
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if hasattr(self, "_number"):
+            close(self._number)
 
 
 class Kept:

@@ -6,7 +6,6 @@ import codecs
 import csv
 import io
 import json
-import mmap
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.data.files import Files, FileSamples, Ints, indexed
+from lockstep.data.files import Files, FileSamples, Ints, OpenFile, indexed
 from lockstep.errors import DataError
 
 _BLOCK = 2**24
@@ -38,15 +37,10 @@ class _Records(FileSamples):
         raise NotImplementedError
 
     def _open(self, number: int) -> Any:
-        with self.path(number).open("rb") as file:
-            content, end = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), int(self._indices[number][-1])
-        if len(content) < end:
-            raise EOFError(f"the file ends at byte {len(content)}, before {end}")
-        return content
+        return OpenFile(self.path(number), self._indices[number])
 
     def _bytes(self, number: int, place: int) -> bytes:
-        start, stop = self._indices[number][2 * place : 2 * place + 2].tolist()
-        content: bytes = self._opened(number)[start:stop]
+        content: bytes = self._opened(number).record(place)
         return content
 
 
@@ -64,13 +58,21 @@ class JsonLines(_Records):
         return _lines(path, quoted=False)
 
     def _record(self, part: int, place: int) -> Any:
-        text = self._bytes(part, place).decode().strip()
-        value, end = _decode(text)
-        return value if end == len(text) else json.loads(text)
+        return json.loads(self._bytes(part, place))
+
+    def _records(self, parts: list[int], places: list[int]) -> list[Any]:
+        # As one text, with a character between records that no JSON value may have.
+        text = b"\0".join([*map(self._bytes, parts, places), b""]).decode()
+        values, end = [], -1
+        for _ in parts:
+            value, end = _decode(text, end + 1)
+            if text[end] != "\0":  # space, say
+                raise ValueError(f"{text[end]!r} after a value")
+            values.append(value)
+        return values
 
 
-#: ``json.loads`` without its search for space around the value.
-_decode = json.JSONDecoder().raw_decode
+_decode = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 class CsvFiles(_Records):
@@ -196,7 +198,7 @@ def _decoded(extension: str, content: bytes) -> Any:
 
 
 class TokenFile(FileSamples):
-    """Flat files of token numbers, memory-mapped: sample ``i`` of a file has the tokens from ``i·window`` on.
+    """Flat files of token numbers: sample ``i`` of a file has the tokens from ``i·window`` on.
 
     Args:
         files: a file, folder (of ``.bin`` files), pattern, fsspec URL, or several of them.
@@ -214,7 +216,6 @@ class TokenFile(FileSamples):
     def __init__(self, files: Files, window: int, *, dtype: str = "uint16", targets: bool = True) -> None:
         self.window, self._size, self._dtype = window, window + targets, np.dtype(dtype)
         super().__init__(files, None)
-        self._span = np.arange(self._size)
 
     def _sizes(self, number: int) -> list[int]:
         tokens = self.path(number).stat().st_size // self._dtype.itemsize
@@ -224,22 +225,22 @@ class TokenFile(FileSamples):
         return [(tokens - (self._size - self.window)) // self.window]
 
     def _open(self, number: int) -> Any:
-        return np.asarray(np.memmap(self.path(number), self._dtype, "r"))  # a memmap's own slices are slow
+        return OpenFile(self.path(number))
+
+    def _bytes(self, part: int, place: int) -> bytes:
+        width = self._dtype.itemsize
+        content: bytes = self._opened(part).read(place * self.window * width, self._size * width)
+        return content
 
     def _record(self, part: int, place: int) -> NDArray[np.int64]:
-        start = place * self.window
-        tokens: NDArray[np.int64] = self._opened(part)[start : start + self._size].astype(np.int64)
-        return tokens
+        return np.frombuffer(self._bytes(part, place), self._dtype).astype(np.int64)
 
     def gathered(self, indices: NDArray[np.int64]) -> Tensor:
         """The batch that ``default_collate`` makes of the samples ``indices``: int64, of shape ``(n, size)``."""
         parts = np.searchsorted(self._end_of, indices, side="right")
-        batch = np.empty((len(indices), self._size), np.int64)
-        for part in np.unique(parts).tolist():
-            mine = np.flatnonzero(parts == part)
-            starts = (indices[mine] - self._start_of[part]) * self.window
-            batch[mine] = self._opened(part)[starts[:, None] + self._span]
-        return torch.from_numpy(batch)
+        content = b"".join(map(self._bytes, parts.tolist(), (indices - self._start_of[parts]).tolist()))
+        tokens = np.frombuffer(content, self._dtype).astype(np.int64)
+        return torch.from_numpy(tokens.reshape(len(indices), self._size))
 
 
 class ClassFolders:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import time
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lockstep.data.arrays import leaf_of, leaves
-from lockstep.data.reader import sample_error
+from lockstep.data.reader import TRIED, sample_error
 from lockstep.engine.process.runtime import generators_kept
 from lockstep.errors import DataError, LockstepError, UnsupportedError
 
@@ -125,6 +126,14 @@ def read_sample(dataset: Any, index: int) -> Any:
         raise
     except Exception as error:
         raise sample_error(dataset, index, error) from error
+
+
+def readable_sample(dataset: Any) -> Any:
+    """The first sample that can be read (``data.on_bad_row=skip``)."""
+    for index in range(min(TRIED, len(dataset))):
+        with contextlib.suppress(LockstepError):
+            return read_sample(dataset, index)
+    return read_sample(dataset, 0)
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:

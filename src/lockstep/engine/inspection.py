@@ -21,7 +21,7 @@ from lockstep._compat.torch import compiler_not_imported
 from lockstep.config import RunConfig
 from lockstep.data.bucketed import check_lengths, hash_lengths
 from lockstep.data.reader import Reader
-from lockstep.engine.dataset_checks import check_dataset, examined, read_sample, remarks_of
+from lockstep.engine.dataset_checks import check_dataset, examined, read_sample, readable_sample, remarks_of
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.optimizers import build_optimizer, check_optimizer, scheduler_of
@@ -30,7 +30,7 @@ from lockstep.engine.strategies.ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import collate_of
-from lockstep.errors import TaskError, UnsupportedError
+from lockstep.errors import LockstepError, TaskError, UnsupportedError
 from lockstep.planning.plan import Mode, TaskFacts
 
 #: Handing a batch over from another process costs more than making one of such samples, seconds.
@@ -202,7 +202,7 @@ def multiply_adds(model: nn.Module, dataset: Any) -> int:
     widths = (getattr(module, name, None) for module in model.modules() for name in ("in_features", "in_channels"))
     width = 1 if any(isinstance(m, nn.Embedding) for m in model.modules()) else next(filter(None, widths), 1)
     with generators_kept():
-        positions = _largest(read_sample(dataset, 0)) / width
+        positions = _largest(readable_sample(dataset)) / width
     return math.ceil(positions) * sum(p.numel() for p in model.parameters())
 
 
@@ -224,7 +224,8 @@ def has_quick_samples(dataset: Any) -> bool:
 
     def seconds(index: int) -> float:
         started = time.perf_counter()
-        read_sample(dataset, index)
+        with contextlib.suppress(LockstepError):  # examined() has decided about those that cannot be read
+            read_sample(dataset, index)
         return time.perf_counter() - started
 
     with generators_kept():

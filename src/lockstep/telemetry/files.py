@@ -358,7 +358,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
                     why=f"no run writes more than {max_bytes:,} bytes there",
                     fix="restore the file, or use another run folder",
                 )
-            return file.read(max_bytes + 1)
+            return file.read(size)  # more than the size would allocate all of it
     except FileNotFoundError:
         raise RunFolderError(f"there is no {path}", fix="check the path; `lockstep runs` lists the runs") from None
     except (OSError, ValueError) as error:

@@ -118,18 +118,18 @@ class Buffers:
     def untouched(self) -> Iterator[None]:
         """No buffer changes in the body, except that synchronised BatchNorm has seen the samples of other ranks."""
         kept = [
-            (layer, attribute, tensor, _clone(tensor))
+            (layer, attribute, tensor)
             for layer in self._module.modules()
             for attribute, tensor in buffers_of(layer).items()
             if _rule(layer, attribute) != "agreed"
         ]
+        for layer, attribute, tensor in kept:  # in copies: a backward pass after the body may need those of the body
+            buffers_of(layer)[attribute] = _clone(tensor)
         try:
             yield
         finally:
-            for layer, attribute, tensor, value in kept:
+            for layer, attribute, tensor in kept:
                 buffers_of(layer)[attribute] = tensor
-                if tensor is not None and value is not None:
-                    tensor.copy_(value)
 
     @torch.no_grad()
     def _merge(self, samples: int, irregular: bool) -> None:

@@ -193,6 +193,13 @@ class CheckedLoss:
         return loss
 
 
+def without_count(loss: tuple[Tensor, Tensor | int]) -> tuple[Tensor, Tensor | int]:
+    """A loss of 0 for 0 items, with gradients of 0: of a batch that stands in for one without readable samples."""
+    total, count = loss
+    total = total.where(torch.zeros_like(total, dtype=torch.bool), torch.zeros_like(total))
+    return total, torch.zeros_like(count) if isinstance(count, Tensor) else 0
+
+
 def check_change(flags: Flags, ranks: int, *, announced: bool = False) -> Flags:
     """``flags``, summed over ``ranks``; ``announced``: this rank is one of those where parameters changed.
 

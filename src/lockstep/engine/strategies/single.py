@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep._compat.torch import backward
 from lockstep.config import RunConfig
+from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Window
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.buffers import Buffers
@@ -25,6 +26,7 @@ from lockstep.engine.strategies.base import (
     Replica,
     SeededDraws,
     Strategy,
+    without_count,
 )
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare
@@ -138,6 +140,9 @@ class SingleStrategy:
         return to_device(batch, self._device) if self._moves else batch
 
     def _forward_pass(self, batch: Any, step: int, part: int) -> tuple[Tensor, Tensor | int]:
+        if isinstance(batch, Unreadable):
+            with ghost(self.module), self._buffers.untouched():
+                return without_count(self._forward_pass(batch.stand_in, step, part))
         batch = self._arrived(batch)
         self._buffers.rewind()
         self.draws(step, part)

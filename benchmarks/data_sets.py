@@ -3,8 +3,8 @@
 ::
 
     pip install -c constraints.txt -e '.[peers]'
-    python benchmarks/datasets.py --out benchmarks/results
-    python benchmarks/datasets.py --datasets tensors,class --ranks 1 --rounds 20
+    python benchmarks/data_sets.py --out benchmarks/results
+    python benchmarks/data_sets.py --datasets tensors,class --ranks 1 --rounds 20
 
 hand0, hand1, hand2   the hand-written loop; its DataLoader has that many workers
 lockstep              ``lockstep.train`` with its defaults
