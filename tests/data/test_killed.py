@@ -29,6 +29,7 @@ from lockstep.data.mixture import Mixture
 from lockstep.data.packing import Packed
 from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 from lockstep.data.sampling import resolve_sampling
+from lockstep.telemetry.files import read_jsonl
 from lockstep.telemetry.rundir import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
@@ -130,8 +131,10 @@ def training_set(kind: str, folder: str) -> tuple[Any, Any]:
         shares = {"CsvFiles": 0.7, "ArrowFiles": 0.3}
         return Mixture({**every, "inner": Mixture(inner, shares)}, {**dict.fromkeys(every, 1.0), "inner": 2.5}), None
     whole: Any = ConcatDataset(every.values())
-    if kind == "packed":
-        return Packed(whole, FEATURES, tokens=some_tokens), None
+    if kind == "packed":  # two sources of texts
+        lines, rest = every.pop("JsonLines"), ConcatDataset(every.values())
+        texts = {"a": Packed(lines, FEATURES, tokens=some_tokens), "b": Packed(rest, FEATURES, tokens=some_tokens)}
+        return Mixture(texts, {"a": 0.7, "b": 0.3}), None
     if kind == "stream":
         return Lines(whole), None
     return whole, None if kind == "uniform" else np.arange(len(whole)) % 5
@@ -167,6 +170,11 @@ def trains(rank: int, size: int, folder: Path, resume: bool) -> dict[str, Tensor
     return attempt(OfFiles, folder, rank, size, resume=resume, **SETTINGS)[0]
 
 
+def losses(folder: Path) -> dict[int, float]:
+    """By step, of the latest attempt that took it."""
+    return {row["step"]: row["loss"] for row in read_jsonl(folder / "steps.jsonl")}
+
+
 def check(kind: str, worlds: list[tuple[int, list[int]]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train on each number of ranks of ``worlds`` until one of them is killed; then to the end, on two."""
     pytest.importorskip("pyarrow")
@@ -183,6 +191,7 @@ def check(kind: str, worlds: list[tuple[int, list[int]]], folder: Path, monkeypa
     weights = run_ranks(trains, 2, run.path, True, env=env)[0]
     whole = attempt(OfFiles, folder / "whole", **SETTINGS)[0]
     assert all(torch.allclose(whole[name], weights[name], atol=1e-4) for name in whole)
+    assert losses(run.path) == pytest.approx(losses(folder / "whole"), rel=1e-4)
     dataset, given = training_set(kind, str(data))
     if kind == "stream":
         expected = [range(0, 150), range(150, 300), range(300, 432)]

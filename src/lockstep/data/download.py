@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from lockstep.errors import DataError
 
@@ -61,14 +61,19 @@ def download(
         raise DataError(f"cannot download {url}", why="only http and https are known", fix="give such an address")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(target) as turn:
+        with _lock(target) as (file, waited):
+            failure = file.read() if waited else ""
             if target.exists():
                 _check_present(target, sha256, size)
-            elif turn.failure:
-                raise DataError(**turn.failure)
+            elif failure.endswith("}"):  # of the process that this one has waited for
+                raise DataError(**json.loads(failure))
             else:
-                with turn.recording_failure():
+                file.truncate(0)
+                try:
                     _fetch(url, target, sha256, size, patience or Patience())
+                except DataError as error:
+                    file.write(json.dumps({"what": error.what, "why": error.why, "fix": error.fix}))
+                    raise
     except OSError as error:
         raise DataError(
             f"cannot write to {target.parent}",
@@ -78,38 +83,9 @@ def download(
     return target
 
 
-# One process at a time
-
-
-class _Turn:
-    """This process's turn with the lock; ``failure`` is how the process that it waited for failed."""
-
-    def __init__(self, file: IO[str], waited: bool) -> None:
-        self._file = file
-        self.failure = self._read() if waited else None
-
-    def _read(self) -> dict[str, str] | None:
-        text = self._file.read()
-        return json.loads(text) if text.endswith("}") else None
-
-    def _write(self, text: str) -> None:
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(text)
-        self._file.flush()
-
-    @contextlib.contextmanager
-    def recording_failure(self) -> Iterator[None]:
-        self._write("")
-        try:
-            yield
-        except DataError as error:
-            self._write(json.dumps({"what": error.what, "why": error.why, "fix": error.fix}))
-            raise
-
-
 @contextlib.contextmanager
-def _lock(target: Path) -> Iterator[_Turn]:
+def _lock(target: Path) -> Iterator[tuple[IO[str], bool]]:
+    """One process at a time: the lock's file, and whether another process had it before."""
     # The lock file stays: removing it would let two processes hold locks on two files of one name.
     with target.with_name(f".{target.name}.lock").open("a+", encoding="utf-8") as file:
         waited = False
@@ -120,37 +96,31 @@ def _lock(target: Path) -> Iterator[_Turn]:
             _log.info("waiting for another process that downloads %s", target.name)
             fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        yield _Turn(file, waited)  # closing the file, or dying, gives the lock back
-
-
-# Fetching
+        yield file, waited  # closing the file, or dying, gives the lock back
 
 
 class _Interrupted(Exception):
     """A try ended early; another one may resume."""
 
 
-@dataclass
 class _Part:
     """The bytes received so far, and the server's name for the version that they belong to."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path, self._note = path, path.with_name(path.name + ".version")
 
     @property
     def size(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
 
     @property
-    def _note(self) -> Path:
-        return self.path.with_name(self.path.name + ".version")
+    def version(self) -> str:
+        return self._note.read_text(encoding="utf-8") if self._note.exists() else ""
 
-    @property
-    def version(self) -> str | None:
-        return self._note.read_text(encoding="utf-8") or None if self._note.exists() else None
-
-    @version.setter
-    def version(self, value: str) -> None:
-        self._note.write_text(value, encoding="utf-8")
+    def begin(self, version: str) -> None:
+        """Drop the bytes; the next ones are of ``version``."""
+        self.remove()  # before its name is noted, or it could come to stand for old bytes
+        self._note.write_text(version, encoding="utf-8")
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -159,18 +129,15 @@ class _Part:
 
 def _fetch(url: str, target: Path, sha256: str | None, size: int | None, patience: Patience) -> None:
     part = _Part(target.with_name(target.name + ".part"))
-    if part.size and sha256 is None and part.version is None:
+    if part.size and sha256 is None and not part.version:
         part.remove()  # it is unknown whether the rest belongs to it
-    had_bytes = part.size > 0
-    _transfer(url, part, patience)
-    found = hash_file(part.path)
-    problem = _mismatch(part.path, found, sha256, size)
-    if problem and had_bytes:
-        # The bytes of an earlier try may have been of another version of the file.
-        part.remove()
+    for again in (part.size > 0, False):
         _transfer(url, part, patience)
         found = hash_file(part.path)
         problem = _mismatch(part.path, found, sha256, size)
+        if not (problem and again):
+            break
+        part.remove()  # bytes of an earlier try may have been of another version of the file
     if problem:
         part.remove()
         raise DataError(
@@ -180,7 +147,8 @@ def _fetch(url: str, target: Path, sha256: str | None, size: int | None, patienc
         )
     if sha256 is None:
         _record(target, found)
-    _flush(part.path)
+    with part.path.open("rb") as file:
+        os.fsync(file.fileno())
     part.path.replace(target)
     part.remove()
 
@@ -226,8 +194,8 @@ def _try_once(url: str, part: _Part, timeout_s: float) -> None:
             part.remove()
             raise _Interrupted("the server sent another range than it was asked for")
         if not resumes:
-            part.remove()  # before the new version's name is noted, or it could come to stand for old bytes
-            part.version = _version(response.headers)
+            tag = response.headers.get("ETag", "")  # a strong validator, for If-Range (RFC 9110 section 13.1.5)
+            part.begin(tag if tag and not tag.startswith("W/") else response.headers.get("Last-Modified", ""))
         length = response.headers.get("Content-Length")
         expected = (start if resumes else 0) + int(length) if length else None
         with part.path.open("ab" if resumes else "wb") as file:
@@ -265,15 +233,6 @@ def _blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
         yield block
 
 
-def _version(headers: Any) -> str:
-    """A strong validator of the file's version for If-Range (RFC 9110 section 13.1.5), or nothing."""
-    tag = headers.get("ETag", "")
-    return tag if tag and not tag.startswith("W/") else str(headers.get("Last-Modified", ""))
-
-
-# Verifying
-
-
 def hash_file(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
@@ -297,10 +256,9 @@ def _mismatch(path: Path, found: str, sha256: str | None, size: int | None) -> s
 
 
 def _record(target: Path, found: str) -> None:
-    _checksum_file(target).write_text(f"{found}  {target.name}\n", encoding="utf-8")
-    _log.warning(
-        "no checksum is known for %s; what came has SHA-256 %s (kept in %s)", target, found, _checksum_file(target)
-    )
+    file = _checksum_file(target)
+    file.write_text(f"{found}  {target.name}\n", encoding="utf-8")
+    _log.warning("no checksum is known for %s; what came has SHA-256 %s (kept in %s)", target, found, file)
 
 
 def _recorded(target: Path) -> str | None:
@@ -310,8 +268,3 @@ def _recorded(target: Path) -> str | None:
 
 def _checksum_file(target: Path) -> Path:
     return target.with_name(target.name + ".sha256")
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -139,7 +139,7 @@ def found(files: Files, suffixes: tuple[str, ...]) -> list[str]:
         if "://" in name:
             names += _remote(name, suffixes)
         elif Path(name).is_dir():
-            names += _inside(name, suffixes)
+            names += inside(name, suffixes)
         elif glob.has_magic(name) and not Path(name).exists():
             names += sorted(glob.glob(name, recursive=True))  # noqa: PTH207, Path.glob takes no absolute pattern
         else:
@@ -151,7 +151,7 @@ def found(files: Files, suffixes: tuple[str, ...]) -> list[str]:
     return names
 
 
-def _inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
+def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     """The files in ``folder`` and the folders in it, without what is hidden."""
     names, looked_at = list[str](), 0
     for place, folders, files in os.walk(folder):
@@ -272,7 +272,7 @@ class OpenFile:
 
     def __init__(self, path: Path, spans: Ints | None = None) -> None:
         self._number = os.open(path, os.O_RDONLY)
-        self._spans = memoryview(np.empty(0, np.int64) if spans is None else spans)  # a fifth of the time of an array
+        self._spans: Any = () if spans is None else spans.data  # a fifth of the time of the array itself
 
     def record(self, place: int) -> bytes:
         start = self._spans[2 * place]

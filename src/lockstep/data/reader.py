@@ -438,9 +438,9 @@ def collated(samples: Sequence[Any]) -> Any:
         kinds = set(map(type, chain.from_iterable(samples)))
         if len(kinds) == 1 and kinds <= {float, int, bool} and len(set(map(len, samples))) == 1:
             with contextlib.suppress(OverflowError):  # an integer of more than 64 bits
-                rows = np.fromiter(chain.from_iterable(samples), kinds.pop()).reshape(len(samples), -1)
+                rows: NDArray[Any] = np.fromiter(chain.from_iterable(samples), kinds.pop()).reshape(len(samples), -1)
                 return list(torch.from_numpy(np.ascontiguousarray(rows.T)).unbind())
-    return default_collate(samples)
+    return default_collate(list(samples))
 
 
 def sample_error(dataset: Any, index: int, error: Exception) -> SampleError:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.data.files import Files, FileSamples, Ints, OpenFile, indexed
+from lockstep.data.files import Files, FileSamples, Ints, OpenFile, indexed, inside
 from lockstep.errors import DataError
 
 _BLOCK = 2**24
@@ -254,7 +254,7 @@ class ClassFolders:
         self.classes = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
         self.load, self.paths, self.targets = load, list[Path](), list[int]()
         for number, name in enumerate(self.classes):
-            files = sorted(path for path in (root / name).rglob(f"*{suffix}") if path.is_file())
+            files = sorted(map(Path, inside(str(root / name), (suffix,))))
             self.paths += files
             self.targets += [number] * len(files)
         if not self.paths:

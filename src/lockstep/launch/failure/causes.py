@@ -200,7 +200,8 @@ _BY_SIGNAL = {
     ),
     "SIGBUS": Cause(
         CauseKey.SHARED_MEMORY,
-        "it accessed memory that is not mapped: most often shared memory (/dev/shm) is full",
+        "it accessed memory that is not mapped: most often shared memory (/dev/shm) is full, or a memory-mapped file "
+        "was cut short",
         _SHM,
     ),
     "SIGSEGV": Cause(CauseKey.CRASH, "native code crashed", "the rank's log shows where in Python it was at that time"),
