@@ -8,8 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
-from lockstep.data.arrays import ArrayDataset
+from lockstep.data.arrays import ArrayDataset, by_row
+from lockstep.data.reader import Reader
+from lockstep.data.sampling import balanced_weights, labels_of
 from lockstep.errors import DataError
 
 SAMPLES = np.arange(60, dtype=np.float32).reshape(10, 2, 3)
@@ -80,3 +83,20 @@ def test_arrays_that_cannot_be_a_data_set_are_refused(arrays: tuple[np.ndarray, 
     with pytest.raises(DataError, match=message) as caught:
         ArrayDataset(*arrays)
     assert caught.value.fix
+
+
+def test_a_pandas_frame_is_its_rows_and_is_gathered_where_it_has_numbers() -> None:
+    """Where that package is installed."""
+    frame = pytest.importorskip("pandas").DataFrame({"x": np.arange(9) / 2, "label": [0, 1, 2] * 3}, index=[5] * 9)
+    rows, texts = by_row(frame), by_row(frame.assign(text=list("abcdefghi")))
+    indices = np.array([8, 0, 3])
+    for data in (rows, texts):
+        reader, expected = Reader(data, default_collate, 1), default_collate([data[int(i)] for i in indices])
+        assert reader.gathers == (data is rows)
+        batch = reader.batch(0, indices, 0)
+        assert batch.keys() == expected.keys()
+        assert batch["x"].tolist() == [4.0, 0.0, 1.5]
+        assert batch["x"].dtype == expected["x"].dtype
+    assert batch["text"] == ["i", "a", "d"]
+    assert balanced_weights(labels_of(rows)).tolist() == [1 / 3] * 9
+    assert len(list(rows)) == 9

@@ -23,6 +23,10 @@ from lockstep.errors import DataError
 
 #: The label, or target, of what does not count in a loss: ``ignore_index`` of torch's.
 NO_LABEL = -100
+Positions = npt.NDArray[np.int64]
+Gather = Callable[[Positions], Any]
+#: Names under which data sets have the label of each sample.
+LABELS = ("targets", "labels", "label")
 Indices = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 
 
@@ -83,6 +87,42 @@ class ArrayDataset:
         return tuple(tensor.index_select(0, where.to(tensor.device)) for tensor in self.tensors)
 
 
+class FrameRows:
+    """A pandas frame; sample ``i`` is a dictionary of the values in its row ``i``, counted from 0, whatever its index.
+
+    ``targets`` is the column ``targets``, ``labels`` or ``label``.
+    """
+
+    def __init__(self, frame: Any) -> None:
+        self._columns = {name: frame.iloc[:, place].to_numpy() for place, name in enumerate(frame.columns)}
+        self._samples = len(frame)
+        self.targets = next((self._columns[name] for name in LABELS if name in self._columns), None)
+        numbers = all(column.dtype.kind in "biuf" for column in self._columns.values())
+        self._tensors = {name: as_tensor(column) for name, column in self._columns.items()} if numbers else {}
+        #: For :meth:`gathered`.
+        self.is_plain = bool(self._tensors) and all(map(_is_plain, self._tensors.values()))
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[Any, Any]:
+        if not -self._samples <= index < self._samples:
+            raise IndexError(f"row {index} of {self._samples}")
+        return {name: column[index] for name, column in self._columns.items()}
+
+    def gathered(self, indices: Positions) -> dict[Any, Tensor]:
+        """The batch that ``default_collate`` makes of the samples ``indices``."""
+        where = torch.from_numpy(indices)
+        return {name: tensor.index_select(0, where) for name, tensor in self._tensors.items()}
+
+
+def by_row(dataset: Any) -> Any:
+    """``dataset``; of a pandas frame, whose ``[i]`` is a column, its rows."""
+    kind = type(dataset)
+    is_frame = kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "DataFrame"
+    return FrameRows(dataset) if is_frame else dataset
+
+
 def _is_mapped(array: Any) -> bool:
     """Whether a NumPy array is, or is a view of, a map of a file."""
     while array is not None and not isinstance(array, mmap.mmap):
@@ -111,10 +151,6 @@ def _as_index(indices: Indices) -> Tensor:
         return indices.to(torch.int64)
     array = np.asarray(indices, dtype=np.int64)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-Positions = npt.NDArray[np.int64]
-Gather = Callable[[Positions], Any]
 
 
 def leaf_of(dataset: Any, index: int) -> tuple[Any, int]:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 
+from lockstep.data.arrays import by_row
 from lockstep.data.order import BlockOrder, derive_key
 from lockstep.data.sampling import Cycled, SampleOrder, Sampling, natural
 from lockstep.errors import DataError
@@ -64,6 +65,7 @@ class Mixture(ConcatDataset[Any]):
             raise DataError(
                 "a mixture names no data set", fix='Mixture({"a": first, "b": second}, {"a": 0.7, "b": 0.3})'
             )
+        parts = {name: by_row(part) for name, part in parts.items()}
         for name, part in parts.items():
             if not hasattr(part, "__len__") or not hasattr(part, "__getitem__") or len(part) == 0:
                 what = f"the part {name!r} of a mixture is empty, or has no length or no items"

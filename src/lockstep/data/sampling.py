@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, WeightedRandomSampler
 
 from lockstep.config.sections import DataConfig
-from lockstep.data.arrays import is_hugging_face, leaves
+from lockstep.data.arrays import LABELS, is_hugging_face, leaves
 from lockstep.data.order import BlockOrder, Order, check_slice, derive_key, mixed, words_of
 from lockstep.errors import ConfigError, DataError
 from lockstep.planning.order import SamplingFacts
@@ -28,8 +28,6 @@ Floats = NDArray[np.float64]
 Curriculum = Callable[[int], Any]
 #: One number for each training sample, or what gives them.
 Weights = Curriculum | WeightedRandomSampler | Any
-
-_LABELS = ("targets", "labels", "label")
 
 
 class SampleOrder(Protocol):
@@ -350,9 +348,9 @@ def labels_of(dataset: Any) -> NDArray[Any]:
         return labels
     if type(dataset) is ConcatDataset:
         return np.concatenate([labels_of(part) for part in dataset.datasets])
-    found: Any = next((getattr(dataset, name) for name in _LABELS if hasattr(dataset, name)), None)
+    found: Any = next((getattr(dataset, name) for name in LABELS if hasattr(dataset, name)), None)
     if found is None and is_hugging_face(dataset):
-        found = next((dataset.with_format("numpy")[name] for name in _LABELS if name in dataset.features), None)
+        found = next((dataset.with_format("numpy")[name] for name in LABELS if name in dataset.features), None)
         found = None if found is None else found[:]
     if found is None and hasattr(dataset, "tensors"):
         found = dataset.tensors[-1]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from lockstep.config import DataConfig, RunConfig
+from lockstep.data.arrays import by_row
 from lockstep.data.bucketed import BucketedOrder, check_lengths, hash_lengths
 from lockstep.data.order import Order
 from lockstep.data.reader import Collate, Indices
@@ -54,17 +55,17 @@ def open_datasets(task: Task, config: RunConfig) -> Datasets:
         given = task.datasets()
     if not hasattr(given, "train"):
         return given
-    val, named = given.val, dict[str, Any]()
+    train, val, test = map(by_row, (given.train, given.val, given.test))
+    weights, named = getattr(given, "weights", None), dict[str, Any]()
     if isinstance(val, Mapping):
-        val, named = _named(val)
-    if is_stream(given.train):
-        sizes = {"epoch_samples": config.data.epoch_samples, "max_steps": config.training.max_steps}
-        given = Datasets(as_stream(given.train, **sizes), val, given.test, getattr(given, "weights", None))
-    if not hasattr(given.train, "__len__"):
+        val, named = _named({name: by_row(part) for name, part in val.items()})
+    if is_stream(train):
+        train = as_stream(train, epoch_samples=config.data.epoch_samples, max_steps=config.training.max_steps)
+    if not hasattr(train, "__len__"):
         return given
     data = DataConfig() if hasattr(task, "loader_facts") else config.data  # a module's loaders decide
-    sampling = resolve_sampling(given.train, getattr(given, "weights", None), data)
-    return Datasets(getattr(given.train, "joined", given.train), val, given.test, sampling, named)
+    sampling = resolve_sampling(train, weights, data)
+    return Datasets(getattr(train, "joined", train), val, test, sampling, named)
 
 
 def _named(val: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
