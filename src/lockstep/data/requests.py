@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import deal
-from lockstep.data.reader import Collate, Indices, Reader
+from lockstep.data.reader import Collate, Indices, Reader, Unreadable
 from lockstep.data.sampling import SampleOrder
 from lockstep.planning import BatchPlan
 
@@ -129,7 +129,9 @@ class Source:
         return self._filled(self.reader.batch(request.epoch, self.indices(request), request.start, keys), request.size)
 
     def _filled(self, batch: Any, size: int) -> Any:
-        return batch if self.pad is None or size >= self.full else self.pad(batch, self.full)
+        if self.pad is None or size >= self.full or isinstance(batch, Unreadable):
+            return batch
+        return self.pad(batch, self.full)
 
     @cached_property
     def reader(self) -> Reader:
