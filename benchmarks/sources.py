@@ -242,6 +242,7 @@ def main() -> None:
             print(json.dumps(report["rows"][-1]), file=sys.stderr)
     print(text := table(report))
     if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
         write_json(options.out / f"{report['date']}-sources.json", report)
         (options.out / f"{report['date']}-sources.md").write_text(text, encoding="utf-8")
 
