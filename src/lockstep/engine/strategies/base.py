@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lockstep._compat.torch import saved
 from lockstep.data.order import dropout_seed
+from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
@@ -198,6 +199,13 @@ def without_count(loss: tuple[Tensor, Tensor | int]) -> tuple[Tensor, Tensor | i
     total, count = loss
     total = total.where(torch.zeros_like(total, dtype=torch.bool), torch.zeros_like(total))
     return total, torch.zeros_like(count) if isinstance(count, Tensor) else 0
+
+
+def stood_in(batch: Any, ask: Callable[..., Any]) -> tuple[Any, Callable[..., Any], bool]:
+    """``batch`` and ``ask``, or what takes their place where ``batch`` has no readable sample; and whether it has."""
+    if not isinstance(batch, Unreadable):
+        return batch, ask, True
+    return batch.stand_in, lambda *given: without_count(ask(*given)), False
 
 
 def check_change(flags: Flags, ranks: int, *, announced: bool = False) -> Flags:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lockstep._compat.torch import buffers_of, tree_leaves, tree_map
+from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Window
 from lockstep.engine.process.recording import Recording
 from lockstep.engine.strategies.base import Replica
@@ -69,7 +70,10 @@ class GraphedStrategy(SingleStrategy):
     def _run(self, window: Window, batches: Iterator[Any], step: int) -> tuple[Tensor, Tensor | float]:
         if self._is_off or len(window.requests) != 1:
             return super()._run(window, batches, step)
-        batch = self._arrived(next(batches))
+        given = next(batches)
+        if isinstance(given, Unreadable):
+            return super()._run(window, iter([given]), step)
+        batch = self._arrived(given)
         key = _shape(batch)
         self._seen[key] += 1
         if len(self._seen) > MOST_SHAPES:

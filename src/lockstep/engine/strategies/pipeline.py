@@ -13,7 +13,7 @@ section 2.2.1 of Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Request, Window
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce, to_device
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.runtime import rank_device
-from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica, without_count
+from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica, stood_in
 from lockstep.engine.strategies.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
 from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.strategies.stages import (
@@ -271,16 +270,12 @@ class PipelineStrategy(SingleStrategy):
         return inputs, output
 
     def _forward(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
-        ask_task: Callable[..., Any] = self._ask
-        buffers: AbstractContextManager[None] = nullcontext()
-        if isinstance(batch, Unreadable):
-            batch, buffers = batch.stand_in, self._buffers.untouched()
-            ask_task = lambda model, batch: without_count(self._ask(model, batch))  # noqa: E731
+        batch, ask_task, counts = stood_in(batch, self._ask)
         if self._pipeline.is_first or self._pipeline.is_last:  # others do not look at it
             batch = to_device(batch, self._device)
         self._buffers.rewind()
         self.draws(step, place << 16)
-        with self._precision.autocast(), buffers:
+        with self._precision.autocast(), nullcontext() if counts else self._buffers.untouched():
             inputs, output = self.through(ask_task, batch)
         if self._pipeline.is_last:
             total, count = output
