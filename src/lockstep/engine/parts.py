@@ -74,10 +74,11 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     if divided is None and debug.trace == "off":  # a trace compares them itself
         warning = check_start(model, rank.collectives, exact=plan.reproducibility == "exact")
     watched = Watched(task, model, debug.switch_off) if debug.trace != "off" or debug.switch_off else None
-    strategy = build_strategy(watched or task, model, config, plan, update.precision, device, rank.world, divided)
+    note, update.records = partial(rank.note, "cuda_graphs"), bool(plan.value("cuda_graphs"))
+    strategy = build_strategy(
+        watched or task, model, config, plan, update.precision, device, rank.world, divided, note=note
+    )
     strategy.draws.everything |= state.draws_seeded
-    if plan.value("cuda_graphs"):
-        vars(strategy)["note"], update.records = partial(rank.note, "cuda_graphs"), True
     callbacks = Callbacks(task)
     update.after_backward = callbacks.caller("on_after_backward", task.context, strategy.module)
     untrained = untrained_note(update, model, config.training.max_grad_norm)

@@ -52,13 +52,12 @@ def train(task: Counted, *, graphs: bool, max_norm: float | None = 1.0) -> tuple
     """Weights and buffers after two epochs, and notes."""
     torch.manual_seed(0)
     model, notes = task.model(), list[str]()
-    precision, kind = Precision("32", CPU, 0.125), GraphedStrategy if graphs else SingleStrategy
-    strategy = kind(Replica(task, model, precision, CPU, 0))
+    precision = Precision("32", CPU, 0.125)
+    replica = Replica(task, model, precision, CPU, 0)
+    strategy = GraphedStrategy(replica, notes.append) if graphs else SingleStrategy(replica)
     schedule = Schedule(name="cosine", lr=0.02, total_steps=STEPS, steps_per_epoch=13)
     update = Update(model, build_optimizer(OptimizerConfig(lr=0.02), model, 0.02), schedule, precision, max_norm)
-    update._on_host = False
-    if isinstance(strategy, GraphedStrategy):
-        strategy.note, update.records = notes.append, True
+    update._on_host, update.records = False, graphs
     source = Source(ArrayDataset(*arrays(100, 1)), task.collate, 0, InOrder())
     for step, window in enumerate(windows(BATCH, rank=0, epoch=0, position=0, epochs=EPOCHS, ghosts=False)):
         batches = (task.given(source.batch(request)) for request in window.requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
@@ -40,6 +41,8 @@ def build_strategy(
     device: torch.device,
     world: World,
     divided: Divided | None,
+    *,
+    note: Callable[[str], object] = lambda text: None,
 ) -> Strategy:
     """The plan's strategy for ``model``, which is on its device. Collective.
 
@@ -47,6 +50,7 @@ def build_strategy(
 
     Args:
         divided: the parts of a divided model.
+        note: is called with a text for the user.
     """
     if divided is not None:
         return divided.strategy(task, precision, plan, world)
@@ -64,6 +68,6 @@ def build_strategy(
         if config.training.compile_loss:
             replica = replica._replace(loss_mode=mode)
     if plan.value("cuda_graphs"):
-        return GraphedStrategy(replica)
+        return GraphedStrategy(replica, note)
     strategy: Strategy = import_module(spec.module).build(replica, config, plan)
     return strategy

@@ -53,12 +53,13 @@ class GraphedStrategy(SingleStrategy):
     The first replay is compared with the step that Python computes. Where they differ, or nothing can be recorded, a
     note says so and the run continues without graphs.
 
-    ``note``: is called with a text for the user.
+    Args:
+        note: is called with a text for the user.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, note: Callable[[str], object]) -> None:
         super().__init__(replica)
-        self.note: Callable[[str], None] = lambda text: None
+        self._note = note
         self._is_off = False
         self._seen = Counter[Any]()
         self._recorded: dict[Any, _Graph] = {}
@@ -103,7 +104,7 @@ class GraphedStrategy(SingleStrategy):
     def _end(self, step: int, why: str) -> None:
         self._is_off = True
         self._recorded.clear()
-        self.note(f"training.cuda_graphs is off from step {step + 1} on: {why}.")
+        self._note(f"training.cuda_graphs is off from step {step + 1} on: {why}.")
 
     def _record(self, batch: Any) -> _Graph:
         """Record the step that Python has computed: its gradients are still there."""
