@@ -25,10 +25,11 @@ PUBLIC = {
     "lockstep.lightning",
     "lockstep.lightning.callbacks",
     "lockstep.lightning.cli",
-    "lockstep.models.vision",
+    "lockstep.models.gpt",
     "lockstep.models.har",
     "lockstep.models.lmu",
     "lockstep.models.recogniser",
+    "lockstep.models.vision",
     "lockstep.tasks.autoencoder",
     "lockstep.tasks.har",
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.data.arrays import ArrayDataset as ArrayDataset
+    from lockstep.data.arrays import filled as filled
     from lockstep.data.columns import ArrowFiles as ArrowFiles
     from lockstep.data.columns import ParquetFiles as ParquetFiles
     from lockstep.data.mixture import Mixture as Mixture
@@ -31,6 +32,7 @@ _HOMES = {
     "TarShards": "records",
     "TokenFile": "records",
     "document_mask": "packing",
+    "filled": "arrays",
     "select": "sampling",
 }
 
@@ -46,6 +48,7 @@ __all__ = [
     "TarShards",
     "TokenFile",
     "document_mask",
+    "filled",
     "select",
 ]
 
