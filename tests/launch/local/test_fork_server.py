@@ -130,7 +130,7 @@ def with_site(folder: Path, text: str) -> dict[str, str]:
 
 def test_only_ranks_ask_the_gpu(run_cli: RunCli, tmp_path: Path) -> None:
     """CUDA cannot be used in a fork of a process that has."""
-    ended = run_cli("train", "tests.toys:Toy", "--devices", "gpu:0,gpu:0", env=with_site(tmp_path, SITE))
+    ended = run_cli("train", "tests.toys:Toy", "--devices", "gpu:0,gpu:0", env=with_site(tmp_path, SITE), fresh=True)
     assert "gpu:0 is not available to rank" in ended.err
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked
