@@ -1,8 +1,31 @@
-"""``python -m lockstep`` is the command ``lockstep``."""
+"""The command ``lockstep``, which is also ``python -m lockstep``."""
 
+from __future__ import annotations
+
+import os
 import sys
 
-from lockstep.cli.main import main
+from lockstep.launch.local.process_start import set_defaults
+
+#: Commands whose process uses the task, or whose ranks are its forks.
+_WITH_TASK = frozenset({"train", "resume", "verify", "run", "evaluate", "predict", "generate", "export"})
+
+
+def main() -> int:
+    """Run the command of ``sys.argv``; returns its exit code.
+
+    What counts when a process starts is settled before anything else is imported.
+    """
+    seeded = "PYTHONHASHSEED" in os.environ
+    set_defaults(os.environ)
+    # torch.distributed.launch gives each rank its local rank as the first argument.
+    if not seeded and _WITH_TASK.intersection(sys.argv[1:3]):
+        # As in ranks, which are forks: the order of a set of strings is the same on one device and on several.
+        os.execv(sys.executable, sys.orig_argv)
+    from lockstep.cli.main import main
+
+    return main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,13 +13,9 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from lockstep.cli.output import print_error
-from lockstep.config.load import key_for
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launch.local.environment import set_defaults
 
 INTERRUPTED = 130
-#: Commands whose process uses the task, or whose ranks are its forks.
-_WITH_TASK = ("train", "resume", "verify", "run", "evaluate", "predict", "generate", "export")
 
 HELP = "Train one PyTorch task on any set of devices: the same samples, loss and schedule on one as on many."
 EPILOGUE = """\
@@ -112,12 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "LOCAL_RANK" in os.environ:
         # torch.distributed.launch passes each rank its local rank as an argument too.
         tokens = [token for token in tokens if not token.startswith(("--local-rank=", "--local_rank="))]
-    if argv is None:
-        seeded = "PYTHONHASHSEED" in os.environ
-        set_defaults(os.environ)
-        if not seeded and tokens and tokens[0] in _WITH_TASK:
-            # As in ranks, which are forks: the order of a set of strings is the same on one device and on several.
-            os.execv(sys.executable, sys.orig_argv)
     try:
         result = app(tokens, exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -154,9 +144,12 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
         what = f"more words than the command takes: {' '.join(unused)}"
         listed = all(token.isdecimal() or token.startswith(("gpu:", "cpu")) for token in unused)
         return UsageError(what, fix="write a list with commas: --gpu-ids 0,1" if listed else _help_of(tokens))
-    if isinstance(error, UnknownOptionError) and (key := key_for(str(error.token.keyword))) is not None:
-        value = "true" if key == "training.compile" else "VALUE"
-        return UsageError(f"unknown option {error.token.keyword}", fix=f"use --set {key}={value}")
+    if isinstance(error, UnknownOptionError):
+        from lockstep.config.load import key_for
+
+        if (key := key_for(str(error.token.keyword))) is not None:
+            value = "true" if key == "training.compile" else "VALUE"
+            return UsageError(f"unknown option {error.token.keyword}", fix=f"use --set {key}={value}")
     what, asked, suggestion = str(error).strip().partition(" Did you mean ")
     return UsageError(what[:1].lower() + what[1:], fix=f"did you mean {suggestion}" if asked else _help_of(tokens))
 

@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_limits
 
 from lockstep.hardware.network import GLOO_INTERFACE
 from lockstep.hardware.world import SEVERAL_NODES
+from lockstep.launch.local.process_start import set_defaults
 
 #: Set in ranks that Lockstep's launcher started (see :mod:`lockstep.hardware.world`).
 LAUNCHER = "LOCKSTEP_LAUNCHER"
@@ -62,17 +63,6 @@ def for_launcher(
         # All ranks are here: gloo need not find out under which address others would see this machine.
         environ.setdefault(GLOO_INTERFACE, "lo")
     return environ
-
-
-def set_defaults(environ: MutableMapping[str, str]) -> None:
-    """Set what the user has not set of the variables that count when a process starts, or imports torch."""
-    # Threads that spin while they wait for each other slow a step 10 to 100 times where other programs use the cores.
-    environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # The order of a set of strings is the same on all ranks then, and in every attempt: a vocabulary, for example.
-    environ.setdefault("PYTHONHASHSEED", "0")
-    if "TORCH_DISTRIBUTED_DEBUG" not in environ:
-        # Every rank's native code logs the loss of the one that failed; only that one matters.
-        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _before_standard_library(path: list[str]) -> list[str]:
