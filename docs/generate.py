@@ -267,7 +267,7 @@ def errors_page() -> str:
 
 
 def error_messages() -> str:
-    """Every message in the source, by code; ``…`` stands for what is known only when it is raised."""
+    """Every message in the source, by code; ``…`` replaces what is known only when it is raised."""
     found: dict[str, dict[str, str]] = {name: {} for name in _error_classes()}
     for path in sorted((HERE.parent / "src" / "lockstep").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -275,7 +275,7 @@ def error_messages() -> str:
             if name in found and node.args and (what := _template(node.args[0])):
                 fix = next((_template(word.value) for word in node.keywords if word.arg == "fix"), "")
                 found[name].setdefault(what, fix)
-    parts = ["## Messages\n\nThe messages of this version, to search for. `…` stands for a name, a value or a reason."]
+    parts = ["## Messages\n\nThe messages of this version, to search for. `…` replaces a name, a value or a reason."]
     for name, kind in _error_classes().items():
         if found[name]:
             rows = [(f"`{what}`", fix) for what, fix in sorted(found[name].items())]

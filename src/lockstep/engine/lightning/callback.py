@@ -167,7 +167,7 @@ class RunLogCallback(Checkpoint):
         self._lr = math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """In checkpoint files of the user's own callbacks: where the training stands, in the order of the run."""
+        """In checkpoint files of the user's own callbacks: the progress of the training, in the order of the run."""
         state = self._state
         return {"epoch": state.epoch, "position": state.position, "global_batch": self._batch.global_batch}
 

@@ -49,7 +49,7 @@ function Ranks({ chosen, onChoose, onWrong }) {
 }
 
 /**
- * `detailed`: with memory and users of each device. `beside`: what stands beside the heading.
+ * `detailed`: with memory and users of each device. `beside`: elements next to the heading.
  * `onWrong(message)`: why the number of ranks is invalid, or null.
  */
 export function DeviceChoice({ chosen, onChoose, detailed = false, beside = null, onWrong = () => {}, children }) {
