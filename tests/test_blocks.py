@@ -21,15 +21,20 @@ PAGES = [
     and (page.parent.name != "start" or page.name == "notebooks.md")
     and page.name not in {"ray.md", "bench.md"}  # Ray is not installed; tests/bench has the profiler
 ]
+#: Pages are forks of a process that has imported what they use, and their ranks are forks of theirs.
 RUN = """
 import os, runpy, sys, tempfile
-import torch, torchmetrics, lockstep
+import matplotlib
+matplotlib.use("agg")
+import lightning, matplotlib.pyplot, torch, torchmetrics, lockstep
+from lockstep.launch.local.launcher_process import fork_server_here
 failed = 0
 for name in sys.argv[1:]:
     folder = tempfile.mkdtemp(dir=".")
     child = os.fork()
     if child == 0:
         os.chdir(folder)
+        fork_server_here()
         sys.path.insert(0, "")
         try:
             runpy.run_path(name, run_name="__main__")
@@ -50,7 +55,7 @@ def script(page: Path) -> str:
     pieces = [
         before or code for excerpt, before, code in PIECE.findall(page.read_text(encoding="utf-8")) if not excerpt
     ]
-    return "\n".join(["import matplotlib", 'matplotlib.use("agg")', *pieces])
+    return "\n".join(pieces)
 
 
 @pytest.mark.slow

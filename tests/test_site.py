@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import urllib.error
@@ -15,19 +16,34 @@ import pytest
 import yaml
 
 import lockstep
+from tests import commands
 from tests.gloo import ROOT, clean_environment
 from tests.telemetry.test_schemas import check_folder
 
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)
 
 
-def run(command: str, folder: Path) -> str:
+def run(command: str, folder: Path, source: str = "") -> str:
+    """What a shell prints for ``command``; ``source``: where it finds the package, if it is not installed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        command, shell=True, cwd=folder, env=clean_environment(PATH=path, COLUMNS="200"), capture_output=True, text=True
-    )
+    environment = clean_environment(PATH=path, PYTHONPATH=source)
+    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
+
+
+def run_shown(command: str, folder: Path) -> str:
+    """What a command of a page prints; Python is a fork that has imported torch."""
+    program, *arguments = shlex.split(command)
+    if program not in ("lockstep", "python"):
+        return run(command, folder)
+    if program == "lockstep":
+        arguments = ["-m", "lockstep", *arguments]
+    environment = clean_environment(PYTHONPATH=str(ROOT / "src"), COLUMNS="200")
+    process = commands.start(*arguments, cwd=folder, env=environment, merged=True)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, f"{command}\n{output}"
+    return output
 
 
 def form(line: str) -> str:
@@ -43,7 +59,7 @@ def follow(page: str, folder: Path) -> None:
         elif language == "console":
             for block in re.split(r"^\$ ", text, flags=re.M)[1:]:
                 command, *shown = block.splitlines()
-                printed = [form(line) for line in run(command, folder).splitlines()]
+                printed = [form(line) for line in run_shown(command, folder).splitlines()]
                 for line in shown:
                     assert line == "…" or any(form(line) in other for other in printed), f"{command}: {line}"
 
@@ -76,7 +92,8 @@ def test_drawings_are_what_the_script_draws() -> None:
 
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="pip install 'lockstep-train[docs]'")
-    run(f"python -m mkdocs build --quiet --strict -f {ROOT / 'mkdocs.yml'} -d {tmp_path / 'site'}", tmp_path)
+    build = f"python -m mkdocs build --quiet --strict -f {ROOT / 'mkdocs.yml'} -d {tmp_path / 'site'}"
+    run(build, tmp_path, source=str(ROOT / "src"))
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     assert not [page.name for page in (ROOT / "docs").rglob("*.md") if page.name not in nav], "pages without a place"
     page = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ from lockstep.config import resolve
 from lockstep.launch.finished.evaluation import _config_on
 from lockstep.launch.finished.reopen import load_model
 from lockstep.telemetry.rundir import RunDir
+from tests import commands
 from tests.conftest import RunCli, cli_environment
 
 TASK = """
@@ -87,17 +88,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``tiny.py`` and the finished run ``run`` of it."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "tiny.py").write_text(TASK)
-    command = [sys.executable, "-m", "lockstep", "train", "tiny.py:Tiny", *PLAIN, "--epochs", "2", "--lr", "0.1"]
-    result = subprocess.run(
-        [*command, "--save-dir", "run", "--log-interval", "4"],
-        cwd=folder,
-        env=cli_environment(),
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert (result.returncode, result.stderr) == (0, ""), result.stderr
-    (folder / "output.txt").write_text(result.stdout)
+    command = ["-m", "lockstep", "train", "tiny.py:Tiny", *PLAIN, "--epochs", "2", "--lr", "0.1"]
+    process = commands.start(*command, "--save-dir", "run", "--log-interval", "4", cwd=folder, env=cli_environment())
+    output, errors = process.communicate(timeout=90)
+    assert (process.returncode, errors) == (0, ""), errors
+    (folder / "output.txt").write_text(output)
     return folder
 
 

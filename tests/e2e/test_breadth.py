@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from lockstep.telemetry.rundir import RunDir
+from tests import commands
 from tests.e2e.test_train import SAME, TOY, finish, start, train, wait_for_step
 from tests.gloo import ROOT, clean_environment
 
@@ -66,27 +67,27 @@ def test_processes_that_srun_started_are_ranks(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         job = (probe.getsockname()[1] * 7919) % 100_000
-    ranks = []
-    for rank in range(2):
-        environment = clean_environment(
-            PYTHONPATH=str(ROOT),
-            SLURM_JOB_ID=str(job),
-            SLURM_STEP_ID="0",
-            SLURM_PROCID=str(rank),
-            SLURM_LOCALID=str(rank),
-            SLURM_NODEID="0",
-            SLURM_STEP_NUM_TASKS="2",
-            SLURM_STEP_NUM_NODES="1",
-            SLURM_STEP_NODELIST="localhost",
+    ranks = [
+        commands.start(
+            *("-m", "lockstep", "train", TOY, "--save-dir", "run", *SAME),
+            cwd=tmp_path,
+            env=clean_environment(
+                PYTHONPATH=f"{ROOT / 'src'}:{ROOT}",
+                SLURM_JOB_ID=str(job),
+                SLURM_STEP_ID="0",
+                SLURM_PROCID=rank,
+                SLURM_LOCALID=rank,
+                SLURM_NODEID="0",
+                SLURM_STEP_NUM_TASKS="2",
+                SLURM_STEP_NUM_NODES="1",
+                SLURM_STEP_NODELIST="localhost",
+            ),
+            merged=True,
         )
-        command = [sys.executable, "-m", "lockstep", "train", TOY, "--save-dir", "run", *SAME]
-        ranks.append(
-            subprocess.Popen(
-                command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
-    outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+        for rank in ("0", "1")
+    ]
+    for process in ranks:
+        finish(process)
     assert RunDir.open(tmp_path / "run").plan()["placement"]["world_size"] == 2
 
 

@@ -15,6 +15,7 @@ import torch
 import lockstep
 from lockstep.errors import ConfigError, TaskError
 from lockstep.telemetry.rundir import RunDir
+from tests.e2e.test_train import finish, start
 from tests.gloo import ROOT, clean_environment
 from tests.toys import MeanLoss, Streaming, Toy
 
@@ -125,4 +126,4 @@ def test_the_readme_example_of_a_users_own_model_runs(tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(example)
     code = [line for line in example.splitlines() if line.strip()]
     assert len(code) <= 27, "the README promises 25 lines"
-    run("-m", "lockstep", "train", "my_task.py:MyTask", "--devices", "cpu", "--epochs", "1", cwd=tmp_path)
+    finish(start("train", "my_task.py:MyTask", "--devices", "cpu", "--epochs", "1", cwd=tmp_path))

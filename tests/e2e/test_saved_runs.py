@@ -7,30 +7,15 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.gloo import ROOT, clean_environment
+from tests.e2e.test_train import finish, start
 
 SAVED = Path(__file__).parent / "saved_runs"
 #: A folder, and the test error that 0.1.0 itself reached after 30 more steps (two ranks have twice the global batch).
 REACHED = {"one-rank": 0.0747, "two-ranks": 0.0731, "fsdp": 0.0731}
-
-
-def lockstep(*arguments: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", *arguments],
-        cwd=cwd,
-        env=clean_environment(PYTHONPATH=str(ROOT / "src")),
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -39,8 +24,8 @@ def lockstep(*arguments: str, cwd: Path) -> str:
 )
 def test_a_saved_run_opens_resumes_and_evaluates(name: str, devices: str | None, tmp_path: Path) -> None:
     shutil.copytree(SAVED / name, tmp_path / "run", symlinks=True)
-    assert re.search(r"status +completed", lockstep("show", "run", cwd=tmp_path))
+    assert re.search(r"status +completed", finish(start("show", "run", cwd=tmp_path)))
     chosen = ("--devices", devices) if devices else ()
-    assert "step 60" in lockstep("resume", "run", "--set", "training.max_steps=60", *chosen, cwd=tmp_path)
-    evaluated = re.search(r"test_mse +(\S+)", lockstep("evaluate", "run", cwd=tmp_path))
+    assert "step 60" in finish(start("resume", "run", "--set", "training.max_steps=60", *chosen, cwd=tmp_path))
+    evaluated = re.search(r"test_mse +(\S+)", finish(start("evaluate", "run", cwd=tmp_path)))
     assert evaluated and float(evaluated[1]) == pytest.approx(REACHED[name], abs=2e-4)

@@ -57,6 +57,19 @@ def test_an_edited_config_is_named_at_resume_and_accepted_only_where_it_is_asked
     assert changed_config(run, {}).optimizer.lr == 0.02
 
 
+def test_paths_of_a_task_are_found_from_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = {"task": {"data": "corpus.txt"}, "data": {"data_dir": "data"}, "save_dir": "run"}
+    config = settle("text", asked)[1]
+    assert config.task.settings["data"] == str(tmp_path / "corpus.txt")
+    assert config.data.data_dir == tmp_path / "data"
+    run = create_folder(config)
+    assert changed_config(run, asked).task == config.task
+    monkeypatch.chdir(run.path)
+    with pytest.raises(ConfigError, match="task differs"):
+        changed_config(run, asked)
+
+
 def test_a_run_without_a_checkpoint_begins_where_it_began(tmp_path: Path) -> None:
     run, first = stopped_at_once(tmp_path / "run", debug={"start_position": 64})
     point = resume_point(run, hold=True, report=pytest.fail)

@@ -1,4 +1,4 @@
-"""The flags of ``train`` and ``plan``; ``SHORT_NAMES`` has the setting that each one overrides.
+"""The flags of ``train`` and ``plan``: most of them are settings by a short name (``SHORT_NAMES``).
 
 A flag overrides only when it is given; otherwise the configuration files, the task's own defaults and the
 general ones decide, in this order.
@@ -7,18 +7,20 @@ general ones decide, in this order.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import Group, Parameter
 
 from lockstep.api.settings import weights_folder
 from lockstep.cli.output import DEFAULT_RUNS_DIR
+from lockstep.config import RunConfig
 from lockstep.config.load import SHORT_NAMES, nested
 from lockstep.errors import UsageError
-from lockstep.strategies import strategies
 
 _DEVICES = Group("Devices", sort_key=1)
 _TRAINING = Group(
@@ -29,110 +31,68 @@ _OTHER = Group("Any other setting", sort_key=4)
 _ALIASES = Group("Other spellings", sort_key=5)
 
 
+#: The flags of each group that stand for a setting, in the order of the help page.
+_OF_SETTINGS = {
+    _DEVICES: ("devices", "strategy", "precision", "reproducibility", "nodes", "rdzv"),
+    _TRAINING: (
+        *("epochs", "max_steps", "batch_size", "global_batch_size", "grad_accum_steps", "lr", "lr_scaling"),
+        *("warmup_epochs", "weight_decay", "max_grad_norm", "early_stopping_patience", "seed", "init_from"),
+        "fast_dev_run",
+    ),
+    FILES: (
+        *("data_dir", "download", "num_workers", "save_dir", "runs_dir", "log_interval", "profile"),
+        "profile_ranks",
+    ),
+}
+#: Flags whose text is read as a setting of another type.
+_TEXTS = {
+    "devices": "DEVICE,...",
+    "nodes": "N|MIN:MAX",
+    "rdzv": "HOST[:PORT]",
+    "init_from": "RUN",
+    "num_workers": "INT|auto",
+    "profile": "A:B",
+    "profile_ranks": "N,...",
+}
+
+
 def _flag(kind: Any, group: Group, help: str, metavar: str | None = None) -> Any:
     return Annotated[kind | None, Parameter(help=help, group=group, negative="", metavar=metavar)]
 
 
+def _of_setting(name: str, group: Group) -> Any:
+    """A flag with the type, the description and the default of its setting."""
+    section, _, key = SHORT_NAMES[name].rpartition(".")
+    model: Any = RunConfig.model_fields[section].annotation if section else RunConfig
+    field = model.model_fields[key]
+    schema = {"description": field.description}
+    if callable(field.json_schema_extra):
+        field.json_schema_extra(schema)
+    text, *unset = re.split(r"[;.] [Uu]nset: ", schema["description"])
+    if not re.match(r"\w+:", text):  # one of its values
+        text = text[0].upper() + text[1:]
+    help = f"{text}. Default: {unset[0] if unset else _as_text(field.default)}."
+    kind = field.annotation
+    if NoneType in get_args(kind):
+        kind = get_args(kind)[0]
+    if "enum" in schema:
+        kind = Literal[tuple(schema["enum"])]
+    return _flag(str if name in _TEXTS else kind, group, help, _TEXTS.get(name))
+
+
+def _as_text(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
+
+
 _FLAGS = {
-    "devices": _flag(
-        str,
-        _DEVICES,
-        "Devices by name, comma-separated: cpu, gpu:0, or all for every GPU. One named twice carries two ranks "
-        "(cpu,cpu). Default: gpu:0 if there is one, else cpu.",
-        "DEVICE,...",
-    ),
-    "strategy": _flag(
-        Literal[("auto", *strategies())],
-        _DEVICES,
-        "How several devices share the work. Default: auto (single on one device, ddp on several).",
-    ),
-    "precision": _flag(
-        Literal["auto", "32", "tf32", "16-mixed", "bf16-mixed", "bf16-true"],
-        _DEVICES,
-        "Number format of the forward pass; 16-mixed scales the loss; bf16-true: of weights and optimizer as well; "
-        "auto: bf16-mixed on GPUs. Default: 32.",
-    ),
-    "reproducibility": _flag(
-        Literal["fast", "exact"],
-        _DEVICES,
-        "exact: the same weights bit for bit on 1, 2, 4 or 8 ranks, at some cost. Default: fast.",
-    ),
-    "nodes": _flag(
-        str,
-        _DEVICES,
-        "Train on several machines: start the same command on each. 2, or 1:4 for one to four. Default: this one.",
-        "N|MIN:MAX",
-    ),
-    "rdzv": _flag(
-        str,
-        _DEVICES,
-        "Where the nodes meet: the name of one of them, and a port (29400) that is free there. Default: nowhere.",
-        "HOST[:PORT]",
-    ),
-    "epochs": _flag(int, _TRAINING, "Passes over the training data. Default: 20."),
-    "max_steps": _flag(int, _TRAINING, "Stop after N optimizer steps. Default: no limit."),
-    "batch_size": _flag(int, _TRAINING, "Samples per device and micro-batch. Default: 32."),
-    "global_batch_size": _flag(
-        int,
-        _TRAINING,
-        "Samples per optimizer step over all devices; batch and accumulation follow from it. "
-        "Default: batch size x devices x accumulation.",
-    ),
-    "grad_accum_steps": _flag(int, _TRAINING, "Micro-batches per device and optimizer step. Default: 1."),
-    "lr": _flag(
-        float,
-        _TRAINING,
-        "Learning rate per optimizer step; used as it is unless --lr-scaling is given. Default: 0.001.",
-    ),
-    "lr_scaling": _flag(
-        Literal["none", "linear", "sqrt"], _TRAINING, "Scale the learning rate with the global batch. Default: none."
-    ),
-    "warmup_epochs": _flag(
-        float,
-        _TRAINING,
-        "Linear warm-up of the learning rate, in epochs (fractions allowed). Default: 2, up to a tenth of the run.",
-    ),
-    "weight_decay": _flag(float, _TRAINING, "Weight decay of the optimizer. Default: 0.0001."),
-    "max_grad_norm": _flag(
-        float, _TRAINING, "Clip the gradient to this norm; off with --set training.max_grad_norm=null. Default: 1."
-    ),
-    "early_stopping_patience": _flag(
-        int, _TRAINING, "Evaluations without improvement before the run stops; 0 is off. Default: 7."
-    ),
-    "seed": _flag(int, _TRAINING, "Seeds parameters, data order, augmentation and dropout. Default: 42."),
-    "init_from": _flag(
-        str,
-        _TRAINING,
-        "A run (folder, id or `last`) or a checkpoint folder to take the weights from; training starts at step 0. "
-        "Default: weights drawn from the seed.",
-        "RUN",
-    ),
-    "fast_dev_run": _flag(
-        bool, _TRAINING, "One training step and one validation batch, to see that all of it runs. Default: off."
-    ),
-    "data_dir": _flag(Path, FILES, "Folder that holds the task's data. Default: the data that comes with the task."),
-    "download": _flag(bool, FILES, "Let the task download its data set into --data-dir. Default: off."),
+    **{name: _of_setting(name, group) for group, names in _OF_SETTINGS.items() for name in names},
     "skip_bad": _flag(
         bool, FILES, "speech: leave out utterances that cannot be used, instead of refusing to start. Default: off."
     ),
-    "num_workers": _flag(
-        str,
-        FILES,
-        "Processes that load data, per rank; auto starts them if the first steps show that they are faster. "
-        "Default: auto.",
-        "INT|auto",
-    ),
-    "save_dir": _flag(Path, FILES, "The run's folder. Default: a new folder in --runs-dir."),
-    "runs_dir": _flag(Path, FILES, "Where new run folders are made. Default: runs."),
-    "log_interval": _flag(int, FILES, "Optimizer steps between logged values. Default: 50."),
-    "profile": _flag(
-        str,
-        FILES,
-        "Record optimizer steps A to B with torch's profiler: a trace for Perfetto and a table in profile/ of "
-        "the run. Default: off.",
-        "A:B",
-    ),
-    "profile_ranks": _flag(str, FILES, "The ranks that --profile records. Default: 0.", "N,..."),
     "config": _flag(list[Path], _OTHER, "A YAML file with settings; later files win. May be repeated.", "FILE"),
     "set": _flag(
         list[str],

@@ -36,7 +36,8 @@ def _strategy_schema(schema: dict[str, Any]) -> None:
     schema["enum"] = ["auto", *strategies()]
     summaries = "; ".join(f"{name}: {spec.summary}" for name, spec in strategies().items())
     schema["description"] = (
-        f"auto: single on one device, ddp on several, fsdp where the model is too large; {summaries}"
+        "how several devices share the work; auto: single on one device, ddp on several, fsdp where the model is too "
+        f"large; {summaries}"
     )
 
 
@@ -89,12 +90,13 @@ class TaskSection(Section):
 class HardwareConfig(Section):
     selected_devices: tuple[str, ...] | None = Field(
         default=None,
-        description='"cpu", "gpu:0", …; a device named twice runs two ranks. Unset: gpu:0 if there is one, else cpu',
+        description="devices by name: cpu, gpu:0, …, or all for every GPU; one named twice runs two ranks (cpu,cpu). "
+        "Unset: gpu:0 if there is one, else cpu",
     )
     precision: Precision = Field(
         default="32",
-        description="32, 16-mixed (with loss scaling) or bf16-mixed; auto: bf16-mixed on GPUs that have it, else 32; "
-        "tf32: 32 with matmul_precision high; bf16-true: weights, gradients and optimizer in bfloat16 as well",
+        description="number format: 32, 16-mixed (with loss scaling) or bf16-mixed; auto: bf16-mixed on GPUs that have "
+        "it, else 32; tf32: 32 with matmul_precision high; bf16-true: weights, gradients and optimizer as well",
     )
     matmul_precision: Literal["auto", "highest", "high"] = Field(
         default="auto",
@@ -129,20 +131,21 @@ class HardwareConfig(Section):
 
 class TrainingConfig(Section):
     epochs: int = Field(default=20, ge=1, description="passes over the training data")
-    max_steps: int | None = Field(default=None, ge=1, description="stop after N optimizer steps")
+    max_steps: int | None = Field(default=None, ge=1, description="stop after N optimizer steps; unset: no limit")
     max_time_s: float | None = Field(default=None, gt=0, description="stop, with a checkpoint, after N seconds")
     batch_size: int = Field(default=32, ge=1, description="samples per device and micro-batch")
     global_batch_size: int | None = Field(
         default=None,
         ge=1,
-        description="fixes the global batch; batch size and accumulation per rank follow from it",
+        description="samples per optimizer step over all devices; batch size and accumulation per rank follow from it. "
+        "Unset: batch size x devices x accumulation",
     )
     accumulate: int = Field(default=1, ge=1, description="micro-batches per rank and optimizer step")
     tail: Literal["spread", "merge", "drop"] = Field(
         default="spread",
         description="the last, smaller batch: split across the ranks, merged into the batch before it, or dropped",
     )
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="clip the global gradient norm; null: off")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient to this norm; null: off")
     early_stopping_patience: int = Field(
         default=7, ge=0, description="evaluations without improvement before stopping; 0: off"
     )
@@ -227,9 +230,13 @@ class OptimizerConfig(Section):
         "layers, adamw for all else. A task may define another",
         json_schema_extra={"enum": list(OPTIMIZERS)},
     )
-    lr: float = Field(default=1e-3, gt=0, description="learning rate; used unchanged unless lr_scaling is set")
+    lr: float = Field(
+        default=1e-3, gt=0, description="learning rate per optimizer step; used unchanged unless lr_scaling is set"
+    )
     weight_decay: float = Field(
-        default=1e-4, ge=0, description="decoupled from the gradient in adamw, added to it in adam and sgd"
+        default=1e-4,
+        ge=0,
+        description="weight decay: decoupled from the gradient in adamw, added to it in adam and sgd",
     )
     weight_decay_on: Literal["all", "matrices"] = Field(
         default="all", description="matrices: norms and biases (less than two dimensions) have no weight decay"
@@ -258,7 +265,7 @@ class OptimizerConfig(Section):
     nesterov: bool = Field(default=False, description="sgd", json_schema_extra=_applies_to("sgd"))
     options: dict[str, Any] = Field(default={}, description="further arguments of the optimizer's class, by name")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        default="none", description="scale lr with the global batch, relative to base_batch_size"
+        default="none", description="scale the learning rate with the global batch, relative to base_batch_size"
     )
     base_batch_size: int | None = Field(
         default=None, ge=1, description="the batch that lr was tuned for; unset: training.batch_size"
@@ -382,7 +389,8 @@ class DataConfig(Section):
     download: bool = Field(default=False, description="let the task download its named data set into data_dir")
     num_workers: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"] | None, BeforeValidator(_workers)] = Field(
         default=None,
-        description="loader processes per rank; unset or auto: started when the first steps show that they are faster",
+        description="loader processes per rank; auto: started when the first steps show that they are faster. "
+        "Unset: auto",
     )
     prefetch_factor: int | None = Field(
         default=None, ge=1, description="batches in flight per worker; unset: chosen by the plan"
@@ -534,7 +542,8 @@ class TelemetryConfig(Section):
         description="a report of `lockstep forecast`, kept in the run folder: `lockstep show` compares the run with it",
     )
     profile: str | None = Field(
-        default=None, description="A:B records steps A to B with torch's profiler: a trace and a table in profile/"
+        default=None,
+        description="A:B records steps A to B with torch's profiler: a trace and a table in profile/; unset: off",
     )
     profile_ranks: tuple[int, ...] = Field(default=(0,), description="the ranks that profile records")
     memory_snapshot: bool = Field(
@@ -584,7 +593,9 @@ class LaunchConfig(Section):
         description="number of nodes: 2, or 1:4 for at least one and at most four; unset: this one",
     )
     rdzv: str | None = Field(
-        default=None, description="rendezvous address: host, or host:port, of the node that all others can reach"
+        default=None,
+        description="rendezvous address: the name of a node that all others can reach, and a port that is free there; "
+        "unset: one node",
     )
     join_timeout_s: float = Field(
         default=120.0, gt=0, description="seconds that a node waits for the others to join, or to rejoin"
@@ -623,7 +634,9 @@ class RunConfig(Section):
     save_dir: Path | None = Field(default=None, description="the run folder itself; unset: runs_dir/<run id>")
     runs_dir: Path = Field(default=Path("runs"), description="where run folders are made")
     init_from: Path | None = Field(
-        default=None, description="a run or checkpoint to take the weights from; training starts at step 0"
+        default=None,
+        description="a run or checkpoint to take the weights from; training starts at step 0. Unset: weights drawn "
+        "from the seed",
     )
     task: TaskSection = Field(default_factory=TaskSection)
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)

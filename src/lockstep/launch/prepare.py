@@ -76,8 +76,13 @@ def settle(
     else:
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
-    section = {"name": _absolute(name), **built.config.model_dump(mode="json")}
+    # The run is resumed and exported in other folders than this one.
+    paths = {key: str(value.absolute()) for key, value in built.config if isinstance(value, Path)}
+    section = {"name": _absolute(name), **built.config.model_dump(mode="json"), **paths}
     whole = resolve(kind.defaults, {**given, "task": section})
+    if whole.data.data_dir is not None:
+        data = whole.data.model_copy(update={"data_dir": whole.data.data_dir.absolute()})
+        whole = whole.model_copy(update={"data": data})
     remember(class_paths({**section, "optimizer": whole.optimizer.name}))
     if isinstance(built, ModuleTask):
         if importlib.util.find_spec("lightning") is None:

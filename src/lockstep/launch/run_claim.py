@@ -157,7 +157,11 @@ def changed_config(run: RunDir, changes: Mapping[str, Any], devices: str | None 
     old = run.config(record.attempt) if recorded else edited
     kept = {key: value for key, value in changes.items() if key != "save_dir"}
     if isinstance(kept.get("task"), Mapping):
-        kept["task"] = {key: value for key, value in kept["task"].items() if key != "name"}
+        kept["task"] = {
+            key: old.task.settings[key] if _is_path_to(old.task.settings.get(key), value) else value
+            for key, value in kept["task"].items()
+            if key != "name"
+        }
     new = resolve(
         old.model_dump(mode="json"), kept, {} if devices is None else {"hardware": {"selected_devices": devices}}
     )
@@ -176,6 +180,11 @@ def changed_config(run: RunDir, changes: Mapping[str, Any], devices: str | None 
             )
     _refuse_edits(run.config_file, *(flattened(config.model_dump(mode="json")) for config in (old, edited, new)))
     return new
+
+
+def _is_path_to(recorded: object, given: object) -> bool:
+    """Whether ``given`` is the path that a run has recorded as an absolute one."""
+    return isinstance(recorded, str) and isinstance(given, str | Path) and str(Path(given).absolute()) == recorded
 
 
 def _refuse_edits(file: Path, old: Mapping[str, Any], edited: Mapping[str, Any], new: Mapping[str, Any]) -> None:
