@@ -30,19 +30,6 @@ def start(*arguments: str, module: tuple[str, ...] = ("lockstep",), cwd: Path) -
     return commands.start(*command, cwd=cwd, env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"), merged=True)
 
 
-def start_ranks(*arguments: str, cwd: Path, **environment: str) -> list[subprocess.Popen[str]]:
-    """Two processes of ``lockstep ARGUMENTS`` that know each other, as torchrun starts them."""
-    found = []
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), **environment}
-    for rank in ("0", "1"):
-        own = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2", **environment}
-        environ = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}", **own)
-        found.append(commands.start("-m", "lockstep", *arguments, cwd=cwd, env=environ, merged=True))
-    return found
-
-
 def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 90.0) -> str:
     output, _ = process.communicate(timeout=timeout_s)
     assert process.returncode == code, output
@@ -136,8 +123,10 @@ def test_ranks_that_somebody_else_started(reference: Path, tmp_path: Path, modul
 
 
 def test_a_conflicting_selection_under_torchrun_is_an_error(tmp_path: Path) -> None:
-    for process in start_ranks("train", TOY, "--devices", "cpu,cpu,cpu", cwd=tmp_path):
-        assert "fix:" in finish(process, code=2)
+    module = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep")
+    process = start("train", TOY, "--devices", "cpu,cpu,cpu", module=module, cwd=tmp_path)
+    output = finish(process, code=1)
+    assert "fix:" in output
     assert not list(tmp_path.iterdir())
 
 
