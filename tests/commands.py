@@ -2,7 +2,7 @@
 
 Importing them takes longer than most commands do. All else is as in a process that was started: arguments, working
 folder, environment, ``sys.path``, ``__main__``, standard files, session, signals and exit. Where a variable differs
-that counts when Python starts, and on systems without forks, it is a process that was started.
+that counts when Python starts, it is a process that was started.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.launch.local.fork_server import ForkServer, RemoteChild
-from lockstep.launch.local.forked import FORKS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -102,8 +101,6 @@ def start(
 
 def _server_for(environ: Mapping[str, str]) -> ForkServer | None:
     global _server
-    if not FORKS:
-        return None
     if _server is None:
         _server = ForkServer.start({**environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])})
     return _server if _server.serves(environ) else None

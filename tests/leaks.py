@@ -23,7 +23,7 @@ from tests.gloo import TOKEN_VARIABLE
 GRACE_S = 5.0
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD"))
 #: Modules with a fork server, which ends with its caller.
-SERVERS = ("lockstep.launch.local.launcher_process", "tests.commands")
+SERVERS = ("lockstep.launch.local.fork_server", "tests.commands")
 #: Variables that pytest, coverage and libraries set for their own purposes when first used.
 ENVIRONMENT_EXEMPT = ("PYTEST_", "COV_", "COVERAGE_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "PYTORCH_NVML_")
 

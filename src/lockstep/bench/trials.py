@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from lockstep.bench.rank import Rank, reported
@@ -23,7 +24,7 @@ from lockstep.errors import RankFailed, UnsupportedError
 from lockstep.hardware.world import World, read_world
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local import worker
-from lockstep.launch.local.on_ranks import run_on_ranks, temporary_folder
+from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.prepare import Prepared, native_settings, place, plan_for, settle
 from lockstep.launch.run_claim import create_folder
 from lockstep.planning import Plan
@@ -120,8 +121,8 @@ def _on_rank(rank: worker.Rank, function: Callable[..., None], *arguments: Any) 
 @contextlib.contextmanager
 def new_trials() -> Iterator[Trials]:
     """Trials in a temporary folder, removed afterwards. Raises :class:`KeyboardInterrupt` where one was stopped."""
-    with temporary_folder("lockstep-bench-") as folder:
-        trials = Trials(folder)
+    with TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        trials = Trials(Path(folder))
         yield trials
         if trials.stopped:
             raise KeyboardInterrupt

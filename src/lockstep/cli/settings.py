@@ -221,7 +221,7 @@ def fork_ranks_from_here(given: Mapping[str, Any] | str | None) -> None:
     """
     from lockstep.config import resolve
     from lockstep.hardware.world import read_world
-    from lockstep.launch.local.launcher_process import fork_server_here
+    from lockstep.launch.local.fork_server import fork_server_here
 
     devices = given.split(",") if isinstance(given, str) else resolve(given or {}).hardware.selected_devices or ()
     if (len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:

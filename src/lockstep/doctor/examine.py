@@ -28,7 +28,7 @@ from lockstep.hardware import parent_death
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import World, read_world, rendezvous
-from lockstep.launch.local.on_ranks import run_on_ranks, temporary_folder
+from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.local.signals import StopRequest
 from lockstep.launch.run_claim import create_folder
 
@@ -71,7 +71,8 @@ def examine(
     placement = resolve_placement(config.hardware, config.distributed, world, detected)
     if world.from_outside:
         return examine_as_rank(placement, world, runs_dir, quick=quick, say=say)
-    with StopRequest() as stop, temporary_folder("lockstep-doctor-") as folder:
+    with StopRequest() as stop, tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as name:
+        folder = Path(name)
         say("checking this machine")
         findings = examine_node(placement, world, detected, runs_dir)
         meeting = None

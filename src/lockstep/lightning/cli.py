@@ -15,6 +15,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from lockstep.engine.lightning.configured import Hardware, HardwareCLI
 from lockstep.engine.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
 from lockstep.errors import ConfigError
 from lockstep.hardware.world import read_world
-from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks, temporary_folder
+from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.signals import exit_code
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.run_claim import warn
@@ -97,8 +98,8 @@ class LockstepCLI(HardwareCLI):
         if self._stored is not None and self.config.subcommand == "fit":
             return
         if self._stored is not None:
-            folder = self._open.enter_context(temporary_folder("lockstep-checkpoint-"))
-            settings.ckpt_path = str(self._stored.as_file(folder / "module.ckpt"))
+            folder = self._open.enter_context(TemporaryDirectory(prefix="lockstep-checkpoint-"))
+            settings.ckpt_path = str(self._stored.as_file(Path(folder, "module.ckpt")))
         path = settings.get("ckpt_path")
         check_is_file(path)
         if settings.get("weights_only") is False:
@@ -211,8 +212,8 @@ def run(
 
 def _run_on_ranks(ranks: int, cli_class: type[LockstepCLI], arguments: dict[str, Any]) -> int:
     """Let ``ranks`` processes run ``cli_class(**arguments)``; returns the exit code. Raises as :func:`run`."""
-    with temporary_folder("lockstep-lightning-") as path:
-        folder = RunDir.create(path / "run", resolve_config({}), run_id="run-00000000", command=sys.argv)
+    with TemporaryDirectory(prefix="lockstep-lightning-") as path:
+        folder = RunDir.create(Path(path, "run"), resolve_config({}), run_id="run-00000000", command=sys.argv)
         try:
             run_on_ranks(_be_rank, cli_class, arguments, folder=folder, ranks=ranks, redirect=False)
         except RanksStopped as stopped:

@@ -70,114 +70,86 @@ class Cause:
 _SHM = "give the container more (docker run --shm-size=8g, or --ipc=host), or use --num-workers 0"
 _FEWER_WORKERS = "use fewer loader workers (--num-workers)"
 
-_BY_TEXT: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
-    (re.compile(pattern, re.IGNORECASE), Cause(key, title, fix, check))
-    for key, pattern, title, fix, check in (
-        (
-            CauseKey.GPU_MEMORY,
-            r"CUDA out of memory|HIP out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
-            r"|CUDA error: out of memory",
-            "the GPU is out of memory",
-            "",
-            "`lockstep devices` shows which other processes use the GPU",
-        ),
-        (
-            CauseKey.SHARED_MEMORY,
-            r"insufficient shared memory|Bus error.*(shm|shared memory)|unable to (open|mmap) shared memory"
-            r"|unable to allocate shared memory",
-            "loader workers pass batches through shared memory (/dev/shm), and it is full",
-            _SHM,
-            "",
-        ),
-        (
-            CauseKey.LOADER_WORKER,
-            r"DataLoader worker.* (is killed by signal|exited unexpectedly)",
-            "a data loader's worker process was killed, most often because the machine was out of memory",
-            "use fewer workers (--num-workers 1, or 0 to see an error in the data set itself)",
-            "",
-        ),
-        (
-            CauseKey.DISK_FULL,
-            r"No space left on device|ENOSPC|Errno 28|Disk quota exceeded",
-            "a disk or a quota is full",
-            "free some space, then `lockstep resume` the run",
-            "",
-        ),
-        (
-            CauseKey.MEMORY,
-            r"DefaultCPUAllocator: (can't allocate|not enough) memory|^MemoryError|Cannot allocate memory"
-            r"|Errno 12",
-            "the machine is out of memory",
-            _FEWER_WORKERS,
-            "",
-        ),
-        (
-            CauseKey.OPEN_FILES,
-            r"Too many open files|Errno 24|received 0 items of ancdata",
-            "the process has reached its limit of open files",
-            "raise it: ulimit -n 65536",
-            "",
-        ),
-        (
-            CauseKey.DEVICE_ASSERT,
-            r"device-side assert triggered",
-            "an index was out of range in a GPU kernel, most often a label that is not below the number of classes",
-            "correct that label or index",
-            "run with CUDA_LAUNCH_BLOCKING=1, or on --devices cpu, to see the line",
-        ),
-        (
-            CauseKey.MODULE_INIT,
-            r"cannot assign (module|parameters?) before Module.__init__\(\) call",
-            "a module's __init__ sets layers too early",
-            "call super().__init__() first in it",
-            "",
-        ),
-        (
-            CauseKey.DETACHED_LOSS,
-            r"does not require grad and does not have a grad_fn",
-            "the loss is detached from the model: by .item(), .detach(), NumPy or torch.no_grad()",
-            "return the loss as the tensor that was computed from the model's output",
-            "",
-        ),
-        (
-            CauseKey.SECOND_BACKWARD,
-            r"Trying to backward through the graph a second time",
-            "the backward pass ran already: Task.loss called backward(), or kept a tensor of the step before",
-            "remove backward() from the task, which Lockstep calls, and detach() what is kept between steps",
-            "",
-        ),
-        (
-            CauseKey.OWN_DEVICE,
-            r"Torch not compiled with CUDA enabled|Found no NVIDIA driver"
-            r"|Expected all tensors to be on the same device",
-            "the task or its model chooses a device with .cuda() or .to()",
-            "remove that: Lockstep moves model and batches; make new tensors with device=x.device",
-            "",
-        ),
-        (
-            CauseKey.UNEVEN_SIZES,
-            r"Received data size doesn't match expected size|op\.preamble\.length <= op\.nbytes",
-            "ranks called a collective with tensors of different sizes: in the last step of an epoch they may "
-            "have different numbers of samples",
-            "where the loss or the model gathers over the batch, set training.tail=drop, or gather equal shapes",
-            "",
-        ),
-        (
-            CauseKey.PORT,
-            r"EADDRINUSE|address already in use",
-            "another process has the port",
-            "end that process, or choose another port for the rendezvous",
-            "",
-        ),
-        (
-            CauseKey.UNUSED_PARAMETERS,
-            r"Expected to have finished reduction|parameters that were not used in producing the loss",
-            "some parameters were not used in the loss",
-            "use all of them, or set distributed.find_unused_parameters=true",
-            "",
-        ),
-    )
-)
+#: By patterns of the error's text, without regard to case: the first that matches wins.
+_BY_TEXT = {
+    r"CUDA out of memory|HIP out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|CUDA error: out of memory": Cause(
+        CauseKey.GPU_MEMORY,
+        "the GPU is out of memory",
+        "",
+        "`lockstep devices` shows which other processes use the GPU",
+    ),
+    r"insufficient shared memory|Bus error.*(shm|shared memory)|unable to (open|mmap) shared memory"
+    r"|unable to allocate shared memory": Cause(
+        CauseKey.SHARED_MEMORY,
+        "loader workers pass batches through shared memory (/dev/shm), and it is full",
+        _SHM,
+    ),
+    r"DataLoader worker.* (is killed by signal|exited unexpectedly)": Cause(
+        CauseKey.LOADER_WORKER,
+        "a data loader's worker process was killed, most often because the machine was out of memory",
+        "use fewer workers (--num-workers 1, or 0 to see an error in the data set itself)",
+    ),
+    r"No space left on device|ENOSPC|Errno 28|Disk quota exceeded": Cause(
+        CauseKey.DISK_FULL,
+        "a disk or a quota is full",
+        "free some space, then `lockstep resume` the run",
+    ),
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|^MemoryError|Cannot allocate memory"
+    r"|Errno 12": Cause(
+        CauseKey.MEMORY,
+        "the machine is out of memory",
+        _FEWER_WORKERS,
+    ),
+    r"Too many open files|Errno 24|received 0 items of ancdata": Cause(
+        CauseKey.OPEN_FILES,
+        "the process has reached its limit of open files",
+        "raise it: ulimit -n 65536",
+    ),
+    r"device-side assert triggered": Cause(
+        CauseKey.DEVICE_ASSERT,
+        "an index was out of range in a GPU kernel, most often a label that is not below the number of classes",
+        "correct that label or index",
+        "run with CUDA_LAUNCH_BLOCKING=1, or on --devices cpu, to see the line",
+    ),
+    r"cannot assign (module|parameters?) before Module.__init__\(\) call": Cause(
+        CauseKey.MODULE_INIT,
+        "a module's __init__ sets layers too early",
+        "call super().__init__() first in it",
+    ),
+    r"does not require grad and does not have a grad_fn": Cause(
+        CauseKey.DETACHED_LOSS,
+        "the loss is detached from the model: by .item(), .detach(), NumPy or torch.no_grad()",
+        "return the loss as the tensor that was computed from the model's output",
+    ),
+    r"Trying to backward through the graph a second time": Cause(
+        CauseKey.SECOND_BACKWARD,
+        "the backward pass ran already: Task.loss called backward(), or kept a tensor of the step before",
+        "remove backward() from the task, which Lockstep calls, and detach() what is kept between steps",
+    ),
+    r"Torch not compiled with CUDA enabled|Found no NVIDIA driver"
+    r"|Expected all tensors to be on the same device": Cause(
+        CauseKey.OWN_DEVICE,
+        "the task or its model chooses a device with .cuda() or .to()",
+        "remove that: Lockstep moves model and batches; make new tensors with device=x.device",
+    ),
+    r"Received data size doesn't match expected size|op\.preamble\.length <= op\.nbytes": Cause(
+        CauseKey.UNEVEN_SIZES,
+        "ranks called a collective with tensors of different sizes: in the last step of an epoch they may "
+        "have different numbers of samples",
+        "where the loss or the model gathers over the batch, set training.tail=drop, or gather equal shapes",
+    ),
+    r"EADDRINUSE|address already in use": Cause(
+        CauseKey.PORT,
+        "another process has the port",
+        "end that process, or choose another port for the rendezvous",
+    ),
+    r"Expected to have finished reduction|parameters that were not used in producing the loss": Cause(
+        CauseKey.UNUSED_PARAMETERS,
+        "some parameters were not used in the loss",
+        "use all of them, or set distributed.find_unused_parameters=true",
+    ),
+}
 
 _LOST = Cause(
     CauseKey.LOST_PEER,
@@ -234,8 +206,8 @@ def find_cause(text: str, signal_name: str | None = None) -> Cause | None:
 
     The first pattern that matches wins, and text comes before the signal.
     """
-    for pattern, cause in _BY_TEXT:
-        if pattern.search(text):
+    for pattern, cause in _BY_TEXT.items():
+        if re.search(pattern, text, re.IGNORECASE):
             return cause
     if signal_name in _BY_SIGNAL:
         return _BY_SIGNAL[signal_name]

@@ -190,11 +190,6 @@ def clear(logs: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def restarts(run_dir: RunDir) -> tuple[Restart, ...]:
-    """The restarts of the newest launch, in their order."""
-    return read_launcher(run_dir).restarts
-
-
 def read_launcher(run_dir: RunDir) -> LauncherLog:
     """What the launcher wrote about the latest start; empty where nothing can be read."""
     found = (_read(path, LauncherLog) for path in _find(run_dir.logs, LAUNCHER_FILE))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lockstep.config import RunConfig, resolve
@@ -18,7 +19,7 @@ from lockstep.hardware import World
 from lockstep.hardware.host import usable_cores
 from lockstep.launch.finished.measure import Compute, measure, refuse_several
 from lockstep.launch.finished.reopen import Evaluation, find_step, reopen
-from lockstep.launch.local.on_ranks import run_on_ranks, temporary_folder
+from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import place
 from lockstep.launch.run_claim import plan_of, task_again, warn
@@ -92,8 +93,8 @@ def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]
         return function(reopen(wanted, task, World(), Collectives(World())))
     config, plan = wanted.config, wanted.plan
     refuse_several(task, plan.placement["devices"])
-    with temporary_folder("lockstep-evaluate-") as path:
-        folder = RunDir.create(path / "ranks", config, run_id=wanted.run.read().id, command=sys.argv)
+    with TemporaryDirectory(prefix="lockstep-evaluate-") as path:
+        folder = RunDir.create(Path(path, "ranks"), config, run_id=wanted.run.read().id, command=sys.argv)
         pack_task(folder, task, config)
         found: list[dict[str, Any]] = run_on_ranks(
             _on_rank,

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import sysconfig
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from threadpoolctl import threadpool_limits
@@ -88,8 +88,3 @@ def set_threads(environ: Mapping[str, str]) -> None:
     if torch is not None and threads.isdecimal() and int(threads):
         torch.set_num_threads(int(threads))
         threadpool_limits(int(threads), user_api="blas")
-
-
-def announce_launcher(environ: MutableMapping[str, str]) -> None:
-    """Let future children know that this process is their launcher."""
-    environ[LAUNCHER_PID] = str(os.getpid())

@@ -1,4 +1,4 @@
-"""The process that forks launchers: it imports torch once for all the launches of its caller.
+"""Launchers as forks of one process, which imports torch once for all the launches of its caller.
 
 ::
 
@@ -6,14 +6,17 @@
        ▲                     │ number and exit code of the launcher
        └─────────────────────┘
 
-It is started with the first launch, or forked from the caller before that has computed anything, and ends with the
-caller. Requests come over a socket pair, with the launcher's standard files and the end of another pair for the
+The server is started with the first launch, or forked from the caller before that has computed anything, and ends with
+the caller. Requests come over a socket pair, with the launcher's standard files and the end of another pair for the
 answers; see :mod:`multiprocessing.forkserver`, which would import the caller's script again in every child.
 """
 
 from __future__ import annotations
 
+import atexit
+import codecs
 import contextlib
+import json
 import os
 import select
 import selectors
@@ -21,13 +24,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import uuid
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
+from typing import IO, Any
 
 from lockstep.errors import RunError
-from lockstep.launch.local.forked import Forked, fork
-from lockstep.launch.local.signals import STOP_SIGNALS
+from lockstep.hardware import parent_death
+from lockstep.launch.local.environment import LAUNCH_ID, THREADS, for_launcher
+from lockstep.launch.local.forked import Forked, asked_gpu, fork
+from lockstep.launch.local.rank_output import flush
+from lockstep.launch.local.signals import STOP_SIGNALS, StopRequest, exit_code, held_back
 
 #: Variables that count when a process starts; a server serves launches with the same ones.
 _AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
@@ -35,11 +44,94 @@ _AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENB
 _LATER = ("PYTHONPATH", "OMP_NUM_THREADS")
 #: The process name of a launcher.
 LAUNCHER = "lockstep-launch"
+_MAIN = "lockstep.launch.local.launcher:main"
 _MAX_BYTES = 4096
+#: How long the launcher may take to end after it has been asked to kill all ranks.
+_KILL_S = 10.0
+
+_lock = threading.Lock()
+_server: ForkServer | None = None
+
+
+@atexit.register
+def _end_server() -> None:
+    if _server is not None:
+        _server.close()
+
+
+def fork_server_here() -> None:
+    """Make the fork server of this process a fork of it: what is imported by now is not imported again.
+
+    Only for a process with one thread that has computed nothing with torch, such as the command line's.
+    """
+    global _server
+    if asked_gpu():
+        return
+    with _lock, held_back():
+        control, other = _pair()
+        with other:
+            process = fork(lambda: serve(other), name="lockstep-forks", kept=(other.fileno(),))
+        _server = ForkServer(control, process, os.environ)
+
+
+def run_launcher(
+    folder: str, settings: Mapping[str, Any], stop: StopRequest, *, threads: int | None, environ: Mapping[str, str]
+) -> int:
+    """Launch ranks and wait for their end; the launcher's return code. No process is left, however this ends.
+
+    Args:
+        folder: the run's.
+        settings: fields of :class:`lockstep.launch.local.supervisor.Launch`.
+        stop: its first signal is passed on.
+        threads: intra-op threads of each rank; ``None``: as the environment says.
+        environ: variables for the ranks in addition to this process's.
+    """
+    launch_id, relay = uuid.uuid4().hex, Relay()
+    own = {THREADS: str(threads)} if threads else {}
+    base, several = {**os.environ, **own, **environ}, settings["nodes"] is not None
+    variables = for_launcher(base, launch_id, sys.path, several=several)
+    reading, writing = os.pipe()
+    process: RemoteChild | None = None
+    try:
+        with open(writing, "wb") as request:
+            try:
+                rank_module = settings["rank_main"].partition(":")[0]
+                process = _server_for(variables).launch(_MAIN, rank_module, (reading, *relay.files))
+            finally:
+                os.close(reading)
+                relay.close_files()
+            with contextlib.suppress(BrokenPipeError):  # it has ended, with an exit code
+                request.write(json.dumps({"folder": folder, "settings": settings, "environ": variables}).encode())
+        stop.notify(process.send_signal)
+        return relay.wait(process)
+    except KeyboardInterrupt:
+        if process is not None:
+            process.send_signal(signal.SIGQUIT)  # kill all ranks
+            with contextlib.suppress(KeyboardInterrupt):
+                process.wait(_KILL_S)
+        return exit_code(signal.SIGINT)
+    finally:
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGKILL)  # its ranks die with it
+            process.wait()
+        if process is not None and (process.returncode or 0) < 0:
+            parent_death.kill_marked(LAUNCH_ID, launch_id)
+
+
+def _server_for(environ: Mapping[str, str]) -> ForkServer:
+    """This process's fork server; a new interpreter where ``environ`` needs one."""
+    global _server
+    with _lock:
+        if _server is None or not _server.serves(environ):
+            if _server is not None:
+                _server.close()
+            with held_back():
+                _server = ForkServer.start(environ)
+        return _server
 
 
 class RemoteChild:
-    """A launcher that a server has forked, with the methods of :class:`subprocess.Popen` that its caller needs."""
+    """A child that a server has forked, with the methods of :class:`subprocess.Popen` that its caller needs."""
 
     def __init__(self, answers: socket.socket) -> None:
         self._answers = answers
@@ -58,7 +150,7 @@ class RemoteChild:
         if self.returncode is None and select.select([self._answers], [], [], timeout)[0]:
             answer = self._answers.recv(_MAX_BYTES)
             if not answer:  # the server was killed
-                self.kill()
+                self.send_signal(signal.SIGKILL)
             self.returncode = int(answer or -signal.SIGKILL)
             self._answers.close()
         return self.returncode
@@ -69,17 +161,17 @@ class RemoteChild:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
 
 class ForkServer:
     """A fork server, as its caller sees it. It ends when :meth:`close` is called, and with the caller."""
 
-    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | Forked, at_start: dict[str, str]):
+    def __init__(
+        self, control: socket.socket, process: subprocess.Popen[bytes] | Forked, environ: Mapping[str, str]
+    ) -> None:
         self._control = control
         self._process = process
-        self._at_start = at_start
+        self.pid = process.pid
+        self._at_start = _at_start(environ)
         self._caller = os.getpid()
 
     @classmethod
@@ -88,31 +180,18 @@ class ForkServer:
         control, other = _pair()
         with other:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lockstep.launch.local.fork_server", str(other.fileno())],
+                [sys.executable, "-P", "-m", __name__, str(other.fileno())],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(other.fileno(),),
                 start_new_session=True,
             )
-        return cls(control, process, _at_start(environ))
-
-    @classmethod
-    def fork(cls) -> ForkServer:
-        """A fork of this process, which must have one thread and have computed nothing with torch."""
-        control, other = _pair()
-        with other:
-            process = fork(lambda: serve(other), name="lockstep-forks", kept=(other.fileno(),))
-        return cls(control, process, _at_start(os.environ))
+        return cls(control, process, environ)
 
     def serves(self, environ: Mapping[str, str]) -> bool:
         """Whether it runs, for this process, and was started with the variables of ``environ`` that matter then."""
-        alive = os.getpid() == self._caller and self._process.poll() is None
-        return alive and self._at_start == _at_start(environ)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        return self._runs() and self._at_start == _at_start(environ)
 
     def launch(self, function: str, module: str, files: tuple[int, int, int]) -> RemoteChild:
         """Fork a launcher.
@@ -133,9 +212,12 @@ class ForkServer:
     def close(self) -> None:
         """End the server; launchers that run notice that their parent has ended."""
         self._control.close()
-        if os.getpid() == self._caller and self._process.poll() is None:
+        if self._runs():
             os.kill(self.pid, signal.SIGKILL)
             self._process.wait()
+
+    def _runs(self) -> bool:
+        return os.getpid() == self._caller and self._process.poll() is None
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
@@ -144,6 +226,75 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 def _at_start(environ: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environ.items() if key.startswith(_AT_START) and key not in _LATER}
+
+
+class Relay:
+    """Passes the output of a child process to this process's ``sys.stdout`` and ``sys.stderr``.
+
+    Where they are the process's own files the child inherits them, so a progress bar finds its
+    terminal. Where they are something else (a notebook, a test's capture, a redirection) the child
+    writes to pipes, and :meth:`wait` passes on what comes.
+    """
+
+    def __init__(self) -> None:
+        flush()
+        self._pipes: list[tuple[IO[bytes], Any]] = []
+        self._opened: list[int] = []
+        #: Standard output and error of the child.
+        self.files = (self._for_child(sys.stdout, sys.__stdout__), self._for_child(sys.stderr, sys.__stderr__))
+
+    def _for_child(self, stream: Any, original: Any) -> int:
+        if stream is None:
+            self._opened.append(os.open(os.devnull, os.O_WRONLY))
+            return self._opened[-1]
+        if stream is original:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                return int(stream.fileno())
+        reading, writing = os.pipe()
+        self._pipes.append((os.fdopen(reading, "rb", buffering=0), stream))
+        self._opened.append(writing)
+        return writing
+
+    def close_files(self) -> None:
+        """Close what only the child needs, once it has it."""
+        while self._opened:
+            os.close(self._opened.pop())
+
+    def wait(self, process: RemoteChild) -> int:
+        """Wait for the child's end while passing on what it writes; its return code."""
+        with contextlib.ExitStack() as resources:
+            selector = resources.enter_context(selectors.DefaultSelector())
+            for pipe, target in self._pipes:
+                resources.enter_context(pipe)
+                os.set_blocking(pipe.fileno(), False)
+                decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+                selector.register(pipe, selectors.EVENT_READ, (target, decoder))
+            # A process that outlives the child may keep the pipes open, so their end is not awaited.
+            while selector.get_map() and process.poll() is None:
+                _pass_on(selector, timeout_s=0.1)
+            code = process.wait()
+            assert code is not None
+            while selector.get_map() and _pass_on(selector, timeout_s=0.0):
+                pass
+            return code
+
+
+def _pass_on(selector: selectors.BaseSelector, timeout_s: float) -> bool:
+    """Pass on the output that is available. Returns whether there was any."""
+    ready = selector.select(timeout_s)
+    for key, _ in ready:
+        target, decoder = key.data
+        try:
+            chunk = os.read(key.fd, 65_536)
+        except BlockingIOError:
+            continue
+        if not chunk:
+            selector.unregister(key.fileobj)
+        # A run does not end because its output can no longer be written.
+        with contextlib.suppress(OSError, ValueError):
+            target.write(decoder.decode(chunk, final=not chunk))
+            target.flush()
+    return bool(ready)
 
 
 # --- in the server ---------------------------------------------------------------------------------
@@ -166,7 +317,8 @@ def serve(control: socket.socket) -> int:
                 if key.fileobj is ended_r:
                     ended_r.recv(_MAX_BYTES)
                     for child in [child for child in launchers if child.poll() is not None]:
-                        _answer(launchers.pop(child), child.returncode)
+                        with launchers.pop(child) as answers, contextlib.suppress(OSError):  # the caller waits no more
+                            answers.send(str(child.returncode).encode())
                     continue
                 names, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 4)
                 if not names:
@@ -180,11 +332,6 @@ def serve(control: socket.socket) -> int:
                     os.close(fd)
                 launchers[child] = answers
                 answers.send(str(child.pid).encode())
-
-
-def _answer(answers: socket.socket, code: int | None) -> None:
-    with answers, contextlib.suppress(OSError):  # the caller no longer waits
-        answers.send(str(code).encode())
 
 
 def _be_launcher(fds: list[int], function: str) -> int:

@@ -1,8 +1,7 @@
 """Child processes as forks: they share what this process has imported, and start in milliseconds.
 
 The process that forks has one thread, has computed nothing and has not asked the GPU, so a child may use threads and
-CUDA. Where something has asked the GPU (:func:`asked_gpu`), new processes are started instead. Linux only: elsewhere
-system libraries may not be used after a fork.
+CUDA. Where something has asked the GPU (:func:`asked_gpu`), new processes are started instead.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import ctypes
 import gc
 import logging
 import os
-import platform
 import signal
 import sys
 import traceback
@@ -20,8 +18,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
-#: Whether launchers and ranks are forks.
-FORKS = platform.system() == "Linux"
+from lockstep.launch.local.rank_output import flush
+
 _PR_SET_NAME = 15
 
 
@@ -70,7 +68,7 @@ def fork(main: Callable[[], int], *, name: str, kept: Collection[int] = ()) -> F
         name: of the process in ``top`` and ``ps -o comm``; 15 characters.
         kept: the files that stay open in the child, besides standard input, output and error.
     """
-    _flush()
+    flush()
     gc.freeze()  # a collection in the child would copy the pages that it shares
     pid = os.fork()
     return Forked(pid) if pid else _be_child(main, name, kept)
@@ -97,11 +95,5 @@ def _be_child(main: Callable[[], int], name: str, kept: Collection[int]) -> NoRe
     except BaseException:
         traceback.print_exc()
     finally:
-        _flush()
+        flush()
         os._exit(code)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()

@@ -1,13 +1,9 @@
 """The launcher process that :func:`lockstep.launch.local.start.launch` starts.
 
-::
-
-    python -m lockstep.launch.local.launcher    # standard input: JSON, see launcher_process.run_launcher
-
 It runs in a separate session, so a terminal's Ctrl-C reaches only the process that started it,
 which passes it on. Its exit code is that of all ranks together.
 
-On one machine it starts the ranks itself: on Linux it is a fork that shares its modules (see :mod:`.fork_server`), and
+On one machine it starts the ranks itself: it is a fork that shares its modules (see :mod:`.fork_server`), and
 so are they. On several machines torch's elastic agent starts them (:mod:`lockstep.launch.nodes.agent`). They get the
 variables that torchrun documents (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
 """
@@ -26,14 +22,14 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import STORE_FD
 from lockstep.launch.local import environment, signals, worker
-from lockstep.launch.local.forked import FORKS, Forked, asked_gpu, fork
-from lockstep.launch.local.supervisor import MONITOR_INTERVAL_S, Launch
+from lockstep.launch.local.forked import asked_gpu, fork
+from lockstep.launch.local.supervisor import MONITOR_INTERVAL_S, Launch, RankProcess
 from lockstep.telemetry.progress_board import PULSES, PulseBoard
 from lockstep.telemetry.rundir import RunDir
 
@@ -42,9 +38,13 @@ _KILL_S = 5.0
 
 
 def main() -> int:
-    """Run all ranks; returns the exit code: 0, 1 failed, 2 wrong usage, 130 or 143 stopped."""
+    """Run the ranks of the request on standard input, JSON that :func:`.fork_server.run_launcher` writes.
+
+    Returns:
+        The exit code: 0, 1 failed, 2 wrong usage, 130 or 143 stopped.
+    """
     stop = signals.StopRequest().install()
-    signal.signal(signal.SIGQUIT, _interrupt)
+    signal.signal(signal.SIGQUIT, signal.default_int_handler)  # raises KeyboardInterrupt
     with open(0, encoding="ascii", closefd=False) as given:
         content = given.read()
     if not content:  # the caller has ended
@@ -53,7 +53,9 @@ def main() -> int:
     os.environ.clear()
     os.environ.update(request["environ"])
     signals.accept()
-    launch = Launch(RunDir(Path(request["folder"])), **request["settings"], parent_pid=os.getppid(), stop=stop)
+    settings = request["settings"]
+    here: dict[str, Any] = {"parent_pid": os.getppid(), "stop": stop, "board": PulseBoard(settings["ranks"])}
+    launch = Launch(RunDir(Path(request["folder"])), **settings, **here)
     # A reader of processes sees by it whose launcher this is.
     os.open(launch.run_dir.path, os.O_RDONLY)
     _keep_quiet(launch.run_dir.logs / "launcher.log")
@@ -77,10 +79,8 @@ def main() -> int:
 def _run(launch: Launch) -> int:
     # Before there are children, which inherit it.
     parent_death.make_lifeline()
-    if sys.platform == "linux":
-        launch.board = PulseBoard(launch.ranks)
-        os.environ[PULSES] = launch.board.path
-    environment.announce_launcher(os.environ)
+    os.environ[PULSES] = launch.board.path
+    os.environ[environment.LAUNCHER_PID] = str(os.getpid())
     if launch.nodes is None:
         return _run_here(launch)
     from lockstep.launch.nodes import agent, command  # torch
@@ -108,13 +108,13 @@ def _run_here(launch: Launch) -> int:
     return supervisor.exit_code
 
 
-def _start_ranks(launch: Launch, start: int) -> dict[int, Forked | subprocess.Popen[bytes]]:
+def _start_ranks(launch: Launch, start: int) -> dict[int, RankProcess]:
     """The processes by rank. Rank 0 gets a socket that listens already, so no other process can take the port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         common = {
             **os.environ,
-            **{"WORLD_SIZE": str(launch.ranks), "LOCAL_WORLD_SIZE": str(launch.ranks)},
-            **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "rank", "ROLE_WORLD_SIZE": str(launch.ranks)},
+            **{f"{scope}WORLD_SIZE": str(launch.ranks) for scope in ("", "LOCAL_", "ROLE_")},
+            **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "rank"},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])},
             "TORCHELASTIC_RUN_ID": os.environ.get(environment.LAUNCH_ID, str(os.getpid())),
             "TORCHELASTIC_RESTART_COUNT": str(start),
@@ -122,33 +122,21 @@ def _start_ranks(launch: Launch, start: int) -> dict[int, Forked | subprocess.Po
             # Every rank finds the store there, rank 0 too, which serves it (engine/process/runtime.py).
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        return {
-            rank: _start_rank(
-                launch,
-                rank,
-                {
-                    **common,
-                    **{name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")},
-                    **({STORE_FD: str(server.fileno())} if rank == 0 else {}),
-                },
-                server.fileno() if rank == 0 else None,
-            )
-            for rank in range(launch.ranks)
-        }
+        processes = {}
+        for rank in range(launch.ranks):
+            environ = common | {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
+            kept = (server.fileno(),) if rank == 0 else ()
+            if kept:
+                environ[STORE_FD] = str(server.fileno())
+            processes[rank] = _start_rank(launch, rank, environ, kept)
+        return processes
 
 
-def _start_rank(
-    launch: Launch, rank: int, environ: Mapping[str, str], kept_fd: int | None
-) -> Forked | subprocess.Popen[bytes]:
-    if FORKS and not asked_gpu():
-        kept = () if kept_fd is None else (kept_fd,)
+def _start_rank(launch: Launch, rank: int, environ: Mapping[str, str], kept: tuple[int, ...]) -> RankProcess:
+    if not asked_gpu():
         return fork(lambda: _be_rank(launch, environ), name=f"rank-{rank}", kept=kept)
-    return subprocess.Popen(
-        [sys.executable, *launch.rank_command],
-        env=environ,
-        pass_fds=() if kept_fd is None else (kept_fd,),
-        start_new_session=True,
-    )
+    command = [sys.executable, *launch.rank_command]
+    return subprocess.Popen(command, env=environ, pass_fds=kept, start_new_session=True)
 
 
 def _be_rank(launch: Launch, environ: Mapping[str, str]) -> int:
@@ -168,10 +156,6 @@ def _end(launch: Launch) -> None:
             time.sleep(0.02)
 
 
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def _keep_quiet(log: Path) -> None:
     """Send the agent's messages to a file; the terminal is for rank 0."""
     logging.raiseExceptions = False  # on a full disk logging would print an error for every record
@@ -180,7 +164,3 @@ def _keep_quiet(log: Path) -> None:
         handler = logging.FileHandler(log, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import pickle
-import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lockstep.engine.session.current import Stopped
 from lockstep.errors import RankFailed
 from lockstep.launch.failure.report import read_failure
-from lockstep.launch.local.environment import THREADS
 from lockstep.launch.local.signals import StopRequest, exit_code
 from lockstep.launch.local.start import launch
 from lockstep.launch.local.worker import Rank
 from lockstep.telemetry.rundir import RunDir
 
 _CALL_FILE = "call.pkl"
-#: A folder younger than this may not be locked yet.
-_YOUNG_S = 60.0
 
 
 class RanksStopped(KeyboardInterrupt):
@@ -45,7 +36,6 @@ def run_on_ranks(
     threads: int | None = None,
     stop_grace_s: float = 30.0,
     hang_timeout_s: float = 60.0,
-    max_restarts: int = 0,
     redirect: bool = True,
 ) -> list[Any]:
     """Call ``function(rank, *arguments)`` on ``ranks`` new processes; the results in rank order.
@@ -54,7 +44,7 @@ def run_on_ranks(
         function: takes a :class:`lockstep.launch.local.worker.Rank` first; its result can be pickled.
         folder: where the ranks keep their logs.
         threads: intra-op threads of each rank; ``None``: as :func:`lockstep.launch.local.start.launch` decides.
-        stop_grace_s, hang_timeout_s, max_restarts: as for that function.
+        stop_grace_s, hang_timeout_s: as for that function.
         redirect: print what ranks print to standard error: standard output may be wanted as JSON.
 
     Raises:
@@ -71,9 +61,8 @@ def run_on_ranks(
                 code = launch(
                     folder,
                     ranks,
-                    environ={THREADS: str(threads)} if threads else None,
+                    threads=threads,
                     stop_grace_s=stop_grace_s,
-                    max_restarts=max_restarts,
                     hang_timeout_s=hang_timeout_s,
                     rank_main=f"{__name__}:{call.__name__}",
                 )
@@ -85,17 +74,16 @@ def run_on_ranks(
     if code:
         report = read_failure(folder)
         raise report.as_error() if report else RankFailed(f"the ranks ended with exit code {code}")
-    return [_result(_result_file(folder, rank)) for rank in range(ranks)]
+    results = []
+    for rank in range(ranks):
+        file = _result_file(folder, rank)
+        results.append(pickle.loads(file.read_bytes()))
+        file.unlink()
+    return results
 
 
 def _result_file(folder: RunDir, rank: int) -> Path:
     return folder.path / f"result-{rank}.pkl"
-
-
-def _result(file: Path) -> Any:
-    content = file.read_bytes()
-    file.unlink()
-    return pickle.loads(content)
 
 
 def call(rank: Rank) -> int:
@@ -110,34 +98,3 @@ def call(rank: Rank) -> int:
         result, code = None, int(end.code or 0)
     _result_file(rank.folder, rank.world.rank).write_bytes(pickle.dumps(result))
     return code
-
-
-@contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A new folder, removed at the end, with those of the same ``prefix`` that killed processes of this user left.
-
-    Its process holds a lock on it, which the system releases however the process ends.
-    """
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):
-            _remove_abandoned(path)
-    path = Path(tempfile.mkdtemp(prefix=prefix))
-    lock = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Raises :class:`OSError` if a process uses it, or it is not this user's."""
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        status = os.fstat(lock)
-        if status.st_uid == os.getuid() and time.time() - status.st_mtime > _YOUNG_S:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path)
-    finally:
-        os.close(lock)

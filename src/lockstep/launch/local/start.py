@@ -1,13 +1,13 @@
 """Starting what was prepared: in this process for one device, else on ranks, through a launcher process.
 
-The chain is caller → launcher (:mod:`lockstep.launch.local.launcher`) → ranks
-(:mod:`lockstep.launch.local.train_rank`). No rank runs in the caller, which may be a script without a
-main guard, a notebook, a thread or a server's child.
+The chain is caller → launcher (:mod:`lockstep.launch.local.launcher`) → ranks (:func:`train_as_rank`). No rank runs in
+the caller, which may be a script without a main guard, a notebook, a thread or a server's child.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -18,12 +18,13 @@ from lockstep.engine.state import RunResult
 from lockstep.errors import LockstepError, RunFolderError, StorageError
 from lockstep.hardware import World
 from lockstep.launch.failure import records
-from lockstep.launch.failure.report import own_failure, read_failure
-from lockstep.launch.local.environment import THREADS
-from lockstep.launch.local.launcher_process import run_launcher
+from lockstep.launch.failure.report import own_failure, read_failure, restarted
+from lockstep.launch.local.fork_server import run_launcher
 from lockstep.launch.local.signals import StopRequest, exit_code
+from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import Prepared
-from lockstep.tasks.registry import pack_task
+from lockstep.launch.run_claim import plan_of, resume_point, warn
+from lockstep.tasks.registry import load_task, pack_task
 from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir, read_json, write_json
 from lockstep.telemetry.sinks import standard_sinks
@@ -73,7 +74,7 @@ def _train_on_ranks(prepared: Prepared, run: RunDir) -> RunResult:
     code = launch(
         run,
         prepared.placement.world_size,
-        environ={THREADS: str(prepared.plan.threads)},
+        threads=prepared.plan.threads,
         stop_grace_s=settings.stop_grace_s,
         max_restarts=settings.max_restarts,
         hang_timeout_s=settings.hang_timeout_s,
@@ -111,11 +112,12 @@ def launch(
     run_dir: RunDir,
     ranks: int,
     *,
+    threads: int | None = None,
     environ: Mapping[str, str] | None = None,
     stop_grace_s: float = 30.0,
     max_restarts: int = 0,
     hang_timeout_s: float = 60.0,
-    rank_main: str = "lockstep.launch.local.train_rank:train",
+    rank_main: str = f"{__name__}:train_as_rank",
     nodes: Mapping[str, Any] | None = None,
 ) -> int:
     """Run ``ranks`` ranks of the run on this machine and wait until all have ended.
@@ -130,8 +132,8 @@ def launch(
     Args:
         run_dir: a run that exists.
         ranks: how many, at least 1.
-        environ: variables for the ranks, in addition to this process's; LOCKSTEP_THREADS, the intra-op
-            threads of each rank (default: OMP_NUM_THREADS, or 1), among them.
+        threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
+        environ: variables for the ranks, in addition to this process's.
         stop_grace_s: how long ranks may take to end after a stop was requested, seconds.
         max_restarts: how often all ranks are started again after one has failed.
         hang_timeout_s: how long no rank may make progress before all are killed, seconds.
@@ -160,7 +162,7 @@ def launch(
         "nodes": nodes,
     }
     with StopRequest() as stop:
-        code = run_launcher(str(run_dir.path.resolve()), settings, environ or {}, stop, several=nodes is not None)
+        code = run_launcher(str(run_dir.path.resolve()), settings, stop, threads=threads, environ=environ or {})
     return code if code >= 0 else _ended_by_signal(run_dir, -code)
 
 
@@ -177,3 +179,37 @@ def _ended_by_signal(run_dir: RunDir, number: int) -> int:
     with contextlib.suppress(StorageError):  # the exit code remains
         write_json(path, {**content, "error": f"the launcher was killed by signal {number} ({name})", "exit_code": 1})
     return 1
+
+
+# --- in a rank -----------------------------------------------------------------------------------
+
+
+def train_as_rank(rank: Rank) -> int:
+    """Train as one of the ranks: configuration, plan and task are read from the run folder."""
+    run, world = rank.folder, rank.world
+    again = bool(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    config = run.config(run.read().attempt if again else None)
+    plan = plan_of(run)
+    sink = standard_sinks(run, config, sys.stdout)
+    if again and world.is_main:  # the ranks were restarted after a failure, from the latest valid checkpoint
+        edited = run.config_file.read_bytes()
+        run.keep_config(config)
+        if run.config_file.read_bytes() != edited:
+            warn(f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings")
+        point = resume_point(run, hold=True, report=warn)
+        step = point.step if point else 0
+        attempt = run.begin_attempt(run.plan(), plan.placement, step)
+        done = records.read_launcher(run).restarts
+        if done:
+            sink.emit(restarted(done, attempt, step))
+    result = run_attempt(
+        run,
+        world,
+        load_task(run, config),
+        config,
+        plan,
+        attempt=run.read().attempt,
+        sink=sink,
+        stop_signal=lambda: rank.stop.requested,
+    )
+    return result.exit_code

@@ -17,10 +17,11 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import psutil
 
@@ -31,6 +32,7 @@ from lockstep.launch.failure.report import read_failure
 from lockstep.launch.health.hang import HangReport, HangWatch
 from lockstep.launch.health.joint_hang import Exchange, JointWatch
 from lockstep.launch.health.memory import MemoryWatch
+from lockstep.launch.local.forked import Forked
 from lockstep.launch.local.signals import STOPPED, StopRequest, exit_code
 from lockstep.telemetry.heartbeat import announce
 from lockstep.telemetry.progress_board import PulseBoard
@@ -47,15 +49,8 @@ _ORDERLY = (0, *STOPPED, -signal.SIGINT, -signal.SIGTERM)
 _WRONG_USAGE = 2
 
 
-class RankProcess(Protocol):
-    """A child process: :class:`subprocess.Popen`, or :class:`lockstep.launch.local.forked.Forked`."""
-
-    pid: int
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    def poll(self) -> int | None: ...
+#: A rank: a fork of its launcher, or a new interpreter.
+RankProcess = Forked | subprocess.Popen[bytes]
 
 
 class Supervisor:
@@ -217,8 +212,8 @@ def _undying(ranks: list[int]) -> RankFailed:
 
 def _peek(process: RankProcess) -> int | None:
     """The return code of a process that has ended, which stays a zombie so that its number stays taken."""
-    if process.returncode is not None or not hasattr(os, "waitid"):
-        return process.poll()
+    if process.returncode is not None:
+        return process.returncode
     try:
         found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -260,11 +255,11 @@ class Launch:
     parent_pid: int
     nodes: dict[str, Any] | None
     stop: StopRequest
+    board: PulseBoard
     starts: int = 0
     supervisor: Supervisor | None = None
     error: str = ""
     started_at: float = field(default_factory=time.time)
-    board: PulseBoard | None = None
     memory: MemoryWatch | None = None
     others: Exchange | None = None
     watch: HangWatch | JointWatch | None = None
@@ -276,8 +271,7 @@ class Launch:
             self._record_restart()
         self.starts += 1
         self.supervisor = None
-        if self.board is not None:
-            self.board.clear()
+        self.board.clear()
         self.write()
         self.announce()
 
@@ -285,10 +279,9 @@ class Launch:
         """Supervise ranks that have been started."""
         pids = {rank: process.pid for rank, process in processes.items()}
         self.memory = MemoryWatch(pids)
-        if self.board is not None:
-            self.watch = HangWatch(pids, self.board.read, logs=self.run_dir.logs, timeout_s=self.hang_timeout_s)
-            if self.others is not None:
-                self.watch = JointWatch(self.watch, self.others, timeout_s=self.hang_timeout_s)
+        self.watch = HangWatch(pids, self.board.read, logs=self.run_dir.logs, timeout_s=self.hang_timeout_s)
+        if self.others is not None:
+            self.watch = JointWatch(self.watch, self.others, timeout_s=self.hang_timeout_s)
         self.supervisor = Supervisor(
             processes,
             stop_requested=self.stop_requested,
@@ -311,11 +304,11 @@ class Launch:
     @property
     def step(self) -> int:
         """The last step that a rank of the latest start has finished."""
-        return max((sign.step for sign in self.board.read()), default=0) if self.board is not None else 0
+        return max(sign.step for sign in self.board.read())
 
     def _doing(self) -> dict[int, int]:
         """The last activity of each rank, by rank."""
-        if self.board is None or self.supervisor is None:
+        if self.supervisor is None:
             return {}
         return dict(zip(self.supervisor.pids, (int(sign.activity) for sign in self.board.read()), strict=True))
 

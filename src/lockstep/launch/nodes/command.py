@@ -11,6 +11,7 @@ import contextlib
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lockstep.config import RunConfig
@@ -20,7 +21,6 @@ from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.world import World
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import read_failure
-from lockstep.launch.local.on_ranks import temporary_folder
 from lockstep.launch.local.start import launch
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.nodes.external import train_as_rank
@@ -94,13 +94,14 @@ def train_on_nodes(task: Task, config: RunConfig, request: Request) -> RunResult
     ranks = len(place(config, World()).devices)
     if config.telemetry.progress != "silent":
         print(f"meeting {nodes}, with {ranks} rank(s) here; waiting up to {nodes.join_timeout_s:g} s", file=sys.stderr)
-    with temporary_folder("lockstep-node-") as path:
-        folder = RunDir.create(path / "node", config, run_id=new_run_id(), command=sys.argv)
+    with TemporaryDirectory(prefix="lockstep-node-") as path:
+        folder = RunDir.create(Path(path, "node"), config, run_id=new_run_id(), command=sys.argv)
         write_json(folder.path / _REQUEST, asdict(request))
         pack_task(folder, task, config)
         code = launch(
             folder,
             ranks,
+            rank_main=f"{__name__}:{train_as_node_rank.__name__}",
             nodes=asdict(nodes),
             stop_grace_s=config.launch.stop_grace_s,
             max_restarts=config.launch.max_restarts,
@@ -144,7 +145,7 @@ def train_as_node_rank(rank: Rank) -> int:
         world,
         Request(**read_json(folder.path / _REQUEST)),
         begun=begun,
-        restarts=records.restarts(folder),
+        restarts=records.read_launcher(folder).restarts,
         stop=rank.stop,
     )
     if world.local_rank == 0:
