@@ -232,8 +232,8 @@ def test_stop_and_ctrl_c_end_a_run_that_can_be_resumed(
     folder = tmp_path / "run"
     run = RunDir(folder)
     with started("train", "tiny.py:Tiny", *PLAIN, "--epochs", "1000000", "--save-dir", str(folder)) as process:
-        wait_for(lambda: run.path.exists() and len(run.epochs()) >= 2, process)
-        assert main(["stop", str(folder)]) == 0
+        wait_for(run.run_file.exists, process)
+        assert main(["stop", str(folder)]) == 0, "it is starting"
         assert capsys.readouterr().out == f"{run.read().id}: stopped\n"
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
     before = len(run.epochs())

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from lockstep.config import RunConfig
+from lockstep.launch.local.rank_output import log_file
 from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT, clean_environment
 
@@ -31,9 +32,29 @@ import sys
 from pathlib import Path
 from lockstep.launch.local.start import launch
 from lockstep.telemetry.rundir import RunDir
+{prepare}
 code = launch(RunDir(Path({path!r})), {ranks}, environ={{"STUB": {actions!r}}}, rank_main={module!r}, **{options!r})
 print("code", code)
 sys.exit(code)
+"""
+
+#: A rank that takes stacks, and writes in a thread while its main thread computes.
+RANK = """
+import os, sys, threading, time
+from lockstep.launch.health import stacks
+def write():
+    with open(os.devnull, "wb", buffering=0) as file:
+        while True:
+            file.write(b"beat")
+            time.sleep(0.001)
+with open(sys.argv[1], "a") as log, stacks.written_on_request(log):
+    def busy():
+        writing = threading.Thread(target=write, daemon=True)
+        writing.start()
+        print(writing.native_id, flush=True)
+        while True:
+            pass
+    busy()
 """
 
 
@@ -50,10 +71,22 @@ class Caller:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     process: subprocess.Popen[str] | None = None
 
-    def start(self, *actions: str, terminal: int | None = None, **options: Any) -> subprocess.Popen[str]:
-        """Launch a rank for each action of the stub; on ``terminal`` (a descriptor) as a user would, if given."""
+    def start(
+        self, *actions: str, terminal: int | None = None, fresh: bool = False, **options: Any
+    ) -> subprocess.Popen[str]:
+        """Launch a rank for each action of the stub.
+
+        Args:
+            terminal: a descriptor; the caller runs there as a user would start it.
+            fresh: the fork server is a new interpreter, as a library's caller gets it; else a fork, which is faster.
+        """
         script = SCRIPT.format(
-            path=str(self.run_dir.path), ranks=len(actions), actions=",".join(actions), module=STUB, options=options
+            path=str(self.run_dir.path),
+            ranks=len(actions),
+            actions=",".join(actions),
+            module=STUB,
+            options=options,
+            prepare="" if fresh else "from lockstep.launch.local import fork_server\nfork_server.fork_server_here()",
         )
         self.process = subprocess.Popen(
             [sys.executable, "-"],
@@ -115,3 +148,31 @@ def caller(run_dir: RunDir) -> Iterator[Caller]:
     if made.process is not None:
         made.process.kill()
         made.process.communicate()
+
+
+class Processes:
+    """Two processes that take stacks and write in a thread, for all tests of a module."""
+
+    def __init__(self, folder: Path) -> None:
+        self.logs = folder
+        self.of_rank = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, str(log_file(folder, rank))],
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            )
+            for rank in range(2)
+        ]
+        self.writing = [int(process.stdout.readline()) for process in self.of_rank if process.stdout]
+
+    def kill(self) -> None:
+        for process in self.of_rank:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    made = Processes(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.kill()

@@ -57,6 +57,8 @@ def test_its_run_folder_is_that_of_any_run(folder: Path, on_two: str) -> None:
     assert "weights" in on_two
     assert "val_accuracy" in run(*LOCKSTEP, "show", "two", cwd=folder)
     assert "script.py" in run(*LOCKSTEP, "runs", "--runs-dir", ".", cwd=folder)
+    assert "Nothing is left to train" in run(*LOCKSTEP, "resume", "two", "--devices", "cpu", cwd=folder)
+    assert RunDir.open(folder / "two").read().status == "completed"
 
 
 def test_torchrun_on_three_ranks(folder: Path, alone: str) -> None:

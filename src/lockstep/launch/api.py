@@ -119,26 +119,36 @@ def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool, accept_dat
 
 
 def stop(run: RunDir, timeout: float = 60.0) -> str:
-    """Stop a run after saving a checkpoint; its status afterwards.
+    """Stop a run after saving a checkpoint; its status afterwards. One that is starting is stopped once it has begun.
 
     The process is the one of the latest heartbeat, identified by number and time of creation.
 
     Raises:
-        RunFolderError: the run is not running on this host, or still runs after ``timeout`` seconds.
+        RunFolderError: the run is not running on this host, or still starts or runs after ``timeout`` seconds.
     """
-    record = run.read()
-    status = run.judge(record)
-    if status not in {"running", "pending"}:
-        raise RunFolderError(f"run {record.id} is {status}, not running", fix="`lockstep runs` lists the runs")
-    beat = run.progress()
-    if beat is None or beat.host != socket.gethostname():
+    deadline = time.monotonic() + timeout
+    while True:
+        record = run.read()
+        status = run.judge(record)
+        if status not in {"running", "pending"}:
+            raise RunFolderError(f"run {record.id} is {status}, not running", fix="`lockstep runs` lists the runs")
+        beat = run.progress()
+        if beat is not None and not beat.handing_over:
+            break
+        if time.monotonic() >= deadline:
+            raise RunFolderError(
+                f"run {record.id} is still starting after {timeout:g} s",
+                why="no process of it handles a stop yet",
+                fix="wait longer (--timeout)",
+            )
+        time.sleep(0.1)
+    if beat.host != socket.gethostname():
         raise RunFolderError(
             f"run {record.id} runs on {record.host}",
             why="a signal reaches only this host",
             fix="run `lockstep stop` there",
         )
     os.kill(beat.pid, signal.SIGTERM)
-    deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         status = run.status()
         if status not in {"running", "pending"}:

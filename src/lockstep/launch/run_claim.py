@@ -28,7 +28,7 @@ from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
 from lockstep.tasks.registry import FROM_PARTS, make_task
 from lockstep.tasks.trusted_tasks import named_in, require_known
-from lockstep.telemetry.files import storage_error, write_json
+from lockstep.telemetry.files import storing, write_json
 from lockstep.telemetry.records import read_forecast
 from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
 from lockstep.telemetry.scalars import flattened
@@ -131,10 +131,8 @@ def _claim(file: Path, key: Path) -> int | None:
         # A process has a lock once: its threads need this set, and must not open and close the file of a claim.
         if key in _claimed_here:
             return None
-        try:
+        with storing(file):
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise storage_error(error, file) from error
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

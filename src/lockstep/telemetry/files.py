@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -229,6 +229,15 @@ def storage_error(error: OSError, path: Path) -> StorageError:
     else:
         what, fix = f"cannot write {path}", "check the disk or network share that holds the run folder"
     return StorageError(what, why=why, fix=fix)
+
+
+@contextlib.contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Inside, an :class:`OSError` is raised as the :class:`StorageError` of ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, path) from error
 
 
 # --- reading -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,26 +21,9 @@ from lockstep.launch.health.hang import HangReport, HangWatch, Standstill, savin
 from lockstep.launch.local.rank_output import log_file
 from lockstep.telemetry.progress_board import Activity, Sign
 from tests.gloo import ROOT
+from tests.launch.conftest import Processes
 
 WAITING = f"{ROOT}/src/lockstep/engine/strategies/base.py:1 in _backward"
-RANK = """
-import os, sys, threading, time
-from lockstep.launch.health import stacks
-def write():
-    with open(os.devnull, "wb", buffering=0) as file:
-        while True:
-            file.write(b"beat")
-            time.sleep(0.001)
-with open(sys.argv[1], "a") as log, stacks.written_on_request(log):
-    def busy():
-        writing = threading.Thread(target=write, daemon=True)
-        writing.start()
-        print(writing.native_id, flush=True)
-        while True:
-            pass
-    busy()
-"""
-
 FORKING = """
 import os, subprocess, sys, time
 from lockstep.launch.health import stacks
@@ -56,23 +39,19 @@ with open(sys.argv[1], "a") as log, stacks.written_on_request(log):
 
 
 class Ranks:
-    """Processes that take stacks and write in a thread, signs that a test sets, and a clock that it moves."""
+    """Processes as ranks, with signs that a test sets, and a clock that it moves."""
 
-    def __init__(self, folder: Path, numbers: Sequence[int] = (0, 1)) -> None:
-        self.logs = folder
+    def __init__(
+        self, shared: Processes, numbers: Sequence[int] = (0, 1), make_watch: Callable[..., HangWatch] = HangWatch
+    ) -> None:
+        self.logs = shared.logs
         self.now = 0.0
         self.signs = [Sign(1, 3, Activity.STEP)] * len(numbers)
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(log_file(folder, rank))],
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-            )
-            for rank in numbers
-        ]
-        self.writing = [int(process.stdout.readline()) for process in self.processes if process.stdout]
-        pids = {rank: process.pid for rank, process in zip(numbers, self.processes, strict=True)}
-        self.watch = HangWatch(pids, lambda: self.signs, logs=folder, timeout_s=60.0, clock=lambda: self.now)
+        self.processes, self.writing = shared.of_rank, shared.writing
+        pids = {rank: self.processes[rank].pid for rank in numbers}
+        for rank in numbers:
+            os.truncate(log_file(self.logs, rank), 0)
+        self.watch = make_watch(pids, lambda: self.signs, logs=self.logs, timeout_s=60.0, clock=lambda: self.now)
 
     def after(self, seconds: float) -> HangReport | None:
         """Look every second for so long."""
@@ -83,17 +62,10 @@ class Ranks:
                 return report
         return None
 
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    made = Ranks(tmp_path)
-    yield made
-    made.kill()
+def ranks(shared: Processes) -> Ranks:
+    return Ranks(shared)
 
 
 def test_silence_of_all_ranks_is_a_hang_with_stacks(ranks: Ranks) -> None:
@@ -133,13 +105,17 @@ def test_one_rank_that_moves_is_enough(ranks: Ranks) -> None:
     assert ranks.after(61) is not None
 
 
-@pytest.mark.parametrize("activity", [activity for activity in Activity if activity.is_untimed])
-def test_what_is_untimed_may_take_long_unless_its_process_is_stopped(ranks: Ranks, activity: Activity) -> None:
-    ranks.signs[0] = Sign(2, 3, activity)
-    assert ranks.after(200) is None
+def test_what_is_untimed_may_take_long_unless_its_process_is_stopped(ranks: Ranks) -> None:
+    for activity in Activity:
+        if activity.is_untimed:
+            ranks.signs[0] = Sign(2, 3, activity)
+            assert ranks.after(200) is None
     ranks.processes[0].send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, ranks.processes[0].pid, os.WSTOPPED)
-    report = ranks.after(1)
+    try:
+        os.waitid(os.P_PID, ranks.processes[0].pid, os.WSTOPPED)
+        report = ranks.after(1)
+    finally:
+        ranks.processes[0].send_signal(signal.SIGCONT)
     assert report is not None
     assert report.headline.startswith("rank 0 has sent no heartbeat for ")
     assert report.ranks[0].stack == ()

@@ -27,7 +27,7 @@ def start(run_dir: RunDir, *actions: str, max_restarts: int = 0) -> int:
 
 
 def test_a_script_from_stdin_without_a_main_guard(caller: Caller) -> None:
-    caller.start("end", "end")
+    caller.start("end", "end", fresh=True)
     code, out, err = caller.finish()
     assert (code, err) == (0, "")
     assert out == "rank 0 of 2 speaks\ncode 0\n"  # rank 1 speaks to its log
@@ -177,7 +177,7 @@ def test_ranks_that_do_not_follow_a_stop_are_killed(caller: Caller) -> None:
 
 
 def test_the_launcher_is_killed(caller: Caller) -> None:
-    caller.start("with-children", "ignore")
+    caller.start("with-children", "ignore", fresh=True)
     caller.wait_until_ready()
     os.kill(caller.launcher()["pid"], signal.SIGKILL)
     assert caller.finish()[0] == 1

@@ -50,7 +50,7 @@ def go_on(rank: int, size: int, folders: list[Path]) -> dict[str, Any]:
         keeping = agree(team, config, resume=True, job=None)
     except ConfigError as error:
         return {"error": str(error)}
-    share_run(team, keeping, config, 60.0)
+    share_run(team, keeping, config)
     left = [path.name for path in folders[rank].iterdir() if path.name != "run"]
     if not keeping.found:
         return {"id": keeping.run_id, "keepers": keeping.keepers, "source": None, "left": left}

@@ -249,10 +249,14 @@ class HangWatch:
         self._checked_at = now
         self._silences = {rank: Silence(pid, now) for rank, pid in self._pids.items()}
         self._hangs = False
+        #: The hang, once it is known.
+        self.verdict: HangReport | None = None
 
     def look(self, alive: Collection[int]) -> HangReport | None:
         """A report, with stacks, when no rank of ``alive`` has made progress for ``timeout_s``."""
-        return HangReport(timeout_s=self._timeout_s, ranks=self.locate(alive)) if self.hangs(alive) else None
+        hangs = self.hangs(alive)
+        self.verdict = HangReport(timeout_s=self._timeout_s, ranks=self.locate(alive)) if hangs else None
+        return self.verdict
 
     def hangs(self, alive: Collection[int]) -> bool:
         """Whether no rank of ``alive`` has made progress for ``timeout_s``; checks that at most every INTERVAL_S."""
@@ -270,7 +274,8 @@ class HangWatch:
         silent_s = {rank: self._silences[rank].update(sign, now) for rank, sign in signs.items()}
         if not is_hang(((silent, False) for silent in silent_s.values()), self._timeout_s):
             return False  # without asking the system for the state of each process
-        untimed = {rank: sign.activity.is_untimed and not self._is_stopped(rank) for rank, sign in signs.items()}
+        stopped = [rank for rank in signs if process_state(self._pids[rank]) == "stopped"]
+        untimed = {rank: sign.activity.is_untimed and rank not in stopped for rank, sign in signs.items()}
         return is_hang(((silent_s[rank], untimed[rank]) for rank in signs), self._timeout_s)
 
     def locate(self, alive: Collection[int]) -> tuple[Standstill, ...]:
@@ -300,9 +305,6 @@ class HangWatch:
 
     def _read(self, alive: Collection[int]) -> dict[int, Sign]:
         return {rank: sign for rank, sign in zip(self._pids, self._signs(), strict=True) if rank in alive}
-
-    def _is_stopped(self, rank: int) -> bool:
-        return process_state(self._pids[rank]) == "stopped"
 
 
 def process_state(pid: int) -> str:

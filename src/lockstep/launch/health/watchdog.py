@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -169,12 +170,9 @@ def _key(rank: int) -> str:
 
 def main_stack() -> stacks.Stack:
     """Where this process's main thread is in Python, innermost call first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found = []
-    while frame is not None:
-        found.append(stacks.Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return tuple(found)
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    calls = traceback.walk_stack(main) if main is not None else ()
+    return tuple(stacks.Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in calls)
 
 
 @contextmanager

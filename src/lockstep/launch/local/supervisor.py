@@ -30,7 +30,6 @@ from lockstep.launch.failure import records
 from lockstep.launch.failure.records import RankEnd
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.health.hang import HangReport, HangWatch
-from lockstep.launch.health.joint_hang import Exchange, JointWatch
 from lockstep.launch.health.memory import MemoryWatch
 from lockstep.launch.local.forked import Forked
 from lockstep.launch.local.signals import STOPPED, StopRequest, exit_code
@@ -141,7 +140,7 @@ class Supervisor:
         elif any(end.code in STOPPED for end in self.exits.values()):
             # The ranks have agreed on a stop that one of them was asked for directly.
             self._begin("stopping", now + self._stop_grace_s)
-        elif (hang := self._look(self.alive)) is not None:
+        elif self.hang is None and (hang := self._look(self.alive)) is not None:
             # They wait for each other, or are stopped: none would handle a milder signal.
             self.hang = hang
             self._begin("failing", now)
@@ -243,7 +242,7 @@ class Launch:
         rank_main: what every rank runs, as ``module:function``; see :mod:`lockstep.launch.local.worker`.
         parent_pid: stop the run when this process, the parent, ends.
         nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for one of several nodes.
-        others: the launchers of the other nodes.
+        make_watch: makes what checks the ranks of a start for hangs, as :class:`HangWatch` does.
     """
 
     run_dir: RunDir
@@ -261,8 +260,8 @@ class Launch:
     error: str = ""
     started_at: float = field(default_factory=time.time)
     memory: MemoryWatch | None = None
-    others: Exchange | None = None
-    watch: HangWatch | JointWatch | None = None
+    make_watch: Callable[..., HangWatch] = HangWatch
+    watch: HangWatch | None = None
     restarts: list[dict[str, Any]] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -279,9 +278,7 @@ class Launch:
         """Supervise ranks that have been started."""
         pids = {rank: process.pid for rank, process in processes.items()}
         self.memory = MemoryWatch(pids)
-        self.watch = HangWatch(pids, self.board.read, logs=self.run_dir.logs, timeout_s=self.hang_timeout_s)
-        if self.others is not None:
-            self.watch = JointWatch(self.watch, self.others, timeout_s=self.hang_timeout_s)
+        self.watch = self.make_watch(pids, self.board.read, logs=self.run_dir.logs, timeout_s=self.hang_timeout_s)
         self.supervisor = Supervisor(
             processes,
             stop_requested=self.stop_requested,
@@ -319,11 +316,8 @@ class Launch:
 
     @property
     def hang(self) -> HangReport | None:
-        """The hang that ended the ranks of the latest start, if they hung."""
-        if self.supervisor is not None and self.supervisor.hang is not None:
-            return self.supervisor.hang
-        # Another node may have been the first to end its ranks, and these failed because of that.
-        return self.watch.verdict if isinstance(self.watch, JointWatch) else None
+        """The hang that ended the ranks of the latest start, or those of another node, if they hung."""
+        return self.watch.verdict if self.watch is not None else None
 
     def stop_requested(self) -> int | None:
         # The parent process has ended without requesting a stop: the run ends with a checkpoint.

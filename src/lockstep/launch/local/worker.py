@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +28,7 @@ from lockstep.hardware.world import World, read_world
 from lockstep.launch.failure import records
 from lockstep.launch.health import stacks
 from lockstep.launch.local import environment, signals
-from lockstep.launch.local.rank_output import log_file, rank_output
+from lockstep.launch.local.rank_output import flush, log_file, rank_output
 from lockstep.telemetry.progress_board import pulse
 from lockstep.telemetry.rundir import RunDir
 
@@ -42,24 +42,16 @@ class Rank:
     stop: signals.StopRequest
 
 
-#: What a rank does; the result is its exit code.
-RankMain = Callable[[Rank], int]
-
-
-def load(function: str) -> RankMain:
-    """The function that ``module:function`` names."""
-    module, _, name = function.partition(":")
-    found: RankMain = getattr(import_module(module), name)
-    return found
-
-
 def main(function: str, folder: str) -> int:
-    """Run ``function`` (see :func:`load`) as one rank of the run in ``folder``.
+    """Run ``function``, as ``module:function``, as one rank of the run in ``folder``; its result is the exit code.
 
     The process ends at once. After a failure, exit handlers may wait for ranks that wait for this one; after a
     success, native threads of torch that still run must not turn it into a crash.
     """
-    bind_to_launcher(os.environ)
+    launcher = os.environ.get(environment.LAUNCHER_PID)
+    if launcher is not None:  # this process ends with it
+        parent_death.watch_pipe(parent_death.take_lifeline())
+        parent_death.die_with_parent(int(launcher))
     stop = signals.StopRequest().install()
     signals.accept()
     environment.restore_sys_path(os.environ)
@@ -70,23 +62,15 @@ def main(function: str, folder: str) -> int:
     except LockstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    code = run_rank(Rank(run_dir, world, stop), lambda rank: load(function)(rank))
+    code = _run(Rank(run_dir, world, stop), function)
     stop.restore()
     if code in (0, *signals.STOPPED):
         run_exit_functions()
     leave(code)
 
 
-def bind_to_launcher(environ: Mapping[str, str]) -> None:
-    """End this process when its launcher ends."""
-    launcher = environ.get(environment.LAUNCHER_PID)
-    if launcher is not None:
-        parent_death.watch_pipe(parent_death.take_lifeline())
-        parent_death.die_with_parent(int(launcher))
-
-
-def run_rank(rank: Rank, rank_main: RankMain) -> int:
-    """Call ``rank_main(rank)`` with this rank's output in its place; failures become an exit code.
+def _run(rank: Rank, function: str) -> int:
+    """Call ``function`` with this rank's output in its place; failures become an exit code.
 
     A failure is recorded for :func:`lockstep.launch.failure.report.read_failure` and not printed, since the process
     that started the ranks prints one report on all of them.
@@ -98,7 +82,9 @@ def run_rank(rank: Rank, rank_main: RankMain) -> int:
             for stream in (sys.stdout, sys.stderr):
                 if hasattr(stream, "reconfigure"):
                     stream.reconfigure(line_buffering=True)
-            return rank_main(rank)
+            module, _, name = function.partition(":")
+            code: int = getattr(import_module(module), name)(rank)
+            return code
     except KeyboardInterrupt:
         return signals.exit_code(signals.STOP_SIGNALS[0])
     except SystemExit as end:
@@ -138,9 +124,7 @@ def leave(code: int) -> NoReturn:
     """End this process at once, with its loader workers."""
     for child in multiprocessing.active_children():
         child.kill()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    flush()
     os._exit(code)
 
 

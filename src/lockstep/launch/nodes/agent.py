@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -34,11 +35,19 @@ from lockstep._compat.torch import agent_processes
 from lockstep.errors import ConfigError, RankFailed
 from lockstep.hardware.network import address_towards, choose_interface, is_this_machine
 from lockstep.launch.failure.report import read_failure
-from lockstep.launch.health.joint_hang import NodeStatus
 from lockstep.launch.local import environment, signals
 from lockstep.launch.local.supervisor import MONITOR_INTERVAL_S, Launch, Supervisor
 from lockstep.launch.nodes.command import Nodes, bring_last_lines, refuse
-from lockstep.launch.nodes.liveness import HEARTBEAT_S, SILENCE_S, NodeHandler, Peers, await_server, open_store
+from lockstep.launch.nodes.liveness import (
+    HEARTBEAT_S,
+    SILENCE_S,
+    JointWatch,
+    NodeHandler,
+    NodeStatus,
+    Peers,
+    await_server,
+    open_store,
+)
 from lockstep.telemetry.rundir import new_run_id
 
 #: With fewer nodes than the maximum, how long a start waits for one more.
@@ -271,7 +280,8 @@ def _make_agent(
         keep_alive_interval=1,
         keep_alive_max_attempt=KEEP_ALIVE_S,
     )
-    launch.others = peers = Peers(nodes, handler)
+    peers = Peers(nodes, handler)
+    launch.make_watch = partial(JointWatch, peers=peers)
     peers.start()
     spec = WorkerSpec(
         role="rank",

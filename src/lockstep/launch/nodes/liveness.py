@@ -1,4 +1,4 @@
-"""Heartbeats between nodes, over the store of the rendezvous, with the state of each node's ranks."""
+"""Heartbeats between nodes, over the store of the rendezvous, and hangs of all nodes, on which they agree with them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Collection
 from datetime import timedelta
+from typing import Any
 
 from pydantic import ValidationError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from lockstep.launch.health.joint_hang import NodeStatus
+from lockstep.launch.health.hang import HangReport, HangWatch, Standstill
 from lockstep.launch.nodes.command import Nodes
+from lockstep.telemetry.files import FileContent
 
 #: A node without a heartbeat for this long is lost.
 SILENCE_S = 10.0
@@ -25,6 +28,22 @@ HEARTBEAT_S = 1.0
 _CONNECT_S = 5.0
 #: How long :meth:`Peers.end` waits until the last heartbeat is sent.
 _LAST_S = 2.0
+
+
+class NodeStatus(FileContent):
+    """The state of a node's ranks, sent with its heartbeat.
+
+    Attributes:
+        hangs: none of them makes progress.
+        ranks: where they are, once those of all nodes hang.
+        knows: the node has received that from all the others.
+        done: they have ended well, so training is over on all nodes.
+    """
+
+    hangs: bool = False
+    ranks: tuple[Standstill, ...] = ()
+    knows: bool = False
+    done: bool = False
 
 
 class _Heartbeat(NodeStatus):
@@ -210,3 +229,37 @@ def _read(value: bytes) -> _Heartbeat | None:
         return _Heartbeat.model_validate_json(value)
     except ValidationError:
         return None
+
+
+class JointWatch(HangWatch):
+    """Checks the ranks of one of several nodes until those of all nodes have been without progress for too long.
+
+    A node whose ranks make no progress may only be waiting for a node that saves, evaluates or compiles. So each
+    launcher sends with its heartbeat whether its ranks hang. When those of all nodes do, each requests the stacks of
+    its ranks and sends them, so that every node names the same rank.
+
+    Args:
+        peers: the exchange with the other nodes.
+    """
+
+    def __init__(self, *args: Any, peers: Peers, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._peers = peers
+        self._ranks: tuple[Standstill, ...] = ()
+
+    def look(self, alive: Collection[int]) -> HangReport | None:
+        """A report on the ranks of all nodes, when all nodes have it or can make it; ``verdict`` may be earlier."""
+        hangs = self.hangs(alive)
+        others = self._peers.others() if hangs else []
+        if not hangs or not all(other.hangs for other in others):
+            self._ranks, self.verdict = (), None
+        elif not self._ranks:
+            node = socket.gethostname() if others else ""
+            self._ranks = tuple(rank.model_copy(update={"node": node}) for rank in self.locate(alive))
+        if self._ranks and all(other.ranks for other in others):
+            ranks = [*self._ranks, *(rank for other in others for rank in other.ranks)]
+            self.verdict = HangReport(timeout_s=self._timeout_s, ranks=tuple(sorted(ranks, key=lambda r: r.rank)))
+        status = NodeStatus(hangs=hangs, ranks=self._ranks, knows=self.verdict is not None)
+        self._peers.send(status)
+        # A node that returns it ends its ranks and meets the others again; to them that looks like a node that joins.
+        return self.verdict if self._peers.is_sent(status) and all(other.knows for other in others) else None

@@ -12,13 +12,13 @@ import json
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -31,6 +31,7 @@ from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous
 from lockstep.telemetry.records import versions
+from lockstep.telemetry.scalars import flattened
 
 T = TypeVar("T")
 
@@ -181,21 +182,13 @@ def _introduce(world: World, config: RunConfig) -> Member:
 
 def compared_settings(config: RunConfig) -> dict[str, str]:
     """Settings by dotted key, as JSON, that must be the same on all nodes."""
-    flat = dict(_flatten(config.model_dump(mode="json")))
+    flat = flattened(config.model_dump(mode="json"))
     place, _, attribute = config.task.name.rpartition(":")
     if place.endswith(".py"):  # the file's path may differ, its content must not
         flat["task.name"] = f"{Path(place).name}:{attribute}"
         with contextlib.suppress(OSError):
             flat["task.name"] += f" (sha256 {hashlib.sha256(Path(place).read_bytes()).hexdigest()[:12]})"
     return {key: json.dumps(value) for key, value in flat.items() if key not in OWN_SETTINGS}
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _exchange(store: Store, me: Member, size: int) -> list[Member]:

@@ -85,7 +85,7 @@ def prepare_together(
     """
     job = os.environ.get(JOB)
     keeping = agree(team, config, resume=request.resume, job=job)
-    share_run(team, keeping, config, config.distributed.timeout_s)
+    share_run(team, keeping, config)
     config = _config_of_run(team, keeping, config, request.given)
     run, keeps = RunDir(keeping.path), world.rank in keeping.keepers
     if keeping.found:

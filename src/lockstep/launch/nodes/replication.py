@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from lockstep.launch.local.rank_output import log_file
 from lockstep.launch.nodes.membership import Member, Team
 from lockstep.launch.nodes.run_owner import Keeping
 from lockstep.launch.run_claim import create_folder
-from lockstep.telemetry.files import storage_error, temporary_name
+from lockstep.telemetry.files import storing, temporary_name
 from lockstep.telemetry.rundir import RunDir
 
 #: How much travels in one piece.
@@ -35,7 +34,7 @@ _HISTORY = (
 NODES = "nodes"
 
 
-def share_run(team: Team, keeping: Keeping, config: RunConfig, timeout_s: float) -> None:
+def share_run(team: Team, keeping: Keeping, config: RunConfig) -> None:
     """Give the keepers whose folders are behind the newest history and checkpoints. Collective.
 
     Raises:
@@ -57,24 +56,28 @@ def share_run(team: Team, keeping: Keeping, config: RunConfig, timeout_s: float)
     team.together(lambda: _take_history(run, keeping, config, history or {}), here=rank in needy)
     steps = team.together(lambda: _steps_to_send(run, newest.step), here=rank == source)
     steps = team.collectives.broadcast(steps, source) or {}
-    with _pipeline(team, source, needy, timeout_s) as pipe:
+    store = CheckpointStore(run.checkpoints)
+    timeout = timedelta(seconds=config.distributed.timeout_s)
+    group = dist.new_group(sorted({source, *needy}), backend="gloo", timeout=timeout)
+    try:
         for step, pointers in steps.items():
-            _share_checkpoint(team, pipe, CheckpointStore(run.checkpoints), step, pointers)
-    team.together(lambda: CheckpointStore(run.checkpoints).set_aside_after(newest.step), here=rank in needy)
+            _share_checkpoint(team, store, step, pointers, source, group)
+    finally:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    team.together(lambda: store.set_aside_after(newest.step), here=rank in needy)
 
 
 def _history(run: RunDir) -> dict[str, bytes]:
     files = [path for pattern in _HISTORY for path in run.path.glob(pattern)]
-    try:
+    with storing(run.path):
         return {str(path.relative_to(run.path)): path.read_bytes() for path in files}
-    except OSError as error:
-        raise storage_error(error, run.path) from error
 
 
 def _take_history(run: RunDir, keeping: Keeping, config: RunConfig, history: dict[str, bytes]) -> None:
     if not run.run_file.exists():
         create_folder(config, keeping.run_id)
-    try:
+    with storing(run.path):
         shutil.rmtree(run.attempts, ignore_errors=True)
         for name, content in history.items():
             path = run.path / name
@@ -82,8 +85,6 @@ def _take_history(run: RunDir, keeping: Keeping, config: RunConfig, history: dic
             temporary = path.with_name(temporary_name(path.name))
             temporary.write_bytes(content)
             temporary.replace(path)
-    except OSError as error:
-        raise storage_error(error, run.path) from error
     CheckpointStore(run.checkpoints).clean_temporary()
 
 
@@ -105,79 +106,47 @@ def _steps_to_send(run: RunDir, newest: int) -> dict[int, list[Pointer]]:
     return steps
 
 
-class _Pipe:
-    """Sends files from one rank to some others.
+def _share_checkpoint(
+    team: Team, store: CheckpointStore, step: int, pointers: list[Pointer], source: int, group: Any
+) -> None:
+    """Send a checkpoint from the rank ``source`` to the others of ``group``. Collective.
 
-    A rank that cannot read or write ends, and the others with it.
+    The manifest, one of the files, holds the hashes that prove what has arrived.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None, source: int, rank: int, members: Iterable[int]) -> None:
-        self._group = group
-        self.source = source
-        self.sends = rank == source
-        self.receives = rank in members and not self.sends
-
-    def send(self, path: Path, size: int) -> None:
-        """The ``size`` bytes of ``path``. Raises :class:`StorageError`."""
-        try:
-            with path.open("rb") as file:
-                for length in _pieces(size):
-                    self._move(torch.frombuffer(bytearray(file.read(length)), dtype=torch.uint8))
-        except OSError as error:
-            raise storage_error(error, path) from error
-
-    def receive(self, path: Path, size: int) -> None:
-        """A new file of ``size`` bytes, durable. Raises :class:`StorageError`."""
-        try:
-            with path.open("xb") as file:
-                for length in _pieces(size):
-                    file.write(self._move(torch.empty(length, dtype=torch.uint8)).numpy().data)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise storage_error(error, path) from error
-
-    def _move(self, piece: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(piece, src=self.source, group=self._group)
-        return piece
-
-
-def _pieces(size: int) -> Iterator[int]:
-    for start in range(0, size, CHUNK_BYTES):
-        yield min(CHUNK_BYTES, size - start)
-
-
-@contextmanager
-def _pipeline(team: Team, source: int, needy: list[int], timeout_s: float) -> Iterator[_Pipe]:
-    members = sorted({source, *needy})
-    group = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_s))
-    try:
-        yield _Pipe(group, source, team.me.rank, members)
-    finally:
-        if team.me.rank in members:
-            dist.destroy_process_group(group)
-
-
-def _share_checkpoint(team: Team, pipe: _Pipe, store: CheckpointStore, step: int, pointers: list[Pointer]) -> None:
-    """Collective. The manifest, one of the files, holds the hashes that prove what has arrived."""
+    sends, takes_part = team.me.rank == source, group is not dist.GroupMember.NON_GROUP_MEMBER
+    receives = takes_part and not sends
     there = store.path_of(step)
-    files = sorted((path.name, path.stat().st_size) for path in there.iterdir()) if pipe.sends else []
-    files = team.collectives.broadcast(files, pipe.source)
+    files = sorted((path.name, path.stat().st_size) for path in there.iterdir()) if sends else []
+    files = team.collectives.broadcast(files, source)
     building = store.folder / temporary_name(there.name)
-    team.together(lambda: _make(building), here=pipe.receives)
-    for name, size in files:
-        if pipe.sends:
-            pipe.send(there / name, size)
-        elif pipe.receives:
-            pipe.receive(building / name, size)
-    team.together(lambda: store.adopt(building, pointers), here=pipe.receives)
+
+    def make() -> None:
+        with storing(building):
+            building.mkdir(parents=True)
+
+    team.together(make, here=receives)
+    if takes_part:
+        for name, size in files:
+            _share_file((there if sends else building) / name, size, source, group, sends=sends)
+    team.together(lambda: store.adopt(building, pointers), here=receives)
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise storage_error(error, folder) from error
+def _share_file(path: Path, size: int, source: int, group: Any, *, sends: bool) -> None:
+    """Send ``size`` bytes of ``path``, or write them to it, durably. Collective in ``group``.
+
+    A rank that cannot read or write ends, and the others with it. Raises :class:`StorageError`.
+    """
+    with storing(path), path.open("rb" if sends else "xb") as file:
+        for start in range(0, size, CHUNK_BYTES):
+            piece = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
+            if sends:
+                piece = torch.frombuffer(bytearray(file.read(len(piece))), dtype=torch.uint8)
+            dist.broadcast(piece, src=source, group=group)
+            if not sends:
+                file.write(piece.numpy().data)
+        if not sends:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def gather_logs(team: Team, keeping: Keeping) -> None:
@@ -210,8 +179,6 @@ def _put_logs(team: Team, folder: Path, files: list[dict[str, bytes]]) -> None:
     for rank, own in enumerate(files):
         for name, content in own.items():
             path = folder / NODES / team.node_of(rank) / name
-            try:
+            with storing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            except OSError as error:
-                raise storage_error(error, path) from error

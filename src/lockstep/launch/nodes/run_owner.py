@@ -17,7 +17,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.launch.nodes.membership import Team
 from lockstep.launch.run_claim import existing_run, warn
-from lockstep.telemetry.files import absolute, storage_error
+from lockstep.telemetry.files import absolute, storing
 from lockstep.telemetry.rundir import RunDir, new_run_id, read_json, write_json
 
 #: In a run folder: the start of several nodes that it belongs to, their restarts included.
@@ -147,8 +147,6 @@ def _probe(path: Path, token: str, rank: int) -> Path:
 
 
 def _touch(probe: Path) -> None:
-    try:
+    with storing(probe):
         probe.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()
-    except OSError as error:
-        raise storage_error(error, probe) from error

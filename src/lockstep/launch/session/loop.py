@@ -101,6 +101,12 @@ class Loop:
         given = self._given.get("training", {}).get("epochs")
         self._epochs = number if given is None and number is not None else self.config.training.epochs
         self._begin()
+        if self.joined.found and self.state.epoch >= self._epochs and self.joined.world.is_main:
+            print(
+                f"Nothing is left to train: the run has trained all {self._epochs} epochs. To train on, raise "
+                "training.epochs (lockstep resume RUN --epochs N).",
+                flush=True,
+            )
         return self._walk_epochs(self._epochs)
 
     def _walk_epochs(self, number: int) -> Iterator[int]:

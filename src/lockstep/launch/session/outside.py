@@ -36,7 +36,7 @@ def agree_outside(
     job = os.environ.get(JOB)
     placement = place_together(team, config, world)
     keeping = agree(team, config, resume=resume, job=job)
-    share_run(team, keeping, config, config.distributed.timeout_s)
+    share_run(team, keeping, config)
     run, keeps, found = RunDir(keeping.path), world.rank in keeping.keepers, bool(keeping.found)
     team.together(lambda: ending.enter_context(claimed(run)), here=found and keeps)
     team.together(lambda: new_folder(config, keeping.run_id), here=keeps and not found)
