@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from lockstep.errors import LockstepError
 from lockstep.events import CheckpointSaved, Fanout, Note, Sink
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
-from lockstep.telemetry.rundir import NCCL_DUMP, Heartbeat, RunDir
+from lockstep.telemetry.rundir import Heartbeat, RunDir
 from lockstep.telemetry.system import monitored
 
 #: How long ranks wait for the slowest one's part to be on disk. A rank that died is noticed at once, and a rank that
@@ -127,10 +126,6 @@ def joined(
     watches = config.telemetry.system_metrics and world.local_rank == 0
     heartbeat = Heartbeat()
     ending.callback(heartbeat.stop)
-    if plan.placement["backend"] == "nccl":  # its flight recorder; read by launch/failure/collectives.py
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
-        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(run_dir.logs / NCCL_DUMP))
     with (
         runtime(plan, device, world, timeout_s, detect_anomaly=config.debug.detect_anomaly),
         shared(world, timeout_s),

@@ -19,14 +19,13 @@ from lockstep.launch.nodes.command import train_on_nodes
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import Request
 from lockstep.launch.oom_retry import start_with_retries
-from lockstep.launch.prepare import make_plan, plan_settled, settle
+from lockstep.launch.prepare import make_plan, overrides_of, plan_settled, settle
 from lockstep.launch.run_claim import (
     changed_config,
     claimed,
     create_folder,
     existing_run,
     keep_config,
-    overrides_of,
     refuse_running,
     resume_point,
     task_again,

@@ -41,7 +41,8 @@ class Prepared:
     plan: Plan
 
 
-def _given(config: RunConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+def overrides_of(config: RunConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The settings that were given, without defaults."""
     return config.model_dump(exclude_unset=True, mode="json") if isinstance(config, RunConfig) else dict(config or {})
 
 
@@ -53,7 +54,7 @@ def settle(
     Raises:
         TaskError, ConfigError: an unknown task, key or value. UnsupportedError: Lightning is not installed.
     """
-    given = _given(config)
+    given = overrides_of(config)
     named = given.get("task") or {}
     if not isinstance(named, Mapping):
         raise ConfigError("`task` must be a section", why=f"it is {named!r}", fix="write `task: {name: har}`")
@@ -105,7 +106,7 @@ def native_settings(
     Raises:
         UnsupportedError: the module was given as an object, or its training loader has its own order.
     """
-    given = _given(config)
+    given = overrides_of(config)
     section = given.get("task")
     if isinstance(section, Mapping) and section.get("native_steps") is not None:
         return given

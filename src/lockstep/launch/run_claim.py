@@ -55,12 +55,6 @@ def create_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
     return run
 
 
-def overrides_of(config: RunConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    if isinstance(config, RunConfig):
-        return config.model_dump(exclude_unset=True, mode="json")
-    return dict(config or {})
-
-
 def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
     """The run to resume, if ``--resume`` was given and the folder has one."""
     if not resume:
@@ -200,11 +194,6 @@ def _refuse_edits(file: Path, old: Mapping[str, Any], edited: Mapping[str, Any],
         )
 
 
-def refuse_unknown_code(run: RunDir) -> None:
-    """Raises :class:`TaskError` when the run's task is a class that the user has never named on this machine."""
-    require_known(named_in(run.config().model_dump()), f"run {run.read().id}")
-
-
 def warn(message: str) -> None:
     sys.stderr.write(f"warning: {message}\n")
 
@@ -246,7 +235,7 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
             why="only the program that made it can make it again",
             fix=f"there, pass the task: lockstep.Run({str(run.path)!r}).resume(task)",
         )
-    refuse_unknown_code(run)
+    require_known(named_in(run.config().model_dump()), f"run {run.read().id}")
     return settle(name, config)[0]
 
 

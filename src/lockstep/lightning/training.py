@@ -12,7 +12,7 @@ from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.state import RunResult
 from lockstep.errors import ConfigError
 from lockstep.launch.api import train
-from lockstep.launch.run_claim import overrides_of
+from lockstep.launch.prepare import overrides_of
 from lockstep.telemetry.rundir import RunDir
 
 if TYPE_CHECKING:

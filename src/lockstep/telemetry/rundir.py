@@ -106,8 +106,6 @@ class Layout:
         return self.path / f"samples-rank{rank}.jsonl"
 
 
-#: In ``logs``, with the rank behind it: what NCCL writes when a collective times out.
-NCCL_DUMP = "nccl-rank-"
 #: How long a run may stay pending after its creator ended: the time to hand it over to a launcher.
 PENDING_GRACE_S = 15.0
 

@@ -144,15 +144,6 @@ def test_a_stop_before_the_ranks_are_up_waits_for_them(caller: Caller) -> None:
     caller.assert_nobody_left()
 
 
-def test_a_stop_that_one_rank_was_asked_for(caller: Caller) -> None:
-    caller.start("stop-at-once", "stop-at-once")
-    caller.wait_until_ready()
-    for pid in caller.launcher()["pids"].values():
-        os.kill(pid, signal.SIGTERM)
-    assert caller.finish()[0] == 143
-    assert read_failure(caller.run_dir) is None
-
-
 def test_a_second_ctrl_c_ends_at_once(caller: Caller) -> None:
     process = caller.start("ignore", "with-children", stop_grace_s=600)
     caller.wait_until_ready()

@@ -107,6 +107,14 @@ def test_a_stop(ranks: Ranks, number: int, code: int) -> None:
     assert (supervisor.phase, supervisor.exit_code, supervisor.failed) == ("stopping", code, [])
 
 
+def test_a_stop_that_one_rank_was_asked_for(ranks: Ranks) -> None:
+    supervisor = ranks.supervise(STOPPING, STOPPING)
+    for process in ranks.processes.values():
+        process.terminate()
+    run(supervisor)
+    assert (supervisor.exit_code, supervisor.failed) == (143, [])
+
+
 def test_a_stop_that_came_too_late_changes_nothing(ranks: Ranks) -> None:
     supervisor = ranks.supervise("", "")
     wait_until_ended(supervisor)

@@ -17,7 +17,6 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from lockstep.launch.health.memory import MachineMemory, RankMemory, own_memory
 from lockstep.launch.local.rank_output import MARK, log_file
 from lockstep.telemetry.files import FileContent
 from lockstep.telemetry.progress_board import Activity, pulse
-from lockstep.telemetry.rundir import NCCL_DUMP, RunDir, read_json, write_json
+from lockstep.telemetry.rundir import RunDir, read_json, write_json
 
 LAUNCHER_FILE = "launcher.json"
 #: How many of a rank's last lines a report shows.
@@ -104,13 +103,15 @@ def record(logs: Path, rank: int, error: BaseException) -> None:
 
 def describe(rank: int, error: BaseException) -> RankError:
     """This process's failure as a record."""
+    kind = type(error)
+    exits = isinstance(error, SystemExit) and isinstance(error.code, int)
     return RankError(
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
         time=time.time(),
-        type=_type_name(error),
-        message=_message(error),
+        type=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
+        message=f"the process was ended by sys.exit({exit_code_of(error)})" if exits else str(error),
         traceback=folded_traceback(error),
         error=error.as_dict() if isinstance(error, LockstepError) else None,
         exit_code=exit_code_of(error),
@@ -172,21 +173,10 @@ def exit_code_of(error: BaseException) -> int:
     return 1
 
 
-def _type_name(error: BaseException) -> str:
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _message(error: BaseException) -> str:
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return f"the process was ended by sys.exit({error.code})"
-    return str(error)
-
-
 def clear(logs: Path) -> None:
     """Remove the records of an earlier start. Raises :class:`OSError`."""
     clear_spare(logs)
-    for path in [logs / LAUNCHER_FILE, *logs.glob("rank-*.error.json"), *logs.glob(f"{NCCL_DUMP}*")]:
+    for path in [logs / LAUNCHER_FILE, *logs.glob("rank-*.error.json")]:
         path.unlink(missing_ok=True)
 
 
@@ -241,30 +231,25 @@ def write(path: Path, content: Any) -> None:
     Raises:
         StorageError: of ``path``, when there is no room in either.
     """
-    spare = _place(path.parent) / path.name
+    place = _place(path.parent)
     try:
         write_json(path, content)
     except StorageError:
-        try:
-            spare.parent.mkdir(mode=0o700, exist_ok=True)
-            if not _is_own(spare.parent):
-                raise
-            write_json(spare, content, durable=False)
-        except (OSError, StorageError):
-            pass
-        else:
-            return
+        with contextlib.suppress(OSError, StorageError):
+            place.mkdir(mode=0o700, exist_ok=True)
+            if _is_own(place):
+                write_json(place / path.name, content, durable=False)
+                return
         raise
     with contextlib.suppress(OSError):
-        spare.unlink(missing_ok=True)
+        (place / path.name).unlink(missing_ok=True)
 
 
-def _find(logs: Path, pattern: str) -> Iterator[Path]:
+def _find(logs: Path, pattern: str) -> list[Path]:
     """Files of ``logs`` by pattern; one that had to be written to the spare place takes its namesake's."""
     place = _place(logs)
     spare = {path.name: path for path in place.glob(pattern)} if _is_own(place) else {}
-    yield from (path for path in logs.glob(pattern) if path.name not in spare)
-    yield from spare.values()
+    return list(({path.name: path for path in logs.glob(pattern)} | spare).values())
 
 
 def clear_spare(logs: Path) -> None:
