@@ -30,7 +30,7 @@ STUB = "tests.launch.stub_worker:rank_main"
 SCRIPT = """
 import sys
 from pathlib import Path
-from lockstep.launch.local.start import launch
+from lockstep.launch.local.fork_server import launch
 from lockstep.telemetry.rundir import RunDir
 {prepare}
 code = launch(RunDir(Path({path!r})), {ranks}, environ={{"STUB": {actions!r}}}, rank_main={module!r}, **{options!r})

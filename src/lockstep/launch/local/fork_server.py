@@ -31,12 +31,15 @@ from functools import partial
 from importlib import import_module
 from typing import IO, Any
 
-from lockstep.errors import RunError
+from lockstep.errors import RunError, RunFolderError, StorageError
 from lockstep.hardware import parent_death
+from lockstep.launch.failure import records
 from lockstep.launch.local.environment import LAUNCH_ID, THREADS, for_launcher
 from lockstep.launch.local.forked import Forked, asked_gpu, fork
 from lockstep.launch.local.rank_output import flush
 from lockstep.launch.local.signals import STOP_SIGNALS, StopRequest, exit_code, held_back
+from lockstep.telemetry.lookup import or_else
+from lockstep.telemetry.rundir import RunDir, read_json, write_json
 
 #: Variables that count when a process starts; a server serves launches with the same ones.
 _AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
@@ -74,22 +77,62 @@ def fork_server_here() -> None:
         _server = ForkServer(control, process, os.environ)
 
 
-def run_launcher(
-    folder: str, settings: Mapping[str, Any], stop: StopRequest, *, threads: int | None, environ: Mapping[str, str]
+def launch(
+    run_dir: RunDir,
+    ranks: int,
+    *,
+    rank_main: str,
+    threads: int | None = None,
+    environ: Mapping[str, str] | None = None,
+    stop_grace_s: float = 30.0,
+    max_restarts: int = 0,
+    hang_timeout_s: float = 60.0,
+    nodes: Mapping[str, Any] | None = None,
 ) -> int:
-    """Launch ranks and wait for their end; the launcher's return code. No process is left, however this ends.
+    """Run ``ranks`` ranks of an existing run on this machine and wait until all have ended.
+
+    In the main thread, SIGINT and SIGTERM stop the run: the ranks write a checkpoint and end, as they do when this
+    process ends. A second SIGINT kills them. After a failure, :func:`lockstep.launch.failure.report.read_failure`
+    reports it.
 
     Args:
-        folder: the run's.
-        settings: fields of :class:`lockstep.launch.local.supervisor.Launch`.
-        stop: its first signal is passed on.
-        threads: intra-op threads of each rank; ``None``: as the environment says.
-        environ: variables for the ranks in addition to this process's.
+        rank_main: what every rank runs, as ``module:function``; it takes a
+            :class:`lockstep.launch.local.worker.Rank` and returns an exit code.
+        threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
+        environ: variables for the ranks, in addition to this process's.
+        stop_grace_s, max_restarts, hang_timeout_s: as in the section ``launch`` of the configuration.
+        nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for a run on several nodes.
+
+    Returns:
+        0: done; 1: failed; 2: wrong usage; 130 or 143: stopped by SIGINT or SIGTERM after a
+        checkpoint (also 130 without one, after a second SIGINT).
     """
+    try:
+        records.clear(run_dir.logs)
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write in {run_dir.logs}",
+            why=str(error),
+            fix="change its permissions, or choose another --save-dir",
+        ) from error
+    settings = {
+        "ranks": ranks,
+        "rank_main": rank_main,
+        "stop_grace_s": stop_grace_s,
+        "max_restarts": max_restarts,
+        "hang_timeout_s": hang_timeout_s,
+        "nodes": nodes,
+    }
+    with StopRequest() as stop:
+        own = {THREADS: str(threads)} if threads else {}
+        code = _run_launcher(str(run_dir.path.resolve()), settings, {**os.environ, **own, **(environ or {})}, stop)
+    return code if code >= 0 else _ended_by_signal(run_dir, -code)
+
+
+def _run_launcher(folder: str, settings: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest) -> int:
+    """The launcher's return code. No process is left, however this ends; the first signal of ``stop`` is passed on."""
     launch_id, relay = uuid.uuid4().hex, Relay()
-    own = {THREADS: str(threads)} if threads else {}
-    base, several = {**os.environ, **own, **environ}, settings["nodes"] is not None
-    variables = for_launcher(base, launch_id, sys.path, several=several)
+    variables = for_launcher(environ, launch_id, sys.path, several=settings["nodes"] is not None)
     reading, writing = os.pipe()
     process: RemoteChild | None = None
     try:
@@ -116,6 +159,18 @@ def run_launcher(
             process.wait()
         if process is not None and (process.returncode or 0) < 0:
             parent_death.kill_marked(LAUNCH_ID, launch_id)
+
+
+def _ended_by_signal(run_dir: RunDir, number: int) -> int:
+    """Record the launcher's end, which it could not record itself."""
+    if number in (signal.SIGINT, signal.SIGTERM):
+        return exit_code(number)
+    path = run_dir.logs / records.LAUNCHER_FILE
+    content = or_else(lambda: read_json(path), {})
+    name = signal.Signals(number).name
+    with contextlib.suppress(StorageError):  # the exit code remains
+        write_json(path, {**content, "error": f"the launcher was killed by signal {number} ({name})", "exit_code": 1})
+    return 1
 
 
 def _server_for(environ: Mapping[str, str]) -> ForkServer:

@@ -1,4 +1,4 @@
-"""The launcher process that :func:`lockstep.launch.local.start.launch` starts.
+"""The launcher process that :func:`lockstep.launch.local.fork_server.launch` starts.
 
 It runs in a separate session, so a terminal's Ctrl-C reaches only the process that started it,
 which passes it on. Its exit code is that of all ranks together.
@@ -38,7 +38,7 @@ _KILL_S = 5.0
 
 
 def main() -> int:
-    """Run the ranks of the request on standard input, JSON that :func:`.fork_server.run_launcher` writes.
+    """Run the ranks of the request on standard input, JSON that :func:`.fork_server.launch` writes.
 
     Returns:
         The exit code: 0, 1 failed, 2 wrong usage, 130 or 143 stopped.

@@ -12,8 +12,8 @@ from typing import Any
 from lockstep.engine.session.current import Stopped
 from lockstep.errors import RankFailed
 from lockstep.launch.failure.report import read_failure
+from lockstep.launch.local.fork_server import launch
 from lockstep.launch.local.signals import StopRequest, exit_code
-from lockstep.launch.local.start import launch
 from lockstep.launch.local.worker import Rank
 from lockstep.telemetry.rundir import RunDir
 
@@ -43,7 +43,7 @@ def run_on_ranks(
     Args:
         function: takes a :class:`lockstep.launch.local.worker.Rank` first; its result can be pickled.
         folder: where the ranks keep their logs.
-        threads: intra-op threads of each rank; ``None``: as :func:`lockstep.launch.local.start.launch` decides.
+        threads: intra-op threads of each rank; ``None``: as :func:`lockstep.launch.local.fork_server.launch` decides.
         stop_grace_s, hang_timeout_s: as for that function.
         redirect: print what ranks print to standard error: standard output may be wanted as JSON.
 

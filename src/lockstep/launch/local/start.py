@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from lockstep.engine.attempt import run_attempt
 from lockstep.engine.state import RunResult
-from lockstep.errors import LockstepError, RunFolderError, StorageError
+from lockstep.errors import LockstepError
 from lockstep.hardware import World
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import own_failure, read_failure, restarted
-from lockstep.launch.local.fork_server import run_launcher
-from lockstep.launch.local.signals import StopRequest, exit_code
+from lockstep.launch.local.fork_server import launch
+from lockstep.launch.local.signals import StopRequest
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import Prepared
 from lockstep.launch.run_claim import plan_of, resume_point, warn
 from lockstep.tasks.registry import load_task, pack_task
 from lockstep.telemetry.lookup import or_else
-from lockstep.telemetry.rundir import RunDir, read_json, write_json
+from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import standard_sinks
 
 
@@ -78,6 +75,7 @@ def _train_on_ranks(prepared: Prepared, run: RunDir) -> RunResult:
         stop_grace_s=settings.stop_grace_s,
         max_restarts=settings.max_restarts,
         hang_timeout_s=settings.hang_timeout_s,
+        rank_main=f"{__name__}:{train_as_rank.__name__}",
     )
     if code and or_else(lambda: run.read().status, "lost") not in {"stopped", "completed"}:
         failure = read_failure(run)
@@ -106,79 +104,6 @@ def result_of(run: RunDir, exit_code: int) -> RunResult:
         best_epoch=record.best_epoch,
         best_metric=dict(record.best_metric),
     )
-
-
-def launch(
-    run_dir: RunDir,
-    ranks: int,
-    *,
-    threads: int | None = None,
-    environ: Mapping[str, str] | None = None,
-    stop_grace_s: float = 30.0,
-    max_restarts: int = 0,
-    hang_timeout_s: float = 60.0,
-    rank_main: str = f"{__name__}:train_as_rank",
-    nodes: Mapping[str, Any] | None = None,
-) -> int:
-    """Run ``ranks`` ranks of the run on this machine and wait until all have ended.
-
-    In the main thread, SIGINT and SIGTERM stop the run: the ranks write a checkpoint and end. A
-    second SIGINT kills them. The handlers of the caller are back on return. In another thread the
-    caller's handlers stay as they are.
-
-    The run is stopped, with a checkpoint, when this process ends. After a failure,
-    :func:`lockstep.launch.failure.report.read_failure` reports it.
-
-    Args:
-        run_dir: a run that exists.
-        ranks: how many, at least 1.
-        threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
-        environ: variables for the ranks, in addition to this process's.
-        stop_grace_s: how long ranks may take to end after a stop was requested, seconds.
-        max_restarts: how often all ranks are started again after one has failed.
-        hang_timeout_s: how long no rank may make progress before all are killed, seconds.
-        rank_main: what every rank runs, as ``module:function``; it takes a
-            :class:`lockstep.launch.local.worker.Rank` and returns an exit code.
-        nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for a run on several nodes.
-
-    Returns:
-        0: done; 1: failed; 2: wrong usage; 130 or 143: stopped by SIGINT or SIGTERM after a
-        checkpoint (also 130 without one, after a second SIGINT).
-    """
-    try:
-        records.clear(run_dir.logs)
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot write in {run_dir.logs}",
-            why=str(error),
-            fix="change its permissions, or choose another --save-dir",
-        ) from error
-    settings = {
-        "ranks": ranks,
-        "rank_main": rank_main,
-        "stop_grace_s": stop_grace_s,
-        "max_restarts": max_restarts,
-        "hang_timeout_s": hang_timeout_s,
-        "nodes": nodes,
-    }
-    with StopRequest() as stop:
-        code = run_launcher(str(run_dir.path.resolve()), settings, stop, threads=threads, environ=environ or {})
-    return code if code >= 0 else _ended_by_signal(run_dir, -code)
-
-
-def _ended_by_signal(run_dir: RunDir, number: int) -> int:
-    """Record the launcher's end, which it could not record itself."""
-    if number in (signal.SIGINT, signal.SIGTERM):
-        return exit_code(number)
-    path = run_dir.logs / records.LAUNCHER_FILE
-    try:
-        content = read_json(path)
-    except RunFolderError:
-        content = {}
-    name = signal.Signals(number).name
-    with contextlib.suppress(StorageError):  # the exit code remains
-        write_json(path, {**content, "error": f"the launcher was killed by signal {number} ({name})", "exit_code": 1})
-    return 1
 
 
 # --- in a rank -----------------------------------------------------------------------------------

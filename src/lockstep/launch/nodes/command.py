@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.world import World
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import read_failure
-from lockstep.launch.local.start import launch
+from lockstep.launch.local.fork_server import launch
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import Request, Start
