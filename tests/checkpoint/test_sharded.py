@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep.checkpoint.content import HashingFile
-from lockstep.checkpoint.manifest import file_names, model_shard, read_manifest
-from lockstep.checkpoint.reader import mark, open_pieces
+from lockstep.checkpoint.content import HashingFile, mark, open_pieces
+from lockstep.checkpoint.manifest import file_names, read_manifest, shard
 from lockstep.checkpoint.sharded import ShardedStore
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter
@@ -150,16 +149,16 @@ def test_a_damaged_shard_is_named_and_its_checkpoint_passed_over(left: Path) -> 
     store = CheckpointStore(left / "run")
     # Older Locksteps are told that they are too old.
     assert read_manifest(store.path_of(4)).as_json()["format_version"] == 2
-    shard = store.path_of(4) / model_shard(1, 3)
-    content = shard.read_bytes()
+    damaged = store.path_of(4) / shard("model", 1, 3)
+    content = damaged.read_bytes()
     for damage, words in ((content[:-1] + b"\xff", "is damaged"), (content[:-1], "is damaged"), (None, "cannot read")):
-        shard.unlink() if damage is None else shard.write_bytes(damage)
+        damaged.unlink() if damage is None else damaged.write_bytes(damage)
         with pytest.raises(CheckpointError, match=words) as caught:
             store.load(4)
-        assert str(shard) in caught.value.what and caught.value.why and caught.value.fix
+        assert str(damaged) in caught.value.what and caught.value.why and caught.value.fix
         heard: list[str] = []
-        assert store.newest_verified(heard.append) == 2 and len(heard) == 1 and shard.name in heard[0]
-    shard.write_bytes(content)
+        assert store.newest_verified(heard.append) == 2 and len(heard) == 1 and damaged.name in heard[0]
+    damaged.write_bytes(content)
     assert_whole(store, 4, 3)
 
 

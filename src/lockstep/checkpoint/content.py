@@ -1,19 +1,23 @@
-"""The two files of a checkpoint that hold tensors: ``model.safetensors`` and ``trainer.pt``.
+"""The files of a checkpoint that hold tensors: ``model.safetensors`` and ``trainer.pt``, or the shards of them.
 
 Both are hashed as they are written, in one pass. ``model.safetensors`` is laid out here rather than
 by the library's ``save_file``, which cannot hash, and reports a full disk without an error number;
 tests read the files with the library.
+
+Each shard is a safetensors file with some rows (of the first dimension) of divided tensors, and with whole ones; no
+shard says which is which. A tensor is what the shards hold under its name, one below the other. So whoever reads
+needs neither the number of ranks that wrote nor their way of dividing, and reads no more rows than it wants.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import io
 import json
 import os
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -22,6 +26,9 @@ from torch import Tensor
 
 from lockstep.checkpoint.manifest import Digest
 from lockstep.errors import CheckpointError
+
+#: Keys and indices from the top of a state to a part of it.
+Place = tuple[Any, ...]
 
 #: https://github.com/huggingface/safetensors#format
 DTYPES = {
@@ -158,23 +165,24 @@ def check_saveable(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> None
     """
     for name, tensor in model.items():
         _check_model_tensor(name, tensor, ("cpu", "cuda"))
+
+    def check(leaf: Any, place: Place) -> None:
+        try:
+            _read_again(_without_values(leaf, place))
+        except Exception as error:
+            raise _not_saveable(f"{'/'.join(map(str, place))} of the training state", leaf) from error
+
     try:
-        _read_again(_without_values(trainer))
+        _read_again(walked(trainer, _without_values))
     except Exception as error:
-        for place, leaf in _leaves(trainer):
-            try:
-                _read_again(_without_values(leaf))
-            except Exception as own:
-                raise _not_saveable(f"{'/'.join(place)} of the training state", _class_of(leaf), own) from own
-        raise _not_saveable("the training state", _class_of(trainer), error) from error
+        walked(trainer, check)
+        raise _not_saveable("the training state", trainer) from error
 
 
-def _not_saveable(what: str, kind: str, error: Exception) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return error
+def _not_saveable(what: str, value: Any) -> CheckpointError:
     return CheckpointError(
         f"cannot save {what}",
-        why=f"it is a {kind}, which torch.load(weights_only=True) does not read again",
+        why=f"it is a {_class_of(value)}, which torch.load(weights_only=True) does not read again",
         fix="keep tensors, numbers, text, lists and dicts in the task's and the optimizer's state_dict",
     )
 
@@ -184,26 +192,26 @@ def _class_of(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _without_values(value: Any) -> Any:
-    """What :class:`lockstep.checkpoint.writer.HostBuffers` makes of a state, with empty tensors."""
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided or value.device.type == "meta":
-            raise TypeError(f"a tensor of {value.layout} on {value.device}")
-        return torch.empty(0, dtype=value.dtype)
+def is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def walked(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) -> Any:
+    """``value`` with ``leaf(it, its place)`` for each leaf. Mappings become dicts, lists and tuples keep their kind."""
     if isinstance(value, Mapping):
-        return {key: _without_values(item) for key, item in value.items()}
+        return {key: walked(item, leaf, (*place, key)) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_without_values, value))
-    return copy.deepcopy(value)
+        return type(value)(walked(item, leaf, (*place, index)) for index, item in enumerate(value))
+    return leaf(value, place)
 
 
-def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, Mapping) or type(value) in (list, tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _leaves(item, (*place, str(key)))
-    else:
-        yield place, value
+def _without_values(leaf: Any, _: Place) -> Any:
+    """What :class:`lockstep.checkpoint.writer.HostBuffers` makes of a leaf, with empty tensors."""
+    if not isinstance(leaf, Tensor):
+        return copy.deepcopy(leaf)
+    if not is_dense(leaf):
+        raise TypeError(f"a tensor of {leaf.layout} on {leaf.device}")
+    return torch.empty(0, dtype=leaf.dtype)
 
 
 def _read_again(state: Any) -> None:
@@ -215,14 +223,95 @@ def _read_again(state: Any) -> None:
 
 def read_model(paths: Iterable[Path], aliases: dict[str, str]) -> dict[str, Tensor]:
     """What :func:`write_model` wrote to ``paths``. Raises :class:`CheckpointError`."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
-    try:
-        for path in paths:
+    for path in paths:
+        with _reading(path):
             tensors |= load_file(path)
+    with _reading(path):
         return {**tensors, **{name: tensors[other] for name, other in aliases.items()}}
+
+
+#: The only key of the placeholder in ``trainer.pt`` for a tensor of the shards; its value is the tensor's name there.
+_MARK = "lockstep.in_shards"
+
+
+class Pieces:
+    """A tensor of ``shape`` and ``dtype`` in the shards of a checkpoint; nothing of it is read before it is asked for.
+
+    What is read is on the host, in separate memory.
+    """
+
+    def __init__(self, name: str, parts: Sequence[tuple[Path, Any]]) -> None:
+        self._name = name
+        self._parts = [(path, file, tuple(file.get_slice(name).get_shape())) for path, file in parts]
+        _, first, shape = self._parts[0]
+        if len(self._parts) > 1:
+            shape = (sum(part[0] for _, _, part in self._parts), *shape[1:])
+        self.shape = torch.Size(shape)
+        stored = first.get_slice(name).get_dtype()
+        self.dtype = next(dtype for dtype, kind in DTYPES.items() if kind == stored)
+
+    def whole(self) -> Tensor:
+        """All of it. Raises :class:`CheckpointError`."""
+        if len(self._parts) > 1:
+            return self.rows(0, self.shape[0])
+        path, file, _ = self._parts[0]
+        with _reading(path):
+            tensor: Tensor = file.get_tensor(self._name).clone()
+        return tensor
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The rows from ``start`` to before ``stop``. Raises :class:`CheckpointError`."""
+        found = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        first = 0
+        for path, file, (count, *_) in self._parts:
+            a, b = max(start, first), min(stop, first + count)
+            if a < b:
+                with _reading(path):
+                    found[a - start : b - start] = file.get_slice(self._name)[a - first : b - first]
+            first += count
+        return found
+
+
+def open_pieces(paths: Sequence[Path], aliases: Mapping[str, str]) -> dict[str, Pieces]:
+    """The tensors of the shards ``paths``, in the order of their parts, by name. Raises :class:`CheckpointError`."""
+    from safetensors import safe_open
+
+    parts: dict[str, list[tuple[Path, Any]]] = {}
+    for path in paths:
+        with _reading(path):
+            file: Any = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118  # it cannot be iterated over
+                parts.setdefault(name, []).append((path, file))
+    found = {name: Pieces(name, own) for name, own in parts.items()}
+    with _reading(paths[0]):
+        return found | {name: found[other] for name, other in aliases.items()}
+
+
+def mark(name: str) -> dict[str, str]:
+    """The placeholder in a training state for the tensor ``name`` of its shards."""
+    return {_MARK: name}
+
+
+def put_back(state: Any, tensors: Mapping[str, Any]) -> Any:
+    """``state`` with ``tensors`` in the places of their marks. Raises :class:`KeyError`."""
+    if isinstance(state, dict):
+        if state.keys() == {_MARK}:
+            return tensors[state[_MARK]]
+        return {key: put_back(value, tensors) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(put_back(value, tensors) for value in state)
+    return state
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise unreadable(path, error) from None
 
@@ -237,21 +326,17 @@ def write_trainer(file: HashingFile, state: dict[str, Any]) -> None:
         raise
 
 
-def check_trainer(path: Path) -> None:
-    """Make sure that a state just written can be read again without running code.
+def check_trainer(path: Path, state: Mapping[str, Any]) -> None:
+    """Make sure that ``state``, just written, can be read again without running code.
 
     Raises:
-        CheckpointError: it holds an object of a class that ``weights_only=True`` refuses.
+        CheckpointError: naming the place and the type of what cannot be.
     """
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        names = re.findall(r"GLOBAL ([\w.]+)", str(error))
-        raise CheckpointError(
-            "the training state cannot be saved",
-            why=f"it holds an object of {names[0]}" if names else f"it could not be read again: {str(error)[:300]}",
-            fix="keep tensors, numbers, text, lists and dicts in the task's and the optimizer's state_dict",
-        ) from None
+        check_saveable({}, state)
+        raise unreadable(path, error) from None
 
 
 def read_trainer(path: Path) -> dict[str, Any]:

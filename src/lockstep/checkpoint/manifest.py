@@ -8,15 +8,13 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError, UnreadableError
-from lockstep.telemetry.files import parse_json, plain
+from lockstep.telemetry.files import open_regular, parse_json, plain
 
 #: 1: two files; 2: the same in shards; 3: with frozen weights in files of their own. The first that has a form for it.
 FORMAT_VERSION = 3
@@ -29,8 +27,8 @@ MANIFEST = "manifest.json"
 _OWN_KEYS = {"format_version", "step", "files", "aliases", "checksum"}
 _MAX_BYTES = 64 << 20
 _FIX = "an older checkpoint is used where there is one"
-#: What the system says of a name that leads to no file: none is there, a folder, a loop of links, a socket.
-_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
+#: Of a name that leads to no file: none is there, a folder, a loop of links, a socket; or no regular one (``None``).
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +130,13 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
-    """A file of a checkpoint, to read in the block. Raises what :func:`refused` says, and for another kind of file."""
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of a checkpoint, to read in the block. Raises what :func:`refused` says."""
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a device would be read for ever
-                raise CheckpointError(f"{path} is not a regular file", why="a checkpoint's files are", fix=_FIX)
+        with open_regular(path, buffer_bytes=-1, links=True) as file:
             yield file
     except OSError as error:
         raise refused(path, error) from None
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opening a named pipe would otherwise wait for a writer for ever."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def refused(path: Path, error: OSError) -> CheckpointError:
@@ -164,31 +155,21 @@ def refused(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def model_shard(number: int, shards: int) -> str:
-    """The file with part ``number`` (from 0) of the model."""
-    return f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-
-
-def frozen_shard(number: int, shards: int) -> str:
-    """The file with part ``number`` (from 0) of the frozen weights, where that has some."""
-    return f"frozen-{number + 1:05d}-of-{shards:05d}.safetensors"
+def shard(kind: str, number: int, shards: int) -> str:
+    """The file with part ``number`` (from 0) of the ``model``, its ``frozen`` weights, or the ``trainer``'s tensors."""
+    return f"{kind}-{number + 1:05d}-of-{shards:05d}.safetensors"
 
 
 def is_frozen(name: str) -> bool:
     """Whether a file of a checkpoint has frozen weights."""
-    return name == FROZEN or re.fullmatch(r"frozen-\d{5}-of-\d{5}\.safetensors", name) is not None
-
-
-def trainer_shard(number: int, shards: int) -> str:
-    """The file with part ``number`` (from 0) of the divided tensors of the training state."""
-    return f"trainer-{number + 1:05d}-of-{shards:05d}.safetensors"
+    return re.fullmatch(r"frozen(-\d{5}-of-\d{5})?\.safetensors", name) is not None
 
 
 def file_names(shards: int) -> set[str]:
     """The files of a checkpoint in N shards (0: whole), besides its manifest and frozen weights."""
     if not shards:
         return {MODEL, TRAINER}
-    return {TRAINER, *(name(number, shards) for name in (model_shard, trainer_shard) for number in range(shards))}
+    return {TRAINER, *(shard(kind, number, shards) for kind in ("model", "trainer") for number in range(shards))}
 
 
 def _shards(files: Mapping[str, Digest]) -> int:

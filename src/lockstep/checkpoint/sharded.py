@@ -12,14 +12,14 @@ import contextlib
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from lockstep.checkpoint.manifest import Digest, folder_name, frozen_shard, model_shard, trainer_shard
+from lockstep.checkpoint.manifest import Digest, shard
 from lockstep.checkpoint.reader import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import surfaced
 from lockstep.errors import CollectiveError, LockstepError
-from lockstep.telemetry.files import fsync_folder, storage_error, temporary_name
+from lockstep.telemetry.files import fsync_folder, storage_error
 
 T = TypeVar("T")
 
@@ -38,11 +38,8 @@ class Ranks(Protocol):
         ...
 
 
-class _Part(NamedTuple):
-    """What a rank has written."""
-
-    files: dict[str, Digest]
-    aliases: dict[str, str]
+#: What a rank has written: its files, and the names of tensors that are the same as another.
+_Part = tuple[dict[str, Digest], dict[str, str]]
 
 
 class ShardedStore(CheckpointStore):
@@ -72,7 +69,9 @@ class ShardedStore(CheckpointStore):
         name: str | LockstepError = ""
         try:
             with _together(step):
-                name = self._ranks.broadcast(self._tried(step, lambda: self._begin(step)) if self._is_main else name)
+                name = self._ranks.broadcast(
+                    self._tried(step, lambda: self._begin(step).name) if self._is_main else name
+                )
             building = self.folder / _ok(name)
             part = self._tried(step, lambda: self._write_part(building, snapshot))
             with _together(step):
@@ -92,31 +91,23 @@ class ShardedStore(CheckpointStore):
         if self._is_main:
             super().retain(keep)
 
-    def _begin(self, step: int) -> str:
-        """Make the folder to write to. Its name is a new one, so that no network file system knows it as missing."""
-        name = temporary_name(folder_name(step))
-        self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone stays gone
-        (self.folder / name).mkdir()
-        self._stage("begun")
-        return name
-
     def _write_part(self, folder: Path, snapshot: Snapshot) -> _Part:
         number, shards = self._ranks.rank, self._shards
         if number >= shards:
-            return _Part({}, {})
-        model, trainer = model_shard(number, shards), trainer_shard(number, shards)
-        files, aliases = self._write_weights(folder, snapshot, model, frozen_shard(number, shards))
+            return {}, {}
+        model, frozen, trainer = (shard(kind, number, shards) for kind in ("model", "frozen", "trainer"))
+        files, aliases = self._write_weights(folder, snapshot, model, frozen)
         self._stage("model written")
-        _, trainer_digest = self._write_tensors(folder / trainer, snapshot.rows)
+        _, files[trainer] = self._write_tensors(folder / trainer, snapshot.rows)
         fsync_folder(folder)
         self._stage("part written")
-        return _Part({**files, trainer: trainer_digest}, aliases)
+        return files, aliases
 
     def _finish(self, folder: Path, snapshot: Snapshot, parts: list[_Part | LockstepError], best: bool) -> str:
         written = [_ok(part) for part in parts]
-        files = {name: digest for part in written for name, digest in part.files.items()}
+        files = {name: digest for of_rank, _ in written for name, digest in of_rank.items()}
         # A rank without rows of two tied weights does not see that they are one; the first rank has some of each.
-        self._publish(folder, snapshot, files, written[0].aliases, best)
+        self._publish(folder, snapshot, files, written[0][1], best)
         return folder.name
 
     def _tried(self, step: int, work: Callable[[], T]) -> T | LockstepError:

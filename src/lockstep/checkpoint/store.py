@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -60,6 +60,15 @@ Pointer = Literal["last", "best"]
 FROZEN_BYTES = 1 << 20
 
 
+@contextlib.contextmanager
+def _stored(place: Path) -> Iterator[None]:
+    """What the system refuses in the block is a :class:`StorageError` that names ``place``."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, place) from error
+
+
 class CheckpointStore(CheckpointReader):
     """The checkpoints of one run, in ``folder``. One process writes; any number may read meanwhile."""
 
@@ -76,20 +85,24 @@ class CheckpointStore(CheckpointReader):
             StorageError: it could not be written; the older ones are as before, nothing is left behind.
             CheckpointError: the state holds something that cannot be saved.
         """
-        temporary = self.folder / temporary_name(folder_name(snapshot.step))
         target = self.path_of(snapshot.step)
-        try:
-            self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone stays gone
-            temporary.mkdir()
-            self._stage("begun")
-            files, aliases = self._write_weights(temporary, snapshot, MODEL, FROZEN)
-            self._stage("model written")
-            self._publish(temporary, snapshot, files, aliases, best)
-        except OSError as error:
-            raise storage_error(error, target) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with _stored(target):
+            temporary = self._begin(snapshot.step)
+            try:
+                files, aliases = self._write_weights(temporary, snapshot, MODEL, FROZEN)
+                self._stage("model written")
+                self._publish(temporary, snapshot, files, aliases, best)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
         return target
+
+    def _begin(self, step: int) -> Path:
+        """Make the folder to write to. Its name is a new one, so that no network file system knows it as missing."""
+        temporary = self.folder / temporary_name(folder_name(step))
+        self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone stays gone
+        temporary.mkdir()
+        self._stage("begun")
+        return temporary
 
     def adopt(self, folder: Path, pointers: Collection[Pointer]) -> Path:
         """Take over a copy of another store's checkpoint from ``folder``, inside this store's; returns where it is now.
@@ -101,13 +114,11 @@ class CheckpointStore(CheckpointReader):
         manifest = read_manifest(folder)
         verify_files(folder, manifest)
         target = self.path_of(manifest.step)
-        try:
+        with _stored(target):
             fsync_folder(folder)
             self._put(folder, target)
             for pointer in pointers:
                 self._point(pointer, manifest.step)
-        except OSError as error:
-            raise storage_error(error, target) from error
         return target
 
     def _write_weights(
@@ -158,7 +169,7 @@ class CheckpointStore(CheckpointReader):
             write_trainer(file, snapshot.trainer)
             trainer = file.sync()
         self._stage("trainer written")
-        check_trainer(folder / TRAINER)
+        check_trainer(folder / TRAINER, snapshot.trainer)
         manifest = Manifest(snapshot.step, {**files, TRAINER: trainer}, aliases, snapshot.manifest)
         write_json(folder / MANIFEST, manifest.as_json())
         self._stage("manifest written")
@@ -247,12 +258,10 @@ class CheckpointStore(CheckpointReader):
         for other in later:
             target = self.path_of(other)
             aside = target.with_name(target.name + BROKEN)
-            try:
+            with _stored(target):
                 self._remove(aside)
                 target.rename(aside)
                 fsync_folder(self.folder)
-            except OSError as error:
-                raise storage_error(error, target) from error
         return later
 
     def clean_temporary(self) -> None:
@@ -261,7 +270,7 @@ class CheckpointStore(CheckpointReader):
         Raises:
             StorageError: the folder cannot be written.
         """
-        try:
+        with _stored(self.folder):
             remove_leftovers(self.folder)
             for name in names_in(self.folder):
                 step = step_in(name.removesuffix(REPLACED))
@@ -270,15 +279,11 @@ class CheckpointStore(CheckpointReader):
                         self._remove(self.folder / name)
                     else:
                         (self.folder / name).rename(self.path_of(step))
-        except OSError as error:
-            raise storage_error(error, self.folder) from error
 
     def _remove_all(self, names: Iterable[str]) -> None:
         for name in names:
-            try:
+            with _stored(self.folder / name):
                 self._remove(self.folder / name)
-            except OSError as error:
-                raise storage_error(error, self.folder / name) from error
 
     def _remove(self, folder: Path) -> None:
         """Remove a checkpoint's folder, in one moment as far as readers can see."""

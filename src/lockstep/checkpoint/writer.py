@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.content import Place, is_dense, walked
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.errors import CheckpointError, LockstepError, StorageError
 from lockstep.telemetry.progress_board import pulse
 
-_Place = tuple[Any, ...]
 #: Whether a tensor at a place of the state stays as it is until the copy is complete.
-Steady = Callable[[_Place, Tensor], bool]
+Steady = Callable[[Place, Tensor], bool]
 _Memory = tuple[torch.device, int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
@@ -29,7 +29,7 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[_Place, Tensor] = {}
+        self._buffers: dict[Place, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         #: Happens when the last copy is complete; ``None``: it is.
         self.copied: torch.cuda.Event | None = None
@@ -48,75 +48,68 @@ class HostBuffers:
         Raises:
             CheckpointError: a tensor that is not dense (named by its place in ``state``).
         """
+        stream, used, devices = None, dict[Place, Tensor](), set[torch.device]()
         if steady is not None and torch.cuda.is_initialized():
-            self._stream = self._stream or torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
-        copier = _Copier(self._buffers, steady, None if steady is None else self._stream)
-        result = copier.copy(state, ())
-        self._buffers, self.copied = copier.used, None
-        if copier.stream is not None:
-            self.copied = copier.stream.record_event()
-        for device in copier.devices - ({copier.stream.device} if copier.stream is not None else set()):
+            stream = self._stream = self._stream or torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+        seen: dict[_Memory, Tensor] = {}
+
+        def leaf(value: Any, place: Place) -> Any:
+            if not isinstance(value, Tensor):
+                return copy.deepcopy(value)
+            tensor = value.detach()
+            if not is_dense(tensor):
+                kind = "on the meta device" if tensor.device.type == "meta" else f"of layout {tensor.layout}"
+                raise CheckpointError(
+                    f"cannot save {'/'.join(map(str, place))}",
+                    why=f"it is a tensor {kind}",
+                    fix="keep dense tensors with values in the state",
+                )
+            memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if tensor.numel() and memory in seen:
+                return seen[memory]
+            buffer = used[place] = seen[memory] = self._buffer(place, tensor)
+            if tensor.device.type == "cuda":
+                devices.add(tensor.device)
+            if stream is None or steady is None or tensor.device != stream.device:
+                buffer.copy_(tensor, non_blocking=tensor.device.type == "cuda")
+                return buffer
+            if not steady(place, tensor):
+                tensor = tensor.clone()
+                stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(stream):
+                buffer.copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)
+            return buffer
+
+        result = walked(state, leaf)
+        self._buffers, self.copied = used, None
+        if stream is not None:
+            self.copied = stream.record_event()
+            devices.discard(stream.device)
+        for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return result
 
-
-class _Copier:
-    """One walk over a state."""
-
-    def __init__(
-        self, buffers: Mapping[_Place, Tensor], steady: Steady | None, stream: torch.cuda.Stream | None
-    ) -> None:
-        self._buffers, self._steady, self.stream = buffers, steady, stream
-        self._seen: dict[_Memory, Tensor] = {}
-        self.used: dict[_Place, Tensor] = {}
-        self.devices: set[torch.device] = set()
-
-    def copy(self, value: Any, place: _Place) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value.detach(), place)
-        if isinstance(value, Mapping):
-            return {key: self.copy(item, (*place, key)) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.copy(item, (*place, index)) for index, item in enumerate(value))
-        return copy.deepcopy(value)
-
-    def _tensor(self, tensor: Tensor, place: _Place) -> Tensor:
-        if tensor.layout != torch.strided or tensor.device.type == "meta":
-            kind = "on the meta device" if tensor.device.type == "meta" else f"of layout {tensor.layout}"
-            raise CheckpointError(
-                f"cannot save {'/'.join(map(str, place))}",
-                why=f"it is a tensor {kind}",
-                fix="keep dense tensors with values in the state",
-            )
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and memory in self._seen:
-            return self._seen[memory]
-        cuda = tensor.device.type == "cuda"
-        buffer = self._buffers.get(place)
-        if (
-            buffer is None
-            or buffer.shape != tensor.shape
-            or buffer.dtype != tensor.dtype
-            or (cuda and not buffer.is_pinned())
-        ):
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=cuda)
-        if cuda:
-            self.devices.add(tensor.device)
-        if cuda and self.stream is not None and self._steady is not None and tensor.device == self.stream.device:
-            if not self._steady(place, tensor):
-                tensor = tensor.clone()
-                self.stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            with torch.cuda.stream(self.stream):
-                buffer.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self.stream)
-        else:
-            buffer.copy_(tensor, non_blocking=cuda)
-        self._seen[memory] = self.used[place] = buffer
-        return buffer
+    def _buffer(self, place: Place, tensor: Tensor) -> Tensor:
+        """The memory of the last copy of ``place``, if it fits ``tensor``; else new."""
+        pinned, kept = tensor.device.type == "cuda", self._buffers.get(place)
+        fits = kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype)
+        if kept is not None and fits and (kept.is_pinned() or not pinned):
+            return kept
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
 
 OnSaved = Callable[[int, Path, bool], None]
+
+
+class _Save(NamedTuple):
+    """A save in flight. ``done``: its folder when it is there, and what went wrong."""
+
+    step: int
+    best: bool
+    thread: threading.Thread
+    done: list[Path | BaseException]
 
 
 class BackgroundWriter:
@@ -159,27 +152,47 @@ class BackgroundWriter:
             StorageError: the save before failed. This one has not begun.
         """
         self.wait()
-        self._save = save = _Save(self.store, snapshot, best, keep, self.copied)
-        save.start()
-        pulse.writes_in(save.native_id or 0)
+        done: list[Path | BaseException] = []
+        work = (snapshot, best, keep, self.copied, done)
+        thread = threading.Thread(target=self._write, args=work, name=f"lockstep-save-{snapshot.step}", daemon=False)
+        self._save = _Save(snapshot.step, best, thread, done)
+        thread.start()
+        pulse.writes_in(thread.native_id or 0)
+
+    def _write(
+        self,
+        snapshot: Snapshot,
+        best: bool,
+        keep: Collection[int] | None,
+        copied: torch.cuda.Event | None,
+        done: list[Path | BaseException],
+    ) -> None:
+        try:
+            if copied is not None:
+                copied.synchronize()
+            done.append(self.store.save(snapshot, best))
+            if keep is not None:
+                self.store.retain({*keep, snapshot.step})
+        except BaseException as error:  # raised again in the caller's thread
+            done.append(error)
 
     def poll(self) -> None:
         """Report a save that is done, without waiting. Raises :class:`StorageError` when it failed."""
-        if self._save is not None and not self._save.is_alive():
+        if self._save is not None and not self._save.thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
         """Wait for the save in flight, if any. Raises :class:`StorageError` when it failed."""
-        save = self._save
+        save, self._save = self._save, None
         if save is None:
             return
-        save.join()
+        save.thread.join()
         pulse.writes_in(0)
-        self._save = None
-        if save.path is not None and self._on_saved is not None:
-            self._on_saved(save.snapshot.step, save.path, save.best)
-        if save.error is not None:
-            raise surfaced(save.error, save.snapshot.step) from save.error
+        for found in save.done:
+            if isinstance(found, BaseException):
+                raise surfaced(found, save.step) from found
+            if self._on_saved is not None:
+                self._on_saved(save.step, found, save.best)
 
     def close(self) -> None:
         """Wait for the save in flight and release the host memory. Raises :class:`StorageError`."""
@@ -187,34 +200,6 @@ class BackgroundWriter:
             self.wait()
         finally:
             self._buffers = HostBuffers()
-
-
-class _Save(threading.Thread):
-    def __init__(
-        self,
-        store: CheckpointStore,
-        snapshot: Snapshot,
-        best: bool,
-        keep: Collection[int] | None,
-        copied: torch.cuda.Event | None,
-    ) -> None:
-        super().__init__(name=f"lockstep-save-{snapshot.step}", daemon=False)
-        self._store = store
-        self._keep, self._copied = keep, copied
-        self.snapshot = snapshot
-        self.best = best
-        self.path: Path | None = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self.path = self._store.save(self.snapshot, self.best)
-            if self._keep is not None:
-                self._store.retain({*self._keep, self.snapshot.step})
-        except BaseException as error:  # raised again in the caller's thread
-            self.error = error
 
 
 def surfaced(error: BaseException, step: int) -> LockstepError:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lockstep.checkpoint.reader import Pieces, mark
+from lockstep.checkpoint.content import Pieces, mark
 from lockstep.telemetry.progress_board import pulse
 
 
