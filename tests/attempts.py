@@ -28,7 +28,7 @@ QUIET = {"tensorboard": "off", "progress": "off", "system_metrics": False, "log_
 
 
 def attempt(
-    task: type[Task], folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False, **sections: Any
+    task: type[Task], /, folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False, **sections: Any
 ) -> tuple[dict[str, Tensor], list[Event]]:
     """Train ``task`` on CPU ranks, or resume the run in ``folder``: the saved weights, and the events of rank 0.
 

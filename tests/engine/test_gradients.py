@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from lockstep.planning import BatchPlan
 from tests.gloo import run_ranks
 
 CPU = torch.device("cpu")
+Computed = Callable[[int], list[dict[str, Any]]]
 
 
 class Weighted(Task):
@@ -93,10 +96,43 @@ def cases(ranks: int, number: int) -> list[BatchPlan]:
     return plans
 
 
-def all_gradients(rank: int, ranks: int, plans: list[BatchPlan], batchnorm: bool) -> Any:
-    """Of every plan, by DDP and in one all-reduce."""
+def synchronised_cases(ranks: int) -> list[BatchPlan]:
+    """Windows of every size from two samples on: with fewer samples than ranks one of them replays a ghost.
+
+    A sample too few for a step joins the one before, and several micro-batches are those of one process.
+    """
+    sizes = [(4, 1, samples) for samples in (2, 3, 4 * ranks, 4 * ranks + 1, 4 * ranks + 2, 4 * ranks + 3)]
+    sizes += [(batch, 2, samples) for batch in (1, 3) for samples in (ranks + 1, 2 * batch * ranks + 1, 11)]
+    return [
+        BatchPlan(
+            samples=samples, global_batch=batch * accumulate * ranks, batch_size=batch, accumulate=accumulate,
+            ranks=ranks, least_window=2,
+        )
+        for batch, accumulate, samples in sizes
+    ]  # fmt: skip
+
+
+#: Of three ranks, one has no sample of the last step, or two have none of the only one.
+POISONED = [BatchPlan(samples=n, global_batch=6, batch_size=2, accumulate=1, ranks=3) for n in (7, 1)]
+
+
+def computed(rank: int, ranks: int) -> dict[str, Any]:
+    """What a rank computes of the cases of that many ranks, by DDP and in one all-reduce."""
     torch.set_num_threads(1)
-    return [gradients(rank, ranks, plan, batchnorm, flat=flat) for flat in (False, True) for plan in plans]
+    plain, synchronised = cases(ranks, 12), synchronised_cases(ranks) if ranks < 4 else []
+    found: dict[str, Any] = {
+        name: [gradients(rank, ranks, plan, batchnorm, flat=flat) for flat in (False, True) for plan in plans]
+        for name, plans, batchnorm in (("plain", plain, False), ("synchronised", synchronised, True))
+    }
+    found["poisoned"] = [poisoned(rank, ranks, plan) for plan in POISONED if ranks == 3]
+    found["reductions"] = [count_reductions(rank, ranks, accumulate) for accumulate in (1, 4) if ranks == 2]
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> Computed:
+    """What each of N ranks computes; they are started once."""
+    return cache(lambda ranks: run_ranks(computed, ranks, timeout_s=120.0))
 
 
 def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
@@ -104,54 +140,11 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(5, marks=pytest.mark.drill)])
-def test_any_split_gives_the_gradient_of_one_process(ranks: int) -> None:
-    plans = cases(ranks, 12)
-    by_rank = run_ranks(all_gradients, ranks, plans, False, timeout_s=120.0)
-    for index, plan in enumerate(2 * plans):
-        alone = gradients(0, 1, plan.model_copy(update={"ranks": 1}), False)
-        for rank in range(ranks):
-            assert len(by_rank[rank][index]) == len(alone)
-            for ours, theirs in zip(by_rank[rank][index], alone, strict=True):
-                assert_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_synchronised_batchnorm_gives_the_gradient_of_the_whole_batch(ranks: int) -> None:
-    """Windows of every size from two samples on: with fewer samples than ranks one of them replays a ghost.
-
-    A sample too few for a step joins the one before, and several micro-batches are those of one process.
-    """
-    sizes = [(4, 1, samples) for samples in (2, 3, 4 * ranks, 4 * ranks + 1, 4 * ranks + 2, 4 * ranks + 3)]
-    sizes += [(batch, 2, samples) for batch in (1, 3) for samples in (ranks + 1, 2 * batch * ranks + 1, 11)]
-    plans = [
-        BatchPlan(
-            samples=samples, global_batch=batch * accumulate * ranks, batch_size=batch, accumulate=accumulate,
-            ranks=ranks, least_window=2,
-        )
-        for batch, accumulate, samples in sizes
-    ]  # fmt: skip
-    by_rank = run_ranks(all_gradients, ranks, plans, True, timeout_s=120.0)
-    for index, plan in enumerate(2 * plans):
-        whole = plan.model_copy(update={"ranks": 1, "batch_size": plan.batch_size * ranks, "least_part": 2})
-        alone = gradients(0, 1, whole, True)
-        for rank in range(ranks):
-            for ours, theirs in zip(by_rank[rank][index], alone, strict=True):
-                assert_equal(ours, theirs)
-
-
 def poisoned(rank: int, ranks: int, plan: BatchPlan) -> list[list[bool]]:
     return [
         [all(torch.isfinite(g).all().item() for g in step) for step in gradients(rank, ranks, plan, False, True, flat)]
         for flat in (False, True)
     ]
-
-
-def test_an_infinite_sample_on_one_rank_is_seen_by_all_ranks_and_by_the_empty_ones() -> None:
-    plan = BatchPlan(samples=7, global_batch=6, batch_size=2, accumulate=1, ranks=3)
-    assert run_ranks(poisoned, 3, plan) == [[[False, True]] * 2] * 3
-    one_sample = BatchPlan(samples=1, global_batch=6, batch_size=2, accumulate=1, ranks=3)
-    assert run_ranks(poisoned, 3, one_sample) == [[[False]] * 2] * 3
 
 
 def count_reductions(rank: int, ranks: int, accumulate: int) -> int:
@@ -164,6 +157,32 @@ def count_reductions(rank: int, ranks: int, accumulate: int) -> int:
     return sum(event.count for event in profile.key_averages() if event.key == "gloo:all_reduce")
 
 
-def test_accumulation_reduces_once_however_many_micro_batches_there_are() -> None:
-    counts = {accumulate: run_ranks(count_reductions, 2, accumulate)[0] for accumulate in (1, 4)}
-    assert counts[1] == counts[4] > 0
+@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (4, 5))])
+def test_any_split_gives_the_gradient_of_one_process(by_rank: Computed, ranks: int) -> None:
+    for index, plan in enumerate(2 * cases(ranks, 12)):
+        alone = gradients(0, 1, plan.model_copy(update={"ranks": 1}), False)
+        for rank in range(ranks):
+            found = by_rank(ranks)[rank]["plain"][index]
+            assert len(found) == len(alone)
+            for ours, theirs in zip(found, alone, strict=True):
+                assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_synchronised_batchnorm_gives_the_gradient_of_the_whole_batch(by_rank: Computed, ranks: int) -> None:
+    for index, plan in enumerate(2 * synchronised_cases(ranks)):
+        whole = plan.model_copy(update={"ranks": 1, "batch_size": plan.batch_size * ranks, "least_part": 2})
+        alone = gradients(0, 1, whole, True)
+        for rank in range(ranks):
+            for ours, theirs in zip(by_rank(ranks)[rank]["synchronised"][index], alone, strict=True):
+                assert_equal(ours, theirs)
+
+
+def test_an_infinite_sample_on_one_rank_is_seen_by_all_ranks_and_by_the_empty_ones(by_rank: Computed) -> None:
+    for found in by_rank(3):
+        assert found["poisoned"] == [[[False, True]] * 2, [[False]] * 2]
+
+
+def test_accumulation_reduces_once_however_many_micro_batches_there_are(by_rank: Computed) -> None:
+    one, four = by_rank(2)[0]["reductions"]
+    assert one == four > 0

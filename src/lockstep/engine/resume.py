@@ -70,8 +70,7 @@ def load_shared(store: CheckpointStore, step: int, collectives: Collectives, *, 
     """
 
     def read() -> Snapshot | None:
-        each_reads = in_pieces and store.verify(step).shards > 0
-        return None if each_reads else store.load(step)
+        return None if in_pieces and store.verify(step).shards else store.load(step)
 
     found = _from_main(read, collectives)
     return store.open(step) if found is None else found
@@ -141,25 +140,25 @@ def check_fits(manifest: dict[str, Any], plan: Plan) -> None:
         if same_length:
             fix += "; to resume with these data, add --accept-data"
         raise CheckpointError("the training data is not what this run was trained on", why=why, fix=fix)
-    if manifest.get("order_version") != ORDER_VERSION:
-        raise CheckpointError(
-            f"the run's order is version {manifest.get('order_version')}, this Lockstep's is {ORDER_VERSION}",
-            why="in another order samples would repeat and others would be left out",
-            fix="resume with the version of Lockstep that run.json names, or start a new run with --init-from",
-        )
+    version, seed = manifest.get("order_version"), manifest.get("seed")
     order = OrderPlan.model_validate(manifest.get("order", {}))
-    if order != plan.order:
-        raise CheckpointError(
+    checks = [
+        (
+            version == ORDER_VERSION,
+            f"the run's order is version {version}, this Lockstep's is {ORDER_VERSION}",
+            "resume with the version of Lockstep that run.json names, or start a new run with --init-from",
+        ),
+        (
+            order == plan.order,
             f"the run's order is {order}; that of the plan is {plan.order}",
-            why="in another order samples would repeat and others would be left out",
-            fix="leave the weights and the settings of data (sampling, bucketing, epoch_samples) as they were",
-        )
-    if manifest.get("seed") != plan.seed:
-        raise CheckpointError(
-            f"the run's seed is {manifest.get('seed')}, not {plan.seed}",
-            why="another seed means another order: samples would repeat and others would be left out",
-            fix="leave training.seed as it was",
-        )
+            "leave the weights and the settings of data (sampling, bucketing, epoch_samples) as they were",
+        ),
+        (seed == plan.seed, f"the run's seed is {seed}, not {plan.seed}", "leave training.seed as it was"),
+    ]
+    for fits, what, fix in checks:
+        if not fits:
+            why = "in another order samples would repeat and others would be left out"
+            raise CheckpointError(what, why=why, fix=fix)
 
 
 def restored_state(rank: RankContext, snapshot: Snapshot | None) -> TrainState:
@@ -237,10 +236,11 @@ def freeze_again(model: nn.Module, frozen: Collection[str] | None) -> str | None
 
     Returns a note where that differs from what ``model()`` gives. ``frozen``: their names; ``None``: not known.
     """
-    named = [] if frozen is None else [*model.named_parameters()]
-    changed = [(name, parameter) for name, parameter in named if parameter.requires_grad == (name in (frozen or ()))]
-    for name, parameter in changed:
-        parameter.requires_grad_(name not in (frozen or ()))
+    if frozen is None:
+        return None
+    changed = [parameter for name, parameter in model.named_parameters() if parameter.requires_grad == (name in frozen)]
+    for parameter in changed:
+        parameter.requires_grad_(not parameter.requires_grad)
     if not changed:
         return None
     return f"Parameters are frozen and trained as at the checkpoint, not as model() makes them: {len(changed)} differ."
@@ -259,11 +259,8 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
         for key in own.keys() & weights.keys()
         if own[key].shape != weights[key].shape
     ]
-    problems = [
-        *([f"missing {', '.join(missing[:5])}"] if missing else []),
-        *([f"unknown {', '.join(surplus[:5])}"] if surplus else []),
-        *([f"shapes {'; '.join(sorted(shapes)[:5])}"] if shapes else []),
-    ]
+    listed = ("missing", ", ", missing), ("unknown", ", ", surplus), ("shapes", "; ", sorted(shapes))
+    problems = [f"{kind} {comma.join(names[:5])}" for kind, comma, names in listed if names]
     if problems:
         raise CheckpointError(
             f"the weights in {source} do not fit the model",
@@ -305,13 +302,13 @@ def weights_from(source: Path) -> dict[str, Any]:
             return dict(load_file(source))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read {source}", why=str(error), fix="check the file") from None
-    folder = source / "checkpoints"
-    store, step = CheckpointStore(folder if folder.is_dir() else source.parent), None
-    if folder.is_dir():
-        step = store.step_of("best")
-        step = store.step_of("last") if step is None else step
-    elif source.name.startswith("step-") and source.name[5:].isdigit():
-        step = int(source.name[5:])
+    if (folder := source / "checkpoints").is_dir():
+        store = CheckpointStore(folder)
+        steps = store.step_of("best"), store.step_of("last")
+        step = next((step for step in steps if step is not None), None)
+    else:
+        store, number = CheckpointStore(source.parent), source.name.removeprefix("step-")
+        step = int(number) if number != source.name and number.isdigit() else None
     if step is None:
         raise CheckpointError(
             f"{source} holds no weights",

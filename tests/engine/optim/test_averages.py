@@ -21,7 +21,7 @@ from tests.toys import Toy
 EMA = {"name": "ema", "decay": 0.9, "warmup": False}
 SWA = {"name": "swa", "start_share": 0.5}
 RUN: dict[str, Any] = {
-    "training": {"epochs": 4, "global_batch_size": 16, "early_stopping_patience": 0},
+    "training": {"epochs": 2, "global_batch_size": 16, "early_stopping_patience": 0},
     "scheduler": {"name": "constant", "warmup_epochs": 0},
     "checkpoint": {"keep_last": 9},
 }
@@ -114,7 +114,7 @@ def on_ranks(rank: int, size: int, folder: Path) -> list[dict[str, Tensor]]:
 
 
 def longer() -> dict[str, Any]:
-    return {**RUN, "training": {**RUN["training"], "epochs": 6}}
+    return {**RUN, "training": {**RUN["training"], "epochs": 3}}
 
 
 def test_two_ranks_have_the_averages_of_one(tmp_path: Path) -> None:

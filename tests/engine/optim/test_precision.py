@@ -16,7 +16,9 @@ from lockstep.config.load import merge
 from lockstep.engine.optim.precision import cast
 from lockstep.errors import UnsupportedError
 from lockstep.telemetry.rundir import RunDir
+from tests.attempts import attempt
 from tests.dist.runs import go_on, train
+from tests.gloo import run_ranks
 from tests.toys import CLASSES, FEATURES, Toy, arrays
 
 SAME: dict[str, Any] = {
@@ -56,6 +58,10 @@ def weights(run: RunDir) -> dict[str, torch.Tensor]:
     return dict(lockstep.Run(run.path).load_model("last").state_dict())
 
 
+def on_ranks(rank: int, ranks: int, folder: Path) -> dict[str, torch.Tensor]:
+    return attempt(Toy, folder, rank, ranks, **SAME, scheduler={"name": "constant", "warmup_steps": 0})[0]
+
+
 def test_one_rank_is_the_plain_loop_bit_for_bit_and_two_are_to_rounding(tmp_path: Path) -> None:
     one = train("tests.toys:Toy", tmp_path / "one", "cpu", merge(SAME, {"training": {"max_steps": 7}}))
     go_on(one, "cpu", {"training": {"max_steps": None}})
@@ -66,10 +72,10 @@ def test_one_rank_is_the_plain_loop_bit_for_bit_and_two_are_to_rounding(tmp_path
     again = lockstep.Run(one.path).evaluate(split="test", checkpoint="best")
     assert one.read().final_metrics.items() >= again.items()
 
-    two = train("tests.toys:Toy", tmp_path / "two", "cpu,cpu", SAME)
-    assert two.plan()["decisions"]["one_message"]["value"] is False
-    for name, value in weights(two).items():
-        torch.testing.assert_close(value, judge[name].float(), rtol=2**-6, atol=2**-7)
+    two = run_ranks(on_ranks, 2, tmp_path / "two")[0]
+    assert RunDir(tmp_path / "two").plan()["decisions"]["one_message"]["value"] is False
+    for name, value in two.items():
+        torch.testing.assert_close(value.float(), judge[name].float(), rtol=2**-6, atol=2**-7)
     full = train("tests.toys:Toy", tmp_path / "full", "cpu", merge(SAME, {"hardware": {"precision": "32"}}))
     assert not torch.equal(weights(full)["0.weight"], found["0.weight"])
 

@@ -185,9 +185,6 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-Groups = list[dict[str, Any]]
-
-
 def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, task: Task | None = None) -> Optimizer:
     """The configured optimizer over all parameters, fused where torch has a fused kernel.
 

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -168,56 +168,61 @@ def runtime(
     plan: Plan, device: torch.device, world: World, timeout_s: float, *, detect_anomaly: bool
 ) -> Iterator[None]:
     """Threads, seeds, determinism and the process group of an attempt; the caller's are restored afterwards."""
-    threads, python_state, numpy_state = torch.get_num_threads(), random.getstate(), np.random.get_state()
-    torch_state = torch.random.get_rng_state()
-    deterministic, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    exact, kernels = plan.reproducibility == "exact", ExitStack()
-    kernels.enter_context(expandable_segments(device))  # before anything asks the GPU
-    # The process of a rank ends soon. To choose the GPU of before would take memory of gpu:0, which may be full.
-    keeps = device.type == "cuda" and world.size == 1
-    cuda = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if keeps else None
-    workspace = os.environ.get(_CUBLAS)
-    torch.set_num_threads(plan.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    on_gpu = device.type == "cuda"
+    exact, on_gpu = plan.reproducibility == "exact", device.type == "cuda"
     products, benchmark = plan.value("matmul_precision"), bool(plan.value("cudnn_benchmark", False))
-    kernels.enter_context(float32_products(products if on_gpu else None, exact=exact, benchmark=on_gpu and benchmark))
-    if exact:
-        os.environ[_CUBLAS] = ":4096:8"
-        torch.use_deterministic_algorithms(True)
-    started = join(plan.placement["backend"], device, world, timeout_s)
-    failed = False
-    try:
+    with ExitStack() as kept:
+        kept.enter_context(expandable_segments(device))  # before anything asks the GPU
+        if on_gpu and world.size == 1:
+            # One of several ranks ends soon. To choose the GPU of before would take memory of gpu:0, which may be full.
+            kept.callback(torch.cuda.set_device, torch.cuda.current_device())
+        kept.enter_context(generators_kept())
+        kept.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(plan.threads)
+        if on_gpu:
+            torch.cuda.set_device(device)
+        kept.enter_context(float32_products(products if on_gpu else None, exact=exact, benchmark=on_gpu and benchmark))
+        if exact:
+            kept.enter_context(_deterministic())
+        kept.enter_context(_group(plan.placement["backend"], device, world, timeout_s))
         seed_everything(plan.seed)
-        memory = kept_memory() if device.type == "cpu" else nullcontext()
-        with memory, torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True):
-            yield
+        if not on_gpu:
+            kept.enter_context(kept_memory())
+        kept.enter_context(torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True))
+        yield
+
+
+@contextmanager
+def _group(backend: str | None, device: torch.device, world: World, timeout_s: float) -> Iterator[None]:
+    """The process group, destroyed at the end if this made it."""
+    ends = join(backend, device, world, timeout_s)
+    try:
+        yield
+    except BaseException:
+        # NCCL waits for all ranks there, and after a failure they wait for this one; the process ends anyway.
+        ends = ends and backend != "nccl"
+        raise
+    finally:
+        if ends:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Deterministic kernels alone, and an error for an operator that has none."""
+    workspace, enabled = os.environ.get(_CUBLAS), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    os.environ[_CUBLAS] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
     except BaseException as error:
-        failed = True
         _refuse_nondeterministic(error)
         raise
     finally:
-        # NCCL waits for all ranks there, and after a failure they wait for this one; the process ends anyway.
-        if started and not (failed and plan.placement["backend"] == "nccl"):
-            dist.destroy_process_group()
-        torch.set_num_threads(threads)
-        if exact:  # torch imports its compiler for this
-            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        kernels.close()
-        if cuda is not None:
-            torch.cuda.set_device(cuda[0])
-            torch.cuda.set_rng_state_all(cuda[1])
-        if workspace is None:
-            os.environ.pop(_CUBLAS, None)
-        else:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        os.environ.pop(_CUBLAS)
+        if workspace is not None:
             os.environ[_CUBLAS] = workspace
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.random.set_rng_state(torch_state)
 
 
 def _refuse_nondeterministic(error: BaseException) -> None:
