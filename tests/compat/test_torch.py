@@ -90,6 +90,23 @@ def test_optimizers_and_their_hooks() -> None:
         made.load_state_dict(made.state_dict())
 
 
+def test_a_step_without_its_wrappers() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    made, heard = torch.optim.SGD([weight], 0.5), []
+    for _ in range(2):
+        weight.grad = torch.ones(2)
+        compat.bare_step(made)()
+        made.register_step_post_hook(lambda *_: heard.append(weight.tolist()))
+    assert heard == [[0.0, 0.0]]
+
+
+def test_deterministic_algorithms() -> None:
+    compat.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    compat.use_deterministic_algorithms(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_backward_and_what_nodes_saved() -> None:
     weight = nn.Parameter(torch.tensor([1.0, 2.0]))
     compat.backward((weight * 3).sum(), torch.tensor(2.0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from inspect import unwrap
 from itertools import repeat
 from typing import Any, NoReturn
 
@@ -179,6 +181,14 @@ def takes_found_inf(made: Optimizer) -> bool:
     return bool(getattr(made, "_step_supports_amp_scaling", False))
 
 
+def bare_step(made: Any) -> Callable[[], Any]:
+    """``made.step`` without the wrappers in which torch imports its compiler; as it is where they do something."""
+    if needs_own_step(made) or not type(made).__module__.startswith("torch.optim.") or made.defaults["differentiable"]:
+        step: Callable[[], Any] = made.step
+        return step
+    return torch.no_grad()(partial(unwrap(type(made).step), made))
+
+
 @contextmanager
 def compiler_not_imported() -> Iterator[None]:
     """Optimizers made, saved or loaded inside do not import torch's compiler, which takes longer than many first steps.
@@ -196,6 +206,18 @@ def compiler_not_imported() -> Iterator[None]:
     finally:
         for method in methods:
             delattr(method, _DISABLED)
+
+
+def use_deterministic_algorithms(mode: bool, *, warn_only: bool = False) -> None:
+    """As torch's, which imports its compiler to set a flag there: a second and more of every process.
+
+    A compiler that is imported later takes the flag from ``TORCHINDUCTOR_DETERMINISTIC``.
+    """
+    setter = getattr(torch._C, "_set_deterministic_algorithms", None)
+    if setter is None or "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+    else:
+        setter(mode, warn_only=warn_only)
 
 
 def watch_compiler(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> None:

@@ -153,7 +153,8 @@ def check_configured_optimizer(task: Task, config: RunConfig) -> None:
     """Raise what a rank would where the configured optimizer cannot be made for the task's model."""
     settings = config.optimizer
     if settings.name not in ("adamw", "adam", "sgd") or settings.options or settings.layer_decay < 1:
-        build_optimizer(settings, blueprint(task), settings.lr, task)
+        with compiler_not_imported():
+            build_optimizer(settings, blueprint(task), settings.lr, task)
 
 
 def optimizer_facts(task: Task, model: nn.Module) -> tuple[float | None, bool]:

@@ -154,11 +154,12 @@ def run(script: str, folder: Path) -> str:
     ).stdout
 
 
-def test_the_compiler_is_not_imported_for_an_optimizer(tmp_path: Path) -> None:
+def test_the_compiler_is_imported_neither_for_optimizers_and_their_steps_nor_for_determinism(tmp_path: Path) -> None:
     script = """
 import sys, torch
-from lockstep._compat.torch import compiler_not_imported
-from torch.optim import AdamW, Optimizer
+from lockstep._compat.torch import compiler_not_imported, use_deterministic_algorithms
+from lockstep.engine.optim.fused_adam import Stepper
+from torch.optim import SGD, AdamW, Optimizer
 def methods():
     return [(name, vars(getattr(value, "__wrapped__", value)).copy()) for name, value in vars(Optimizer).items()
             if callable(value)]
@@ -167,9 +168,15 @@ weight = torch.nn.Parameter(torch.ones(2))
 with compiler_not_imported():
     optimizer = AdamW([weight])
     optimizer.load_state_dict(optimizer.state_dict())
-print("torch._dynamo" in sys.modules, methods() == before)
+    plain = SGD([weight], lr=0.5)
+weight.grad = torch.ones(2)
+Stepper(plain)()
+assert weight.tolist() == [0.5, 0.5]
+use_deterministic_algorithms(True)
+print({"torch._dynamo", "torch._inductor"} & sys.modules.keys(), methods() == before,
+      torch.are_deterministic_algorithms_enabled())
 """
-    assert run(script, tmp_path).split() == ["False", "True"]  # and afterwards torch is as it was
+    assert run(script, tmp_path).split() == ["set()", "True", "True"]  # and afterwards torch is as it was
 
 
 def test_inside_a_process_that_compiles_nothing_is_touched() -> None:

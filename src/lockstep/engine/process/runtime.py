@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from lockstep._compat.torch import use_deterministic_algorithms
 from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
 from lockstep.hardware.world import STORE_FD, World
 from lockstep.planning import Plan
@@ -145,7 +146,8 @@ def kept_memory() -> Iterator[None]:
         libc.malloc_trim(0)
 
 
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+#: What cuBLAS, and torch's compiler when it is imported, read in exact mode.
+_EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
 
 
 def rank_device(devices: Sequence[str], world: World) -> torch.device:
@@ -209,20 +211,24 @@ def _group(backend: str | None, device: torch.device, world: World, timeout_s: f
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """Deterministic kernels alone, and an error for an operator that has none."""
-    workspace, enabled = os.environ.get(_CUBLAS), torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    os.environ[_CUBLAS] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    before = {name: os.environ.get(name) for name in _EXACT}
+    os.environ.update(_EXACT)
+    use_deterministic_algorithms(True)
     try:
         yield
     except BaseException as error:
         _refuse_nondeterministic(error)
         raise
     finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        os.environ.pop(_CUBLAS)
-        if workspace is not None:
-            os.environ[_CUBLAS] = workspace
+        use_deterministic_algorithms(enabled, warn_only=warn_only)
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def _refuse_nondeterministic(error: BaseException) -> None:
