@@ -15,7 +15,7 @@ from tests.attempts import attempt
 from tests.gloo import run_ranks
 from tests.toys import CLASSES, FEATURES, Toy
 
-WIDTH = 768  # a frozen layer of two megabytes, and of more than one in each of two parts
+WIDTH = 1024  # a frozen layer of four megabytes
 
 
 class Frozen(Toy):

@@ -330,7 +330,7 @@ def check_trainer(path: Path, state: Mapping[str, Any]) -> None:
     """Make sure that ``state``, just written, can be read again without running code.
 
     Raises:
-        CheckpointError: naming the place and the type of what cannot be.
+        CheckpointError: naming the place and the type of what it refuses.
     """
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)

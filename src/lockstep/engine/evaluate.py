@@ -155,7 +155,7 @@ def evaluate(
                 if states is None or not states.add_up:
                     flush()
         if states is not None:
-            found.append((0.0, 0.0, states.take()) if states.add_up else None)
+            found.append(None if states.add_up is False else (0.0, 0.0, states.take()))
             flush()
             states.put()
         if merges and metrics is not None:
@@ -233,9 +233,8 @@ class _States:
     def __init__(self, metrics: Any) -> None:
         self._metrics = metrics
         self._merged: list[Tensor] = []
-        #: Whether the order of merging makes no difference; known after the first update.
-        self.add_up = True
-        self._agreed = False
+        #: Whether the order of merging makes no difference; ``None`` until all ranks have agreed on it.
+        self.add_up: bool | None = None
 
     @staticmethod
     def are_those_of(metrics: Any) -> bool:
@@ -256,20 +255,18 @@ class _States:
 
     def update(self, chunk: tuple[float, float, Any] | None, collectives: Collectives) -> Any:
         """``chunk`` with its states, unless these are taken at the end, in place of its rows. Collective at first."""
-        if not self._agreed and collectives.is_main:
+        is_first = self.add_up is None
+        if not is_first or collectives.is_main:
             self._add(chunk)
-            self.add_up = not any(state.is_floating_point() for state in self.take())
-        if not self._agreed:
+        if is_first:
             # Metrics with equal states after their first rows share an update: by those of chunk 0, on every rank.
             from lockstep._compat.torchmetrics import compute_groups
 
-            groups, self.add_up = collectives.broadcast((compute_groups(self._metrics), self.add_up))
+            add_up = not any(state.is_floating_point() for state in self.take())
+            groups, self.add_up = collectives.broadcast((compute_groups(self._metrics), add_up))
             compute_groups(self._metrics, groups)
             if not collectives.is_main:
                 self._add(chunk)
-            self._agreed = True
-        else:
-            self._add(chunk)
         return chunk and (*chunk[:2], None if self.add_up else self.take())
 
     def _add(self, chunk: tuple[float, float, Any] | None) -> None:
