@@ -183,11 +183,12 @@ class BackgroundWriter:
 
     def wait(self) -> None:
         """Wait for the save in flight, if any. Raises :class:`StorageError` when it failed."""
-        save, self._save = self._save, None
+        save = self._save
         if save is None:
             return
         save.thread.join()
         pulse.writes_in(0)
+        self._save = None
         for found in save.done:
             if isinstance(found, BaseException):
                 raise surfaced(found, save.step) from found
