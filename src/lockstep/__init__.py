@@ -39,36 +39,26 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-#: Where each public name is. ``RunResult`` and ``make_plan`` are the names that 0.1 had.
-_HOMES = {
-    "ArrayDataset": "lockstep.data.arrays",
-    "Callback": "lockstep.engine.task",
-    "Datasets": "lockstep.engine.task",
-    "LockstepError": "lockstep.errors",
-    "Loss": "lockstep.engine.task",
-    "Mixture": "lockstep.data.mixture",
-    "Order": "lockstep.data.order",
-    "Packed": "lockstep.data.packing",
-    "Run": "lockstep.api.run",
-    "RunConfig": "lockstep.config",
-    "RunResult": "lockstep.api.run:Run",
-    "Scheduler": "lockstep.engine.task",
-    "Session": "lockstep.api.session",
-    "Sound": "lockstep.events",
-    "StrategySpec": "lockstep.strategies",
-    "Task": "lockstep.engine.task",
-    "TaskConfig": "lockstep.engine.task",
-    "collectives": "lockstep.engine.distributed.collectives",
-    "detect_devices": "lockstep.hardware.detect",
-    "fit": "lockstep.api.train",
-    "get_available_gpus": "lockstep.hardware.detect",
-    "make_plan": "lockstep.api.train:plan",
-    "plan": "lockstep.api.train",
-    "register_strategy": "lockstep.strategies",
-    "resolve_hardware": "lockstep.hardware.resolve",
-    "train": "lockstep.api.train",
-    "verify": "lockstep.api.train",
+#: The public names of each module. ``RunResult`` and ``make_plan`` are the names that 0.1 had.
+_EXPORTS = {
+    "lockstep.api.run": ["Run"],
+    "lockstep.api.session": ["Session"],
+    "lockstep.api.train": ["fit", "plan", "train", "verify"],
+    "lockstep.config": ["RunConfig"],
+    "lockstep.data.arrays": ["ArrayDataset"],
+    "lockstep.data.mixture": ["Mixture"],
+    "lockstep.data.order": ["Order"],
+    "lockstep.data.packing": ["Packed"],
+    "lockstep.engine.distributed.collectives": ["collectives"],
+    "lockstep.engine.task": ["Callback", "Datasets", "Loss", "Scheduler", "Task", "TaskConfig"],
+    "lockstep.errors": ["LockstepError"],
+    "lockstep.events": ["Sound"],
+    "lockstep.hardware.detect": ["detect_devices", "get_available_gpus"],
+    "lockstep.hardware.resolve": ["resolve_hardware"],
+    "lockstep.strategies": ["StrategySpec", "register_strategy"],
 }
+_OLD_NAMES = {"RunResult": "Run", "make_plan": "plan"}
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "ArrayDataset",
@@ -103,11 +93,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    current = _OLD_NAMES.get(name, name)
+    if current not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    module, _, attribute = _HOMES[name].partition(":")
-    return getattr(import_module(module), attribute or name)
+    return getattr(import_module(_HOMES[current]), current)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_OLD_NAMES})

@@ -251,10 +251,7 @@ def test_stop_and_ctrl_c_end_a_run_that_can_be_resumed(
 @contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A command that runs beside the test, and not beyond it."""
-    command = [sys.executable, "-m", "lockstep", *arguments]
-    process = subprocess.Popen(
-        command, env=cli_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = commands.start("-m", "lockstep", *arguments, cwd=Path.cwd(), env=cli_environment(), merged=True)
     try:
         with process:
             yield process

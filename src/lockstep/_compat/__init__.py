@@ -8,7 +8,9 @@ A name that a new release removes either has a fallback made of public names, or
 from __future__ import annotations
 
 import atexit
+import sys
 from importlib.metadata import version
+from types import FrameType
 
 from lockstep.errors import UnsupportedError
 
@@ -25,3 +27,18 @@ def missing(library: str, name: object) -> UnsupportedError:
 def run_exit_functions() -> None:
     """Call what was registered with :mod:`atexit`, for a process that ends by ``os._exit``."""
     atexit._run_exitfuncs()
+
+
+def script_frame() -> FrameType | None:
+    """The frame of the script's top level, below the caller's; ``None``: another module's code was started."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("<module>", "__main__"):
+        frame = frame.f_back
+    return frame
+
+
+def has_returned(frame: FrameType | None) -> bool:
+    """Whether ``frame``, which has ended, ran to its end: else an exception has left it."""
+    import dis
+
+    return frame is None or dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

@@ -70,7 +70,7 @@ class Session:
         resume: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
-        from lockstep._compat.python import script_frame
+        from lockstep._compat import script_frame
         from lockstep.engine.process.runtime import rank_device, seed_everything
         from lockstep.engine.session.current import close_open_session, opened
         from lockstep.launch.session.join import join_session, settings_of_launch
@@ -426,7 +426,7 @@ class Session:
         self._exit(status)
 
     def _at_exit(self) -> None:
-        from lockstep._compat.python import has_returned
+        from lockstep._compat import has_returned
 
         if self._exits is None and not self._loop.is_done and not has_returned(self._script):
             self._exits = SystemExit("raised before the end of the loop; its status is not known")

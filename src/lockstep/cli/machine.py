@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, print_json, verb
 from lockstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from lockstep.hardware.detect import Device
 
 LIBRARIES = ("numpy", "torchmetrics", "safetensors", "pydantic", "lightning", "tensorboard")
 
@@ -21,6 +18,7 @@ LIBRARIES = ("numpy", "torchmetrics", "safetensors", "pydantic", "lightning", "t
 @verb("[OPTIONS]", "Memory is in GB (1e9 bytes).")
 def devices(*, as_json: AsJson = False) -> None:
     from lockstep.hardware.detect import detect_devices
+    from lockstep.hardware.resolve import describe_users
     from lockstep.telemetry.tables import print_table
 
     found = detect_devices()
@@ -28,24 +26,18 @@ def devices(*, as_json: AsJson = False) -> None:
         print_json({"devices": [device.as_dict() for device in found]}, sys.stdout)
         return
     columns = ("device", "name", "memory", "free", "precisions", "used by", "note")
-    print_table(columns, [_row(device) for device in found], sys.stdout)
-
-
-def _row(device: Device) -> tuple[str, ...]:
-    users = [f"{user.name} ({user.pid}{_memory(user.memory_gb, ', ')})" for user in device.users]
-    return (
-        device.id,
-        device.name,
-        _memory(device.memory_gb),
-        _memory(device.free_gb),
-        ", ".join(device.precisions) if device.supported else "-",
-        ", ".join(users),
-        device.note,
-    )
-
-
-def _memory(size_gb: float | None, before: str = "") -> str:
-    return "" if size_gb is None else f"{before}{size_gb:g} GB"
+    rows = [
+        (
+            device.id,
+            device.name,
+            *("" if size is None else f"{size:g} GB" for size in (device.memory_gb, device.free_gb)),
+            ", ".join(device.precisions) if device.supported else "-",
+            describe_users(device),
+            device.note,
+        )
+        for device in found
+    ]
+    print_table(columns, rows, sys.stdout)
 
 
 DOCTOR = """\

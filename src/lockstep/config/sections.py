@@ -54,6 +54,13 @@ def _text_of_number(value: object) -> object:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _listed(value: object) -> object:
+    """``a, b`` as a list, on the command line; a number alone as a list of it."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return (value,) if isinstance(value, int) else value
+
+
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 
@@ -88,12 +95,12 @@ class TaskSection(Section):
 
 
 class HardwareConfig(Section):
-    selected_devices: tuple[str, ...] | None = Field(
+    selected_devices: Annotated[tuple[str, ...] | None, BeforeValidator(_listed)] = Field(
         default=None,
         description="devices by name: cpu, gpu:0, …, or all for every GPU; one named twice runs two ranks (cpu,cpu). "
         "Unset: gpu:0 if there is one, else cpu",
     )
-    precision: Precision = Field(
+    precision: Annotated[Precision, BeforeValidator(_text_of_number)] = Field(
         default="32",
         description="number format: 32, 16-mixed (with loss scaling) or bf16-mixed; auto: bf16-mixed on GPUs that have "
         "it, else 32; tf32: 32 with matmul_precision high; bf16-true: weights, gradients and optimizer as well",
@@ -111,16 +118,6 @@ class HardwareConfig(Section):
         default=False, description="weights of 2-D convolutions in channels_last, faster on GPUs in 16 bits and TF32"
     )
     strategy: Strategy = Field(default="auto", json_schema_extra=_strategy_schema)
-
-    @field_validator("selected_devices", mode="before")
-    @classmethod
-    def _from_text(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _precision_text(cls, value: object) -> object:
-        return "32" if value == 32 and not isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _one_format_of_products(self) -> HardwareConfig:
@@ -545,7 +542,9 @@ class TelemetryConfig(Section):
         default=None,
         description="A:B records steps A to B with torch's profiler: a trace and a table in profile/; unset: off",
     )
-    profile_ranks: tuple[int, ...] = Field(default=(0,), description="the ranks that profile records")
+    profile_ranks: Annotated[tuple[int, ...], BeforeValidator(_listed)] = Field(
+        default=(0,), description="the ranks that profile records"
+    )
     memory_snapshot: bool = Field(
         default=False,
         description="on a GPU, keep a record of allocations and write it to profile/ when memory runs out",
@@ -565,13 +564,6 @@ class TelemetryConfig(Section):
             if not colon or not numbers or not 1 <= int(first) <= int(last):
                 raise ValueError("must be FIRST:LAST, two optimizer steps counted from 1, such as 10:15")
         return value
-
-    @field_validator("profile_ranks", mode="before")
-    @classmethod
-    def _ranks(cls, value: object) -> object:
-        if isinstance(value, str):
-            return tuple(part.strip() for part in value.split(",") if part.strip())
-        return (value,) if isinstance(value, int) else value
 
 
 class LaunchConfig(Section):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.planning.decision import Decision, Decisions, Frozen, by_key
@@ -149,14 +149,18 @@ def resolve_batch(
     """
     devices = ranks * devices_per_rank
     if global_batch_size is None:
-        sizes, reasons = _as_configured(batch_size, accumulate, devices)
+        whole = batch_size * devices * accumulate
+        sizes = {"global_batch": whole, "batch_size": batch_size, "accumulate": accumulate}
+        reasons = {
+            "global_batch": f"{batch_size} per device × {devices} device(s) × {accumulate} micro-batch(es)",
+            "batch_size": "as configured",
+            "accumulate": "as configured",
+        }
     else:
         sizes, reasons = _shared(global_batch_size, batch_size, devices)
     plan = BatchPlan(
         samples=samples,
-        global_batch=sizes.global_batch,
-        batch_size=sizes.batch_size,
-        accumulate=sizes.accumulate,
+        **sizes,
         ranks=ranks,
         devices_per_rank=devices_per_rank,
         lanes=lanes,
@@ -173,21 +177,7 @@ def resolve_batch(
     )
 
 
-class _Sizes(NamedTuple):
-    global_batch: int
-    batch_size: int
-    accumulate: int
-
-
-def _as_configured(batch_size: int, accumulate: int, devices: int) -> tuple[_Sizes, dict[str, str]]:
-    return _Sizes(batch_size * devices * accumulate, batch_size, accumulate), {
-        "global_batch": f"{batch_size} per device × {devices} device(s) × {accumulate} micro-batch(es)",
-        "batch_size": "as configured",
-        "accumulate": "as configured",
-    }
-
-
-def _shared(global_batch: int, limit: int, devices: int) -> tuple[_Sizes, dict[str, str]]:
+def _shared(global_batch: int, limit: int, devices: int) -> tuple[dict[str, int], dict[str, str]]:
     """``global_batch`` in micro-batches of at most ``limit`` samples, as few and as even as can be."""
     if global_batch < devices:
         raise ConfigError(
@@ -198,7 +188,7 @@ def _shared(global_batch: int, limit: int, devices: int) -> tuple[_Sizes, dict[s
     share = -(-global_batch // devices)
     accumulate = -(-share // limit)
     uneven = "" if global_batch % devices == 0 else f", unevenly ({global_batch // devices} or {share} each)"
-    return _Sizes(global_batch, -(-share // accumulate), accumulate), {
+    return {"global_batch": global_batch, "batch_size": -(-share // accumulate), "accumulate": accumulate}, {
         "global_batch": f"held at {global_batch} and shared by {devices} device(s){uneven}",
         "batch_size": f"a device's share of {share} in {accumulate} micro-batch(es) of at most the configured size",
         "accumulate": f"the fewest micro-batches that a device's share of {share} fits in",
