@@ -84,7 +84,8 @@ def cli_page() -> str:
         parts += [f"## lockstep {name}", verb.help, f"```\n{usage}\n```"]
         if name == "plan":
             parts.append("Takes the flags of [train](#lockstep-train), `--resume` excepted, and these:")
-        parts += _flag_tables(verb, keys if name == "train" else {}, left_out=all_flags() if name == "plan" else ())
+        if verb.default_command is not None:
+            parts += _flag_tables(verb, keys if name == "train" else {}, left_out=all_flags() if name == "plan" else ())
         if verb.help_epilogue:
             parts.append(f"```\n{verb.help_epilogue}\n```")
         if name == "bench":

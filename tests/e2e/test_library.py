@@ -100,7 +100,7 @@ def test_make_plan_starts_nothing(tmp_path: Path) -> None:
         Toy, {"hardware": {"selected_devices": ["cpu", "cpu"]}, "runs_dir": str(tmp_path / "runs")}
     )
     assert plan.batch.global_batch == 32
-    assert all(reason for _, _, reason in plan.explain())
+    assert all(decision.reason for decision in plan.decisions.values())
     assert not (tmp_path / "runs").exists()
 
 

@@ -26,12 +26,6 @@ class OpenCLI(LightningCLI):
         """The parser of the subcommand's flags."""
         return self._parser(subcommand)
 
-    @property
-    def model_type(self) -> type[Any]:
-        """The class of the model, or the one that its ``class_path`` must derive from."""
-        kind: type[Any] = self._model_class  # type: ignore[assignment]
-        return kind
-
     def _parse_ckpt_path(self) -> None:
         self.read_checkpoint_settings()
 

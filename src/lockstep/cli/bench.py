@@ -49,12 +49,6 @@ WarmUp = Annotated[int, _flag("Steps before them that do not count. Default: 5."
 _STRATEGIES = [name for name, spec in known_strategies().items() if spec.devices == "many"]
 
 
-@bench.default
-def overview() -> None:
-    """Show the subcommands."""
-    bench.help_print()
-
-
 @bench.command(sort_key=0)
 def step(
     task: TaskName = None,

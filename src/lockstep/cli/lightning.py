@@ -39,12 +39,6 @@ lightning = App(
 )
 
 
-@lightning.default
-def overview() -> None:
-    """Show the subcommands."""
-    lightning.help_print()
-
-
 Arguments = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 
 

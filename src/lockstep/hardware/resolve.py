@@ -64,13 +64,6 @@ class Placement:
         by_node = {name: list(devices) for name, devices in self.by_node.items()}
         return {**values, "devices": list(self.devices), "notes": list(values["notes"]), "by_node": by_node}
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Placement:
-        """The inverse of :meth:`as_dict`."""
-        by_node = {name: tuple(devices) for name, devices in values.get("by_node", {}).items()}
-        notes = tuple(Note("", note) if isinstance(note, str) else Note(**note) for note in values["notes"])  # str: 0.1
-        return cls(**{**values, "devices": tuple(values["devices"]), "notes": notes, "by_node": by_node})
-
 
 def resolve_placement(
     config: HardwareConfig,

@@ -8,8 +8,8 @@ https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from lockstep.errors import ConfigError
 
@@ -48,9 +48,6 @@ class World:
     def from_outside(self) -> bool:
         """True when their number is given: somebody else started the ranks, or several nodes have met."""
         return self.launcher in {"torchrun", "--nodes", "slurm"}
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_world(environ: Mapping[str, str]) -> World:

@@ -209,10 +209,6 @@ class Plan(Frozen):
             factors += f" × {self.batch.accumulate} micro-batches"
         return f"Effective batch size: {self.batch.global_batch} ({factors})"
 
-    def explain(self) -> list[tuple[str, str, str]]:
-        """``(title, value, reason)`` of every decision, in reading order."""
-        return [(decision.title, decision.shown, decision.reason) for decision in self.decisions.values()]
-
     def as_dict(self) -> dict[str, Any]:
         """As ``plan.json`` has it: with what follows from its fields, for readers of the file."""
         followed = ("total_steps", "threads", "sync_batchnorm", "reproducibility", "sharded_checkpoints")
