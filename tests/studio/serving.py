@@ -18,12 +18,11 @@ from urllib.parse import urlsplit
 import httpx
 from websockets.sync.client import ClientConnection, connect
 
-from lockstep.cli.main import VERBS
 from lockstep.cli.settings import flag_table
 from lockstep.hardware.detect import Device, detect_devices
 from lockstep.studio.server import Server
+from lockstep.studio.settings import offered_tasks
 from lockstep.studio.studio import Options
-from lockstep.studio.tasks import offered_tasks
 from tests.gloo import ROOT, clean_environment
 
 TOY = f"{ROOT / 'tests' / 'toys.py'}:Toy"
@@ -108,8 +107,7 @@ def studio(
     **more: Any,
 ) -> Iterator[Address]:
     """A real server on a free port, in a thread; runs are in ``folder / "runs"``."""
-    verbs = tuple(name for name, _, _ in VERBS)
-    options = Options(folder / "runs", offered_tasks(tasks), flag_table(), verbs, kill_after_s, **more)
+    options = Options(folder / "runs", offered_tasks(tasks), flag_table(), kill_after_s, **more)
     detect = detect_devices if devices is None else lambda refresh=False: list(devices)
     server = Server(options, port=0, detect=detect)
     thread = threading.Thread(target=server.run, name="studio")

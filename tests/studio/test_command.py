@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import TaskError
-from lockstep.studio.tasks import offered_tasks
+from lockstep.studio.settings import offered_tasks
 from tests.test_architecture import heavy_after
 
 

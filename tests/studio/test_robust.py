@@ -18,7 +18,6 @@ import numpy as np
 import psutil
 import pytest
 
-from lockstep.cli.main import VERBS
 from lockstep.cli.settings import flag_table
 from lockstep.config import resolve
 from lockstep.errors import LockstepError, RunFolderError
@@ -31,8 +30,8 @@ from lockstep.studio.jobs import Jobs
 from lockstep.studio.launch_records import Starts
 from lockstep.studio.processes import Identity, is_alive, reap, send
 from lockstep.studio.schemas import ResumeBody
+from lockstep.studio.settings import offered_tasks
 from lockstep.studio.studio import Options, Studio
-from lockstep.studio.tasks import offered_tasks
 from lockstep.telemetry.files import JsonLines, last_row
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start, wait_for_step
@@ -175,8 +174,7 @@ def test_a_run_that_cannot_be_followed_does_not_end_the_following_of_others(
 
 
 def options(folder: Path) -> Options:
-    verbs = tuple(name for name, _, _ in VERBS)
-    return Options(folder / "runs", offered_tasks([TOY]), flag_table(), verbs)
+    return Options(folder / "runs", offered_tasks([TOY]), flag_table())
 
 
 def test_of_two_resumes_at_once_one_starts(tmp_path: Path) -> None:
@@ -198,7 +196,7 @@ def test_of_two_resumes_at_once_one_starts(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     (start,) = started
-    send(start.process, signal.SIGKILL, group=True)
+    send(start.process, signal.SIGKILL)
     wait_until(lambda: not is_alive(start.process))
     reap()
     assert refused == ["TRAINING_IN_PROGRESS"] * 3
@@ -301,12 +299,12 @@ def test_a_run_of_several_ranks_is_signalled_at_its_launcher(tmp_path: Path) -> 
         launcher_of(run, launcher)
         target = starts.target(run)
         assert target is not None
-        assert (target.process.pid, target.group) == (launcher.pid, False)
+        assert (target.pid, target.group) == (launcher.pid, False)
         for other in ({"created": created(launcher.pid) - 60}, {"host": "elsewhere"}, {"pid": "x"}):
             launcher_of(run, launcher, **other)
             found = starts.target(run)
             assert found is not None
-            assert found.process.pid == rank.pid
+            assert found.pid == rank.pid
     finally:
         end(rank)
         end(launcher)
@@ -365,8 +363,7 @@ def test_what_cannot_be_started_or_noted_leaves_nothing(tmp_path: Path, monkeypa
         assert [*home.jobs.iterdir(), *home.starts.iterdir()] == []
 
     begin("a\0b")  # no process can be started with it
-    for place in ("jobs", "launch_records"):
-        monkeypatch.setattr(f"lockstep.studio.{place}.write_json", full_disk)
+    monkeypatch.setattr("lockstep.studio.processes.write_json", full_disk)
     before = {child.pid for child in psutil.Process().children()}
     begin()
     left = [child for child in psutil.Process().children() if child.pid not in before]

@@ -64,19 +64,17 @@ def studio(
             why=str(error),
             fix="pip install 'lockstep-train[studio]'",
         ) from None
-    from lockstep.cli.main import VERBS
     from lockstep.cli.settings import flag_table
     from lockstep.hardware.detect import detect_devices
     from lockstep.studio.server import Server
     from lockstep.studio.studio import Options
-    from lockstep.studio.tasks import offered_tasks
+    from lockstep.studio.settings import offered_tasks
     from lockstep.telemetry.tables import say
 
     options = Options(
         runs_dir=runs_dir,
         tasks=offered_tasks(task or ()),
         flags=flag_table(),
-        verbs=tuple(name for name, _, _ in VERBS),
         warm=True,
         base_path=_base(base_path),
         trusted_hosts=tuple(name.lower() for name in trusted_host or ()),

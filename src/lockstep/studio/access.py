@@ -8,18 +8,17 @@ import json
 import secrets
 import time
 from collections.abc import Collection, Mapping
-from http.cookies import CookieError, SimpleCookie
-from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from lockstep.errors import RunFolderError
+from lockstep.report.page import render
 from lockstep.studio.home import Home, write_private
-from lockstep.studio.pages import enter_page
 from lockstep.studio.problems import ApiError, body_of
 from lockstep.telemetry.files import read_json
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_BODY_BYTES = 1 << 20
 #: Other pages can neither read nor frame the studio, and no text is run as a script.
@@ -40,6 +39,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
+_NOT_KEPT = {"cache-control": "no-store"}
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 #: What the page that asks for the token needs; it shows nothing of a run.
 _PUBLIC = {"/static/app/enter.js", "/static/styles/base.css", "/static/vendor/inter.woff2", "/static/icon.svg"}
@@ -109,31 +109,16 @@ class Guard:
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if self._base and scope["path"] == self._base:
-            await _answer(send, 307, b"", "text/plain", {"location": f"{self._base}/"})
-            return
         if self._base and scope["path"].startswith(f"{self._base}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._base)}
-        try:
-            _check_place(headers, self._hosts)
-            if scope["type"] == "http":
-                _check_body(scope["method"], headers)
-                if (scope["method"], scope["path"]) == ("POST", "/api/session"):
-                    await self._enter(receive, send)
-                    return
-            if scope["path"] not in _PUBLIC:
-                self._check(headers)
-        except ApiError as error:
-            await self._refuse(scope, headers, send, error)
-            return
+        asked = HTTPConnection(scope)
 
         async def receive_while_known() -> Message:
             message = asyncio.ensure_future(receive())
             try:
                 while not (await asyncio.wait({message}, timeout=RECHECK_S))[0]:
-                    self._check(headers)
-                self._check(headers)
+                    self._check(asked)
+                self._check(asked)
                 return await message
             except ApiError as error:
                 await send({"type": "websocket.close", "code": 1008, "reason": error.code})
@@ -142,19 +127,40 @@ class Guard:
                 message.cancel()
 
         async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"].endswith("http.response.start"):
                 present = {name for name, _ in message["headers"]}
                 more = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in present]
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
-        await self._app(scope, receive_while_known if scope["type"] == "websocket" else receive, send_with_headers)
+        answer = await self._answer(asked, receive) or self._app
+        await answer(scope, receive_while_known if scope["type"] == "websocket" else receive, send_with_headers)
 
-    def _check(self, headers: Mapping[str, str]) -> None:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+    async def _answer(self, asked: HTTPConnection, receive: Receive) -> Response | None:
+        """A refusal, or what needs no session; ``None``: the application answers."""
+        method, path = asked.scope.get("method"), asked.scope["path"]
+        if self._base and path == self._base:
+            return RedirectResponse(f"{self._base}/")
+        try:
+            _check_place(asked.headers, self._hosts)
+            if method is not None:
+                _check_body(method, asked.headers)
+            if (method, path) == ("POST", "/api/session"):
+                return await self._enter(Request(asked.scope, receive))
+            if path not in _PUBLIC:
+                self._check(asked)
+        except ApiError as error:
+            if method is not None and path == "/" and error.status == 401:
+                problem = error.what if self._cookie in asked.cookies else ""
+                return HTMLResponse(render(__package__, "enter.html", problem=problem), error.status, _NOT_KEPT)
+            return JSONResponse(body_of(error), error.status, _NOT_KEPT)
+        return None
+
+    def _check(self, asked: HTTPConnection) -> None:
+        scheme, _, given = asked.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._sessions.is_token(given.strip()):
             return
-        name = self._session(headers)
+        name = asked.cookies.get(self._cookie, "")
         if not name or not self._sessions.knows(name):
             raise ApiError(
                 "UNAUTHORISED",
@@ -163,41 +169,24 @@ class Guard:
                 fix="open the address that `lockstep studio` printed when it started",
             )
 
-    def _session(self, headers: Mapping[str, str]) -> str:
-        try:
-            return SimpleCookie(headers.get("cookie", ""))[self._cookie].value
-        except (CookieError, KeyError):
-            return ""
-
-    async def _enter(self, receive: Receive, send: Send) -> None:
+    async def _enter(self, request: Request) -> Response:
         """Exchange the token for a session."""
-        content, more = b"", True
-        while more and len(content) < 1000:
-            message = await receive()
-            content, more = content + message.get("body", b""), bool(message.get("more_body"))
         try:
-            given = json.loads(content)["token"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            given = (await request.json())["token"]
+        except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnect):
             given = ""
         if not self._sessions.is_token(str(given)):
             raise ApiError("UNAUTHORISED", 401, "this is not the studio's token", fix="copy it from the terminal")
-        cookie = f"{self._cookie}={self._sessions.begin()}; HttpOnly; SameSite=Strict; Path={self._base}/"
-        await _answer(
-            send,
-            200,
-            b'{"status":"ok","data":null}',
-            "application/json",
-            {"set-cookie": f"{cookie}; Max-Age={SESSION_S}"},
+        answer = JSONResponse({"status": "ok", "data": None}, headers=_NOT_KEPT)
+        answer.set_cookie(
+            self._cookie,
+            self._sessions.begin(),
+            max_age=SESSION_S,
+            path=f"{self._base}/",
+            httponly=True,
+            samesite="strict",
         )
-
-    async def _refuse(self, scope: Scope, headers: Mapping[str, str], send: Send, error: ApiError) -> None:
-        if scope["type"] == "http" and scope["path"] == "/" and error.status == 401:
-            page = enter_page(error.what if self._session(headers) else "")
-            await _answer(send, error.status, page.encode(), "text/html; charset=utf-8", {})
-            return
-        prefix = "websocket." if scope["type"] == "websocket" else ""
-        body = json.dumps(body_of(error)).encode()
-        await _answer(send, error.status, body, "application/json", {}, prefix=prefix)
+        return answer
 
 
 def _check_place(headers: Mapping[str, str], hosts: set[str]) -> None:
@@ -227,16 +216,3 @@ def _check_body(method: str, headers: Mapping[str, str]) -> None:
         raise ApiError("INVALID_REQUEST", 411, "the request has no length", fix="send Content-Length")
     if length is not None and (not length.isdigit() or int(length) > MAX_BODY_BYTES):
         raise ApiError("BODY_TOO_LARGE", 413, f"a request is at most {MAX_BODY_BYTES} bytes", fix="send less")
-
-
-async def _answer(
-    send: Send, status: int, body: bytes, kind: str, more: Mapping[str, str], *, prefix: str = ""
-) -> None:
-    headers = {**HEADERS, "content-type": kind, "content-length": str(len(body)), "cache-control": "no-store", **more}
-    start: dict[str, Any] = {
-        "type": f"{prefix}http.response.start",
-        "status": status,
-        "headers": [(name.encode(), value.encode("latin-1")) for name, value in headers.items()],
-    }
-    await send(start)
-    await send({"type": f"{prefix}http.response.body", "body": body})

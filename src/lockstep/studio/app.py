@@ -15,11 +15,11 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.staticfiles import StaticFiles
 
 from lockstep.errors import LockstepError
+from lockstep.report.page import render
 from lockstep.studio import bundle
 from lockstep.studio.access import Guard, Sessions
-from lockstep.studio.api import make_router, unknown_address
+from lockstep.studio.api import make_router
 from lockstep.studio.live import Hub
-from lockstep.studio.pages import api_page, error_page
 from lockstep.studio.problems import ApiError, body_of, status_of
 from lockstep.studio.studio import Studio
 from lockstep.telemetry.files import plain
@@ -80,7 +80,7 @@ def _pages(app: FastAPI, studio: Studio) -> None:
 
     @app.get("/docs", include_in_schema=False)
     def docs() -> Response:
-        return HTMLResponse(api_page(app.openapi()))
+        return HTMLResponse(render(__package__, "api.html", rows=_described(app.openapi())))
 
     @app.get("/favicon.ico", include_in_schema=False)
     def icon() -> Response:
@@ -90,6 +90,19 @@ def _pages(app: FastAPI, studio: Studio) -> None:
     app.mount("/static", StaticFiles(directory=bundle.STATIC, check_dir=False))
 
 
+def _described(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The routes of the OpenAPI document: address, what it does, fields of the body, parameters."""
+    rows: list[tuple[str, ...]] = []
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            name = body.get("$ref", "").rpartition("/")[2]
+            fields = document["components"]["schemas"].get(name, {}).get("properties", {})
+            query = [p["name"] for p in operation.get("parameters", ()) if p["in"] == "query"]
+            rows.append((f"{method.upper()} {path}", operation.get("summary", ""), ", ".join(fields), ", ".join(query)))
+    return rows
+
+
 def _problems(app: FastAPI) -> None:
     def answer(error: LockstepError) -> Response:
         return JSONResponse(body_of(error), status_of(error))
@@ -97,7 +110,10 @@ def _problems(app: FastAPI) -> None:
     async def refused(request: Request, error: Any) -> Response:
         # A report opens in a separate tab: the error is a page there.
         if request.headers.get("sec-fetch-dest") == "document":
-            return HTMLResponse(error_page(error), status_of(error))
+            lines = [error.what, error.why, f"Fix: {error.fix}" if error.fix else ""]
+            return HTMLResponse(
+                render(__package__, "message.html", lines=list(filter(None, lines)), url=""), status_of(error)
+            )
         return answer(error)
 
     async def malformed(request: Request, error: Any) -> Response:
@@ -109,7 +125,8 @@ def _problems(app: FastAPI) -> None:
 
     async def by_status(request: Request, error: Any) -> Response:
         if error.status_code == 404:
-            return answer(unknown_address(request))
+            what = f"there is no {request.url.path[:200]}"
+            return answer(ApiError("NOT_FOUND", 404, what, fix="/docs lists the addresses"))
         code = {405: "METHOD_NOT_ALLOWED", 400: "INVALID_JSON"}.get(error.status_code, "INVALID_REQUEST")
         return answer(ApiError(code, error.status_code, str(error.detail), fix="see /docs"))
 

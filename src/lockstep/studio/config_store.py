@@ -13,9 +13,8 @@ from lockstep.errors import ConfigError, RunFolderError
 from lockstep.studio import settings
 from lockstep.studio.home import Home, iso
 from lockstep.studio.problems import ApiError
-from lockstep.studio.schemas import PlanBody
-from lockstep.studio.settings import Wanted
-from lockstep.studio.tasks import OfferedTasks
+from lockstep.studio.schemas import PlanBody, YamlBody
+from lockstep.studio.settings import OfferedTasks, Wanted
 from lockstep.telemetry.rundir import read_json, write_json
 
 
@@ -58,10 +57,10 @@ class SavedConfigs:
         self._home.config(name).unlink(missing_ok=True)
         return {"deleted": name}
 
-    def parse(self, text: str) -> dict[str, Any]:
+    def parse(self, body: YamlBody) -> dict[str, Any]:
         """A configuration file's text as the form has it. Raises :class:`LockstepError`."""
         try:
-            content = parse_yaml(text)
+            content = parse_yaml(body.yaml)
         except (yaml.YAMLError, RecursionError, ValueError) as error:
             raise ConfigError("this is not valid YAML", why=_place_of(error), fix="correct that line") from None
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.studio.columns import Columns, pack
+from lockstep.studio.home import modified_ns
 from lockstep.studio.index import RunIndex
 from lockstep.studio.tailing import Tail
 from lockstep.telemetry.rundir import RunDir
@@ -134,7 +135,7 @@ class Feed:
         if changed:
             self.summary = summary
             self.summary_version += 1
-        stamp = (modified(self._run.metrics_file), self._attempts_stamp)
+        stamp = (modified_ns(self._run.metrics_file), self._attempts_stamp)
         if stamp != self._epochs_stamp:
             self._epochs_stamp = stamp
             try:
@@ -155,7 +156,7 @@ class Feed:
 
     def _notice_attempts(self) -> bool:
         """A new attempt supersedes rows: read the streams again."""
-        stamp = modified(self._run.attempts)
+        stamp = modified_ns(self._run.attempts)
         if stamp == self._attempts_stamp:
             return False
         self._attempts_stamp = stamp
@@ -174,11 +175,3 @@ class Feed:
         if preview is not None and preview.rows:
             self.previews[name] = preview
             tail.behind = True
-
-
-def modified(path: Path) -> int:
-    """When a file or folder was last changed, in ns; 0 when there is none."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0

@@ -20,8 +20,7 @@ from lockstep.studio.planner import Planner
 from lockstep.studio.problems import ApiError
 from lockstep.studio.processes import Identity, owner, works_on
 from lockstep.studio.schemas import PlanBody
-from lockstep.studio.settings import Wanted
-from lockstep.studio.tasks import OfferedTasks
+from lockstep.studio.settings import OfferedTasks, Wanted
 from lockstep.tasks import BUILT_IN
 from lockstep.telemetry.summary import LIVE
 
@@ -73,7 +72,7 @@ class Forms:
         found: list[Device] = self._detect(refresh=refresh)
         return found
 
-    def list_devices(self, *, refresh: bool) -> dict[str, Any]:
+    def list_devices(self, refresh: bool = False) -> dict[str, Any]:
         found = self.devices(refresh=refresh)
         return {
             "devices": [self._used(device.as_dict()) for device in found],
@@ -123,8 +122,11 @@ class Forms:
         with contextlib.suppress(LockstepError):
             self.tasks()
 
-    @functools.cached_property
     def schema(self) -> dict[str, Any]:
+        return self._schema
+
+    @functools.cached_property
+    def _schema(self) -> dict[str, Any]:
         return {
             "schema": RunConfig.model_json_schema(),
             "defaults": resolve().model_dump(mode="json"),
@@ -157,7 +159,10 @@ class Forms:
         """What follows ``lockstep`` to train this."""
         return settings.train_arguments(wanted, self._flags)
 
-    def preview(self, wanted: Wanted) -> dict[str, Any]:
+    def preview(self, body: PlanBody) -> dict[str, Any]:
+        return self._preview(self.wanted(body))
+
+    def _preview(self, wanted: Wanted) -> dict[str, Any]:
         words = self.train_words(wanted)
         if self._home.runs_dir != Path.cwd() / "runs":
             words += ["--runs-dir", str(self._home.runs_dir)]
@@ -174,7 +179,7 @@ class Forms:
         except ConfigError as error:
             return planning.refusal(error)
         answer = planning.make_answer(wanted, self.devices(), self._index.users(), self._planner.plan)
-        return {**answer, "preview": self.preview(wanted)}
+        return {**answer, "preview": self._preview(wanted)}
 
     def place(self, wanted: Wanted) -> list[str]:
         """The devices of a run with these settings. Raises :class:`LockstepError` as the command would."""

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lockstep.errors import StorageError
-from lockstep.studio.pages import message_page
+from lockstep.report.page import render
 from lockstep.studio.problems import ApiError, run_not_found
 from lockstep.telemetry.files import absolute, storage_error
 
@@ -91,7 +91,7 @@ class Home:
             StorageError: it cannot be written.
         """
         file = self.path / "open.html"
-        write_private(file, message_page([], url))
+        write_private(file, render(__package__, "message.html", lines=[], url=url))
         return file
 
 
@@ -109,6 +109,14 @@ def write_private(file: Path, text: str) -> None:
 def iso(seconds: float) -> str:
     """A moment, in seconds since the epoch, as the page gets it."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def modified_ns(path: Path) -> int:
+    """When a file or folder was last changed, in ns; 0 when there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def is_run_name(name: str) -> bool:

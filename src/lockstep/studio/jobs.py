@@ -7,34 +7,26 @@ import json
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from lockstep.errors import RunFolderError, StorageError
-from lockstep.studio.home import Home, iso, remove_folder
+from lockstep.studio.home import Home, iso, modified_ns, remove_folder
 from lockstep.studio.problems import ApiError
-from lockstep.studio.processes import Identity, is_alive, reap, send, start_detached, with_config
-from lockstep.studio.reading import last_lines
+from lockstep.studio.processes import Started, is_alive, last_lines, launch, reap, send
 from lockstep.studio.settings import command_text
-from lockstep.telemetry.files import names_in, read_bytes, read_json, storage_error, write_json
+from lockstep.telemetry.files import make_folders, names_in, read_bytes, read_json, write_json
 
 KEEP = 50
 _MAX_RESULT_BYTES, _MAX_REPORT_BYTES = 4 << 20, 64 << 20
 
 
-class _Job(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
+class _Job(Started):
     kind: str
     run: str | None
-    arguments: list[str]
-    pid: int
-    created: float
-    at: float
     stopped: bool = False
 
 
@@ -58,22 +50,11 @@ class Jobs:
         self._prune()
         name = f"job-{secrets.token_hex(4)}"
         folder = self._home.job(name)
+        make_folders(folder)
+        words = [*arguments, *(["--out", str(folder)] if kind == "report" else [])]
         try:
-            folder.mkdir(parents=True)
-        except OSError as error:
-            raise storage_error(error, folder) from error
-        process = None
-        try:
-            arguments = [*with_config(arguments, config, folder), *(["--out", str(folder)] if kind == "report" else [])]
-            process = start_detached(arguments, folder / "stdout", folder / "stderr")
-            job = _Job(
-                kind=kind, run=run, arguments=list(arguments), pid=process.pid, created=process.created, at=time.time()
-            )
-            write_json(folder / "job.json", job.model_dump())
-        except BaseException:
-            # A job without a record would be in no list, and could not be stopped or deleted.
-            if process is not None:
-                send(process, signal.SIGKILL, group=True)
+            launch(_Job, folder / "job.json", words, config, folder / "stdout", folder / "stderr", kind=kind, run=run)
+        except BaseException:  # a job without a record would be in no list, and could not be deleted
             with contextlib.suppress(StorageError):
                 remove_folder(folder, self._home.jobs)
             raise
@@ -90,7 +71,7 @@ class Jobs:
         except (RunFolderError, ValidationError):
             raise ApiError("JOB_NOT_FOUND", 404, f"there is no job {name}", fix="reload the page") from None
         reap()
-        running = is_alive(Identity(job.pid, job.created))
+        running = is_alive(job.process)
         described = _describe(name, job, folder, running)
         if not running:
             with self._lock:
@@ -105,6 +86,9 @@ class Jobs:
                 found.append(self.read(name))
         return sorted(found, key=lambda job: str(job["started_at"]), reverse=True)
 
+    def listed(self) -> dict[str, Any]:
+        return {"jobs": self.all()}
+
     def changed(self) -> list[dict[str, Any]]:
         """Jobs whose status or output has changed since the last call."""
         found = {job["id"]: job for job in self.all()}
@@ -117,7 +101,7 @@ class Jobs:
             file = self._home.job(name) / "job.json"
             job = _Job.model_validate(read_json(file)).model_copy(update={"stopped": True})
             write_json(file, job.model_dump())
-            send(Identity(job.pid, job.created), signal.SIGTERM, group=True)
+            send(job.process, signal.SIGTERM)
         return self.read(name)
 
     def report(self, name: str) -> bytes:
@@ -148,7 +132,7 @@ def _describe(name: str, job: _Job, folder: Path, running: bool) -> dict[str, An
         "run": job.run,
         "status": "running" if running else "done" if not failed else "stopped" if job.stopped else "failed",
         "started_at": iso(job.at),
-        "ended_at": None if running else iso(_modified(folder)),
+        "ended_at": None if running else iso(max(modified_ns(folder / name) for name in ("stdout", "stderr")) / 1e9),
         "command_text": command_text(job.arguments),
         "result": result,
         "stopping": running and job.stopped,
@@ -173,11 +157,3 @@ def error_of(lines: list[str]) -> dict[str, str]:
         if colon and key in found and key != "code":
             found[key] = text
     return found | {"message": found["message"] or (lines[-1] if lines else "the command ended without a result")}
-
-
-def _modified(folder: Path) -> float:
-    times = [0.0]
-    for name in ("stdout", "stderr"):
-        with contextlib.suppress(OSError):
-            times.append((folder / name).stat().st_mtime)
-    return max(times)

@@ -7,7 +7,6 @@ then, and when the command fails before, these records are the only source.
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -15,42 +14,31 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
 from lockstep.errors import RunFolderError, StorageError
 from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.studio.home import Home, remove_folder
 from lockstep.studio.problems import in_progress
-from lockstep.studio.processes import Identity, is_alive, send, start_detached, with_config, works_on
-from lockstep.studio.reading import last_lines
-from lockstep.telemetry.files import read_json, storage_error, write_json
-from lockstep.telemetry.rundir import RunDir
+from lockstep.studio.processes import Identity, Started, is_alive, last_lines, launch, works_on
+from lockstep.telemetry.files import FileContent, make_folders, read_json, storage_error, write_json
+from lockstep.telemetry.rundir import Beat, RunDir
 
 _MAX_BYTES = 256 << 10
 #: The command ends after the run is marked as ended: ranks exit, loggers finish. That is slow on a busy machine.
 _ENDING_S = 60.0
 
 
-class Start(BaseModel):
+class Start(Started):
     """One start of a run: the command, its process, and the attempt that the run had reached before."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    arguments: list[str]
     task: str
-    pid: int
-    created: float
-    at: float
     attempt_before: int = 0
-    devices: list[str] = []
+    devices: list[str] = Field(default_factory=list)
     #: Where its output begins in the file, in bytes: earlier starts wrote to the same one.
     output_from: int = 0
     #: The command as a person would type it, where ``arguments`` name a configuration file instead.
-    shown: list[str] = []
-
-    @property
-    def process(self) -> Identity:
-        return Identity(self.pid, self.created)
+    shown: list[str] = Field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +51,8 @@ class Labels:
     pinned: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The process to signal for a run. ``group``: all of the group that it leads is the run's."""
-
-    process: Identity
-    group: bool = False
-
-    def send(self, signum: signal.Signals) -> bool:
-        """Signal it; whether it was there."""
-        return send(self.process, signum, group=self.group)
-
-
-class _Launcher(BaseModel):
+class _Launcher(FileContent):
     """The process in ``logs/launcher.json``."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     pid: int
     created: float
@@ -98,7 +72,7 @@ class Starts:
         """Start the command of run ``name``, whose output goes to its ``output.log``.
 
         Args:
-            config: settings that the command reads from a file: a word of a command could be read as another setting.
+            config: settings that the command reads from a file.
 
         Raises:
             ApiError: its last start is still running.
@@ -115,32 +89,20 @@ class Starts:
         except OSError as error:
             raise storage_error(error, folder) from error
         output = self.output(name)
-        output_from = output.stat().st_size if output.exists() else 0
-        process = None
+        more = {
+            "task": task,
+            "attempt_before": attempt_before,
+            "devices": devices,
+            "output_from": output.stat().st_size if output.exists() else 0,
+            "shown": list(shown) or (before.shown if before is not None else []),
+        }
         try:
-            arguments = with_config(arguments, config, folder)
-            process = start_detached(arguments, output)
-            start = Start(
-                arguments=list(arguments),
-                task=task,
-                pid=process.pid,
-                created=process.created,
-                at=time.time(),
-                attempt_before=attempt_before,
-                devices=devices,
-                output_from=output_from,
-                shown=list(shown) or (before.shown if before is not None else []),
-            )
-            write_json(folder / "start.json", start.model_dump())
+            return launch(Start, folder / "start.json", arguments, config, output, output, **more)
         except BaseException:
-            # Without a record it could not be stopped, and a second start would train at the same time.
-            if process is not None:
-                send(process, signal.SIGKILL, group=True)
             if before is None and attempt_before == 0:
                 with contextlib.suppress(StorageError):
                     self.forget(name)
             raise
-        return start
 
     def read(self, name: str) -> Start | None:
         """The last start of a run by a studio; ``None`` for a run that was started elsewhere."""
@@ -200,10 +162,7 @@ class Starts:
     def label(self, name: str, labels: Labels) -> None:
         """Keep labels until :meth:`settle` can write them into the record. Raises :class:`StorageError`."""
         folder = self._home.start(name)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error(error, folder) from error
+        make_folders(folder)
         write_json(folder / "labels.json", asdict(labels))
 
     def settle(self, run: RunDir) -> None:
@@ -219,25 +178,22 @@ class Starts:
                 run.update(**changes)
                 self.label(run.path.name, replace(labels, name=None, tags=None))
 
-    def target(self, run: RunDir) -> Target | None:
+    def target(self, run: RunDir) -> Identity | None:
         """The process of this machine to signal for the run, identified by pid, creation time and its open files.
 
         The command that the studio started leads its own process group. For a run from a terminal it is the launcher,
         since it would restart killed ranks, or the one process that trains; their groups may contain other commands.
         """
         start, beat = self.read(run.path.name), run.progress()
-        targets = []
-        try:
-            launcher = _Launcher.model_validate(read_json(run.logs / LAUNCHER_FILE))
-            if launcher.host == socket.gethostname():
-                targets.append(Target(Identity(launcher.pid, launcher.created)))
-        except (RunFolderError, ValidationError):
-            pass  # there is none: one process trains
-        if beat is not None and not beat.ended and beat.host == socket.gethostname():
-            targets.append(Target(Identity(beat.pid, beat.created)))
-        found = [target for target in targets if is_alive(target.process) and works_on(target.process, run.path)]
-        own = [Target(start.process, group=True)] if start is not None and is_alive(start.process) else []
-        return next(iter([*own, *found]), None)
+        if start is not None and is_alive(start.process):
+            return start.process
+        named: list[_Launcher | Beat] = []
+        with contextlib.suppress(RunFolderError, ValidationError):  # there is none: one process trains
+            named.append(_Launcher.model_validate(read_json(run.logs / LAUNCHER_FILE)))
+        if beat is not None and not beat.ended:
+            named.append(beat)
+        here = [Identity(one.pid, one.created) for one in named if one.host == socket.gethostname()]
+        return next((process for process in here if is_alive(process) and works_on(process, run.path)), None)
 
     def forget(self, name: str) -> None:
         """Remove the studio's notes on a run. Raises :class:`StorageError`."""

@@ -2,20 +2,21 @@
 
 ::
 
-    python -m lockstep.studio.plan_helper
+    python -m lockstep.studio.plan_helper DESCRIPTOR
 
-One JSON document a line on standard input, one on standard output. It ends when its input does, so it never
-outlives the studio. The studio itself imports neither torch nor a user's code.
+The descriptor is one end of a pipe: each JSON document that arrives is answered with one. The process ends when the
+other end is closed, so it never outlives the studio, which itself imports neither torch nor a user's code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 from lockstep.engine.task import Datasets
@@ -91,14 +92,12 @@ def describe_task(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until the input ends."""
-    # Output of a task must not mix with the answers.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Answer until the studio closes the pipe."""
     helper = Helper()
-    for line in sys.stdin:
-        answers.write(json.dumps(plain(helper.answer(json.loads(line)))) + "\n")
-        answers.flush()
+    with Connection(int(sys.argv[1])) as pipe, contextlib.suppress(EOFError):
+        while True:
+            request = json.loads(pipe.recv_bytes())
+            pipe.send_bytes(json.dumps(plain(helper.answer(request))).encode())
 
 
 if __name__ == "__main__":

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import select
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
-from lockstep.errors import LockstepError
 from lockstep.hardware.device import Device
 from lockstep.studio.problems import ApiError
 
@@ -23,6 +21,7 @@ class Planner:
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._tasks: dict[tuple[str, ...], list[dict[str, Any]]] = {}
@@ -54,58 +53,47 @@ class Planner:
     def _ask(self, request: Mapping[str, Any]) -> Any:
         with self._lock:
             try:
-                answer = self._exchange(json.dumps(request).encode() + b"\n")
-            except (OSError, ValueError) as error:
+                answer = self._exchange(json.dumps(request).encode())
+            except (OSError, EOFError, ValueError) as error:
                 self._end()
                 raise ApiError(
                     "PLANNER_FAILED",
                     503,
                     "the data of this task could not be read",
-                    why=str(error),
+                    why=str(error) or "the helper process ended",
                     fix="run `lockstep plan` with the same settings in a terminal to see the reason",
                 ) from None
         if "error" in answer:
-            raise _rebuilt(answer["error"])
+            given = answer["error"]
+            raise ApiError(given["code"], 422, given["message"], why=given.get("why", ""), fix=given.get("fix", ""))
         return answer["data"]
 
-    def _exchange(self, line: bytes) -> Any:
+    def _exchange(self, request: bytes) -> Any:
         if self._closed:
             raise OSError("the studio is ending")
         if self._process is None or self._process.poll() is not None:
             self._end()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lockstep.studio.plan_helper"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                start_new_session=True,  # not ended by Ctrl-C in the studio's terminal
-            )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        written = 0
-        while written < len(line):
-            written += os.write(self._process.stdin.fileno(), line[written:])
-        deadline = time.monotonic() + self._timeout_s
-        source = self._process.stdout.fileno()
-        parts: list[bytes] = []
-        while not parts or not parts[-1].endswith(b"\n"):
-            if not select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise OSError(f"no answer within {self._timeout_s:g} s")
-            part = os.read(source, 1 << 16)
-            if not part:
-                raise OSError("the helper process ended")
-            parts.append(part)
-        return json.loads(b"".join(parts))
+            self._pipe, there = Pipe()
+            with there:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "lockstep.studio.plan_helper", str(there.fileno())],
+                    pass_fds=[there.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # not ended by Ctrl-C in the studio's terminal
+                )
+        assert self._pipe is not None
+        self._pipe.send_bytes(request)
+        if not self._pipe.poll(self._timeout_s):
+            raise OSError(f"no answer within {self._timeout_s:g} s")
+        return json.loads(self._pipe.recv_bytes())
 
     def _end(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
         if self._process is not None:
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    pipe.close()
             self._process.kill()
             self._process.wait()
             self._process = None
-
-
-def _rebuilt(given: Mapping[str, str]) -> LockstepError:
-    return ApiError(given["code"], 422, given["message"], why=given.get("why", ""), fix=given.get("fix", ""))

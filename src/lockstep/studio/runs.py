@@ -1,15 +1,18 @@
-"""What can be done with the runs of one folder: start, read, label, delete, resume, copy."""
+"""What can be done with the runs of one folder: start, read, label, delete, stop, resume, copy, evaluate, export."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RunFolderError
+from lockstep.errors import LockstepError, RunFolderError
 from lockstep.studio import details, settings
 from lockstep.studio.forms import Forms
 from lockstep.studio.home import Home, remove_folder
@@ -17,8 +20,9 @@ from lockstep.studio.index import RunIndex
 from lockstep.studio.jobs import Jobs
 from lockstep.studio.launch_records import Labels, Starts
 from lockstep.studio.problems import ApiError, in_progress, run_not_found
-from lockstep.studio.reading import last_lines
-from lockstep.studio.schemas import LabelBody, ResumeBody, StartBody
+from lockstep.studio.processes import Identity, is_alive, last_lines, send
+from lockstep.studio.schemas import EvaluateBody, ExportBody, LabelBody, ResumeBody, RunName, StartBody
+from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import new_run_id
 from lockstep.telemetry.summary import LIVE
 
@@ -26,12 +30,16 @@ from lockstep.telemetry.summary import LIVE
 class Runs:
     """Requests about runs; each is named by its id or its folder."""
 
-    def __init__(self, home: Home, index: RunIndex, starts: Starts, jobs: Jobs, forms: Forms) -> None:
+    def __init__(
+        self, home: Home, index: RunIndex, starts: Starts, jobs: Jobs, forms: Forms, kill_after_s: float
+    ) -> None:
         self._home = home
         self._index = index
         self._starts = starts
         self._jobs = jobs
         self._forms = forms
+        self._kill_after_s = kill_after_s
+        self._watches: set[asyncio.Task[None]] = set()
         self._settings: dict[str, tuple[int, dict[str, Any]]] = {}
         #: Held from checking a run until it is started or deleted.
         self._changing = threading.Lock()
@@ -52,7 +60,7 @@ class Runs:
         self._starts.label(name, Labels(body.name or None, tuple(body.tags) if body.tags else None))
         return self._index.summary(name)
 
-    def detail(self, name: str) -> dict[str, Any]:
+    def detail(self, name: RunName) -> dict[str, Any]:
         summary = self._index.summary(name)
         run = self._index.run_folder(name)
         start = self._starts.read(run.path.name)
@@ -63,7 +71,7 @@ class Runs:
             "start_output": "\n".join(output) or None,
         }
 
-    def label(self, name: str, body: LabelBody) -> dict[str, Any]:
+    def label(self, name: RunName, body: LabelBody) -> dict[str, Any]:
         location = self._index.summary(name)["location"]
         given = {key: getattr(body, key) for key in body.model_fields_set}
         if "name" in given:
@@ -73,7 +81,7 @@ class Runs:
         self._starts.label(location, replace(self._starts.labels(location), **given))
         return self._index.summary(name)
 
-    def delete(self, name: str) -> dict[str, Any]:
+    def delete(self, name: RunName) -> dict[str, Any]:
         location = self._index.locate(name)
         folder = self._home.run(location)
         self._refuse_live(name)
@@ -100,7 +108,7 @@ class Runs:
         if summary["status"] in LIVE:
             raise in_progress(name)
 
-    def resume_words(self, name: str, body: ResumeBody) -> list[str]:
+    def _resume_words(self, name: str, body: ResumeBody) -> list[str]:
         run = self._index.run(name)
         if body.devices is not None:
             self._forms.check_devices(body.devices)
@@ -113,9 +121,13 @@ class Runs:
             changes={"training": changes} if changes else {},
         )
 
-    def resume(self, name: str, body: ResumeBody) -> dict[str, Any]:
+    def resume_preview(self, name: RunName, body: ResumeBody) -> dict[str, Any]:
+        words = self._resume_words(name, body)
+        return {"command": settings.command_text(words), "argv": ["lockstep", *words]}
+
+    def resume(self, name: RunName, body: ResumeBody) -> dict[str, Any]:
         """Start the command that resumes a run. Raises :class:`LockstepError`."""
-        words = self.resume_words(name, body)
+        words = self._resume_words(name, body)
         if self._index.summary(name)["status"] in LIVE:
             raise in_progress(name)
         location = self._index.locate(name)
@@ -128,7 +140,59 @@ class Runs:
             self._starts.begin(location, words, task=summary["task"], attempt_before=attempt, devices=devices)
         return self._index.summary(name)
 
-    def duplicate(self, name: str) -> dict[str, Any]:
+    async def stop(self, name: str) -> dict[str, Any]:
+        """SIGTERM, after which it ends with a checkpoint; SIGKILL if it does not. Raises :class:`ApiError`."""
+        summary = await asyncio.to_thread(self._index.summary, name)
+        if summary["status"] not in LIVE:
+            raise ApiError("NOT_RUNNING", 409, f"run {name} is {summary['status']}, not running", fix="reload the page")
+        target = await asyncio.to_thread(self._starts.target, self._index.run_folder(name))
+        if target is None or not await asyncio.to_thread(send, target, signal.SIGTERM):
+            raise ApiError(
+                "RUN_NOT_USABLE",
+                409,
+                f"run {name} runs on {summary['host'] or 'another machine'}",
+                why="a signal reaches only processes of this machine and user",
+                fix=f"run `lockstep stop {name}` there",
+            )
+        self._index.stopping(name)
+        attempt = summary["attempt"] if summary["status"] == "running" else None
+        watch = asyncio.create_task(self._kill_later(name, target, attempt))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+        return {"id": name, "stopping": True, "kill_after_s": self._kill_after_s}
+
+    async def _kill_later(self, name: str, target: Identity, attempt: int | None) -> None:
+        """Kill ``target`` if it is still in the ``attempt`` in which it was asked to stop; ``None``: its first."""
+        for _ in range(max(1, round(self._kill_after_s))):
+            await asyncio.sleep(min(1.0, self._kill_after_s))
+            if not await asyncio.to_thread(is_alive, target):
+                return
+            with contextlib.suppress(LockstepError):
+                summary = await asyncio.to_thread(self._index.summary, name)
+                if summary["status"] not in LIVE or attempt not in (None, summary["attempt"]):
+                    return
+        await asyncio.to_thread(send, target, signal.SIGKILL)
+
+    def evaluate(self, name: RunName, body: EvaluateBody) -> dict[str, Any]:
+        words = ["--split", body.split, "--checkpoint", body.checkpoint]
+        return self._begin_job("evaluate", name, *words, *(["--devices", body.device] if body.device else []))
+
+    def export(self, name: RunName, body: ExportBody) -> dict[str, Any]:
+        return self._begin_job(
+            "export", name, "--checkpoint", body.checkpoint, *([] if body.program else ["--no-program"])
+        )
+
+    def report(self, name: RunName) -> dict[str, Any]:
+        return self._begin_job("report", name)
+
+    def _begin_job(self, kind: str, name: str, *words: str) -> dict[str, Any]:
+        """Start ``lockstep kind`` on the run, whose result is a JSON document. Raises :class:`LockstepError`."""
+        folder, summary = self._index.run(name).path, self._index.summary(name)
+        if summary["starting"]:
+            raise in_progress(name)
+        return self._jobs.begin(kind, [kind, str(folder), *words, "--json"], run=summary["id"])
+
+    def duplicate(self, name: RunName) -> dict[str, Any]:
         config = self._index.run(name).config()
         if config.task.name not in self._forms.task_names:
             raise ApiError(
@@ -151,6 +215,14 @@ class Runs:
             "left_out": left_out,
         }
 
+    def metrics(self, name: RunName) -> dict[str, Any]:
+        run = self._index.run_folder(name)
+        return {"epochs": or_else(run.epochs, []), "evaluations": or_else(run.evaluations, [])}
+
+    def compare(self, names: Sequence[str]) -> dict[str, Any]:
+        runs = [self._index.run(name) for name in names]
+        return details.compare(runs, [self._index.summary(name) for name in names])
+
     def log(self, name: str, file: str | None, lines: int) -> dict[str, Any]:
         run = self._index.run_folder(name)
         names = details.log_names(run)
@@ -166,11 +238,11 @@ class Runs:
         found, truncated = last_lines(path, lines)
         return {"name": chosen, "lines": found, "truncated": truncated, "names": names}
 
-    def files(self, name: str) -> list[dict[str, Any]]:
+    def files(self, name: RunName) -> dict[str, Any]:
         """The files of a run, by path, without what a link leads to."""
-        return details.files(self._index.run_folder(name).path)
+        return {"files": details.files(self._index.run_folder(name).path)}
 
-    def file(self, name: str, path: str) -> Path:
+    def file(self, name: RunName, path: str) -> Path:
         """One of them. Raises :class:`ApiError` when there is none."""
         folder = self._index.run_folder(name).path
         if path not in {file["path"] for file in details.files(folder)}:

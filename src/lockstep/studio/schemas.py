@@ -40,6 +40,8 @@ def _stripped(value: Any) -> Any:
     return " ".join(value.split()) if isinstance(value, str) else value
 
 
+#: In an address.
+RunName = Annotated[str, Field(description="the run's id, or the name of its folder")]
 Name = Annotated[str, BeforeValidator(_stripped), Field(max_length=200)]
 Tag = Annotated[str, BeforeValidator(_stripped), Field(min_length=1, max_length=40)]
 Devices = Annotated[list[Annotated[str, Field(max_length=20)]], Field(max_length=1024)]

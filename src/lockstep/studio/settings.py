@@ -1,4 +1,4 @@
-"""What the page may set, and the same settings as a command and as YAML."""
+"""Which tasks the page may start, what it may set, and the same settings as a command and as YAML."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge, parse_set, to_yaml
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, TaskError
 from lockstep.studio.home import Home, is_run_name
 from lockstep.studio.problems import ApiError, not_allowed
-from lockstep.studio.tasks import OfferedTasks
+from lockstep.tasks import BUILT_IN
 from lockstep.telemetry.lookup import read_runs
 
 #: Settings that name files to write, addresses, or code to import.
@@ -35,6 +35,51 @@ REFUSED = {
 MOST_CPU_RANKS = 64
 #: A browser keeps larger whole numbers only rounded.
 _LARGEST_EXACT = 2**53 - 1
+
+
+@dataclass(frozen=True)
+class OfferedTasks:
+    """Tasks by name, the built-in ones first.
+
+    Attributes:
+        data_modules: of a LightningModule among them, the LightningDataModule that was named with it.
+    """
+
+    names: tuple[str, ...]
+    data_modules: Mapping[str, str]
+
+
+def offered_tasks(given: Sequence[str]) -> OfferedTasks:
+    """The built-in tasks and the ``given`` ones: each a task's class, or a LightningModule's and its data's with a +.
+
+    A class in a file is named by its absolute path, as runs name it.
+
+    Raises:
+        TaskError: ``given`` names something that is neither ``FILE.py:Class`` nor ``package.module:Class``, or one
+            module with two data modules.
+    """
+    data_modules: dict[str, str] = {}
+    own = []
+    for text in given:
+        name, plus, data = text.partition("+")
+        own.append(task := _class_path(name))
+        if plus and data_modules.setdefault(task, found := _class_path(data)) != found:
+            raise TaskError(
+                f"{name} is given with two data modules", fix="give each module once, or derive a class for the other"
+            )
+    return OfferedTasks((*BUILT_IN, *dict.fromkeys(own)), data_modules)
+
+
+def _class_path(name: str) -> str:
+    place, colon, attribute = name.rpartition(":")
+    if not colon or not place or not attribute.isidentifier():
+        raise TaskError(f"{name!r} names no class", fix="write --task my_file.py:MyTask")
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise TaskError(f"there is no file {place}", why=f"looked in {Path.cwd()}", fix="check the path")
+        place = str(path)
+    return f"{place}:{attribute}"
 
 
 @dataclass(frozen=True)

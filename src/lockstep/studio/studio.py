@@ -5,26 +5,30 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.load import merge
+from lockstep.report.source import is_bench, read_bench
 from lockstep.studio.config_store import SavedConfigs
 from lockstep.studio.forms import Forms
-from lockstep.studio.home import Home, iso
+from lockstep.studio.home import Home, iso, modified_ns
 from lockstep.studio.index import RunIndex
 from lockstep.studio.jobs import Jobs
 from lockstep.studio.launch_records import Starts
 from lockstep.studio.planner import Planner
-from lockstep.studio.problems import ApiError, in_progress
 from lockstep.studio.runs import Runs
-from lockstep.studio.stopping import Stops
-from lockstep.studio.tasks import OfferedTasks
+from lockstep.studio.schemas import DoctorBody, PlanBody, ScalingBody
+from lockstep.studio.settings import OfferedTasks
+from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.records import utc_now, versions
 
 #: How long a run may take to end with a checkpoint before it is killed.
 KILL_AFTER_S = 60.0
+_MAX_REPORTS = 100
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,6 @@ class Options:
         runs_dir: where runs are found and made.
         tasks: built-in tasks and those given at the start; the page can start no others.
         flags: flags of ``lockstep train`` and the setting of each.
-        verbs: the commands that this version has.
         kill_after_s: how long a stopped run may take to save a checkpoint and end.
         warm: import the tasks at the start, before a page asks for them.
         base_path: below which path a proxy shows the studio, such as ``/user/me/studio``.
@@ -45,7 +48,6 @@ class Options:
     runs_dir: Path
     tasks: OfferedTasks
     flags: Mapping[str, str]
-    verbs: tuple[str, ...]
     kill_after_s: float = KILL_AFTER_S
     warm: bool = False
     base_path: str = ""
@@ -63,10 +65,9 @@ class Studio:
         self.index = RunIndex(self.home, self.starts)
         self.jobs = Jobs(self.home)
         self.saved = SavedConfigs(self.home, options.tasks)
-        self.stops = Stops(self.index, self.starts, options.kill_after_s)
         self.planner = Planner()
         self.forms = Forms(self.home, self.index, self.planner, options.tasks, options.flags, detect)
-        self.runs = Runs(self.home, self.index, self.starts, self.jobs, self.forms)
+        self.runs = Runs(self.home, self.index, self.starts, self.jobs, self.forms, options.kill_after_s)
         self.instance = secrets.token_hex(8)
         self.started_at = utc_now()
 
@@ -81,24 +82,46 @@ class Studio:
             "started_at": iso(self.started_at.timestamp()),
             "kill_after_s": self.options.kill_after_s,
             "host": socket.gethostname(),
-            "verbs": sorted(self.options.verbs),
         }
 
     def first_answer(self) -> dict[str, Any]:
         """What the page needs first."""
-        devices, names = self.forms.list_devices(refresh=False), list(self.forms.task_names)
-        return {"studio": self.about(), "devices": devices, "schema": self.forms.schema, "tasks": names}
+        devices, names = self.forms.list_devices(), list(self.forms.task_names)
+        return {"studio": self.about(), "devices": devices, "schema": self.forms.schema(), "tasks": names}
 
-    def begin_job(
-        self, kind: str, words: Sequence[str], *, run: str | None = None, config: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Start a command whose result is a JSON document. Raises :class:`LockstepError`."""
-        if words[0] not in self.options.verbs:
-            raise ApiError("NOT_SUPPORTED", 422, f"this version has no `lockstep {words[0]}`", fix="upgrade Lockstep")
-        if run is not None:
-            self.index.run(run)
-            summary = self.index.summary(run)
-            if summary["starting"]:
-                raise in_progress(run)
-            run = summary["id"]
-        return self.jobs.begin(kind, words, run=run, config=config)
+    def newest_doctor(self) -> dict[str, Any] | None:
+        return next((job for job in self.jobs.all() if job["kind"] == "doctor"), None)
+
+    def doctor(self, body: DoctorBody) -> dict[str, Any]:
+        """Start a check of this machine. Raises :class:`LockstepError`."""
+        words = ["doctor", "--json", "--runs-dir", str(self.home.runs_dir), *(["--quick"] if body.quick else [])]
+        if body.devices is not None:
+            self.forms.check_devices(body.devices)
+            words += ["--devices", ",".join(body.devices)]
+        return self.jobs.begin("doctor", words)
+
+    def scaling(self) -> dict[str, Any]:
+        """Reports of scaling benchmarks right under the runs folder, newest first, and the jobs that make them."""
+        folders = [file.parent for file in self.home.runs_dir.glob("*/report.json") if is_bench(file.parent)]
+        newest = sorted(folders, key=lambda folder: modified_ns(folder / "report.json"), reverse=True)[:_MAX_REPORTS]
+        found = [(folder, or_else(partial(read_bench, folder), {})) for folder in newest]
+        reports = [
+            {
+                "id": folder.name,
+                "title": str(report.get("title") or folder.name),
+                "created_at": iso(modified_ns(folder / "report.json") / 1e9),
+                "path": str(folder / "report.json"),
+                "report": report,
+            }
+            for folder, report in found
+            if report.get("kind") == "scaling"
+        ]
+        return {"reports": reports, "jobs": [job for job in self.jobs.all() if job["kind"] == "scaling"]}
+
+    def measure_scaling(self, body: ScalingBody) -> dict[str, Any]:
+        """Start a scaling benchmark. Raises :class:`LockstepError`."""
+        self.forms.check_devices(body.devices)
+        config = merge(body.config, {"hardware": {"selected_devices": body.devices}})
+        wanted = self.forms.startable(PlanBody(task=body.task, config=config))
+        words = ["bench", "scaling", wanted.task, "--runs-dir", str(self.home.runs_dir), "--json"]
+        return self.jobs.begin("scaling", words, config=wanted.mapping())

@@ -109,9 +109,8 @@ export function Scaling() {
   return html`<div class="view">
     <h1>Scaling</h1>
     <${Problem} error=${error} />
-    ${found?.available === false && html`<p class="note">This version of Lockstep has no <code>lockstep bench scaling</code>; existing reports are shown.</p>`}
-    ${found?.available && !(devices.value && tasks.value) && html`<p class="empty" role="status">Loading devices and tasks…</p>`}
-    ${found?.available && devices.value && tasks.value && html`<${Start} busy=${list.some(({ status }) => status === "running")} onStart=${takeJob} />`}
+    ${found && !(devices.value && tasks.value) && html`<p class="empty" role="status">Loading devices and tasks…</p>`}
+    ${found && devices.value && tasks.value && html`<${Start} busy=${list.some(({ status }) => status === "running")} onStart=${takeJob} />`}
     ${list.filter(({ status }) => status !== "done").map((job) => html`<${Job} key=${job.id} job=${job} />`)}
     ${found?.reports.map((report) => html`<${Report} key=${report.id} report=${report} />`)}
     ${found?.reports.length === 0 && html`<p class="empty">No measurements yet.</p>`}
