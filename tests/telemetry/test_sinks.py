@@ -28,7 +28,7 @@ from lockstep.events import (
     StepLogged,
 )
 from lockstep.telemetry import sinks
-from lockstep.telemetry.loggers import TensorBoardSink, tensorboard_wanted
+from lockstep.telemetry.loggers import TensorBoardSink, is_wanted
 from lockstep.telemetry.rundir import RunDir, new_run_id
 from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
 
@@ -262,13 +262,16 @@ def test_tensorboard_of_a_run_that_begins_again_hides_all_that_was(run: RunDir) 
 
 
 def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tensorboard_wanted("auto")
-    assert not tensorboard_wanted("off")
+    def wanted(setting: str) -> bool:
+        return is_wanted("tensorboard", resolve({"telemetry": {"tensorboard": setting}}))
+
+    assert wanted("auto")
+    assert not wanted("off")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not tensorboard_wanted("auto")
+    assert not wanted("auto")
     with pytest.raises(ConfigError, match="not installed") as caught:
-        tensorboard_wanted("on")
-    assert "pip install" in caught.value.fix
+        wanted("on")
+    assert "pip install 'lockstep-train[tensorboard]', or set telemetry.tensorboard=off" in caught.value.fix
 
 
 def test_the_standard_sinks_write_folder_console_and_tensorboard(run: RunDir) -> None:

@@ -67,8 +67,8 @@ def studio(
     from lockstep.cli.settings import flag_table
     from lockstep.hardware.detect import detect_devices
     from lockstep.studio.server import Server
-    from lockstep.studio.studio import Options
     from lockstep.studio.settings import offered_tasks
+    from lockstep.studio.studio import Options
     from lockstep.telemetry.tables import say
 
     options = Options(

@@ -77,6 +77,7 @@ def _data_routes(router: APIRouter, studio: Studio) -> None:
         ("PUT", "/configs/{name}", saved.save, "Save a configuration"),
         ("DELETE", "/configs/{name}", saved.delete, "Delete a saved configuration"),
         ("GET", "/settings", runs.settings, "By run, the settings that differ between runs"),
+        ("GET", "/runs", studio.index.listed, "All runs, newest first"),
         ("START", "/runs", runs.start, "Start a run"),
         ("GET", "/runs/{name}", runs.detail, "One run in full"),
         ("PATCH", "/runs/{name}", runs.label, "Rename a run, or change its tags"),
@@ -119,13 +120,6 @@ def _answering(function: Callable[..., Any], status: int) -> Callable[..., Respo
 
 
 def _other_routes(router: APIRouter, studio: Studio) -> None:
-    @router.get("/runs", summary="All runs, newest first")
-    def runs() -> Response:
-        runs = studio.index.encoded()
-        problems = json.dumps(studio.index.problems()).encode()
-        content = b'{"status":"ok","data":{"runs":%b,"problems":%b}}' % (runs, problems)
-        return Response(content, media_type="application/json")
-
     @router.post("/runs/{name}/stop", status_code=202, summary="Stop a run after saving a checkpoint")
     async def stop(name: RunName) -> Response:
         return ok(await studio.runs.stop(name), 202)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -49,13 +48,6 @@ class Entry:
     version: int = 0
     #: Something may change without a change of the files: a process ends, labels are not written yet.
     restless: bool = True
-    _encoded: tuple[int, bytes] = (0, b"")
-
-    def encoded(self) -> bytes:
-        """The summary as JSON."""
-        if self._encoded[0] != self.version:
-            self._encoded = (self.version, json.dumps(self.summary, separators=(",", ":")).encode())
-        return self._encoded[1]
 
 
 class RunIndex:
@@ -78,10 +70,6 @@ class RunIndex:
         """One summary a run, newest first."""
         return [entry.summary for entry in self._listed()]
 
-    def encoded(self) -> bytes:
-        """:meth:`summaries` as a JSON array."""
-        return b"[" + b",".join(entry.encoded() for entry in self._listed()) + b"]"
-
     def versions(self) -> tuple[dict[str, tuple[int, dict[str, Any]]], list[str]]:
         """By run: a number that changes with its summary, and the summary, newest first; and :meth:`problems`.
 
@@ -93,6 +81,9 @@ class RunIndex:
             self._looked = now
         found = {entry.summary["id"]: (entry.version, entry.summary) for entry in self._listed(thorough=thorough)}
         return found, self.problems()
+
+    def listed(self) -> dict[str, Any]:
+        return {"runs": self.summaries(), "problems": self.problems()}
 
     def problems(self) -> list[str]:
         """Why folders that should be runs cannot be read."""

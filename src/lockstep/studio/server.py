@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -103,24 +104,12 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _listen(port: int | None) -> socket.socket:
-    for candidate in _candidates(port):
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((HOST, candidate))
-            # At once: two sockets that are only bound may share a port, and an early browser waits for the answer.
-            listener.listen()
-            return listener
-        except (OSError, OverflowError):
-            listener.close()
+    """It listens at once: an early browser waits for the answer."""
+    for candidate in (DEFAULT_PORT, 0) if port is None else (port,):
+        with contextlib.suppress(OSError, OverflowError):
+            return socket.create_server((HOST, candidate))
     raise UsageError(
         f"port {port} is taken",
         why="another program answers there, maybe another studio",
         fix="choose another --port, or leave it out",
     )
-
-
-def _candidates(port: int | None) -> Iterator[int]:
-    yield DEFAULT_PORT if port is None else port
-    if port is None:
-        yield 0

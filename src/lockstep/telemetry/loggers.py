@@ -160,17 +160,6 @@ class CsvSink:
         return csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
 
 
-def tensorboard_wanted(setting: str) -> bool:
-    """Whether to write TensorBoard files: ``auto`` means when it is installed."""
-    installed = importlib.util.find_spec("tensorboard") is not None
-    if setting == "on" and not installed:
-        raise ConfigError(
-            "telemetry.tensorboard is on, but TensorBoard is not installed",
-            fix="pip install 'lockstep-train[tensorboard]', or set telemetry.tensorboard=auto",
-        )
-    return installed and setting != "off"
-
-
 class TensorBoardSink:
     """Scalars for TensorBoard over the optimizer step, named as :func:`~lockstep.telemetry.scalars.named_scalars` does.
 
@@ -379,9 +368,16 @@ LOGGERS: Mapping[str, Callable[[RunDir, RunConfig], Sink]] = {
     "wandb": lambda run, config: BackgroundSink(WandbSink(run.logs, run.read().id, config)),
     "mlflow": lambda run, config: BackgroundSink(MlflowSink(run.logs, run.read().id, config)),
 }
+
+
+def _off(logger: str) -> str | bool:
+    """The setting with which it is off."""
+    return "off" if logger == "tensorboard" else False
+
+
 #: Settings of ``telemetry`` with which a run reports to its folder alone.
 QUIET: Mapping[str, Any] = {
-    **{name: "off" if name == "tensorboard" else False for name in LOGGERS},
+    **{name: _off(name) for name in LOGGERS},
     **{"progress": "silent", "system_metrics": False},
     **dict.fromkeys(("upload_to", "profile", "forecast")),
 }
@@ -397,12 +393,14 @@ def loggers(run_dir: RunDir, config: RunConfig) -> list[Sink]:
 
 
 def is_wanted(logger: str, config: RunConfig) -> bool:
+    """Whether ``config`` asks for it; ``auto`` means when it is installed. Raises :class:`ConfigError`."""
     setting = getattr(config.telemetry, logger)
-    if logger == "tensorboard":
-        return tensorboard_wanted(setting)
-    if setting and logger != "csv" and importlib.util.find_spec(logger) is None:
+    if setting == _off(logger):
+        return False
+    installed = logger == "csv" or importlib.util.find_spec(logger) is not None
+    if not installed and setting != "auto":
         raise ConfigError(
             f"telemetry.{logger} is on, but {logger} is not installed",
-            fix=f"pip install 'lockstep-train[{logger}]', or set telemetry.{logger}=false",
+            fix=f"pip install 'lockstep-train[{logger}]', or set telemetry.{logger}={str(_off(logger)).lower()}",
         )
-    return bool(setting)
+    return installed

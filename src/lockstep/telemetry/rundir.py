@@ -70,12 +70,19 @@ class _In:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, layout: Layout, kind: type[Layout]) -> Path:
-        return layout.path / self._name
+    def __get__(self, run: RunDir, kind: type[RunDir]) -> Path:
+        return run.path / self._name
 
 
-class Layout:
-    """Paths of one run folder; they need not exist."""
+#: How long a run may stay pending after its creator ended: the time to hand it over to a launcher.
+PENDING_GRACE_S = 15.0
+
+_MAX_RECORD_BYTES = 4 << 20
+_updating = threading.Lock()
+
+
+class RunDir:
+    """A folder that holds one run. Make it with :meth:`create` or :meth:`open`."""
 
     run_file = _In("run.json")
     config_file = _In("config.yaml")
@@ -100,24 +107,6 @@ class Layout:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    def samples_file(self, rank: int) -> Path:
-        """Where ``rank`` writes ``{"attempt", "step", "epoch" (from 1), "indices"}``, a line before each step."""
-        return self.path / f"samples-rank{rank}.jsonl"
-
-
-#: How long a run may stay pending after its creator ended: the time to hand it over to a launcher.
-PENDING_GRACE_S = 15.0
-
-_MAX_RECORD_BYTES = 4 << 20
-_updating = threading.Lock()
-
-
-class RunDir(Layout):
-    """A folder that holds one run. Make it with :meth:`create` or :meth:`open`."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
         self._steps = JsonLines(self.steps_file)
 
     def __repr__(self) -> str:
@@ -128,6 +117,10 @@ class RunDir(Layout):
 
     def __hash__(self) -> int:
         return hash(self.path)
+
+    def samples_file(self, rank: int) -> Path:
+        """Where ``rank`` writes ``{"attempt", "step", "epoch" (from 1), "indices"}``, a line before each step."""
+        return self.path / f"samples-rank{rank}.jsonl"
 
     # A run begins.
 
