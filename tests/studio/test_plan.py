@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.cli.main import main
 from lockstep.config import resolve
 from lockstep.errors import LockstepError
 from lockstep.studio.planner import Planner
@@ -191,7 +192,13 @@ def test_bad_settings_are_an_answer_and_forbidden_ones_a_refusal(two_gpus: Addre
         assert two_gpus.post("/api/plan", {"task": task}, 422)["code"] == "TASK_NOT_USABLE"
 
 
-def test_the_preview_is_a_command_that_plans_the_same(two_gpus: Address, run_cli: Any, tmp_path: Path) -> None:
+def test_the_preview_is_a_command_that_plans_the_same(
+    two_gpus: Address, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned_by(*words: str) -> Any:
+        assert main(["plan", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
     config = {
         "hardware": {"selected_devices": ["cpu", "cpu"]},
         "training": {"batch_size": 24, "max_grad_norm": None},
@@ -202,16 +209,12 @@ def test_the_preview_is_a_command_that_plans_the_same(two_gpus: Address, run_cli
     answer = two_gpus.post("/api/plan", {"task": TOY, "config": config})
     words = answer["preview"]["argv"]
     assert words[:3] == ["lockstep", "train", TOY]
-    result = run_cli("plan", *words[2:], "--json")
-    assert result.code == 0, result.err
-    planned = json.loads(result.out)
+    planned = planned_by(*words[2:])
     # The command detects this machine's devices, so the reasons differ; what would run does not.
     for key in ("batch", "schedule", "total_steps", "task", "effective_batch", "loader"):
         assert planned[key] == answer["plan"][key], key
     (tmp_path / "form.yaml").write_text(answer["preview"]["yaml"])
-    again = run_cli("plan", "--config", "form.yaml", "--json")
-    assert again.code == 0, again.err
-    assert json.loads(again.out) == planned
+    assert planned_by("--config", str(tmp_path / "form.yaml")) == planned
 
 
 def test_tasks_and_schema(two_gpus: Address) -> None:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lockstep.errors import RunFolderError
-from lockstep.studio.home import Home, is_run_name
+from lockstep.studio.home import Home, is_run_name, modified_ns
 from lockstep.studio.launch_records import Labels, Start, Starts
 from lockstep.studio.problems import run_not_found
 from lockstep.studio.processes import is_alive, reap
@@ -65,6 +65,9 @@ class RunIndex:
         self._lock = threading.RLock()
         self._version = 0
         self._looked = 0.0
+        #: What :meth:`versions` found, and when the folders had been changed and the last change then.
+        self._found: dict[str, tuple[int, dict[str, Any]]] = {}
+        self._seen = (0, 0, 0)
 
     def summaries(self) -> list[dict[str, Any]]:
         """One summary a run, newest first."""
@@ -73,14 +76,20 @@ class RunIndex:
     def versions(self) -> tuple[dict[str, tuple[int, dict[str, Any]]], list[str]]:
         """By run: a number that changes with its summary, and the summary, newest first; and :meth:`problems`.
 
-        Called every second; runs that have ended are checked only every few seconds.
+        Called every second; runs that have ended are checked only every few seconds. The same object: no change.
         """
         now = time.monotonic()
         thorough = now - self._looked >= _THOROUGH_S
-        if thorough:
-            self._looked = now
-        found = {entry.summary["id"]: (entry.version, entry.summary) for entry in self._listed(thorough=thorough)}
-        return found, self.problems()
+        with self._lock:
+            folders = (modified_ns(self._home.runs_dir), modified_ns(self._home.starts))
+            restless = any(entry.restless for entry in self._entries.values())
+            if thorough or restless or (*folders, self._version) != self._seen:
+                self._looked = now if thorough else self._looked
+                listed = self._listed(thorough=thorough)
+                found = {entry.summary["id"]: (entry.version, entry.summary) for entry in listed}
+                self._found = self._found if found == self._found else found
+                self._seen = (*folders, self._version)
+            return self._found, self.problems()
 
     def listed(self) -> dict[str, Any]:
         return {"runs": self.summaries(), "problems": self.problems()}
@@ -162,16 +171,13 @@ class RunIndex:
 
     def _refresh(self, name: str, path: str) -> Entry | None:
         """The entry of a run, up to date; ``None`` when there is no such run."""
-        signature: Signature = tuple([_stat(f"{path}/{file}") for file in _FILES])
         entry = self._entries.get(name)
-        start = None
-        notes = _stat(f"{self._starts_dir}/{name}")
-        signature = (*signature, notes)
-        # A run that has ended and is unchanged needs no more than this check of its files.
-        if entry is not None and entry.signature == signature and not entry.restless:
+        record, notes = _stat(f"{path}/{_FILES[0]}"), _stat(f"{self._starts_dir}/{name}")
+        # A run that has ended and is unchanged needs no more than this check: an attempt begins with its record.
+        if entry is not None and not entry.restless and (entry.signature[0], entry.signature[-1]) == (record, notes):
             return entry
-        if notes is not None:
-            start = self._starts.read(name)
+        signature: Signature = (record, *[_stat(f"{path}/{file}") for file in _FILES[1:]], notes)
+        start = self._starts.read(name) if notes is not None else None
         if signature[0] is None and (start is None or self._starts.was_made(name, start)):
             self._drop(name)
             return None

@@ -77,6 +77,7 @@ class Hub:
         self._problems: list[str] = []
         self._listed = False
         self._busy = asyncio.Event()
+        self._asked = asyncio.Event()
         self._answers: dict[str, Callable[[Tab, Asked], None]] = {
             "ping": self._on_ping,
             "watch": self._on_watch,
@@ -103,6 +104,7 @@ class Hub:
         await socket.accept()
         tab = Tab(socket)
         self._tabs.add(tab)
+        self._asked.set()
         tab.say({"type": "hello", **self._hello()})
         sender = asyncio.create_task(self._send(tab))
         try:
@@ -147,6 +149,7 @@ class Hub:
     def _on_watch(self, tab: Tab, asked: Asked) -> None:
         tab.watches_runs = asked.runs
         tab.known_runs = None
+        self._asked.set()
         self._busy.set()
         tab.wake.set()
 
@@ -209,10 +212,10 @@ class Hub:
 
     async def _follow_list(self) -> None:
         while True:
-            await asyncio.sleep(0.05 if any(t.watches_runs and t.known_runs is None for t in self._tabs) else LIST_S)
-            if not self._tabs:
-                self._listed = False
-                continue
+            self._listed = self._listed and bool(self._tabs)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), LIST_S if self._tabs else None)
+            self._asked.clear()
             try:
                 await self._send_list()
             except Exception:
@@ -221,10 +224,13 @@ class Hub:
 
     async def _send_list(self) -> None:
         if any(tab.watches_runs for tab in self._tabs):
+            before = self._versions, self._problems
             self._versions, self._problems = await asyncio.to_thread(self._index.versions)
             self._listed = True
+            same = self._versions is before[0] and self._problems == before[1]
             for tab in self._tabs:
-                tab.wake.set()
+                if not same or tab.known_runs is None:
+                    tab.wake.set()
         for job in await asyncio.to_thread(self._jobs.changed):
             for tab in self._tabs:
                 tab.say({"type": "job", "job": job})

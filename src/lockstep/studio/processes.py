@@ -58,7 +58,7 @@ Record = TypeVar("Record", bound=Started)
 
 def launch(
     kind: type[Record], file: Path, arguments: Sequence[str], config: Mapping[str, Any] | None, out: Path, err: Path,
-    **more: Any,
+    /, **more: Any,
 ) -> Record:  # fmt: skip
     """Start ``lockstep`` with ``arguments`` in a separate session, and write its record to ``file``.
 

@@ -6,7 +6,7 @@ import { devices } from "./catalogue.js";
 import { DeviceChoice, usable } from "./devices.js";
 import { duration, number, plain, words } from "./format.js";
 import { jobs, merge, takeJob } from "./live.js";
-import { Badge, Button, Dialog, Problem, tellError } from "./ui.js";
+import { Badge, Button, Dialog, Problem, Select, tellError } from "./ui.js";
 
 /** The run's devices that this machine has too. */
 function devicesFor(run) {
@@ -46,12 +46,7 @@ export function ResumeDialog({ run, onClose }) {
 
 function CheckpointChoice({ detail, value, onChange }) {
   const steps = detail.checkpoints.map(({ step, last, best }) => [String(step), `step ${number(step)}${last ? " (last)" : ""}${best ? " (best)" : ""}`]);
-  return html`<label class="stack">
-    Checkpoint
-    <select class="input" value=${value} onChange=${(event) => onChange(event.currentTarget.value)}>
-      ${[["best", "best"], ["last", "last"], ...steps].map(([id, text]) => html`<option key=${id} value=${id}>${text}</option>`)}
-    </select>
-  </label>`;
+  return html`<${Select} label="Checkpoint" kind="stack" value=${value} options=${["best", "last", ...steps]} onChange=${onChange} />`;
 }
 
 export function EvaluateDialog({ run, detail, onClose }) {
@@ -59,13 +54,7 @@ export function EvaluateDialog({ run, detail, onClose }) {
   const [checkpoint, setCheckpoint] = useState("best");
   const start = async () => takeJob(await post(runPath(run.id, "/evaluate"), { split, checkpoint, device: null }));
   return html`<${Dialog} title="Evaluate run" submit="Evaluate" onClose=${onClose} onSubmit=${start}>
-    <label class="stack">
-      Data
-      <select class="input" value=${split} onChange=${(event) => setSplit(event.currentTarget.value)}>
-        <option value="test">test</option>
-        <option value="val">validation</option>
-      </select>
-    </label>
+    <${Select} label="Data" kind="stack" value=${split} options=${["test", ["val", "validation"]]} onChange=${setSplit} />
     <${CheckpointChoice} detail=${detail} value=${checkpoint} onChange=${setCheckpoint} />
   <//>`;
 }

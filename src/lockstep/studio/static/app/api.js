@@ -1,6 +1,6 @@
 // The server's REST interface: one envelope, one error shape.
 
-import { signal } from "./html.js";
+import { signal, useEffect, useState } from "./html.js";
 
 /** Relative: behind a proxy the page may be below any path. */
 export const API = "api";
@@ -48,6 +48,21 @@ export const post = (path, body = {}, signal) => call("POST", path, body, signal
 export const put = (path, body) => call("PUT", path, body);
 export const patch = (path, body) => call("PATCH", path, body);
 export const remove = (path) => call("DELETE", path);
+
+/** {found, error}: what `path` answers, fetched again when one of `when` changes; nothing without a path. */
+export function useAnswer(path, when) {
+  const [answer, setAnswer] = useState({ found: null, error: null });
+  useEffect(() => {
+    if (!path) return undefined;
+    const abort = new AbortController();
+    get(path, abort.signal).then(
+      (found) => setAnswer({ found, error: null }),
+      (error) => error.name !== "AbortError" && setAnswer({ found: null, error }),
+    );
+    return () => abort.abort();
+  }, [path, ...when]);
+  return answer;
+}
 
 export const runPath = (id, rest = "") => `/runs/${encodeURIComponent(id)}${rest}`;
 /** The address of a file in the folder of a run. */

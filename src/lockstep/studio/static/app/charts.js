@@ -4,7 +4,7 @@ import { computed, html, signal, useEffect, useRef, useState } from "./html.js";
 import { number } from "./format.js";
 import { isGap, Plot } from "./plot.js";
 import { keep, route } from "./route.js";
-import { Menu } from "./ui.js";
+import { Menu, Select } from "./ui.js";
 
 /** Options of all charts, kept in the link. */
 export const drawing = computed(() => {
@@ -20,11 +20,7 @@ export function ChartTools({ notes = [], axes = false, search = false }) {
   const { log, smoothing, x, text } = drawing.value;
   return html`<div class="chart-tools" role="group" aria-label="Chart tools">
     ${search && html`<input class="input" type="search" aria-label="Search charts" placeholder="Search charts" value=${text} onInput=${(event) => keep("charts", event.currentTarget.value)} />`}
-    ${axes && html`<label>X axis
-      <select class="input" value=${x} onChange=${(event) => keep("x", event.currentTarget.value === "step" ? null : event.currentTarget.value)}>
-        ${Object.entries(AXES).map(([id, title]) => html`<option key=${id} value=${id} selected=${id === x}>${title}</option>`)}
-      </select>
-    </label>`}
+    ${axes && html`<${Select} label="X axis" kind="" value=${x} options=${Object.entries(AXES)} onChange=${(one) => keep("x", one === "step" ? null : one)} />`}
     <label>
       <input type="checkbox" checked=${log} onChange=${(event) => keep("log", event.currentTarget.checked ? "1" : null)} />
       Log scale

@@ -1,14 +1,14 @@
 // Several runs: their curves in one chart, their results, and differences of configuration and plan.
 
 import { html, useEffect, useState } from "./html.js";
-import { get } from "./api.js";
+import { useAnswer } from "./api.js";
 import { Chart, ChartTools, Legend } from "./charts.js";
 import { epochLines, linesOverSteps, STEP_CHARTS, useRun } from "./curves.js";
 import { number, plain, words } from "./format.js";
 import { runs } from "./live.js";
 import { route } from "./route.js";
 import { label } from "./runs.js";
-import { Problem } from "./ui.js";
+import { Problem, Select } from "./ui.js";
 
 /** Follows one run and passes its lines to the parent; draws nothing. */
 function Source({ id, onLines }) {
@@ -74,7 +74,7 @@ function Scatter({ answer }) {
   const y = pick(1, [...varied(answer.metrics), ...rows].find(({ key }) => key !== x).key);
   const valuesOf = (key) => rows.find((row) => row.key === key).values;
   const points = answer.runs.map((run, at) => ({ label: label(run), index: at, points: true, x: [valuesOf(x)[at]], y: [valuesOf(y)[at]] })).filter((one) => Number.isFinite(one.x[0]) && Number.isFinite(one.y[0]));
-  const choice = (at, text, value) => html`<label class="row">${text}<select class="input" onChange=${(event) => setChosen(chosen.map((one, place) => (place === at ? event.currentTarget.value : one)))}>${names.map((name) => html`<option key=${name} value=${name} selected=${name === value}>${name}</option>`)}</select></label>`;
+  const choice = (at, text, value) => html`<${Select} label=${text} value=${value} options=${names} onChange=${(name) => setChosen(chosen.map((one, place) => (place === at ? name : one)))} />`;
   return html`<section class="card stack" aria-label="Scatter">
     <div class="row wrap"><h2>Scatter</h2>${choice(0, "x", x)}${choice(1, "y", y)}</div>
     ${points.length ? html`<${Chart} key=${`${x} ${y}`} title=${`${y} against ${x}`} against=${x} fraction series=${points} height=${260} />` : html`<p class="muted">No run has both numbers.</p>`}
@@ -140,19 +140,9 @@ export function Compare() {
   const ids = here ? route.value.ids.filter((id) => here.has(id)) : route.value.ids;
   const gone = route.value.ids.filter((id) => !ids.includes(id));
   const [lines, setLines] = useState({});
-  const [found, setFound] = useState({ answer: null, error: null });
   const wanted = ids.map((id) => `run=${encodeURIComponent(id)}`).join("&");
   const states = (runs.value ?? []).filter((run) => ids.includes(run.id)).map((run) => run.status).join();
-  useEffect(() => {
-    if (ids.length < 2) return undefined;
-    const abort = new AbortController();
-    get(`/compare?${wanted}`, abort.signal).then(
-      (answer) => setFound({ answer, error: null }),
-      (error) => error.name !== "AbortError" && setFound({ answer: null, error }),
-    );
-    return () => abort.abort();
-  }, [wanted, states]);
-  const { answer, error } = found;
+  const { found: answer, error } = useAnswer(ids.length > 1 ? `/compare?${wanted}` : null, [states]);
   return html`<div class="view">
     <div class="row between"><h1>Compare</h1><a class="button" href="#/runs">Choose runs…</a></div>
     ${ids.map((id) => html`<${Source} key=${id} id=${id} onLines=${(run, some) => setLines((all) => ({ ...all, [run]: some }))} />`)}

@@ -4,6 +4,7 @@ import { html, useEffect, useRef, useState } from "./html.js";
 import { get, runPath } from "./api.js";
 import { number } from "./format.js";
 import { isGoing } from "./live.js";
+import { Select } from "./ui.js";
 
 const COLOURS = ["", "bad", "good", "warn", "info", "series-4", "series-3", ""];
 const ESCAPE = /\u001b\[([\d;]*)m|\u001b\[[\d;?]*[A-Za-z]/g;
@@ -58,11 +59,7 @@ export function Log({ run, names }) {
   const scrolled = ({ currentTarget: { scrollTop, scrollHeight, clientHeight } }) => setFollow(scrollHeight - scrollTop - clientHeight < 8);
   return html`<div class="card stack">
     <div class="row wrap">
-      <label class="row">File
-        <select class="input" value=${chosen} onChange=${(event) => setName(event.currentTarget.value)}>
-          ${names.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}
-        </select>
-      </label>
+      <${Select} label="File" value=${chosen} options=${names} onChange=${setName} />
       <input class="input grow" type="search" aria-label="Search the log" placeholder="Search the log" value=${text} onInput=${(event) => setText(event.currentTarget.value)} />
       <label class="row"><input type="checkbox" checked=${follow} onChange=${(event) => setFollow(event.currentTarget.checked)} />Follow</label>
       <span class="muted number">${number(lines.length)} lines</span>

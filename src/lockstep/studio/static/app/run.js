@@ -1,7 +1,7 @@
 // The page of one run: overview, charts, log, evaluation, configuration and files as tabs.
 
 import { html, useEffect, useState } from "./html.js";
-import { filePath, get, post, runPath } from "./api.js";
+import { filePath, post, runPath, useAnswer } from "./api.js";
 import { forPage, studio } from "./catalogue.js";
 import { Decisions } from "./decisions.js";
 import { Curves } from "./curves.js";
@@ -16,16 +16,8 @@ import { Badge, Boundary, Button, Copy, Menu, Problem, Tabs, tell, tellError } f
 
 /** The details of a run: fetched when it is selected and when its status changes. */
 function useDetail(run) {
-  const [found, setFound] = useState({ detail: null, error: null });
-  useEffect(() => {
-    const abort = new AbortController();
-    get(runPath(run.id), abort.signal).then(
-      (detail) => setFound({ detail, error: null }),
-      (error) => error.name !== "AbortError" && setFound({ detail: null, error }),
-    );
-    return () => abort.abort();
-  }, [run.id, run.status, run.attempt, run.starting, run.epoch]);
-  return found.detail?.id === run.id || found.error ? found : { detail: null, error: null };
+  const { found, error } = useAnswer(runPath(run.id), [run.status, run.attempt, run.starting, run.epoch]);
+  return { detail: found?.id === run.id ? found : null, error };
 }
 
 function Metric({ name, value }) {
@@ -111,11 +103,10 @@ function Settings({ run, detail }) {
 }
 
 function Files({ run }) {
-  const [found, setFound] = useState(null);
+  const { found, error } = useAnswer(runPath(run.id, "/files"), [run.status]);
   const [text, setText] = useState("");
-  useEffect(() => void get(runPath(run.id, "/files")).then(({ files }) => setFound(files), tellError), [run.id, run.status]);
-  if (!found) return html`<p class="empty" role="status">Loading files…</p>`;
-  const shown = found.filter(({ path }) => path.toLowerCase().includes(text.toLowerCase()));
+  if (!found) return error ? html`<${Problem} error=${error} />` : html`<p class="empty" role="status">Loading files…</p>`;
+  const shown = found.files.filter(({ path }) => path.toLowerCase().includes(text.toLowerCase()));
   return html`<div class="card stack">
     <div class="row">
       <input class="input" type="search" aria-label="Search files" placeholder="Search files" value=${text} onInput=${(event) => setText(event.currentTarget.value)} />

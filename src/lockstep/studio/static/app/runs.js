@@ -7,7 +7,7 @@ import { parseFilter } from "./filter.js";
 import { ago, clock, deviceWords, duration, heading, number, percent, plain } from "./format.js";
 import { isGoing, merge, problems, runs } from "./live.js";
 import { address, drawer, go, keep, route } from "./route.js";
-import { Badge, Button, Dialog, Menu, tell, tellError } from "./ui.js";
+import { Badge, Button, Dialog, Menu, Select, tell, tellError } from "./ui.js";
 
 const PAGE = 100;
 const STATUSES = ["pending", "running", "completed", "failed", "stopped", "lost"];
@@ -90,10 +90,10 @@ const table = computed(() => {
   return { text: query.get("filter") ?? "", status: query.get("status") ?? "", order, group: query.get("group") ?? "", columns: query.get("columns")?.split(",").filter(Boolean) ?? SHOWN };
 });
 
+const fetchSettings = () => get("/settings").then((found) => (settings.value = found), tellError);
+
 function useSettings(wanted) {
-  useEffect(() => {
-    if (wanted) get("/settings").then((found) => (settings.value = found), tellError);
-  }, [wanted, runs.value?.length]);
+  useEffect(() => void (wanted && fetchSettings()), [wanted, runs.value?.length]);
 }
 
 /** Names of metrics and settings that some run has. */
@@ -125,22 +125,14 @@ function ColumnsDialog({ all, onClose }) {
 }
 
 function Filters({ shown, all, onDialog }) {
-  const ids = [useId(), useId(), useId()];
+  const id = useId();
   const { text, status, group } = table.value;
-  const names = offered(all);
+  const groups = [...new Set(["task", "status", "devices", "strategy", "tags", ...offered(all).settings, ...(group ? [group] : [])])];
   return html`<div class="filters" role="search" aria-label="Runs">
-    <label class="unseen" for=${ids[0]}>Search runs</label>
-    <input id=${ids[0]} class="input grow" type="search" placeholder="Filter: words, val_accuracy > 0.9, tag:baseline, device:gpu, lr = 0.001" value=${text} onInput=${(event) => keep("filter", event.currentTarget.value)} />
-    <label class="unseen" for=${ids[1]}>Status</label>
-    <select id=${ids[1]} class="input" value=${status} onChange=${(event) => keep("status", event.currentTarget.value)}>
-      <option value="">Any status</option>
-      ${STATUSES.map((one) => html`<option key=${one} value=${one} selected=${one === status}>${one}</option>`)}
-    </select>
-    <label class="unseen" for=${ids[2]}>Group by</label>
-    <select id=${ids[2]} class="input" value=${group} onFocus=${() => get("/settings").then((found) => (settings.value = found), tellError)} onChange=${(event) => keep("group", event.currentTarget.value)}>
-      <option value="">No groups</option>
-      ${[...new Set(["task", "status", "devices", "strategy", "tags", ...names.settings, ...(group ? [group] : [])])].map((one) => html`<option key=${one} value=${one} selected=${one === group}>Group by ${titleOf(one)}</option>`)}
-    </select>
+    <label class="unseen" for=${id}>Search runs</label>
+    <input id=${id} class="input grow" type="search" placeholder="Filter: words, val_accuracy > 0.9, tag:baseline, device:gpu, lr = 0.001" value=${text} onInput=${(event) => keep("filter", event.currentTarget.value)} />
+    <${Select} label="Status" hidden value=${status} options=${[["", "Any status"], ...STATUSES]} onChange=${(one) => keep("status", one)} />
+    <${Select} label="Group by" hidden value=${group} options=${[["", "No groups"], ...groups.map((one) => [one, `Group by ${titleOf(one)}`])]} onFocus=${fetchSettings} onChange=${(one) => keep("group", one)} />
     <${Button} onClick=${() => onDialog({ kind: "columns" })}>Columns<//>
     <span class="muted number" role="status">${runs.value === null ? "" : shown === all.length ? `${shown} ${shown === 1 ? "run" : "runs"}` : `${shown} of ${all.length} runs`}</span>
   </div>`;
@@ -296,9 +288,11 @@ function Problems() {
 
 export const LABEL_DIALOGS = { rename: RenameDialog, tags: TagsDialog, notes: NotesDialog, delete: DeleteDialog, bulkTags: BulkTagsDialog, bulkDelete: BulkDeleteDialog };
 
-function Heads({ columns, order }) {
+/** Numbers end below the end of their heading. */
+function Heads({ columns, order, rows }) {
   const [descending, by] = order.startsWith("-") ? [true, order.slice(1)] : [false, order];
-  const head = (name, title) => html`<th key=${name} scope="col" aria-sort=${name === by ? (descending ? "descending" : "ascending") : undefined}>
+  const isNumber = (name) => rows.some((run) => typeof valueOf(run, name) === "number");
+  const head = (name, title) => html`<th key=${name} scope="col" class=${isNumber(name) ? "number" : ""} aria-sort=${name === by ? (descending ? "descending" : "ascending") : undefined}>
     <button type="button" class="sort" onClick=${() => keep("sort", name === by && !descending ? `-${name}` : name)}>${title}${name === by ? (descending ? " ↓" : " ↑") : ""}</button>
   </th>`;
   return html`<tr><th class="tick"><span class="unseen">Select</span></th>${head("name", "Name")}${columns.map((name) => head(name, titleOf(name)))}<th><span class="unseen">Actions</span></th></tr>`;
@@ -331,7 +325,7 @@ export function Runs() {
     ${found.length > 0 &&
     html`<div class="scroll-x card flush">
       <table class="runs" aria-label="Runs">
-        <thead><${Heads} columns=${columns} order=${order} /></thead>
+        <thead><${Heads} columns=${columns} order=${order} rows=${found.slice(0, limit)} /></thead>
         <tbody onKeyDown=${move}>
           ${groups
             ? groups.map(([value, rows]) => html`<${Group} key=${value} name=${group} value=${value} rows=${rows} columns=${columns} onDialog=${setDialog} />`)

@@ -1,14 +1,14 @@
 // Reports of `lockstep bench scaling`: the speed-up of more devices, compared with linear scaling.
 
-import { html, useEffect, useState } from "./html.js";
-import { get, post } from "./api.js";
+import { html, useState } from "./html.js";
+import { post, useAnswer } from "./api.js";
 import { Job, newestJobs } from "./afterwards.js";
 import { DeviceChoice } from "./devices.js";
 import { devices, tasks } from "./catalogue.js";
 import { Chart } from "./charts.js";
 import { clock, gigabytes, number, percent } from "./format.js";
-import { takeJob } from "./live.js";
-import { Button, Problem, tellError } from "./ui.js";
+import { jobs, takeJob } from "./live.js";
+import { Button, Problem, Select, tellError } from "./ui.js";
 
 const CHARTS = [
   ["Speed-up", "speed_up", (ranks) => ranks, {}],
@@ -86,12 +86,7 @@ function Start({ busy, onStart }) {
   const why = chosen.length < 2 ? "two devices or ranks are needed to compare" : "";
   const start = () => post("/scaling", { task, devices: chosen, config: {} }).then(onStart, tellError);
   return html`<section class="card stack measure" aria-label="Measure">
-    <label class="row">
-      Task
-      <select class="input" value=${task} onChange=${(event) => setTask(event.currentTarget.value)}>
-        ${tasks.value.map(({ name }) => html`<option key=${name} value=${name}>${name}</option>`)}
-      </select>
-    </label>
+    <${Select} label="Task" value=${task} options=${tasks.value.map(({ name }) => name)} onChange=${setTask} />
     <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
     <div class="row">
       <${Button} kind="primary" why=${why} busy=${busy} onClick=${start}>Measure scaling<//>
@@ -101,11 +96,9 @@ function Start({ busy, onStart }) {
 }
 
 export function Scaling() {
-  const [found, setFound] = useState(null);
-  const [error, setError] = useState(null);
+  const over = Object.values(jobs.value).filter(({ kind, status }) => kind === "scaling" && status !== "running").length;
+  const { found, error } = useAnswer("/scaling", [over]);
   const list = newestJobs(found?.jobs ?? [], ({ kind }) => kind === "scaling");
-  const over = list.filter(({ status }) => status !== "running").length;
-  useEffect(() => void get("/scaling").then(setFound, setError), [over]);
   return html`<div class="view">
     <h1>Scaling</h1>
     <${Problem} error=${error} />
