@@ -117,21 +117,6 @@ def studio(network: Network, tmp_path: Path) -> Iterator[Studio]:
         studio.end_runs()
 
 
-@contextmanager
-def used_browser(address: Address, folder: Path) -> Iterator[Browser]:
-    """One in the usual network that has shown the studio at ``address``.
-
-    Its helper processes start with their first use: they are not the test's that comes first.
-    """
-    with running_browser(Network(None), folder) as browser:
-        page = browser.new_page()
-        page.goto(address.url)
-        page.get_by_role("button", name="New run").wait_for(timeout=PATIENCE_MS)
-        page.screenshot()
-        page.close()
-        yield browser
-
-
 @pytest.fixture(scope="session")
 def machine_with_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
     """A studio on a machine with three GPUs, which all tests share; its helper process runs already."""
@@ -151,6 +136,21 @@ def machine_with_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addr
         finally:
             process.stdin.close()
             process.wait()
+
+
+@pytest.fixture(scope="session")
+def shared_browser(machine_with_gpus: Address, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests of that studio, in the usual network, since the studio is a process beside this one.
+
+    Its helper processes start with their first use: they are not the test's that comes first.
+    """
+    with running_browser(Network(None), tmp_path_factory.mktemp("browser")) as browser:
+        page = browser.new_page()
+        page.goto(machine_with_gpus.url)
+        page.get_by_role("button", name="New run").wait_for(timeout=PATIENCE_MS)
+        page.screenshot()
+        page.close()
+        yield browser
 
 
 @pytest.fixture

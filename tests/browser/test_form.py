@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
-from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, open_form, used_browser
+from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, open_form
 from tests.studio.serving import Address
 
 expect.set_options(timeout=PATIENCE_MS)
 
 
-@pytest.fixture(scope="module")
-def browser(machine_with_gpus: Address, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One for all tests, in the usual network: the studio with a fake machine is a process beside this one."""
-    with used_browser(machine_with_gpus, tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
+@pytest.fixture
+def browser(shared_browser: Browser) -> Browser:
+    return shared_browser
 
 
 @pytest.mark.parametrize("viewport", [WIDE, pytest.param(NARROW, marks=pytest.mark.drill)], ids=["wide", "narrow"])

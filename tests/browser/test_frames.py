@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import base64
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from playwright.sync_api import Browser
 
 from lockstep.studio.columns import Columns, columns_of, pack
 from tests.browser.conftest import OpenPage
-from tests.browser.where import Network
-from tests.studio.serving import studio
+from tests.studio.serving import Address
 
 UNPACK = """async (frames) => {
     const { decode, Stream } = await import('/static/app/columns.js');
@@ -34,40 +33,39 @@ rows = st.lists(st.dictionaries(st.sampled_from(["loss", "lr", "scalars.f1"]), v
 
 
 @pytest.fixture
-def network() -> Network:
-    return Network(None)
+def browser(shared_browser: Browser) -> Browser:
+    return shared_browser
 
 
-def test_any_history_and_deltas_arrive_as_they_were_sent(open_page: OpenPage, tmp_path: Path) -> None:
-    with studio(tmp_path, []) as address:
-        page = open_page(address.url)
-        page.wait_for_load_state("networkidle")
+def test_any_history_and_deltas_arrive_as_they_were_sent(machine_with_gpus: Address, open_page: OpenPage) -> None:
+    page = open_page(machine_with_gpus.url)
+    page.wait_for_load_state("networkidle")
 
-        @settings(max_examples=40, suppress_health_check=list(HealthCheck))
-        @given(st.lists(rows, min_size=1, max_size=4))
-        def arrives(parts: list[list[dict[str, Any]]]) -> None:
-            held, frames, step = Columns("step"), [], 0
-            for number, part in enumerate(parts):
-                steps = range(step, step + len(part))
-                step += len(part)
-                start = held.rows
-                held.append(columns_of([{"step": at, **row} for at, row in zip(steps, part, strict=True)], "step"))
-                sent, _ = held.part(start, held.rows)
-                header = {
-                    "kind": "delta" if number else "history",
-                    "x": "step",
-                    "generation": 0,
-                    "rows": held.rows - start,
-                    "total": held.rows,
-                    "downsampled": False,
-                    "preview": False,
-                }
-                frames.append(base64.b64encode(pack(header, sent)).decode())
-            expected = {n: [None if math.isnan(v) else v for v in held[n].astype(float).tolist()] for n in held.names}
-            got = page.evaluate(UNPACK, frames)
-            for name, column in expected.items():
-                assert len(got.get(name, [])) == held.rows or all(value is None for value in column)
-                for ours, theirs in zip(got.get(name, []), column, strict=False):
-                    assert ours == theirs or math.isclose(ours, theirs, rel_tol=1e-7)
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    @given(st.lists(rows, min_size=1, max_size=4))
+    def arrives(parts: list[list[dict[str, Any]]]) -> None:
+        held, frames, step = Columns("step"), [], 0
+        for number, part in enumerate(parts):
+            steps = range(step, step + len(part))
+            step += len(part)
+            start = held.rows
+            held.append(columns_of([{"step": at, **row} for at, row in zip(steps, part, strict=True)], "step"))
+            sent, _ = held.part(start, held.rows)
+            header = {
+                "kind": "delta" if number else "history",
+                "x": "step",
+                "generation": 0,
+                "rows": held.rows - start,
+                "total": held.rows,
+                "downsampled": False,
+                "preview": False,
+            }
+            frames.append(base64.b64encode(pack(header, sent)).decode())
+        expected = {n: [None if math.isnan(v) else v for v in held[n].astype(float).tolist()] for n in held.names}
+        got = page.evaluate(UNPACK, frames)
+        for name, column in expected.items():
+            assert len(got.get(name, [])) == held.rows or all(value is None for value in column)
+            for ours, theirs in zip(got.get(name, []), column, strict=False):
+                assert ours == theirs or math.isclose(ours, theirs, rel_tol=1e-7)
 
-        arrives()
+    arrives()

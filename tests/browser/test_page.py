@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,7 +18,7 @@ from playwright.sync_api import Browser, Page, ViewportSize, WebSocketRoute, exp
 from lockstep.studio.home import Home
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
-from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, open_form, rows, used_browser
+from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, open_form, rows
 from tests.browser.runs import add_sample, make_run, runs_of
 from tests.hardware.machines import machine
 from tests.studio.serving import TOY, Address, studio
@@ -27,11 +26,9 @@ from tests.studio.serving import TOY, Address, studio
 expect.set_options(timeout=PATIENCE_MS)
 
 
-@pytest.fixture(scope="module")
-def browser(machine_with_gpus: Address, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One for all tests, in the usual network: the studio with a fake machine is a process beside this one."""
-    with used_browser(machine_with_gpus, tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
+@pytest.fixture
+def browser(shared_browser: Browser) -> Browser:
+    return shared_browser
 
 
 #: The page's WebSocket opens when ``openLive`` is called.

@@ -80,12 +80,7 @@ class Feed:
         cursor = (-1, 0) if preview else (columns.generation, columns.rows)
         key = ("history", stream, cursor, points)
         if key not in self._frames:
-            part, thin = columns.part(0, columns.rows, points)
-            self._frames[key] = pack(
-                self._header("history", stream, columns, 0, columns.rows)
-                | {"downsampled": thin, "preview": bool(preview)},
-                part,
-            )
+            self._frames[key] = self._frame("history", stream, columns, 0, columns.rows, points, preview=bool(preview))
         return self._frames[key], cursor
 
     def delta(self, stream: str, start: int) -> bytes:
@@ -93,20 +88,19 @@ class Feed:
         columns = self.tails[stream].columns
         key = ("delta", stream, columns.generation, start)
         if key not in self._frames:
-            part, _ = columns.part(start, columns.rows)
-            self._frames[key] = pack(self._header("delta", stream, columns, start, columns.rows), part)
+            self._frames[key] = self._frame("delta", stream, columns, start, columns.rows)
         return self._frames[key]
 
     def range(self, stream: str, low: float | None, high: float | None, points: int, request: Any) -> bytes:
         """A frame of the rows with ``low`` ≤ x ≤ ``high``."""
-        tail = self.tails[stream]
-        start, end = tail.columns.between(low, high)
-        part, thin = tail.columns.part(start, end, points)
-        header = self._header("range", stream, tail.columns, start, end)
-        return pack(header | {"downsampled": thin, "request": request}, part)
+        columns = self.tails[stream].columns
+        return self._frame("range", stream, columns, *columns.between(low, high), points, request=request)
 
-    def _header(self, kind: str, stream: str, columns: Columns, start: int, end: int) -> dict[str, Any]:
-        return {
+    def _frame(
+        self, kind: str, stream: str, columns: Columns, start: int, end: int, points: int | None = None, **more: Any
+    ) -> bytes:
+        part, thin = columns.part(start, end, points)
+        header = {
             "kind": kind,
             "run": self.name,
             "stream": stream,
@@ -115,10 +109,11 @@ class Feed:
             "start": start,
             "rows": end - start,
             "total": columns.rows,
-            "downsampled": False,
+            "downsampled": thin,
             "preview": False,
             "cut": columns.cut,
         }
+        return pack(header | more, part)
 
     def _look(self) -> bool:
         """Check for new streams, state and epochs; return whether state or epochs changed."""

@@ -10,7 +10,6 @@ import contextlib
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,7 @@ class Start(Started):
     shown: list[str] = Field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Labels:
+class Labels(FileContent):
     """The labels of a run: name and tags (``None`` where the run's own record has them), and what only the page has."""
 
     name: str | None = None
@@ -152,18 +150,15 @@ class Starts:
     def labels(self, name: str) -> Labels:
         """The labels that the run's own record does not have yet."""
         try:
-            kept = read_json(self._home.start(name) / "labels.json", max_bytes=_MAX_BYTES)
-            tags = kept.get("tags")
-            named = Labels(kept.get("name"), None if tags is None else tuple(map(str, tags)))
-            return replace(named, notes=str(kept.get("notes", "")), pinned=kept.get("pinned") is True)
-        except (RunFolderError, AttributeError, TypeError):
+            return Labels.model_validate(read_json(self._home.start(name) / "labels.json", max_bytes=_MAX_BYTES))
+        except (RunFolderError, ValidationError):
             return Labels()
 
     def label(self, name: str, labels: Labels) -> None:
         """Keep labels until :meth:`settle` can write them into the record. Raises :class:`StorageError`."""
         folder = self._home.start(name)
         make_folders(folder)
-        write_json(folder / "labels.json", asdict(labels))
+        write_json(folder / "labels.json", labels.model_dump())
 
     def settle(self, run: RunDir) -> None:
         """Write name and tags into the record of a run that has ended: while it runs, the file has another writer."""
@@ -176,7 +171,7 @@ class Starts:
         if changes:
             with contextlib.suppress(StorageError, RunFolderError):
                 run.update(**changes)
-                self.label(run.path.name, replace(labels, name=None, tags=None))
+                self.label(run.path.name, labels.model_copy(update={"name": None, "tags": None}))
 
     def target(self, run: RunDir) -> Identity | None:
         """The process of this machine to signal for the run, identified by pid, creation time and its open files.

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ class Runs:
             self._starts.begin(
                 name, words, task=wanted.task, attempt_before=0, devices=chosen, config=wanted.mapping(), shown=shown
             )
-        self._starts.label(name, Labels(body.name or None, tuple(body.tags) if body.tags else None))
+        self._starts.label(name, Labels(name=body.name or None, tags=tuple(body.tags) if body.tags else None))
         return self._index.summary(name)
 
     def detail(self, name: RunName) -> dict[str, Any]:
@@ -78,7 +77,7 @@ class Runs:
             given["name"] = body.name or ""
         if "tags" in given:
             given["tags"] = tuple(dict.fromkeys(body.tags or ()))
-        self._starts.label(location, replace(self._starts.labels(location), **given))
+        self._starts.label(location, self._starts.labels(location).model_copy(update=given))
         return self._index.summary(name)
 
     def delete(self, name: RunName) -> dict[str, Any]:
