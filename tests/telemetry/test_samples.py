@@ -45,7 +45,7 @@ def fresh(tmp_path: Path) -> RunDir:
 CLEAN = [EpochSamples(epoch, SAMPLES, (), ()) for epoch in (1, 2)]
 
 
-@settings(ON_TMP_PATH, max_examples=40)
+@settings(ON_TMP_PATH, max_examples=15)
 @given(
     killed=st.lists(st.tuples(st.integers(1, 4), st.integers(0, STEPS), st.integers(0, STEPS)), max_size=4),
     ranks=st.integers(1, 4),
