@@ -186,7 +186,7 @@ function save(title, kind, blob) {
 }
 
 /** The last index whose x is at most `limit`; x ascends. */
-function lastIndexAtMost(x, limit) {
+export function lastIndexAtMost(x, limit) {
   let low = 0;
   let high = x.length;
   while (low < high) {

@@ -11,7 +11,7 @@ import { Hardware } from "./hardware.js";
 import { merge } from "./live.js";
 import { drawer, go } from "./route.js";
 import { resolve } from "./settings.js";
-import { Button, Copy, Dialog, Menu, Problem, tell, tellError } from "./ui.js";
+import { Button, Copy, Dialog, Menu, Problem, Select, tell, tellError } from "./ui.js";
 
 /** Settings of a task that define its model, not its data. */
 const NETWORK = new Set(
@@ -77,9 +77,7 @@ function TaskChoice() {
   const chosen = task.value;
   return html`<div class="field">
     <label for=${id}>Task</label>
-    <select id=${id} class="input" value=${draft.value.task} aria-describedby="${id}-help" onChange=${(event) => chooseTask(event.currentTarget.value)}>
-      ${tasks.value.map(({ name }) => html`<option key=${name} value=${name} selected=${name === draft.value.task}>${name}</option>`)}
-    </select>
+    <${Select} bare id=${id} aria-describedby="${id}-help" value=${draft.value.task} options=${tasks.value.map(({ name }) => name)} onChange=${chooseTask} />
     <p class="help always" id="${id}-help">${chosen?.waiting ? "its settings are being loaded…" : chosen?.title}</p>
   </div>`;
 }

@@ -1,7 +1,7 @@
 // The charts of a run, from the columns of its files.
 
 import { html, useEffect, useRef, useState } from "./html.js";
-import { AXES, Chart, ChartTools, drawing } from "./charts.js";
+import { AXES, Chart, ChartTools, drawing, lastIndexAtMost } from "./charts.js";
 import { gigabytes, heading, number, percent, words } from "./format.js";
 import { followAgain, look, range, runs } from "./live.js";
 import { Button, Problem } from "./ui.js";
@@ -79,15 +79,7 @@ function axis(stream, run, kind) {
 }
 
 /** Where `step` is on that axis: that of the last row up to it. */
-function placeOf(step, steps, x) {
-  let [low, high] = [0, steps.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (steps[middle] <= step) low = middle + 1;
-    else high = middle;
-  }
-  return x[Math.max(0, low - 1)];
-}
+const placeOf = (step, steps, x) => x[Math.max(0, lastIndexAtMost(steps, step))];
 
 /** A chart of one stream. When the history is thinned out, a zoom fetches the part at full resolution. */
 function StreamChart({ run, name, stream, columns, ...rest }) {

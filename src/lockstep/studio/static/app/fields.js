@@ -4,6 +4,7 @@ import { html, useEffect, useId, useState } from "./html.js";
 import { change, isChanged, mistakes, valueOf } from "./draft.js";
 import { titleOf } from "./format.js";
 import { parse, show } from "./settings.js";
+import { Select } from "./ui.js";
 
 export function note(path, message) {
   const { [path]: before, ...others } = mistakes.peek();
@@ -41,9 +42,7 @@ function Choice({ path, schema, common }) {
   const options = schema.optional ? [null, ...values] : values;
   const text = (value) => (value === null ? "unset" : value === true ? "yes" : value === false ? "no" : String(value));
   const at = options.findIndex((value) => value === valueOf(path));
-  return html`<select ...${common} value=${String(at)} onChange=${(event) => change(path, options[Number(event.currentTarget.value)])}>
-    ${options.map((value, index) => html`<option key=${index} value=${String(index)} selected=${index === at}>${text(value)}</option>`)}
-  </select>`;
+  return html`<${Select} bare ...${common} value=${String(at)} options=${options.map((value, index) => [String(index), text(value)])} onChange=${(index) => change(path, options[Number(index)])} />`;
 }
 
 /** Text, numbers and lists: input is used as soon as it is valid. */

@@ -131,8 +131,8 @@ function Filters({ shown, all, onDialog }) {
   return html`<div class="filters" role="search" aria-label="Runs">
     <label class="unseen" for=${id}>Search runs</label>
     <input id=${id} class="input grow" type="search" placeholder="Filter: words, val_accuracy > 0.9, tag:baseline, device:gpu, lr = 0.001" value=${text} onInput=${(event) => keep("filter", event.currentTarget.value)} />
-    <${Select} label="Status" hidden value=${status} options=${[["", "Any status"], ...STATUSES]} onChange=${(one) => keep("status", one)} />
-    <${Select} label="Group by" hidden value=${group} options=${[["", "No groups"], ...groups.map((one) => [one, `Group by ${titleOf(one)}`])]} onFocus=${fetchSettings} onChange=${(one) => keep("group", one)} />
+    <${Select} label="Status" bare value=${status} options=${[["", "Any status"], ...STATUSES]} onChange=${(one) => keep("status", one)} />
+    <${Select} label="Group by" bare value=${group} options=${[["", "No groups"], ...groups.map((one) => [one, `Group by ${titleOf(one)}`])]} onFocus=${fetchSettings} onChange=${(one) => keep("group", one)} />
     <${Button} onClick=${() => onDialog({ kind: "columns" })}>Columns<//>
     <span class="muted number" role="status">${runs.value === null ? "" : shown === all.length ? `${shown} ${shown === 1 ? "run" : "runs"}` : `${shown} of ${all.length} runs`}</span>
   </div>`;

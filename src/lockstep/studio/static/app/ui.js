@@ -80,12 +80,12 @@ const copies = async (text) => {
 export const Copy = ({ text, label }) =>
   html`<${Button} kind="quiet small" onClick=${() => copies(text)} aria-label=${label}>Copy<//>`;
 
-/** A choice with its label, which `hidden` keeps for screen readers; `options`: values, or [value, text]. */
-export function Select({ label, hidden = false, kind = "row", value, options, onChange, ...rest }) {
-  const choice = html`<select class="input" aria-label=${hidden ? label : undefined} value=${value} onChange=${(event) => onChange(event.currentTarget.value)} ...${rest}>
+/** A choice; `options`: values, or [value, text]. `bare`: without its label, which then is for screen readers, if given. */
+export function Select({ label, bare = false, kind = "row", value, options, onChange, ...rest }) {
+  const choice = html`<select class="input" aria-label=${bare ? label : undefined} value=${value} onChange=${(event) => onChange(event.currentTarget.value)} ...${rest}>
     ${options.map((one) => (Array.isArray(one) ? one : [one, one])).map(([id, text]) => html`<option key=${id} value=${id} selected=${id === value}>${text}</option>`)}
   </select>`;
-  return hidden ? choice : html`<label class=${kind}>${label} ${choice}</label>`;
+  return bare ? choice : html`<label class=${kind}>${label} ${choice}</label>`;
 }
 
 /** A modal `<dialog>`: focus stays inside, Escape closes it, and focus returns. */
