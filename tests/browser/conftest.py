@@ -138,11 +138,12 @@ def machine_with_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addr
             process.wait()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_browser(machine_with_gpus: Address, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One browser for all tests of that studio, in the usual network, since the studio is a process beside this one.
+    """One browser for the tests of a module, in the usual network, since that studio is a process beside this one.
 
-    Its helper processes start with their first use: they are not the test's that comes first.
+    Its helper processes start with their first use: they are not the test's that comes first. After some minutes it
+    starts others, so it does not live for the session.
     """
     with running_browser(Network(None), tmp_path_factory.mktemp("browser")) as browser:
         page = browser.new_page()
