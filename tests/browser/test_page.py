@@ -668,6 +668,7 @@ def test_axe_finds_no_serious_fault(server: Address, open_page: OpenPage, viewpo
     page = open_page(server.url, viewport, color_scheme=scheme, reduced_motion="reduce")
     expect(rows(page)).to_have_count(3)
     ids = [run["id"] for run in server.get("/api/runs")["runs"]]
+    page.evaluate(AXE)
     tabs = ("overview", "charts", "log", "evaluation", "configuration", "files")
     views = ["runs", *(f"run/{ids[-1]}/{tab}" for tab in tabs), *(f"run/{name}" for name in ids[:-1])]
     for view in [*views, f"compare/{','.join(ids)}", "scaling", "machine", "form"]:
@@ -680,7 +681,6 @@ def test_axe_finds_no_serious_fault(server: Address, open_page: OpenPage, viewpo
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is wider than the screen"
         assert not (small := page.evaluate(SMALL)), f"{view}: less than 24 px to hit: {small}"
-        page.evaluate(AXE)
         found = page.evaluate("axe.run()")["violations"]
         serious = [
             f"{view}: {fault['id']}: {fault['nodes'][0]['html'][:200]}"

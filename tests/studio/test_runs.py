@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from lockstep.config import resolve
+from lockstep.config import load, resolve
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start, wait_for_step
 from tests.hardware.machines import machine
@@ -201,12 +201,19 @@ def test_a_process_that_is_not_the_runs_is_never_signalled(address: Address, tmp
         bystander.wait()
 
 
-def test_a_start_that_fails_says_why(address: Address) -> None:
-    config = {"data": {"data_dir": "/nowhere/at/all", "num_workers": 0}}
-    address.post("/api/runs", {**body(["cpu"], config=config), "task": "har", "id": "run-00000005", "config": {
-        "hardware": {"selected_devices": ["cpu"]}, "data": {"data_dir": "/nowhere/at/all"}}}, 202)  # fmt: skip
+def test_a_start_that_fails_says_why(address: Address, tmp_path: Path) -> None:
+    """Its settings reach the command in a file, whatever they contain."""
+    given = {"data_dir": "/nowhere: # {at}"}
+    config = {"hardware": {"selected_devices": ["cpu"]}, "data": given}
+    name = "n=1 #: {x}\n- !!python/name:os.system"
+    address.post("/api/runs", {"task": "har", "id": "run-00000005", "name": name, "config": config}, 202)
+    runs = tmp_path / "runs"
+    started = json.loads((runs / ".studio/starts/run-00000005/start.json").read_text())
+    file = started["arguments"][-1]
+    assert started["arguments"] == ["train", "har", "--save-dir", str(runs / "run-00000005"), "--config", file]
+    assert load([Path(file)])["data"] == given
     failed = address.wait_for("run-00000005", "failed")
-    assert "/nowhere/at/all" in failed["error"]
+    assert "/nowhere: # {at}" in failed["error"]
     assert "fix:" in failed["error"]
     assert address.call("DELETE", "/api/runs/run-00000005") == {"deleted": "run-00000005"}
     assert address.get("/api/runs")["runs"] == []
