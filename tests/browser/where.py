@@ -27,8 +27,6 @@ BROWSER_FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    # Three minutes after its start it would measure this machine for models, in a process of its own.
-    "--disable-features=LogOnDeviceMetricsOnStartup",
 )
 _LOOPBACK_UP = """
 import fcntl, socket, struct, sys
