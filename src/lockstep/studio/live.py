@@ -78,12 +78,6 @@ class Hub:
         self._listed = False
         self._busy = asyncio.Event()
         self._asked = asyncio.Event()
-        self._answers: dict[str, Callable[[Tab, Asked], None]] = {
-            "ping": self._on_ping,
-            "watch": self._on_watch,
-            "subscribe": self._on_subscribe,
-            "unsubscribe": self._on_unsubscribe,
-        }
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -131,11 +125,7 @@ class Hub:
         asked: Asked | None = None
         try:
             asked = parse(text)
-            if asked.type == "range":
-                # Thinning out a million rows takes a while, and other tabs should not wait for it.
-                tab.say(await asyncio.to_thread(self._range, tab, asked))
-            else:
-                self._answers[asked.type](tab, asked)
+            await self._answer(tab, asked)
         except LockstepError as error:
             tab.bad_messages += error.code == "INVALID_REQUEST"
             about: dict[str, Any] = {"run": asked.run or None if asked else None}
@@ -143,17 +133,24 @@ class Hub:
                 about["request"] = asked.request
             tab.say({"type": "error", **error.as_dict(), **about})
 
-    def _on_ping(self, tab: Tab, asked: Asked) -> None:
-        tab.say({"type": "pong"})
+    async def _answer(self, tab: Tab, asked: Asked) -> None:
+        match asked.type:
+            case "ping":
+                tab.say({"type": "pong"})
+            case "watch":
+                tab.watches_runs, tab.known_runs = asked.runs, None
+                self._asked.set()
+                tab.wake.set()
+            case "subscribe":
+                self._subscribe(tab, asked)
+            case "unsubscribe":
+                tab.subscriptions.pop(asked.run, None)
+                self._drop_unwatched()
+            case "range":
+                # Thinning out a million rows takes a while, and other tabs should not wait for it.
+                tab.say(await asyncio.to_thread(self._range, tab, asked))
 
-    def _on_watch(self, tab: Tab, asked: Asked) -> None:
-        tab.watches_runs = asked.runs
-        tab.known_runs = None
-        self._asked.set()
-        self._busy.set()
-        tab.wake.set()
-
-    def _on_subscribe(self, tab: Tab, asked: Asked) -> None:
+    def _subscribe(self, tab: Tab, asked: Asked) -> None:
         name = asked.run
         if name not in tab.subscriptions and len(tab.subscriptions) >= MAX_SUBSCRIPTIONS:
             raise ApiError(
@@ -165,10 +162,6 @@ class Hub:
         tab.subscriptions[name] = Subscription(self._feeds[name], tuple(asked.streams[:100]), asked.points)
         self._busy.set()
         tab.wake.set()
-
-    def _on_unsubscribe(self, tab: Tab, asked: Asked) -> None:
-        tab.subscriptions.pop(asked.run, None)
-        self._drop_unwatched()
 
     def _range(self, tab: Tab, asked: Asked) -> bytes:
         subscription = tab.subscriptions.get(asked.run)
