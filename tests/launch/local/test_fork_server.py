@@ -44,7 +44,7 @@ def test_launches_of_one_process_share_a_server_and_nothing_else(
         servers.append(server().pid)
     assert servers[0] == servers[1]
     monkeypatch.setenv("PYTHONHASHSEED", "1")  # it counts when a process starts
-    run_on_ranks(see, "SEEN", folder=run_dir, ranks=1)
+    assert launch(run_dir, 1, rank_main=STUB, environ={"STUB": "end"}) == 0
     assert server().pid != servers[0]
 
 

@@ -6,6 +6,7 @@ What is known of a start comes from :mod:`lockstep.launch.failure.records`; what
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from lockstep.launch.failure.records import (
     RankEnd,
     RankError,
     Restart,
+    clear_spare,
     describe,
     involves_user_code,
     last_lines,
@@ -47,6 +49,7 @@ from lockstep.launch.health.memory import RankMemory, advice, evaluation_advice,
 from lockstep.launch.local.rank_output import log_file
 from lockstep.launch.local.signals import STOPPED
 from lockstep.planning.batch import BatchPlan
+from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.progress_board import Activity
 from lockstep.telemetry.rundir import RunDir
 
@@ -221,7 +224,10 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
 
 
 def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
-    """The report of a run whose only rank is this process; ``None`` where ``error`` explains itself."""
+    """The report of a run whose only rank is this process, written into its record.
+
+    ``None`` where ``error`` explains itself.
+    """
     if isinstance(error, LockstepError):
         return None
     log_traceback(run_dir.logs, 0, error)
@@ -230,8 +236,27 @@ def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
     if cause is not None and cause.key.is_memory:
         memory = _memory_table(run_dir, LauncherLog(machine=machine_now()), {0: own})
         cause = replace(cause, smaller=_smaller(run_dir, own.evaluating))
-    first = RankFailure(**dict(own))
-    return FailureReport(ranks=1, first=first, others=(), cause=cause, memory=memory)
+    report = FailureReport(1, RankFailure(**dict(own)), (), cause, memory=memory)
+    _keep(run_dir, report.format())
+    return report
+
+
+def keep_failure(run_dir: RunDir, otherwise: str) -> FailureReport | None:
+    """:func:`read_failure`, written into the run's record; ``otherwise`` is, where nothing was recorded.
+
+    ``None``, and nothing is written, of a run that is completed or was stopped.
+    """
+    if or_else(lambda: run_dir.read().status, "lost") in {"stopped", "completed"}:
+        return None
+    report = read_failure(run_dir)
+    clear_spare(run_dir.logs)
+    _keep(run_dir, report.format() if report else otherwise)
+    return report
+
+
+def _keep(run_dir: RunDir, error: str) -> None:
+    with contextlib.suppress(LockstepError):  # the folder may be what failed
+        run_dir.update(status="failed", error=error)
 
 
 def task_failure(error: Exception) -> LockstepError | None:

@@ -6,23 +6,20 @@ the caller, which may be a script without a main guard, a notebook, a thread or 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 
 from lockstep.engine.attempt import run_attempt
 from lockstep.engine.state import RunResult
-from lockstep.errors import LockstepError
 from lockstep.hardware import World
 from lockstep.launch.failure import records
-from lockstep.launch.failure.report import own_failure, read_failure, restarted
+from lockstep.launch.failure.report import keep_failure, own_failure, restarted
 from lockstep.launch.local.fork_server import launch
 from lockstep.launch.local.signals import StopRequest
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import Prepared
 from lockstep.launch.run_claim import plan_of, resume_point, warn
 from lockstep.tasks.registry import load_task, pack_task
-from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import standard_sinks
 
@@ -61,7 +58,6 @@ def _train_here(prepared: Prepared, run: RunDir, attempt: int) -> RunResult:
             failure = own_failure(run, error)
             if failure is None:
                 raise
-            _record(run, failure.format())
             raise failure.as_error() from error
 
 
@@ -77,27 +73,13 @@ def _train_on_ranks(prepared: Prepared, run: RunDir) -> RunResult:
         hang_timeout_s=settings.hang_timeout_s,
         rank_main=f"{__name__}:{train_as_rank.__name__}",
     )
-    if code and or_else(lambda: run.read().status, "lost") not in {"stopped", "completed"}:
-        failure = read_failure(run)
-        records.clear_spare(run.logs)
-        _record(run, failure.format() if failure else f"the launcher ended with exit code {code}")
-        if failure is not None:
-            raise failure.as_error()
-    return result_of(run, code)
-
-
-def _record(run: RunDir, error: str) -> None:
-    with contextlib.suppress(LockstepError):  # the folder may be what failed
-        run.update(status="failed", error=error)
-
-
-def result_of(run: RunDir, exit_code: int) -> RunResult:
-    """The result of an attempt that other processes made, from the run folder."""
-    record = run.read()
-    beat = run.progress()
+    failure = keep_failure(run, f"the launcher ended with exit code {code}") if code else None
+    if failure is not None:
+        raise failure.as_error()
+    record, beat = run.read(), run.progress()
     return RunResult(
         status=record.status,
-        exit_code=exit_code,
+        exit_code=code,
         run_dir=run.path,
         step=beat.step if beat else 0,
         metrics=dict(record.final_metrics),

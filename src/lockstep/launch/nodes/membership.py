@@ -66,21 +66,11 @@ class Team:
         # Lockstep's own launcher prints each error once, from any rank; elsewhere every rank prints.
         self._prints = self.is_lead or world.launcher == "--nodes"
 
-    @property
-    def node(self) -> str:
-        """This rank's node."""
-        return self.node_of(self.me.rank)
-
     def node_of(self, rank: int) -> str:
         """The name of a rank's node: its host's, with a number where hosts share a name."""
         member = self.members[rank]
         same = {other.node_rank for other in self.members if other.host == member.host}
         return member.host if len(same) == 1 else f"{member.host}-{member.node_rank}"
-
-    def lead_of(self, rank: int) -> int:
-        """The first rank on the node of ``rank``."""
-        node = self.members[rank].node_rank
-        return next(lead for lead in self.leads if self.members[lead].node_rank == node)
 
     def together(self, body: Callable[[], T], *, here: bool = True) -> T | None:
         """``body()`` on the ranks where ``here``; when it fails on one of them, every rank ends. Collective.

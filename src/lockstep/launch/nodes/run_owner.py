@@ -137,7 +137,7 @@ def lowest_sharing(team: Team, path: Path) -> int:
         if team.is_lead:
             with contextlib.suppress(OSError):
                 _probe(path, token, team.me.rank).unlink()
-    keeper = keepers[team.lead_of(team.me.rank)]
+    keeper = keepers[next(lead for lead in team.leads if team.members[lead].node_rank == team.me.node_rank)]
     assert keeper is not None, "the first rank of a node sees its own file"
     return keeper
 

@@ -13,10 +13,9 @@ from typing import Any
 from lockstep.config import resolve
 from lockstep.config.load import merge
 from lockstep.engine.session.current import Stopped, close_open_session, forget, was_made
-from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
+from lockstep.errors import ConfigError, LockstepError, TaskError, UsageError
 from lockstep.hardware import World, detect_devices, resolve_placement
-from lockstep.launch.failure import records
-from lockstep.launch.failure.report import read_failure
+from lockstep.launch.failure.report import keep_failure
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.run_claim import claimed, create_folder, existing_run
@@ -122,19 +121,9 @@ def _start(
         except RanksStopped as end:
             code = end.exit_code
         except LockstepError as error:
-            _record(run, error)
+            keep_failure(run, str(error))
             raise
     return run, code
-
-
-def _record(run: RunDir, error: LockstepError) -> None:
-    with contextlib.suppress(RunFolderError):
-        if run.read().status in {"stopped", "completed"}:
-            return
-    failure = read_failure(run)
-    records.clear_spare(run.logs)
-    with contextlib.suppress(LockstepError):  # the folder may be what failed
-        run.update(status="failed", error=failure.format() if failure else str(error))
 
 
 # --- in a rank -----------------------------------------------------------------------------------
