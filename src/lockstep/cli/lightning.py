@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -39,21 +40,7 @@ lightning = App(
 )
 
 
-Arguments = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
-
-
-def _add(subcommand: str, explanation: str) -> None:
-    def run_subcommand(*arguments: Arguments) -> int:
-        return run(subcommand, *arguments)
-
-    lightning.command(run_subcommand, name=subcommand, help=explanation, help_flags=(), version_flags=())
-
-
-for _subcommand, _explanation in SUBCOMMANDS.items():
-    _add(_subcommand, _explanation)
-
-
-def run(*arguments: str) -> int:
+def run(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> int:
     """Hand the arguments to LightningCLI; its exit code."""
     try:
         from lockstep.lightning.cli import run as run_lightning
@@ -65,3 +52,7 @@ def run(*arguments: str) -> int:
         return run_lightning(arguments, parser_kwargs={"prog": "lockstep lightning"})
     except SystemExit as end:  # its parser has said what is wrong, or what was asked for
         return end.code if isinstance(end.code, int) else 1
+
+
+for _name, _help in SUBCOMMANDS.items():
+    lightning.command(partial(run, _name), name=_name, help=_help, help_flags=(), version_flags=())
