@@ -18,7 +18,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
-from lockstep.engine.lightning.callback import plain_values
 from lockstep.engine.lightning.module_fit import evaluate_module
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.errors import ConfigError, DataError, DeviceError, RankFailed, TaskError, UnsupportedError
@@ -421,10 +420,42 @@ def test_validation_data_of_unknown_size_are_evaluated(several: bool) -> None:
     assert (values["val_number"], samples) == (2.0, None)
 
 
-def test_only_plain_hyper_parameters_are_kept() -> None:
-    kept = {"width": 3, "lr": 0.1, "act": None, "shape": (1, [2, "x"]), "more": {"deep": {"on": True}}}
-    left_out = {"net": torch.nn.Linear(1, 1), "folder": Path("x"), "sizes": [np.float64(1)], "by": {Path("x"): 1}}
-    assert plain_values({**kept, **left_out}) == kept
+class Unusual(own.Classifier):
+    """Saves what a checkpoint can hold, and what it cannot."""
+
+    loaded: dict[str, Any] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters(
+            {"sizes": [np.float64(1)], "shape": (1, [2, "x"]), "by": {Path("x"): 1}, "make": object()}
+        )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["center"], checkpoint["places"] = {"mean": np.arange(3.0), "n": np.int64(3)}, {"first": Path("x")}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint
+
+
+def test_what_a_module_adds_to_its_checkpoints_is_kept_or_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(tmp_path) | {"telemetry": {"log_interval": 1, "progress": "plain"}}
+    fit(Unusual(), own.Numbered(), hardware=ONE, config=config, trainer={"callbacks": [StopAfter(3)]})
+    assert (
+        "Not in the checkpoints, since only unpickling code could read it again: places (dict)."
+        in capsys.readouterr().out
+    )
+    again = Unusual()
+    assert fit(again, own.Numbered(), config=config, resume=True).status == "completed"
+    assert again.loaded is not None
+    assert again.loaded["center"]["mean"].tolist() == [0, 1, 2]
+    assert again.loaded["center"]["n"] == 3
+    assert "places" not in again.loaded
+    hyper_parameters = again.loaded["hyper_parameters"]
+    assert {"sizes", "shape"} <= hyper_parameters.keys()
+    assert not {"by", "make"} & hyper_parameters.keys()
 
 
 def test_the_loss_of_an_interval_takes_in_the_steps_before_an_epochs_end(tmp_path: Path) -> None:

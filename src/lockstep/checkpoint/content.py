@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +50,11 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+# NumPy's numbers and arrays too are read without running code: best values, RNG states, statistics of the data.
+_NUMPY: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}]
+_NUMPY += [value.__reduce__()[0] for value in (np.float64(0), np.empty(0))]
+torch.serialization.add_safe_globals(_NUMPY)
 
 
 class Hashing:
@@ -179,11 +185,24 @@ def check_saveable(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> None
         raise _not_saveable("the training state", trainer) from error
 
 
+def saveable(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``state`` without the entries that cannot be read again, and the names and classes of those."""
+    kept: dict[str, Any] = {}
+    dropped: list[str] = []
+    for key, value in state.items():
+        try:
+            _read_again(walked({key: value}, _without_values))
+            kept[key] = value
+        except Exception:  # whatever its own pickling raises
+            dropped.append(f"{key} ({_class_of(value)})")
+    return kept, dropped
+
+
 def _not_saveable(what: str, value: Any) -> CheckpointError:
     return CheckpointError(
         f"cannot save {what}",
         why=f"it is a {_class_of(value)}, which torch.load(weights_only=True) does not read again",
-        fix="keep tensors, numbers, text, lists and dicts in the task's and the optimizer's state_dict",
+        fix="keep tensors, NumPy arrays, numbers, text, lists and dicts in the task's and the optimizer's state_dict",
     )
 
 

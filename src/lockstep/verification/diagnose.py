@@ -110,15 +110,15 @@ def diverged(many: Trajectory) -> Cause | None:
         )
     by = {
         "gradient": "its gradient differs too: a hook or callback changes gradients on each rank alone",
-        "optimizer": "its gradient is the same: the optimizer, a hook inside the step, or a module that initialises its "
-        "parameters in its first forward draws random numbers or depends on the rank",
+        "optimizer": "its gradient is the same: the optimizer, a hook inside the step, or a module that initialises "
+        "its parameters in its first forward draws random numbers or depends on the rank",
         "hook": "they agreed before the task's hooks were called: a hook draws random numbers or depends on the rank",
     }[found.by]
     return Cause(
         "ranks-diverge",
         f"after step {found.step} rank {found.rank} has other weights than rank 0, first in {found.parameter}; {by}",
         "draw from a generator with the same seed on every rank (torch.Generator().manual_seed(seed + step)), or draw "
-        "on one rank and broadcast it with lockstep.collectives(); call a model that initialises itself once in model()",
+        "on one rank and broadcast it with lockstep.collectives(); call a model that initialises itself in model()",
     )
 
 

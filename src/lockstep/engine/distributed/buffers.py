@@ -387,9 +387,9 @@ def check_agreement(model: nn.Module, optimizer: Optimizer, collectives: Collect
     if found is not None:
         raise RanksDifferError(
             f"the ranks no longer train the same weights: {found}",
-            why="all ranks apply the same gradients, so an optimizer, a hook or a module that initialises its parameters in "
-            "its first forward has drawn random numbers that differ between ranks, or parameters or their gradients were "
-            "changed on some ranks only",
-            fix="draw from a generator that is seeded alike on every rank (for example by the step), make every change of "
-            "parameters on all ranks, and call a model that initialises itself once in model()",
+            why="all ranks apply the same gradients, so an optimizer, a hook or a module that initialises itself "
+            "in its first forward has drawn random numbers that differ between ranks, or parameters or their gradients "
+            "were changed on some ranks only",
+            fix="draw from a generator that is seeded alike on every rank (for example by the step), make every change "
+            "of parameters on all ranks, and call a model that initialises itself once in model()",
         )

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from lockstep._compat.lightning import STEPPED
+from lockstep.checkpoint.content import saveable
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.lightning.dataloaders import Step, epoch_steps
 from lockstep.engine.optim.averages import Averages
@@ -37,9 +38,10 @@ from lockstep.telemetry.scalars import as_row, monitored, row_name
 OWN = "lockstep"
 #: The loops are made again from the run's own state; the types of hyper-parameters would need pickle.
 _NOT_KEPT = ("loops", "hparams_type", "datamodule_hparams_type")
+#: Without them a resumed training would be another one: an error, if they cannot be saved.
+_OPTIMIZERS = ("optimizer_states", "lr_schedulers")
 #: Where Lightning keeps what ``save_hyperparameters()`` of module and data module took.
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-_SCALARS = (bool, int, float, str, type(None))
 
 
 class StoreIO(TorchCheckpointIO):
@@ -47,6 +49,7 @@ class StoreIO(TorchCheckpointIO):
 
     Args:
         write: takes weights and the rest of Lightning's state; called on rank 0.
+        dropped: takes the entries, with their classes, that only code of the file could read again; called on rank 0.
         restored: the checkpoint to resume from.
         micro_batches: of this epoch that are done, and of one step.
     """
@@ -54,12 +57,13 @@ class StoreIO(TorchCheckpointIO):
     def __init__(
         self,
         write: Callable[[dict[str, Any], dict[str, Any]], None],
+        dropped: Callable[[list[str]], None],
         restored: Snapshot | None,
         state: TrainState,
         micro_batches: tuple[int, int],
     ) -> None:
         super().__init__()
-        self._write, self._restored, self._state = write, restored, state
+        self._write, self._dropped, self._restored, self._state = write, dropped, restored, state
         self._done, self._per_step = micro_batches
         self.trainer: Trainer | None = None
 
@@ -68,8 +72,15 @@ class StoreIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         rest = {key: value for key, value in checkpoint.items() if key not in (*_NOT_KEPT, "state_dict")}
-        rest |= {key: plain_values(rest[key]) for key in _HYPER_PARAMETERS if key in rest}
-        self._write(checkpoint["state_dict"], rest)
+        # What module and callbacks add may be any object. The module has its hyper-parameters already: no warning.
+        parts = {key: rest.pop(key, None) or {} for key in (*_HYPER_PARAMETERS, "callbacks")}
+        needed = {key: rest.pop(key) for key in _OPTIMIZERS if key in rest}
+        own, dropped = saveable(rest)
+        for key, part in parts.items():
+            own[key], within = saveable(part)
+            dropped += within if key == "callbacks" else []
+        self._dropped(dropped)
+        self._write(checkpoint["state_dict"], {**own, **needed})
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if path != OWN:
@@ -98,26 +109,6 @@ class StoreIO(TorchCheckpointIO):
             set_progress(progress, ready=global_step, completed=global_step)
             progress["current"] = dict.fromkeys(progress["current"], steps)
         return loops
-
-
-def plain_values(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are numbers, text, or lists, tuples and mappings of such: what is read again without pickle."""
-    return {str(name): _plain(value) for name, value in hyper_parameters.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(type(key) in _SCALARS and _is_plain(part) for key, part in value.items())
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    return type(value) in _SCALARS
-
-
-def _plain(value: Any) -> Any:
-    """With every mapping as a ``dict``."""
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def set_progress(progress: dict[str, Any], **counters: int) -> None:

@@ -20,11 +20,8 @@ from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError
 from lockstep.planning import BatchPlan
 
-#: What ``load_from_checkpoint`` wants, besides the weights.
-_OF_A_FILE = (
-    *("pytorch-lightning_version", "epoch", "global_step", "hparams_name", "datamodule_hparams_name"),
-    *("hyper_parameters", "datamodule_hyper_parameters"),
-)
+#: What is of no use without the run: ``load_from_checkpoint`` wants the rest, the module's own entries included.
+_OF_THE_RUN = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
 _CONNECTOR = "lightning/pytorch/trainer/connectors/checkpoint_connector.py"
 _RESTORING = ("resume", "restore", "_restore", "read_checkpoint_settings")
 _CLASS_KEYS = ("class_path", "_class_path")
@@ -81,7 +78,8 @@ def imported_state(snapshot: Snapshot, batch: BatchPlan, source: Path) -> TrainS
 def as_file(snapshot: Snapshot) -> dict[str, Any]:
     """A checkpoint of a module's run as ``LightningModule.load_from_checkpoint`` reads one."""
     state = snapshot.trainer["lightning"]
-    return {**{key: state[key] for key in _OF_A_FILE if key in state}, "state_dict": dict(snapshot.model)}
+    kept = {key: value for key, value in state.items() if key not in _OF_THE_RUN}
+    return {**kept, "state_dict": dict(snapshot.model)}
 
 
 def check_is_file(path: object) -> None:

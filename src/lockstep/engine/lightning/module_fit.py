@@ -49,7 +49,7 @@ class ModuleFit:
             self._state = imported_state(snapshot, rank.plan.batch, self._file)
         else:
             self._state = restored_state(rank, snapshot)
-        self._rank, self._task, self._snapshot = rank, task, snapshot
+        self._rank, self._task, self._snapshot, self._warned = rank, task, snapshot, False
         note = None if snapshot is None else judge_afresh(self._state, snapshot.manifest, rank.plan)
         if note is not None:
             rank.note("judged_afresh", note)
@@ -73,7 +73,7 @@ class ModuleFit:
         if plan.sync_batchnorm:
             convert(module, None)
         done = round(self._state.position / batch.global_batch) * batch.accumulate
-        store = StoreIO(self._write, self._snapshot, self._state, (done, batch.accumulate))
+        store = StoreIO(self._write, self._not_saved, self._snapshot, self._state, (done, batch.accumulate))
         with (
             told_clearly(self._file),
             quiet_trainer(),
@@ -128,6 +128,14 @@ class ModuleFit:
         trainer["averages"] = self._callback.averages.trained()
         frozen = frozen_names(self._task.module)
         self.log.write({"model": weights, "trainer": trainer, "frozen": frozen}, best=self._callback.saves_best)
+
+    def _not_saved(self, entries: list[str]) -> None:
+        """Called on rank 0."""
+        if entries and not self._warned:
+            self._warned = True
+            text = "Not in the checkpoints, since only unpickling code could read it again"
+            rest = "A resume calls on_load_checkpoint without it."
+            self._rank.note("not_saved", f"{text}: {', '.join(entries)}. {rest}", "warning")
 
 
 def _precision(kind: str, device: torch.device) -> Any:
