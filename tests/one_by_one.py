@@ -19,10 +19,9 @@ def build(replica: Any, config: Any, plan: Any) -> Any:
     import torch
     import torch.distributed as dist
 
-    from lockstep.engine.strategies.base import Flags, Reduced
-    from lockstep.engine.strategies.single import SingleStrategy
+    from lockstep.engine.strategies.base import Flags, Reduced, Strategy
 
-    class OneByOne(SingleStrategy):
+    class OneByOne(Strategy):
         def gradients(self, window: Any, batches: Any, step: int, flags: Flags) -> Reduced:
             own = super().gradients(window, batches, step, flags)
             sums = torch.tensor([float(own.total), float(own.count), *flags], dtype=torch.float64)

@@ -74,16 +74,9 @@ def test_the_page_offers_a_registered_strategy(tmp_path: Path) -> None:
         assert "summed one parameter after the other" in hardware["strategy"]["description"]
 
 
-@pytest.mark.parametrize("how", ["environment variable", "entry point"])
-def test_commands_know_a_registered_strategy(tmp_path: Path, run_cli: Any, how: str) -> None:
+def test_commands_know_a_strategy_that_the_environment_names(tmp_path: Path, run_cli: Any) -> None:
     (tmp_path / FILE.name).write_bytes(FILE.read_bytes())
     env = {MODULES: FILE.stem}
-    if how == "entry point":
-        package = tmp_path / "one_by_one-1.0.dist-info"
-        package.mkdir()
-        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: one-by-one\nVersion: 1.0\n")
-        (package / "entry_points.txt").write_text("[lockstep.strategies]\none-by-one = one_by_one:SPEC\n")
-        env = {}
     assert "one-by-one" in run_cli("train", "--help", env=env).out
     flags = (TOY, "--devices", "cpu,cpu", "--strategy", "one-by-one", "--json")
     planned = run_cli("plan", *flags, env=env)
@@ -93,7 +86,15 @@ def test_commands_know_a_registered_strategy(tmp_path: Path, run_cli: Any, how: 
     counted = run_cli("memory", *flags, env=env)
     assert counted.code == 0, counted.err
     assert json.loads(counted.out)["strategies"]["one-by-one"]["mailbox"] == 2e9
-    unknown = run_cli("plan", TOY, "--set", "hardware.strategy=two-by-two", env=env)
+
+
+def test_commands_know_the_strategy_of_an_installed_package(tmp_path: Path, run_cli: Any) -> None:
+    (tmp_path / FILE.name).write_bytes(FILE.read_bytes())
+    package = tmp_path / "one_by_one-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: one-by-one\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[lockstep.strategies]\none-by-one = one_by_one:SPEC\n")
+    unknown = run_cli("plan", TOY, "--set", "hardware.strategy=two-by-two")
     assert unknown.code == 2
     assert "'one-by-one'" in unknown.err
 

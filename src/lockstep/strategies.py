@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Literal
 
 from lockstep.errors import ConfigError, LockstepError, UnsupportedError
@@ -30,7 +29,7 @@ class StrategySpec:
         summary: for help and reasons.
         module: import path of the module with ``build(replica, config, plan)``, which returns a
             :class:`lockstep.engine.strategies.base.Strategy`; where ``state`` is not ``replicated``, with
-            ``divide(undivided)``, which returns a :class:`lockstep.engine.strategies.base.Divided`.
+            ``divide(undivided)``, which returns a :class:`lockstep.engine.strategies.partition.Divided`.
         devices: ``one`` or ``many``.
         one_process: one process uses all devices; else each device has its process.
         state: each device has all parameters (``replicated``), a part of every one (``sharded``), or some of the
@@ -109,7 +108,7 @@ _ENGINE = "lockstep.engine.strategies"
 _SINGLE = StrategySpec(
     name="single",
     summary="one process on one device",
-    module=f"{_ENGINE}.single",
+    module=f"{_ENGINE}.base",
     devices="one",
     one_process=True,
     messages="all-reduce",
@@ -208,21 +207,17 @@ def register_strategy(spec: StrategySpec) -> None:
 @cache
 def _load() -> None:
     """Import what packages and ``LOCKSTEP_STRATEGIES`` bring, once."""
-    from importlib.metadata import entry_points
+    from importlib.metadata import EntryPoint, entry_points
 
-    wanted: list[tuple[str, Callable[[], object]]] = [
-        (module, lambda module=module: import_module(module))  # type: ignore[misc]
-        for module in filter(None, os.environ.get(MODULES, "").split(","))
-    ]
-    wanted += [(point.value, point.load) for point in entry_points(group=GROUP)]
-    for place, load in wanted:
+    modules = filter(None, os.environ.get(MODULES, "").split(","))
+    for point in (*(EntryPoint(module, module, GROUP) for module in modules), *entry_points(group=GROUP)):
         try:
-            found = load()
+            found = point.load()
             if isinstance(found, StrategySpec):
                 _KNOWN.setdefault(found.name, found)
         except LockstepError:
             raise
         except Exception as error:  # whatever the package's own code raises
             raise ConfigError(
-                f"the strategy of {place} cannot be imported", why=f"{type(error).__name__}: {error}"
+                f"the strategy of {point.value} cannot be imported", why=f"{type(error).__name__}: {error}"
             ) from error

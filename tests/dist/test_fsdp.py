@@ -27,9 +27,8 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import writing
 from lockstep.engine.resume import load_shared, load_weights
-from lockstep.engine.strategies.base import Flags, Replica
+from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.fsdp import FsdpStrategy, ShardedModel
-from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import UnsupportedError
 from lockstep.events import Note
@@ -169,7 +168,7 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
     optimizer = build_optimizer(OptimizerConfig(name=case.optimizer, lr=0.05), model, 0.05)  # type: ignore[arg-type]
     update = Update(model, optimizer, schedule, precision, case.max_norm, sharded)
     replica = Replica(task, model, precision, CPU, 0, rank)
-    strategy = SingleStrategy(replica) if sharded is None else FsdpStrategy(replica, sharded, world_size=ranks)
+    strategy = Strategy(replica) if sharded is None else FsdpStrategy(replica, sharded, world_size=ranks)
     source = Source(data_of(case), Weighted().collate, 0, InOrder())
     found: list[float] = []
     norms: list[float] = []

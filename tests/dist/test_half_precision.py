@@ -15,9 +15,8 @@ from lockstep.engine.distributed.dtensor_state import gathered
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
-from lockstep.engine.strategies.base import Flags, Replica
+from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.fsdp import ShardedModel
-from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.hardware.world import World
 from lockstep.planning import BatchPlan
 from lockstep.planning.schedule import resolve_schedule
@@ -45,7 +44,7 @@ def train(rank: int, ranks: int, precision: str) -> tuple[list[float], list[Tens
     )
     scaling = Precision(precision, CPU, 2.0**-4)
     update = Update(model, build_optimizer(OptimizerConfig(), model, 0.01), schedule, scaling, 1.0, sharded)
-    strategy: Any = SingleStrategy(Replica(task, model, scaling, CPU, 0))
+    strategy: Any = Strategy(Replica(task, model, scaling, CPU, 0))
     if sharded is not None:
         plan: Any = type("Seeded", (), {"seed": 0, "sync_batchnorm": False})
         strategy = sharded.strategy(task, scaling, plan, world)

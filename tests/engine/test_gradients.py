@@ -16,9 +16,8 @@ from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Flags, Replica
+from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.ddp import DdpStrategy, FlatStrategy
-from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.task import Loss, Task
 from lockstep.planning import BatchPlan
 from tests.gloo import run_ranks
@@ -60,10 +59,10 @@ def gradients(
     dataset = data_of(plan.samples)
     if poison:
         dataset.tensors[0][0] = float("inf")
-    strategy: SingleStrategy
+    strategy: Strategy
     replica = Replica(Weighted(), model, precision, CPU, 0, rank)
     if ranks == 1:
-        strategy = SingleStrategy(replica)
+        strategy = Strategy(replica)
     elif flat:
         strategy = FlatStrategy(replica)
     else:

@@ -19,8 +19,7 @@ from lockstep._compat.torch import tree_leaves
 from lockstep.config import RunConfig
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.pipeline import Answer
-from lockstep.engine.strategies.stages import Inputs, as_inputs, ask, inputs_of, stages_of
+from lockstep.engine.strategies.stages import Answer, Inputs, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task
 from lockstep.forecast.allocation_tracker import Kind, Ledger
 from lockstep.forecast.footprint import counted, model_of

@@ -15,10 +15,9 @@ from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Flags, Replica
+from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.ddp import DdpStrategy, FlatStrategy
 from lockstep.engine.strategies.exact import ExactStrategy
-from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import UnsupportedError
 from lockstep.planning.batch import resolve_batch
@@ -122,11 +121,11 @@ def train(
         model = convert(model, None)
     precision = Precision("32", CPU, 2.0**-3)
     replica = Replica(Sum(), model, precision, CPU, 0, rank)
-    strategy: SingleStrategy
+    strategy: Strategy
     if kind == "exact":
         strategy = ExactStrategy(replica, world_size=ranks)
     elif ranks == 1:
-        strategy = SingleStrategy(replica)
+        strategy = Strategy(replica)
     else:
         strategy = FlatStrategy(replica) if kind == "flat" else DdpStrategy(replica, world_size=ranks)
     data = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))

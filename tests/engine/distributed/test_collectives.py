@@ -7,6 +7,7 @@ import re
 from multiprocessing import get_context
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -69,9 +70,9 @@ def every_kind(rank: int, ranks: int) -> list[dict[str, Any]]:
     return [calls(rank, ranks, kind) for kind in KINDS]
 
 
-def test_one_process_answers_as_several_do() -> None:
+def test_one_process_answers_as_several_do(by_rank: list[dict[str, Any]]) -> None:
     assert every_kind(0, 1) == [expected(0, 1)] * 2
-    assert run_ranks(every_kind, 3) == [[expected(rank, 3)] * 2 for rank in range(3)]
+    assert [found["calls"] for found in by_rank] == [[expected(rank, 3)] * 2 for rank in range(3)]
 
 
 def share_a_gradient(rank: int, ranks: int) -> list[str]:
@@ -85,11 +86,12 @@ def share_a_gradient(rank: int, ranks: int) -> list[str]:
     return [*found, str(c.all_gather((weight * rank).detach()))]
 
 
-def test_a_tensor_whose_gradient_would_be_lost_is_refused() -> None:
-    for *refusals, sent in run_ranks(share_a_gradient, 2):
+def test_a_tensor_whose_gradient_would_be_lost_is_refused(by_rank: list[dict[str, Any]]) -> None:
+    for found in by_rank:
+        *refusals, sent = found["gradients"]
         assert len(refusals) == 3
         assert "lockstep.Session" in refusals[0]
-        assert sent == "[tensor([0., 0.]), tensor([1., 1.])]"
+        assert sent == "[tensor([0., 0.]), tensor([1., 1.]), tensor([2., 2.])]"
 
 
 def test_outside_a_run_a_process_is_alone() -> None:
@@ -108,10 +110,10 @@ def failing_first(rank: int, ranks: int) -> str:
     return "went on"
 
 
-def test_waiters_are_released_when_the_first_rank_fails() -> None:
-    first, other = run_ranks(failing_first, 2)
+def test_waiters_are_released_when_the_first_rank_fails(by_rank: list[dict[str, Any]]) -> None:
+    first, *others = (found["first fails"] for found in by_rank)
     assert first == "ValueError: the download broke"
-    assert "the first rank failed" in other
+    assert all("the first rank failed" in other for other in others)
 
 
 def error_of(rank: int, ranks: int, body: Any, timeout_s: float = 2.0) -> str | None:
@@ -177,9 +179,9 @@ def different(rank: int, ranks: int) -> list[str | None]:
     return [error_of(rank, ranks, body, timeout_s=20.0) for body in (names, sources, lengths)]
 
 
-def test_different_calls_are_an_error_on_every_rank_at_once() -> None:
-    first, second = run_ranks(different, 2, timeout_s=30.0)
-    assert first == second
+def test_different_calls_are_an_error_on_every_rank_at_once(by_rank: list[dict[str, Any]]) -> None:
+    first, *others = (found["different"] for found in by_rank)
+    assert others == [first] * 2
     names, sources, lengths = first
     line = different.__code__.co_firstlineno
     assert f"rank 0 barrier (call 1, test_collectives.py:{line + 3})" in names
@@ -229,5 +231,21 @@ def in_a_child(rank: int, ranks: int) -> str | None:
     return error
 
 
-def test_a_child_of_a_rank_must_not_use_its_connections() -> None:
-    assert all("a child of one" in error for error in run_ranks(in_a_child, 2))
+def test_a_child_of_a_rank_must_not_use_its_connections(by_rank: list[dict[str, Any]]) -> None:
+    assert all("a child of one" in found["in a child"] for found in by_rank)
+
+
+def everything(rank: int, ranks: int) -> dict[str, Any]:
+    """What most tests look at; one start of processes for all of them."""
+    return {
+        "calls": every_kind(rank, ranks),
+        "gradients": share_a_gradient(rank, ranks),
+        "first fails": failing_first(rank, ranks),
+        "different": different(rank, ranks),
+        "in a child": in_a_child(rank, ranks),
+    }
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> list[dict[str, Any]]:
+    return run_ranks(everything, 3)

@@ -86,7 +86,7 @@ def compare(rank: int, ranks: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.drill), 3])
 def test_any_split_equals_one_process_on_the_whole_batch(ranks: int) -> None:
     errors = run_ranks(compare, ranks)
     assert len(errors[0]) == 40

@@ -14,6 +14,7 @@ from lockstep.engine.strategies.exact import Leaf, TreeAllReduce, TreeSum
 from tests.gloo import run_ranks
 
 LANES = 8
+WORLDS = (1, 2, 4, 8)
 #: Which lanes have no samples.
 EMPTY: list[set[int]] = [set(), {7}, {4, 5, 6, 7}, {0, 1, 2, 3, 5}, set(range(1, 8)), set(range(8))]
 
@@ -56,7 +57,7 @@ def subtree(rank: int, ranks: int, empty: set[int], seed: int = 0) -> Leaf:
 def sums(rank: int, size: int) -> dict[int, list[list[bytes]]]:
     """Per world size: the bits of every case. Ranks beyond a world only help to make its group."""
     found = {}
-    for ranks in (1, 2, 4, 8):
+    for ranks in (n for n in WORLDS if n <= size):
         group = dist.new_group(list(range(ranks))) if ranks > 1 else None
         if rank < ranks:
             reduce = TreeAllReduce(rank, ranks, group)
@@ -68,12 +69,29 @@ def sums(rank: int, size: int) -> dict[int, list[list[bytes]]]:
     return found
 
 
-def test_one_two_four_and_eight_ranks_get_the_same_bits() -> None:
-    by_rank = run_ranks(sums, 8, timeout_s=110)
+def sums_and_other_uses(rank: int, size: int) -> tuple[dict[int, list[list[bytes]]], dict[str, Any]]:
+    return sums(rank, size), other_uses(rank, size) if size == 4 else {}
+
+
+@pytest.fixture(scope="module")
+def on_four() -> list[tuple[dict[int, list[list[bytes]]], dict[str, Any]]]:
+    return run_ranks(sums_and_other_uses, 4)
+
+
+def test_one_two_and_four_ranks_get_the_same_bits(on_four: list[Any]) -> None:
+    assert_same_bits([found for found, _ in on_four])
+
+
+@pytest.mark.drill
+def test_eight_ranks_get_the_same_bits() -> None:
+    assert_same_bits(run_ranks(sums, 8, timeout_s=110))
+
+
+def assert_same_bits(by_rank: list[dict[int, list[list[bytes]]]]) -> None:
     lanes = [[leaf_of(lane, lane in empty) for lane in range(LANES)] for empty in EMPTY]
     expected = [bits([tensor + 0.0 for tensor in recursively(leaves)]) for leaves in lanes]
     for rank, found in enumerate(by_rank):
-        assert list(found) == [ranks for ranks in (1, 2, 4, 8) if rank < ranks]
+        assert list(found) == [ranks for ranks in WORLDS if rank < ranks <= len(by_rank)]
         for ranks, results in found.items():
             assert results == expected, (rank, ranks)
 
@@ -96,8 +114,8 @@ def other_uses(rank: int, ranks: int) -> dict[str, Any]:
     return {"odd": own[0].tolist(), "changing": changing, "wide": wide.sum().item()}
 
 
-def test_groups_layouts_and_strides_are_free() -> None:
-    for rank, found in enumerate(run_ranks(other_uses, 4)):
+def test_groups_layouts_and_strides_are_free(on_four: list[Any]) -> None:
+    for rank, (_, found) in enumerate(on_four):
         assert found["odd"] == [10.0 if rank % 2 else 2.0**rank] * 3
         assert found["changing"] == [[[6.0] * 2, [6]], [[[6.0]] * 5, [6]], [[6.0] * 2, [6]]]
         assert found["wide"] == 12 * 6 + 12 * rank

@@ -18,9 +18,8 @@ from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
-from lockstep.engine.strategies.base import Flags, Replica
+from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.graphed import WARM_UP, GraphedStrategy
-from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.errors import UnsupportedError
 from lockstep.hardware import Device
 from lockstep.hardware.resolve import resolve_placement
@@ -54,7 +53,7 @@ def train(task: Counted, *, graphs: bool, max_norm: float | None = 1.0) -> tuple
     model, notes = task.model(), list[str]()
     precision = Precision("32", CPU, 0.125)
     replica = Replica(task, model, precision, CPU, 0)
-    strategy = GraphedStrategy(replica, notes.append) if graphs else SingleStrategy(replica)
+    strategy = GraphedStrategy(replica, notes.append) if graphs else Strategy(replica)
     schedule = Schedule(name="cosine", lr=0.02, total_steps=STEPS, steps_per_epoch=13)
     update = Update(model, build_optimizer(OptimizerConfig(lr=0.02), model, 0.02), schedule, precision, max_norm)
     update._on_host, update.records = False, graphs

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lockstep._compat.torch import dump_memory, record_memory
 from lockstep.config.sections import TelemetryConfig
+from lockstep.engine.distributed.staging import finish
 from lockstep.engine.loop import StepResult
 from lockstep.errors import StorageError
 from lockstep.telemetry.files import write_json, write_text
@@ -60,78 +61,66 @@ def profiled(
     if rank not in settings.profile_ranks or step >= last:
         yield steps
         return
-    with contextlib.closing(
-        _recorded(steps, Recording(folder, rank, device), max(first, step + 1), last, step, remark)
-    ) as recorded:
-        yield recorded
+    with contextlib.closing(_recorded(steps, max(first, step + 1), last, step, folder, rank, device, remark)) as found:
+        yield found
 
 
 def _recorded(
-    steps: Iterator[StepResult], recording: Recording, first: int, last: int, step: int, remark: Callable[[str], None]
+    steps: Iterator[StepResult],
+    first: int,
+    last: int,
+    step: int,
+    folder: Path,
+    rank: int,
+    device: torch.device,
+    remark: Callable[[str], None],
 ) -> Generator[StepResult, None, None]:
+    profiler: profile | None = None
     try:
-        while True:
+        while step < last:
             step += 1
-            if step == first:
-                recording.start()
-            with record_function(f"step {step}") if recording.is_on else contextlib.nullcontext():
+            profiler = _started(device) if step == first else profiler
+            with record_function(f"step {step}") if profiler else contextlib.nullcontext():
                 result = next(steps, None)
             if result is None:
                 return
             yield result
-            if step == last:
-                break
-        remark(f"The profile of steps {first} to {last} {recording.stop()}.")
+        ended, profiler = profiler, None
+        remark(f"The profile of steps {first} to {last} {_written(ended, folder, rank, device)}.")
         yield from steps
     finally:
-        if recording.is_on:
-            remark(f"The run ended before step {last}: the profile until then {recording.stop()}.")
+        if profiler is not None:
+            written = _written(profiler, folder, rank, device)
+            remark(f"The run ended before step {last}: the profile until then {written}.")
         elif step < first:
             remark(f"The run ended before step {first}: there is no profile.")
 
 
-class Recording:
-    """One use of torch's profiler, and its files."""
+def _started(device: torch.device) -> profile:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    finish(device)  # work of earlier steps is not to be in the trace
+    with _quiet_library():
+        profiler = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
+        profiler.start()
+    return profiler
 
-    def __init__(self, folder: Path, rank: int, device: torch.device) -> None:
-        self._folder, self._rank, self._on_gpu = folder, rank, device.type == "cuda"
-        self._profiler: profile | None = None
 
-    @property
-    def is_on(self) -> bool:
-        return self._profiler is not None
-
-    def start(self) -> None:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        if self._on_gpu:
-            torch.cuda.synchronize()  # work of earlier steps is not to be in the trace
-        with _quiet_library():
-            self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
-            self._profiler.start()
-
-    def stop(self) -> str:
-        """Write the files; returns where they are, or why there are none. A failed profile does not end a run."""
-        assert self._profiler is not None
-        with pulse.during(Activity.WRITING_PROFILE):
-            try:
-                return f"is in {self._write()}"
-            except (OSError, StorageError) as error:
-                return f"could not be written: {error}"
-
-    def _write(self) -> Path:
-        profiler, self._profiler = self._profiler, None
-        assert profiler is not None
-        if self._on_gpu:
-            torch.cuda.synchronize()
+def _written(profiler: profile | None, folder: Path, rank: int, device: torch.device) -> str:
+    """Where the files are, or why there are none. A failed profile does not end a run."""
+    assert profiler is not None
+    name, order = f"rank-{rank}", "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    with pulse.during(Activity.WRITING_PROFILE):
+        finish(device)
         profiler.stop()
-        self._folder.mkdir(exist_ok=True)
-        name = f"rank-{self._rank}"
-        profiler.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
-        averages = profiler.key_averages()
-        order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
-        write_text(self._folder / f"{name}.txt", averages.table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
-        write_json(self._folder / f"{name}.json", {"rank": self._rank, "operators": operators(averages, order)})
-        return self._folder
+        try:
+            folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
+            averages = profiler.key_averages()
+            write_text(folder / f"{name}.txt", averages.table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
+            write_json(folder / f"{name}.json", {"rank": rank, "operators": operators(averages, order)})
+        except (OSError, StorageError) as error:
+            return f"could not be written: {error}"
+    return f"is in {folder}"
 
 
 @contextmanager
@@ -150,7 +139,7 @@ def _quiet_library() -> Iterator[None]:
 
 def operators(averages: EventList, order: str) -> list[dict[str, Any]]:
     """A row an operator, the costliest first: calls, times in µs, bytes that it allocated less those it released."""
-    rows = [
+    return [
         {
             "name": event.key,
             "calls": event.count,
@@ -163,7 +152,6 @@ def operators(averages: EventList, order: str) -> list[dict[str, Any]]:
         }
         for event in sorted(averages, key=lambda event: -getattr(event, order))
     ]
-    return rows
 
 
 @contextmanager

@@ -102,6 +102,9 @@ SLOW_RATIO, SLOW_SHARE, SLOW_S = 1.3, 0.1, 1e-3
 
 _UNKNOWN = math.nan
 
+#: It reads two files when it is made.
+_process = lru_cache(maxsize=1)(psutil.Process)
+
 
 class OwnTime:
     """Times one step of this rank until its last own gradient; on a GPU by events, without waiting for it."""
@@ -202,11 +205,11 @@ class RankWatch:
     def _report(self, step: int, epoch: int, ranks: tuple[RankState, ...]) -> None:
         if all(state.own_s is not None for state in ranks):
             self._history.append(ranks)
-        slow = slow_rank(self._history)
+        slow, message = slow_rank(self._history) or (None, "")
         self._emit(RanksLogged(self._attempt, step, epoch, ranks, slow))
         if slow is not None and slow not in self._named:
             self._named.add(slow)
-            self._emit(Note("slow_rank", slow_message(slow, self._history), "warning"))
+            self._emit(Note("slow_rank", message, "warning"))
 
 
 def memory(device: torch.device) -> tuple[float, float, float]:
@@ -222,46 +225,28 @@ def memory(device: torch.device) -> tuple[float, float, float]:
     return float(resident), _UNKNOWN, float(max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit))
 
 
-@lru_cache(maxsize=1)
-def _process(number: int) -> psutil.Process:
-    """It reads two files when it is made."""
-    return psutil.Process(number)
+def slow_rank(history: Sequence[Sequence[RankState]]) -> tuple[int, str] | None:
+    """The rank whose own work delays the others, and a message: how slow it is, and whether its input is the cause.
 
-
-def slow_rank(history: Sequence[Sequence[RankState]]) -> int | None:
-    """The rank whose own work delays the others; ``None`` when they are even, or there are too few rows.
+    ``None`` when they are even, or there are too few rows, or one rank.
 
     Args:
         history: the last rows in which every rank's ``own_s`` is known; medians over them are compared.
     """
-    own = _medians(history)
-    if own is None:
+    if len(history) < JUDGED_ROWS or len(history[0]) < 2:
         return None
-    slowest = max(range(len(own)), key=own.__getitem__)
-    others = statistics.median(seconds for rank, seconds in enumerate(own) if rank != slowest)
-    step_s = statistics.median(ranks[slowest].step_s for ranks in history)
-    is_slow = own[slowest] > SLOW_RATIO * others and own[slowest] - others > max(SLOW_SHARE * step_s, SLOW_S)
-    return slowest if is_slow else None
-
-
-def slow_message(slow: int, history: Sequence[Sequence[RankState]]) -> str:
-    """The message about ``slow``: how slow it is, and whether its input is the cause."""
-    own = _medians(history)
-    assert own is not None, "there is no slow rank without medians"
+    own = [statistics.median(state.own_s or 0.0 for state in per_rank) for per_rank in zip(*history, strict=True)]
+    slow = max(range(len(own)), key=own.__getitem__)
     others = statistics.median(seconds for rank, seconds in enumerate(own) if rank != slow)
+    delay, step_s = own[slow] - others, statistics.median(ranks[slow].step_s for ranks in history)
+    if own[slow] <= SLOW_RATIO * others or delay <= max(SLOW_SHARE * step_s, SLOW_S):
+        return None
     waits = statistics.median(ranks[slow].wait_s for ranks in history)
-    by_input = f" ({waits * 1000:.3g} ms of it waiting for input)" if waits > (own[slow] - others) / 2 else ""
-    return (
+    by_input = f" ({waits * 1000:.3g} ms of it waiting for input)" if waits > delay / 2 else ""
+    return slow, (
         f"rank {slow} is slow: it works {own[slow] * 1000:.3g} ms on a step{by_input}, the others "
         f"{others * 1000:.3g} ms, and they wait for it"
     )
-
-
-def _medians(history: Sequence[Sequence[RankState]]) -> list[float] | None:
-    """Each rank's median own time; ``None`` before there are enough rows, or on a single rank."""
-    if len(history) < JUDGED_ROWS or len(history[0]) < 2:
-        return None
-    return [statistics.median(state.own_s or 0.0 for state in per_rank) for per_rank in zip(*history, strict=True)]
 
 
 def _state(rank: int, values: Sequence[float]) -> RankState:

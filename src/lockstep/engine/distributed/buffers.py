@@ -64,7 +64,6 @@ class Buffers:
     ) -> None:
         self._module, self._device, self._mode = module, device, mode
         self._places: dict[str, list[_Place]] = {kind: [] for kind in (*REDUCTIONS, "once", "agreed")}
-        self._before: dict[str, Tensor | None] = {}
         self._written: set[str] = set()
         for path, layer in module.named_modules():
             declared = dict(getattr(layer, ATTRIBUTE, {}))
@@ -76,13 +75,13 @@ class Buffers:
                     kind = kind if mode == "ranks" or kind == "local" else None
                 if kind is not None:
                     self._places[kind].append(place)
-                elif mode != "alone":
-                    self._before[place.name] = _clone(place.tensor)
             if declared:
                 raise UnsupportedError(
                     f"{ATTRIBUTE} of {type(layer).__name__} names {', '.join(declared)}, which it does not have",
                     fix="name buffers of this very module that no other rule merges",
                 )
+        undeclared = {} if mode == "alone" else self._undeclared()
+        self._before: dict[str, Tensor | None] = {name: _clone(tensor) for name, tensor in undeclared.items()}
         self._merges = any(self._places[kind] for kind in ("mean", "sum", "max")) and mode == "ranks"
         self._starts: list[Tensor] = []
         self._once: list[tuple[Tensor, Tensor]] = []

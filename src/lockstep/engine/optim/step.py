@@ -342,11 +342,11 @@ class Update:
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """The global L2 norm; as ``get_total_norm``, which first sorts the tensors by device and dtype."""
+        if self.divided is not None:
+            return self.divided.total_norm(gradients)
         if not self._one_norm or not gradients:
-            norm = torch.nn.utils.get_total_norm(gradients)
-        else:
-            norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0)))
-        return norm if self.divided is None else self.divided.total_norm(norm)
+            return torch.nn.utils.get_total_norm(gradients)
+        return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0)))
 
     def _unscale(self, gradients: list[Tensor], factor: Tensor) -> Tensor:
         """Multiply by ``factor``, and note a gradient that is not finite: one pass, in GradScaler's own kernel."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.engine.strategies.base import is_mean
+from lockstep.engine.strategies.losses import is_mean
 from lockstep.errors import TaskError
 
 

@@ -1,89 +1,40 @@
 """How the gradient of one step is computed: which rank runs which micro-batch, and how sums are reduced.
 
-The loop uses :class:`Strategy` only. After :meth:`Strategy.gradients` every rank has, in
-``p.grad``, the same reduced sum of gradients (times ``precision.seed()``, over ``divisor``).
+After :meth:`Strategy.gradients` every rank has, in ``p.grad``, the same reduced sum of gradients (times
+``precision.seed()``, over ``divisor``). :class:`Strategy` trains in one process; the others are derived from it.
 """
 
 from __future__ import annotations
 
-import math
 import pickle
 import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep._compat.torch import saved
+from lockstep._compat.torch import backward
+from lockstep.config import RunConfig
 from lockstep.data.order import dropout_seed
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Window
+from lockstep.engine.diagnostics.ablation import Watched
+from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.distributed.staging import SideStream, to_device, wait
+from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.task import Loss, Task
-from lockstep.errors import TaskError
+from lockstep.engine.strategies.losses import CheckedLoss, without_count
+from lockstep.engine.task import Task
+from lockstep.engine.trained import bare
+from lockstep.errors import TaskError, UnsupportedError
+from lockstep.planning import Plan
 
-_Kind = Literal["mean", "sum", "unknown"]
-#: Operations that leave a mean a mean, and a sum a sum. Their names end in ``Backward`` and a number.
-_KEEP = frozenset({"ToCopy", "Neg", "Rsub", "Alias", "Clone", "View", "ReshapeAlias", "UnsafeView", "Squeeze"})
-_REDUCTIONS: dict[int, _Kind] = {1: "mean", 2: "sum"}
-#: A deeper chain of additions is a loop over samples.
-_DEPTH = 100
-
-
-def is_mean(total: Tensor, count: float) -> bool:
-    """Whether ``total`` averages over the ``count`` items that it should sum; false where that is not clear.
-
-    Nothing is computed: a loss that is evaluated once more may draw random numbers, or count its calls.
-    """
-    if count <= 1 or total.grad_fn is None:
-        return False
-    terms = _terms(total.grad_fn, count)
-    # A sum over items of each one's mean has as many terms as items.
-    return len(terms) < count and "mean" in terms and "sum" not in terms
-
-
-def _terms(node: Any, count: float, depth: int = 0) -> list[_Kind]:
-    """How each term of the sum that ``node`` computes was reduced; terms without a gradient do not matter."""
-    name = node.name().partition("Backward")[0]
-    inputs = [before for before, _ in node.next_functions if before is not None]
-    if depth > _DEPTH:
-        return ["sum"]
-    reduction = saved(node, "reduction")
-    if reduction is not None:
-        return [_REDUCTIONS.get(reduction, "unknown")]
-    if name in ("Add", "Sub"):
-        return [kind for one in inputs for kind in _terms(one, count, depth + 1)]
-    if name == "Mean":
-        summed = saved(inputs[0], "dim") if inputs[0].name().startswith("Sum") else None
-        per_item = isinstance(summed, tuple) and 0 in summed
-        over_items = math.prod(saved(node, "self_sym_sizes")) >= count and not per_item
-        return ["mean" if over_items else "unknown"]
-    if name == "Sum":
-        return ["sum"]
-    if len(inputs) != 1 or name not in ("Mul", "Div", *_KEEP):
-        return ["unknown"]
-    kinds = _terms(inputs[0], count, depth + 1)
-    if name in _KEEP:
-        return kinds
-    factor = _constant(node)
-    if name == "Div" and factor == count and kinds == ["sum"]:
-        return ["mean"]
-    shrinks = factor is not None and (abs(factor) <= 1 if name == "Mul" else abs(factor) >= 1)
-    return kinds if shrinks and "sum" not in kinds else ["unknown"]
-
-
-def _constant(node: Any) -> float | None:
-    """The number that ``node`` multiplies with, or divides by."""
-    for value in (saved(node, "other"), saved(node, "self")):
-        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-            return float(value)
-    return None
-
-
-#: On a GPU, reading the agreed flags costs a host sync; they are read every FLAG_INTERVAL steps.
+#: On a GPU, reading the agreed flags costs a host sync; they are read every this many steps.
 FLAG_INTERVAL = 16
 
 
@@ -108,104 +59,45 @@ class Reduced(NamedTuple):
     flags: Flags | None
 
 
-class Strategy(Protocol):
-    """How a step's gradients are computed and reduced.
+class StepSums:
+    """Loss, count and flags of a step, summed over all ranks while the backward pass runs."""
 
-    Attributes:
-        module: what is saved, evaluated and optimized: the model, and modules beside it (:class:`.Trained`).
-        is_sharded: each rank has a part of the parameters only, so that reading all is collective.
-        draws: sets the random generators for each sample or micro-batch.
-    """
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
+        self._on_host = device.type == "cpu"
+        self._work: dist.Work | None = None
 
-    module: nn.Module
-    is_sharded: bool
-    draws: SeededDraws
+    def begin(self, flags: Flags) -> None:
+        self._sums.zero_()
+        if any(flags):
+            self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
 
-    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced: ...
+    def add(self, total: Tensor, count: Tensor | int) -> None:
+        """A micro-batch of this rank."""
+        self._sums[0] += total.detach()
+        self._sums[1] += count
 
-    def check_buffers(self) -> None:
-        """Before buffers are saved or used in evaluation: ranks agree on them. Collective."""
-        ...
+    def send(self) -> None:
+        """All micro-batches of this rank are in. Collective."""
+        self._work = dist.all_reduce(self._sums, async_op=True)
 
-    def evaluating(self, task: Task) -> Task:
-        """``task`` as evaluation must ask it."""
-        ...
+    def reduced(self, step: int, divisor: float) -> Reduced:
+        """The sums over ranks. On a GPU reading the flags waits for it, so not every step does."""
+        wait(self._work)
+        flags = None
+        if self._on_host or step % FLAG_INTERVAL == 0:
+            flags = check_change(self.flags(), dist.get_world_size())
+        return Reduced(self._sums[0].clone(), self._sums[1].clone(), divisor, flags)
 
-    @property
-    def compiled(self) -> nn.Module | None:
-        """What evaluation calls in place of the task's model; ``None``: the model."""
-        ...
+    def flags(self) -> Flags:
+        return Flags(*self._sums[2:].tolist())
 
-    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
-        """A checkpoint's content from the parts that ranks have, on ranks that ``keep`` it. Collective if sharded."""
-        ...
-
-
-def check_loss(loss: Any) -> Loss:
-    """What a task returned, as a :class:`Loss`.
-
-    Raises:
-        TaskError: it is a vector, a number, or not a pair.
-    """
-    fix = "return Loss(total, count): F.cross_entropy(…, reduction='sum') and the number of items"
-    if not isinstance(loss, tuple) or len(loss) != 2:
-        raise TaskError("the task's loss is not a sum and a count", why=f"it returned {type(loss).__name__}", fix=fix)
-    total, count = loss
-    if not isinstance(total, Tensor) or total.numel() != 1 or total.dim() != 0:
-        why = f"its shape is {tuple(total.shape)}" if isinstance(total, Tensor) else f"it is a {type(total).__name__}"
-        if isinstance(total, int | float):
-            why, fix = f"{why}, which has no gradient, as after .item()", "return the tensor itself as the total"
-        raise TaskError("the task's loss total is not a scalar tensor", why=why, fix=fix)
-    if isinstance(count, Tensor) and count.numel() != 1:
-        raise TaskError("the task's loss count is not one number", why=f"its shape is {tuple(count.shape)}", fix=fix)
-    return Loss(total, count)
-
-
-def refuse_mean(loss: Loss) -> None:
-    """Raise :class:`TaskError` where the total is a mean over several items: gradients would be too small."""
-    count = float(loss.count)
-    if is_mean(loss.total, count):
-        raise TaskError(
-            f"the task's loss total is a mean, and its count is {count:g}",
-            why=f"a total is divided by its count, so gradients would be 1/{count:g} of those of the mean",
-            fix="use reduction='sum', or multiply: Loss(mean * count, count); a mean of equal weight for each "
-            "micro-batch is Loss(mean, 1)",
-        )
-
-
-class CheckedLoss:
-    """A task's loss, checked on the first batch; a count may have the shape (1,).
-
-    Args:
-        mode: compiles the loss, with the model that it calls: a mode of ``torch.compile``.
-    """
-
-    def __init__(self, task: Task, mode: str | None = None) -> None:
-        self._loss = task.loss if mode is None else torch.compile(task.loss, mode=mode)
-        self._is_checked = False
-
-    def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        loss = self._loss(model, batch)
-        if not self._is_checked:
-            refuse_mean(check_loss(loss))
-            self._is_checked = True
-        if isinstance(loss[1], Tensor) and loss[1].dim():
-            return Loss(loss[0], loss[1].reshape(()))
-        return loss
-
-
-def without_count(loss: tuple[Tensor, Tensor | int]) -> tuple[Tensor, Tensor | int]:
-    """A loss of 0 for 0 items, with gradients of 0: of a batch that replaces one without readable samples."""
-    total, count = loss
-    total = total.where(torch.zeros_like(total, dtype=torch.bool), torch.zeros_like(total))
-    return total, torch.zeros_like(count) if isinstance(count, Tensor) else 0
-
-
-def stood_in(batch: Any, ask: Callable[..., Any]) -> tuple[Any, Callable[..., Any], bool]:
-    """``batch`` and ``ask``, or what takes their place where ``batch`` has no readable sample; and whether it has."""
-    if not isinstance(batch, Unreadable):
-        return batch, ask, True
-    return batch.stand_in, lambda *given: without_count(ask(*given)), False
+    def announce_change(self) -> None:
+        """Other ranks must have seen the same parameters change as this one. Collective."""
+        self.begin(Flags(changed=1.0))
+        self.send()
+        wait(self._work)
+        check_change(self.flags(), dist.get_world_size(), announced=True)
 
 
 def check_change(flags: Flags, ranks: int, *, announced: bool = False) -> Flags:
@@ -296,3 +188,190 @@ class Replica(NamedTuple):
     forward: nn.Module | None = None
     compiled: bool = False
     loss_mode: str | None = None
+
+
+def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
+    """``strategy: single``."""
+    return Strategy(replica)
+
+
+class Strategy:
+    """Forward and backward in one process; what the loop uses, and what other strategies build on.
+
+    Attributes:
+        module: what is saved, evaluated and optimized: the model, and modules beside it (:class:`.Trained`).
+        is_sharded: each rank has a part of the parameters only, so that reading all is collective.
+        draws: sets the random generators for each sample or micro-batch.
+    """
+
+    is_sharded = False
+
+    def __init__(self, replica: Replica) -> None:
+        self.module, device = replica.module, replica.device
+        self._task = replica.task
+        self._ask = CheckedLoss(replica.task, replica.loss_mode)
+        self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
+        self._model = bare(self.module) if replica.forward is None else replica.forward
+        self._wrapped = self._model is not bare(self.module)
+        self._parameters = list(self.module.parameters())
+        self._follow()
+        self._precision = replica.precision
+        self._device = device
+        self._moves = device.type != "cpu"
+        self._side = SideStream(device) if device.type == "cuda" else None
+        self._graphs = replica.compiled and self._side is not None
+        self.draws = SeededDraws(replica.seed, [device], everything=False)
+        self._rank = replica.rank
+        self._buffers = Buffers(self.module, device)
+
+    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        """Compute and reduce the gradients of ``window``; ``batches``: of its requests, in order."""
+        self._begin()
+        total, count = self._run(window, batches, step)
+        return Reduced(total, count, 1.0, flags)
+
+    def check_buffers(self) -> None:
+        """Before buffers are saved or used in evaluation: ranks agree on them. Collective."""
+        self._buffers.check()
+
+    def evaluating(self, task: Task) -> Task:
+        """``task`` as evaluation must ask it."""
+        return task
+
+    @property
+    def compiled(self) -> nn.Module | None:
+        """What evaluation calls in place of the task's model; ``None``: the model."""
+        # On a CPU to compile for evaluation, too, takes longer than it saves.
+        return self._model if self._graphs else None
+
+    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
+        """A checkpoint's content from the parts that ranks have, on ranks that ``keep`` it. Collective if sharded."""
+        return state
+
+    def _begin(self) -> None:
+        """Before a step: adapt to parameters that were frozen or unfrozen since the one before, clear gradients."""
+        if [parameter.requires_grad for parameter in self._parameters] != self._requires_grad:
+            self._clear()
+            self._adapt()
+        self._clear()
+        self._buffers.begin()
+
+    def _follow(self) -> None:
+        """Take note of the parameters that are trained now."""
+        self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def _adapt(self) -> None:
+        """Train the parameters that require a gradient now. Collective."""
+        self._follow()
+
+    def _refuse_change(self, strategy: str) -> None:
+        named = zip(self.module.named_parameters(), self._requires_grad, strict=True)
+        name = next(name for (name, parameter), before in named if parameter.requires_grad != before)
+        raise UnsupportedError(
+            f"strategy {strategy} cannot freeze or unfreeze parameters during training, as {name}",
+            why="they are divided among the ranks as they were at the start",
+            fix="call requires_grad_() in the task's model(), or use --strategy ddp",
+        )
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _run(self, window: Window, batches: Iterator[Any], step: int) -> tuple[Tensor, Tensor | float]:
+        """Forward and backward of every micro-batch; local sums."""
+        totals: Tensor | None = None
+        counts: Tensor | float = 0.0
+        for place, _ in enumerate(window.requests):
+            total, count = self._forward_pass(
+                next(batches), step, self._rank if place == 0 else self._rank + (place << 16)
+            )
+            self._backward(total)
+            # A new tensor: a CUDA graph writes the next total to the same memory.
+            totals = total.detach().clone() if totals is None else totals + total.detach()
+            self._keep_gradients(more=place + 1 < len(window.requests))
+            counts = counts + (count.detach() if isinstance(count, Tensor) else count)
+        assert totals is not None, "a single process always has samples"
+        return totals, counts
+
+    def _keep_gradients(self, *, more: bool) -> None:
+        """Before the next micro-batch: gradients of a CUDA graph are in its memory, which it will write to again."""
+        if more and self._graphs:
+            for parameter in self._trained:
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+
+    def _arrived(self, batch: Any) -> Any:
+        """``batch`` on the device."""
+        if self._side is not None:
+            return self._side(batch)
+        return to_device(batch, self._device) if self._moves else batch
+
+    def _forward_pass(self, batch: Any, step: int, part: int) -> tuple[Tensor, Tensor | int]:
+        if isinstance(batch, Unreadable):
+            with ghost(self.module), self._buffers.untouched():
+                return without_count(self._forward_pass(batch.stand_in, step, part))
+        batch = self._arrived(batch)
+        self._buffers.rewind()
+        self.draws(step, part)
+        return self._computed(batch)
+
+    def _computed(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        """The loss of a batch that is there, with what it draws."""
+        if self._precision.is_full:
+            return self._loss(batch)
+        with self._precision.autocast():
+            total, count = self._loss(batch)
+        return total.float(), count
+
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        return self._ask(self._model, batch)
+
+    def _backward(self, total: Tensor) -> None:
+        seed = self._precision.seed()
+        if total.dtype != seed.dtype:
+            seed = seed.to(total.dtype)
+        if self._wrapped or type(total) is not Tensor:
+            total.backward(seed)
+        else:
+            backward(total, seed)
+
+
+class RanksStrategy(Strategy):
+    """One process a rank: what there is to do besides reducing gradients."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica)
+        self._buffers = Buffers(replica.module, replica.device, "ranks")
+
+    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        self._begin()
+        reduced = self._reduced_gradients(window, batches, step, flags)
+        self._buffers.end(window)
+        return reduced
+
+    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        raise NotImplementedError
+
+    def _leave_out(self, used: Sequence[bool]) -> None:
+        """Remove zeros that were filled in for parameters without a gradient on any rank. Collective.
+
+        An optimizer leaves parameters without a gradient alone; it would decay those whose gradient is zero.
+
+        Args:
+            used: whether each trained parameter has a gradient of this rank.
+        """
+        anywhere = torch.tensor(used, dtype=torch.float32, device=self._device)
+        wait(dist.all_reduce(anywhere, async_op=True))
+        if not all(used):
+            for parameter, number in zip(self._trained, anywhere.tolist(), strict=True):
+                parameter.grad = parameter.grad if number else None
+
+    def _ghost(self, batch: Any) -> None:
+        """Join the collective forward of ranks that have samples; leave no trace in gradients and buffers."""
+        kept = [parameter.grad for parameter in self._parameters]
+        self._clear()
+        with ghost(self.module), self._buffers.untouched():
+            total, _ = self._forward_pass(batch, 0, 0)
+            self._backward(total)
+        for parameter, gradient in zip(self._parameters, kept, strict=True):
+            parameter.grad = gradient

@@ -12,7 +12,6 @@ from lockstep._compat.torch import tree_leaves
 from lockstep.config import RunConfig
 from lockstep.engine.process.runtime import rank_device
 from lockstep.engine.strategies.base import Replica, SeededDraws, Strategy
-from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.trained import bare
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
@@ -50,7 +49,7 @@ class ScatteredModel(DataParallel):  # type: ignore[type-arg]
         return super().scatter(inputs, kwargs, device_ids)
 
 
-class DataParallelStrategy(SingleStrategy):
+class DataParallelStrategy(Strategy):
     """The model is replicated over the GPUs for each micro-batch, and its samples are scattered to them.
 
     DataParallel wraps the model alone, so the task's loss must call the model itself, not other methods of it.

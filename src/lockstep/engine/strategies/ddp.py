@@ -22,16 +22,8 @@ from lockstep._compat.torch import broadcast_module, check_shapes, foreach_copy_
 from lockstep.config import RunConfig
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.staging import wait
-from lockstep.engine.strategies.base import (
-    FLAG_INTERVAL,
-    CheckedLoss,
-    Flags,
-    Reduced,
-    Replica,
-    Strategy,
-    check_change,
-)
-from lockstep.engine.strategies.single import RanksStrategy
+from lockstep.engine.strategies.base import Flags, RanksStrategy, Reduced, Replica, StepSums, Strategy, check_change
+from lockstep.engine.strategies.losses import CheckedLoss
 from lockstep.planning import Plan
 
 #: A sum over up to 4,096 ranks of numbers below this stays below 2²⁴, and so is exact in float32.
@@ -188,14 +180,11 @@ class DdpStrategy(RanksStrategy):
         }
         self._ddp = DistributedDataParallel(self._loss_module(), **self._settings)
         self._world_size = world_size
-        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
+        self._sums = StepSums(replica.device)
         self._by_hand = False
 
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._sums.zero_()
-        if any(flags):
-            self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
-        work: dist.Work | None = None
+        self._sums.begin(flags)
         self._by_hand = window.irregular
         for place, request in enumerate(window.requests):
             last = place == len(window.requests) - 1 and not window.irregular
@@ -206,27 +195,21 @@ class DdpStrategy(RanksStrategy):
             # What no_sync() does, without a context manager per micro-batch.
             self._ddp.require_backward_grad_sync = last
             total, count = self._forward_pass(batch, step, self._rank + (place << 16))
-            self._sums[0] += total.detach()
-            self._sums[1] += count
+            self._sums.add(total, count)
             if last:
-                work = dist.all_reduce(self._sums, async_op=True)
+                self._sums.send()
             self._backward(total)
             self._keep_gradients(more=place + 1 < len(window.requests))
         if window.irregular:
             self._reduce_by_hand()
-            work = dist.all_reduce(self._sums, async_op=True)
-        wait(work)
-        divisor = 1.0 if window.irregular else float(self._world_size)
-        return Reduced(self._sums[0].clone(), self._sums[1].clone(), divisor, self._read_flags(step))
+            self._sums.send()
+        return self._sums.reduced(step, 1.0 if window.irregular else float(self._world_size))
 
     def _loss_module(self) -> LossModule:
         return LossModule(self._ask, self._model, self.module)
 
     def _adapt(self) -> None:
-        self._sums.zero_()
-        self._sums[2:] = torch.tensor(Flags(changed=1.0), dtype=torch.float64)
-        wait(dist.all_reduce(self._sums, async_op=True))
-        check_change(Flags(*self._sums[2:].tolist()), self._world_size, announced=True)
+        self._sums.announce_change()
         super()._adapt()
         del self._ddp  # and the hooks that it has on parameters
         gc.collect()
@@ -238,11 +221,6 @@ class DdpStrategy(RanksStrategy):
             return super()._loss(batch)
         loss: tuple[Tensor, Tensor | int] = self._ddp(batch)
         return loss
-
-    def _read_flags(self, step: int) -> Flags | None:
-        if self._device.type != "cpu" and step % FLAG_INTERVAL:
-            return None
-        return check_change(Flags(*self._sums[2:].tolist()), self._world_size)
 
     def _reduce_by_hand(self) -> None:
         parameters = self._trained

@@ -15,8 +15,8 @@ zero; so the zeros of the finished sum are made positive, on any number of ranks
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -33,13 +33,11 @@ from lockstep.engine.strategies.base import (
     Reduced,
     Replica,
     SeededDraws,
+    Strategy,
     check_change,
 )
-from lockstep.engine.strategies.single import SingleStrategy
 
 Leaf = list[Tensor]
-#: Sections of a buffer start at multiples of this, which suits every type and vector width.
-_ALIGNMENT = 64
 
 
 class TreeSum:
@@ -76,8 +74,7 @@ def _add(left: Leaf | None, right: Leaf | None) -> Leaf | None:
 class TreeAllReduce:
     """Sums lists of tensors over ranks, in place; all ranks get the same bits.
 
-    It keeps its buffers (two copies of the tensors, or four where they are staged through the host),
-    so one object serves all steps of a training. Tensors of different types travel in one message.
+    Tensors of different types travel in one message. Its memory is kept, so one object serves all steps of a training.
 
     Args:
         world_size: ranks in ``group``, a power of two; with one, there is no group.
@@ -88,7 +85,7 @@ class TreeAllReduce:
         self._rank = rank
         self._world_size = world_size
         self._group = group
-        self._buffers: _Buffers | None = None
+        self._layout: list[tuple[torch.dtype, torch.Size]] = []
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """Collective. A rank whose lanes were all empty passes zeros of the shapes that others pass."""
@@ -97,72 +94,51 @@ class TreeAllReduce:
         if self._world_size == 1:
             foreach_add_(list(tensors), 0)
             return
-        layout = tuple((tensor.dtype, tensor.shape) for tensor in tensors)
-        if self._buffers is None or self._buffers.layout != layout:
-            device = tensors[0].device
-            self._buffers = _Buffers(layout, device, wire_device(device, self._group))
-        buffers = self._buffers
-        buffers.load(tensors)
+        # The widest types first, so that each begins at a multiple of its size.
+        tensors = sorted(tensors, key=lambda tensor: (-tensor.itemsize, str(tensor.dtype)))
+        layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if layout != self._layout:
+            self._layout = layout
+            self._make_buffers(tensors)
+        foreach_copy_(self._views, tensors)
+        if self._sent is not self._flat:
+            self._sent.copy_(self._flat)
         distance = 1
         while distance < self._world_size:
-            self._exchange(buffers.sent, buffers.received, self._rank ^ distance)
-            for mine, theirs in buffers.sections:
+            self._exchange(self._rank ^ distance)
+            for mine, theirs in self._sums:
                 mine += theirs
             distance *= 2
-        for mine, _ in buffers.sections:
+        for mine, _ in self._sums:
             mine += 0
-        buffers.store(tensors)
+        if self._sent is not self._flat:
+            self._flat.copy_(self._sent)
+        foreach_copy_(tensors, self._views)
 
-    def _exchange(self, sent: Tensor, received: Tensor, partner: int) -> None:
+    def _make_buffers(self, tensors: Sequence[Tensor]) -> None:
+        """Memory for ``tensors`` on their device, and for two copies where they travel, by type."""
+        device = tensors[0].device
+        wire = wire_device(device, self._group)
+        sizes = [tensor.nbytes for tensor in tensors]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        parts = zip(self._flat.split(sizes), tensors, strict=True)
+        self._views = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in parts]
+        pinned = wire != device
+        room = [torch.zeros(sum(sizes), dtype=torch.uint8, device=wire, pin_memory=pinned) for _ in "ab"]
+        self._sent, self._received = room if pinned else (self._flat, room[1])
+        by_type = Counter[torch.dtype]()
+        for tensor in tensors:
+            by_type[tensor.dtype] += tensor.nbytes
+        cut = [flat.split([*by_type.values()]) for flat in (self._sent, self._received)]
+        self._sums = [(a.view(dtype), b.view(dtype)) for dtype, a, b in zip(by_type, *cut, strict=True)]
+
+    def _exchange(self, partner: int) -> None:
         operations = [
-            dist.P2POp(dist.isend, sent, group=self._group, group_peer=partner),
-            dist.P2POp(dist.irecv, received, group=self._group, group_peer=partner),
+            dist.P2POp(dist.isend, self._sent, group=self._group, group_peer=partner),
+            dist.P2POp(dist.irecv, self._received, group=self._group, group_peer=partner),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-
-
-_Layout = tuple[tuple[torch.dtype, torch.Size], ...]
-
-
-class _Buffers:
-    """Room for one list of tensors on their device, and for two where they travel.
-
-    ``sections`` are the parts of (``sent``, ``received``) that hold one type each.
-    """
-
-    def __init__(self, layout: _Layout, device: torch.device, wire: torch.device) -> None:
-        self.layout = layout
-        sizes = dict.fromkeys((dtype for dtype, _ in layout), 0)
-        for dtype, shape in layout:
-            sizes[dtype] += prod(shape) * dtype.itemsize
-        offsets, length = {}, 0
-        for dtype, size in sizes.items():
-            offsets[dtype] = length
-            length += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self._flat = torch.zeros(length, dtype=torch.uint8, device=device)
-        pinned = wire != device
-        self.sent = torch.zeros(length, dtype=torch.uint8, device=wire, pin_memory=True) if pinned else self._flat
-        self.received = torch.zeros(length, dtype=torch.uint8, device=wire, pin_memory=pinned)
-        self.sections = [
-            tuple(flat[offsets[dtype] : offsets[dtype] + size].view(dtype) for flat in (self.sent, self.received))
-            for dtype, size in sizes.items()
-        ]
-        self._views = []
-        for dtype, shape in layout:
-            size = prod(shape) * dtype.itemsize
-            self._views.append(self._flat[offsets[dtype] : offsets[dtype] + size].view(dtype).view(shape))
-            offsets[dtype] += size
-
-    def load(self, tensors: Sequence[Tensor]) -> None:
-        foreach_copy_(self._views, list(tensors))
-        if self.sent is not self._flat:
-            self.sent.copy_(self._flat)
-
-    def store(self, tensors: Sequence[Tensor]) -> None:
-        if self.sent is not self._flat:
-            self._flat.copy_(self.sent)
-        foreach_copy_(list(tensors), self._views)
 
 
 class LaneSums:
@@ -198,37 +174,29 @@ class LaneSums:
         self._tree, self._all_used = TreeSum(), False
         self._starts = [buffer.clone() for buffer in (*self._statistics, *self._counters)]
 
-    def push(self, numbers: Sequence[Any], *, lane: int, samples: int) -> None:
-        """Add a lane that has been computed; ``numbers``: the first ones, the others are 0."""
-        used = [p.grad is not None for p in self._parameters]
-        self._all_used = self._all_used or all(used)
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
-        statistics = [buffer.double() * samples for buffer in self._statistics]
-        counters = [buffer.clone() if lane == 0 else torch.zeros_like(buffer) for buffer in self._counters]
-        sums = self._zeros()
-        for place, number in enumerate(numbers):
-            sums[place] = number
-        sums[self._numbers : -1], sums[-1] = torch.tensor(used), samples
-        self._tree.push([*gradients, *statistics, *counters, sums])
-        self._leave()
-
     def end(self, request: Request, *numbers: Any) -> None:
-        """Add the lane ``request``, with or without samples."""
-        if request.ghost:
-            self.skip()
-        else:
-            self.push(numbers, lane=request.part, samples=request.size)
+        """Add the lane ``request``; of one without samples, what it may have computed is dropped.
 
-    def skip(self) -> None:
-        """Add a lane without samples; what it may have computed is dropped."""
-        self._tree.push(None)
-        self._leave()
-
-    def _leave(self) -> None:
+        Args:
+            numbers: the first ones, the others are 0.
+        """
+        self._tree.push(None if request.ghost or request.size == 0 else self._leaf(request, numbers))
         for parameter in self._parameters:
             parameter.grad = None
         for buffer, value in zip((*self._statistics, *self._counters), self._starts, strict=True):
             buffer.copy_(value)
+
+    def _leaf(self, request: Request, numbers: Sequence[Any]) -> Leaf:
+        used = [p.grad is not None for p in self._parameters]
+        self._all_used = self._all_used or all(used)
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
+        statistics = [buffer.double() * request.size for buffer in self._statistics]
+        counters = [buffer.clone() if request.part == 0 else torch.zeros_like(buffer) for buffer in self._counters]
+        sums = self._zeros()
+        for place, number in enumerate(numbers):
+            sums[place] = number
+        sums[self._numbers : -1], sums[-1] = torch.tensor(used), request.size
+        return [*gradients, *statistics, *counters, sums]
 
     def total(self, *last: float) -> Leaf:
         """The sums over all ranks, to be taken. Collective.
@@ -273,7 +241,7 @@ class LaneSums:
 _NUMBERS = 2 + len(Flags._fields)
 
 
-class ExactStrategy(SingleStrategy):
+class ExactStrategy(Strategy):
     """One or more ranks; a window's requests are this rank's lanes, empty ones included."""
 
     def __init__(self, replica: Replica, *, world_size: int) -> None:
@@ -288,25 +256,25 @@ class ExactStrategy(SingleStrategy):
         self._lanes.begin()
         for request in window.requests:
             batch = next(batches)
-            if request.size == 0:
-                self._lanes.skip()
-                continue
-            total, count = self._forward_pass(batch, step, request.part)
-            self._backward(total)
-            self._lanes.push([total.detach(), count], lane=request.part, samples=request.size)
+            numbers: tuple[Any, ...] = ()
+            if request.size:
+                total, count = self._forward_pass(batch, step, request.part)
+                self._backward(total)
+                numbers = total.detach(), count
+            self._lanes.end(request, *numbers)
         sums = self._lanes.take(self._lanes.total(*flags))
         if self._buffers.checks_left:
             self._buffers.check()
-        read = self._world_size > 1 and (self._device.type == "cpu" or step % FLAG_INTERVAL == 0)
-        agreed = flags if self._world_size == 1 else None
-        if read:
-            agreed = check_change(Flags(*sums[2:].tolist()), self._world_size)
+        agreed: Flags | None = flags
+        if self._world_size > 1:
+            read = self._device.type == "cpu" or step % FLAG_INTERVAL == 0
+            agreed = check_change(Flags(*sums[2:].tolist()), self._world_size) if read else None
         return Reduced(sums[0], sums[1], 1.0, agreed)
 
     def _adapt(self) -> None:
         if self._world_size > 1:
             self._lanes.begin()
-            self._lanes.skip()
+            self._lanes.end(Request(0, 0, 0, 0))
             flags = self._lanes.total(*Flags(changed=1.0))[-1][2:_NUMBERS]
             check_change(Flags(*flags.tolist()), self._world_size, announced=True)
         super()._adapt()

@@ -23,15 +23,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep._compat.torch import NormBase, fsdp_reduce_scatter
+from lockstep._compat.torch import NormBase, foreach_norm, fsdp_reduce_scatter
 from lockstep.config import FsdpConfig
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
-from lockstep.engine.distributed.staging import wait
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica
+from lockstep.engine.strategies.base import Flags, RanksStrategy, Reduced, Replica, StepSums
 from lockstep.engine.strategies.partition import (
     Divided,
     Through,
@@ -41,7 +40,6 @@ from lockstep.engine.strategies.partition import (
     compiled,
     pick,
 )
-from lockstep.engine.strategies.single import RanksStrategy
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
@@ -137,9 +135,9 @@ class ShardedModel(Divided):
         """The ranks that hold the whole model together."""
         return self._mesh.get_group("shard")
 
-    def total_norm(self, norm: Tensor) -> Tensor:
-        """The norm of the whole gradient, from that of this rank's part of it; shape (). Collective."""
-        squares = norm.detach().double().square().to(self._device)
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0))) if gradients else torch.zeros(())
+        squares = norm.double().square().to(self._device)
         dist.all_reduce(squares, group=self._group)
         return squares.sqrt().to(norm)
 
@@ -194,27 +192,21 @@ class FsdpStrategy(RanksStrategy):
         super().__init__(replica)
         self._sharded = sharded
         self._world_size = world_size
-        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
+        self._sums = StepSums(replica.device)
 
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._sums.zero_()
-        self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
-        work: dist.Work | None = None
+        self._sums.begin(flags)
         for place, request in enumerate(window.requests):
             batch = next(batches)
             last = place == len(window.requests) - 1
             with self._sits_out() if request.ghost else nullcontext():
                 total, count = self._forward_pass(batch, step, self._rank + (place << 16))
                 if not request.ghost:
-                    self._sums[0] += total.detach()
-                    self._sums[1] += count
+                    self._sums.add(total, count)
                 if last:
-                    work = dist.all_reduce(self._sums, async_op=True)
+                    self._sums.send()
                 self._backward(total)
-        wait(work)
-        read = self._device.type == "cpu" or step % FLAG_INTERVAL == 0
-        agreed = Flags(*self._sums[2:].tolist()) if read else None
-        return Reduced(self._sums[0].clone(), self._sums[1].clone(), float(self._world_size), agreed)
+        return self._sums.reduced(step, float(self._world_size))
 
     def _adapt(self) -> None:
         self._refuse_change("fsdp")

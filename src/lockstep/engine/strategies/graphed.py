@@ -12,8 +12,7 @@ from lockstep._compat.torch import buffers_of, tree_leaves, tree_map
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Window
 from lockstep.engine.process.recording import Recording
-from lockstep.engine.strategies.base import Replica
-from lockstep.engine.strategies.single import SingleStrategy
+from lockstep.engine.strategies.base import Replica, Strategy
 
 #: Steps of a shape before it is recorded: libraries choose their kernels and allocate workspaces in the first ones.
 WARM_UP = 3
@@ -47,7 +46,7 @@ class _Graph(NamedTuple):
         return total, self.number[0] if self.number else others[0].clone()
 
 
-class GraphedStrategy(SingleStrategy):
+class GraphedStrategy(Strategy):
     """As ``single``. A batch of a shape that has been seen often enough is computed by replaying its graph.
 
     The first replay is compared with the step that Python computes. Where they differ, or nothing can be recorded, a

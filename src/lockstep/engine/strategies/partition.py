@@ -61,9 +61,9 @@ class Divided:
         """This process's parts of ``tensors``, sharing their memory."""
         return tensors
 
-    def total_norm(self, norm: Tensor) -> Tensor:
-        """The norm of the whole gradient, from that of this process's part of it; shape (). Collective."""
-        return norm
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm of the whole gradient, of which ``gradients`` are this process's parts; shape (). Collective."""
+        return torch.nn.utils.get_total_norm(gradients)
 
     def agree(self, flag: Tensor) -> None:
         """Make a flag, shape (), the highest of all ranks'. Collective."""

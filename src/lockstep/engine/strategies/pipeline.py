@@ -13,7 +13,6 @@ section 2.2.1 of Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep._compat.torch import foreach_norm
+from lockstep.config import RunConfig
+from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Request, Window
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import all_reduce, to_device
+from lockstep.engine.distributed.staging import all_reduce, to_device, to_host
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.runtime import rank_device
-from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica, stood_in
+from lockstep.engine.strategies.base import Flags, Reduced, Replica, StepSums, Strategy
+from lockstep.engine.strategies.losses import without_count
 from lockstep.engine.strategies.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
-from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.strategies.stages import (
+    Answer,
     Inputs,
     Line,
     PlacedModel,
@@ -45,7 +48,6 @@ from lockstep.engine.strategies.stages import (
 )
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import training_source
-from lockstep.errors import TaskError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.telemetry.progress_board import pulse
@@ -70,8 +72,7 @@ def divide(whole: Undivided) -> Divided:
     bounds, remark = cut(stages, parts, seconds)
     if world.size == 1:
         return PlacedModel(model, stages, bounds, [rank_device([name], World()) for name in names], remark)
-    schedule, timeout_s = config.pipeline.schedule, config.distributed.timeout_s
-    return PipelineModel(model, stages, bounds, device, world, schedule, timeout_s, remark)
+    return PipelineModel(whole, stages[bounds[world.rank] : bounds[world.rank + 1]], remark)
 
 
 class Action(NamedTuple):
@@ -95,30 +96,15 @@ def schedule(kind: str, rank: int, ranks: int, micro_batches: int) -> list[Actio
 
 
 class PipelineModel(Divided):
-    """The stages that this rank holds of a model, on its device; the others stay as they are, on the host.
+    """The stages that this rank holds of a model, on its device; the others stay as they are, on the host."""
 
-    Args:
-        bounds: the first stage of each rank, and behind the last one the number of stages.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        stages: Sequence[nn.Module],
-        bounds: Sequence[int],
-        device: torch.device,
-        world: World,
-        schedule: str,
-        timeout_s: float,
-        remark: str,
-    ) -> None:
-        self.module = module
+    def __init__(self, whole: Undivided, mine: Sequence[nn.Module], remark: str) -> None:
+        self.module, self._device, self._config, world = whole.model, whole.device, whole.config, whole.world
         self.remarks: tuple[str, ...] = (remark,)
-        self._device, self._schedule, self._timeout_s = device, schedule, timeout_s
         self._optimizer: Optimizer | None = None
-        self.mine = nn.ModuleList(stages[bounds[world.rank] : bounds[world.rank + 1]]).to(device)
+        self.mine = nn.ModuleList(mine).to(self._device)
         names: dict[int, list[str]] = {}
-        for name, tensor in module.state_dict(keep_vars=True).items():
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
             names.setdefault(id(tensor), []).append(name)
         held = (*self.mine.parameters(), *self.mine.buffers())
         self._names = [names[id(tensor)][0] for tensor in held if id(tensor) in names]
@@ -134,9 +120,8 @@ class PipelineModel(Divided):
         return output
 
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> PipelineStrategy:
-        lines = Line(self._device, self._timeout_s), Line(self._device, self._timeout_s)
         replica = Replica(task, self.module, precision, self._device, plan.seed)
-        return PipelineStrategy(replica, self, world=world, kind=self._schedule, lines=lines)
+        return PipelineStrategy(replica, self, self._config, world)
 
     def adopt(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -144,9 +129,16 @@ class PipelineModel(Divided):
     def parameters(self) -> list[nn.Parameter]:
         return list(self.mine.parameters())
 
-    def total_norm(self, norm: Tensor) -> Tensor:
-        # A rank without gradients has a norm on the host.
-        return all_reduce(norm.detach().double().square().to(self._device), None).sqrt().to(norm)
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """From the norms of all parameters in the order of the model: rounded as on one device."""
+        places = {id(parameter): place for place, parameter in enumerate(self.module.parameters())}
+        mine = [places[id(parameter)] for parameter in self.mine.parameters() if parameter.grad is not None]
+        found = torch.zeros(2, len(places), dtype=torch.float64, device=self._device)
+        if gradients:
+            found[0, mine] = torch.stack(foreach_norm(gradients, 2.0)).double()
+            found[1, mine] = 1.0
+        norms, is_known = all_reduce(found, None)
+        return torch.linalg.vector_norm(norms[is_known > 0].to(next(self.module.parameters()).dtype))
 
     def agree(self, flag: Tensor) -> None:
         flag.copy_(all_reduce(flag, None, dist.ReduceOp.MAX))
@@ -178,7 +170,7 @@ class PipelineModel(Divided):
         update = state["trainer"]["update"]
         numbers = self._numbers(self._optimizer)
         moments = {number: values for number, values in update["optimizer"]["state"].items() if number in numbers}
-        mine = {name: state["model"][name].cpu() for name in self._names}, _on_host(moments)
+        mine = {name: state["model"][name].cpu() for name in self._names}, to_host(moments)
         model, merged = dict(state["model"]), dict[int, Any]()
         for source in range(collectives.size):
             names, values = collectives.broadcast(mine, source)
@@ -192,13 +184,7 @@ class PipelineModel(Divided):
         return {"model": model, "trainer": trainer}
 
 
-def _on_host(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _on_host(value) for key, value in state.items()}
-    return state.cpu() if isinstance(state, Tensor) else state
-
-
-class PipelineStrategy(SingleStrategy):
+class PipelineStrategy(Strategy):
     """One process a rank, each with some stages.
 
     Every rank gets every micro-batch: the first takes its input, the last what its loss compares with.
@@ -206,19 +192,16 @@ class PipelineStrategy(SingleStrategy):
 
     is_sharded = True
 
-    def __init__(
-        self, replica: Replica, model: PipelineModel, *, world: World, kind: str, lines: tuple[Line, Line]
-    ) -> None:
+    def __init__(self, replica: Replica, model: PipelineModel, config: RunConfig, world: World) -> None:
         super().__init__(replica)
-        self._pipeline, self._world, self._kind = model, world, kind
-        self._down, self._up = lines
+        self._pipeline, self._world, self._kind = model, world, config.pipeline.schedule
+        self._down, self._up = (Line(replica.device, config.distributed.timeout_s) for _ in range(2))
         self._generators = generators_of(replica.device)
-        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=replica.device)
+        self._sums = StepSums(replica.device)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._begin()
-        self._sums.zero_()
-        self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
+        self._sums.begin(flags)
         running: dict[int, tuple[Inputs, Any]] = {}
         for action in schedule(self._kind, self._world.rank, self._world.size, len(window.requests)):
             place = action.micro_batch
@@ -228,9 +211,8 @@ class PipelineStrategy(SingleStrategy):
                 self._backward_of(*running.pop(place))
         self._down.flush()
         self._up.flush()
-        sums = all_reduce(self._sums, None)
-        read = self._device.type == "cpu" or step % FLAG_INTERVAL == 0
-        return Reduced(sums[0].clone(), sums[1].clone(), 1.0, Flags(*sums[2:].tolist()) if read else None)
+        self._sums.send()
+        return self._sums.reduced(step, 1.0)
 
     def _adapt(self) -> None:
         self._refuse_change("pipeline")
@@ -270,20 +252,25 @@ class PipelineStrategy(SingleStrategy):
         return inputs, output
 
     def _forward(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
-        batch, ask_task, counts = stood_in(batch, self._ask)
+        """This rank's inputs of a micro-batch, and what its backward begins with."""
+        inputs, output = self._asked(batch, step, place)
+        if self._pipeline.is_last:
+            self._sums.add(*output)
+            total = output[0]
+            output = total if self._precision.is_full else total.float()
+        return inputs, output
+
+    def _asked(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
+        if isinstance(batch, Unreadable):
+            with self._buffers.untouched():
+                inputs, output = self._asked(batch.stand_in, step, place)
+            return inputs, without_count(output) if self._pipeline.is_last else output
         if self._pipeline.is_first or self._pipeline.is_last:  # others do not look at it
             batch = to_device(batch, self._device)
         self._buffers.rewind()
         self.draws(step, place << 16)
-        with self._precision.autocast(), nullcontext() if counts else self._buffers.untouched():
-            inputs, output = self.through(ask_task, batch)
-        if self._pipeline.is_last:
-            total, count = output
-            count = count.reshape(()) if isinstance(count, Tensor) else count
-            self._sums[0] += total.detach()
-            self._sums[1] += count
-            output = total.float() if not self._precision.is_full else total
-        return inputs, output
+        with self._precision.autocast():
+            return self.through(self._ask, batch)
 
     def _backward_of(self, inputs: Inputs, output: Any) -> None:
         if self._pipeline.is_last:
@@ -297,28 +284,3 @@ class PipelineStrategy(SingleStrategy):
             wanted = tuple(tensor for tensor in inputs if tensor.requires_grad)
             gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in wanted)
             self._up.send(gradients, self._world.rank - 1)
-
-
-class Answer(nn.Module):
-    """What a task calls on the last rank: the output of the stages for the one input that the first rank has seen.
-
-    Evaluation may call it again with the same input, as ``loss`` and ``evaluate`` do one after the other.
-    """
-
-    def __init__(self, output: Callable[[], Any], training: bool) -> None:
-        super().__init__()
-        self.train(training)
-        self._compute = output
-        self._inputs: Inputs | None = None
-        self._output: Any = None
-
-    def forward(self, *inputs: Any) -> Any:
-        if self._inputs is None:
-            self._inputs, self._output = inputs, self._compute()
-        elif self.training or not all(map(torch.equal, inputs, self._inputs)):
-            raise TaskError(
-                "the task calls its model twice for one batch",
-                why="the stages before the last one have seen one call",
-                fix="call model(…) once in loss, and with the same input in loss and evaluate",
-            )
-        return self._output

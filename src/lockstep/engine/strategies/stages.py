@@ -7,6 +7,7 @@ Between ranks, tensors of any shape and kind pass from one stage to the next.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -20,9 +21,8 @@ from torch import Tensor, nn
 
 from lockstep.engine.distributed.staging import finish, wire_device
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Replica, SeededDraws
+from lockstep.engine.strategies.base import Replica, SeededDraws, Strategy
 from lockstep.engine.strategies.partition import Divided, Through
-from lockstep.engine.strategies.single import SingleStrategy
 from lockstep.engine.task import Task
 from lockstep.engine.trained import refuse_modules
 from lockstep.errors import ConfigError, TaskError
@@ -143,6 +143,31 @@ def inputs_of(function: Callable[..., Any], batch: Any) -> Inputs:
     except _Called as call:
         return as_inputs(call.args[0])
     raise TaskError("the task's loss does not call its model", fix="call model(…) in loss and evaluate")
+
+
+class Answer(nn.Module):
+    """What a task calls on the last rank: the output of the stages for the one input that the first rank has seen.
+
+    Evaluation may call it again with the same input, as ``loss`` and ``evaluate`` do one after the other.
+    """
+
+    def __init__(self, output: Callable[[], Any], training: bool) -> None:
+        super().__init__()
+        self.train(training)
+        self._compute = output
+        self._inputs: Inputs | None = None
+        self._output: Any = None
+
+    def forward(self, *inputs: Any) -> Any:
+        if self._inputs is None:
+            self._inputs, self._output = inputs, self._compute()
+        elif self.training or not all(map(torch.equal, inputs, self._inputs)):
+            raise TaskError(
+                "the task calls its model twice for one batch",
+                why="the stages before the last one have seen one call",
+                fix="call model(…) once in loss, and with the same input in loss and evaluate",
+            )
+        return self._output
 
 
 def shares(seconds: Sequence[float], devices: int) -> list[int]:
@@ -267,12 +292,12 @@ class PlacedModel(Divided):
         self.remarks: tuple[str, ...] = (remark,)
         self._chain = _Chain(stages, places)
 
-    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> SingleStrategy:
+    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> Strategy:
         replica = Replica(task, self.module, precision, self._devices[0], plan.seed, forward=self._chain)
         return PlacedStrategy(replica, self._devices)
 
 
-class PlacedStrategy(SingleStrategy):
+class PlacedStrategy(Strategy):
     """One process that holds several devices, each with some stages; they take turns."""
 
     def __init__(self, replica: Replica, devices: Sequence[torch.device]) -> None:
@@ -291,17 +316,8 @@ class PlacedStrategy(SingleStrategy):
         return loss
 
 
-_KINDS = (
-    *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
-#: Sizes that the description of one tensor has room for, after its kind, whether a gradient is wanted, and how many.
-_SIZES = 9
-_HEADER = 3 + _SIZES
-
-
 class Line:
-    """Tensors to and from a neighbour, in one direction of the pipeline; sizes travel ahead of them. Collective.
+    """Tensors to and from a neighbour, in one direction of the pipeline, described ahead of them. Collective.
 
     Sends do not wait: the two directions are two groups, so that none waits for the other either.
     """
@@ -312,42 +328,27 @@ class Line:
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
 
     def send(self, tensors: Inputs, to: int) -> None:
-        """Begin to send ``tensors`` to rank ``to``.
-
-        Raises:
-            TaskError: one is of a kind, or has dimensions, that cannot be described to the other rank.
-        """
-        header = torch.zeros(1 + len(tensors) * _HEADER, dtype=torch.int64)
-        header[0] = len(tensors)
-        for place, tensor in enumerate(tensors):
-            if tensor.dtype not in _KINDS or tensor.dim() > _SIZES:
-                raise TaskError(
-                    f"a stage returned a tensor of {tensor.dtype} with {tensor.dim()} dimension(s)",
-                    why=f"between ranks travel common kinds of numbers with up to {_SIZES} dimensions",
-                    fix="return another kind of tensor from the stage, or put both sides of the cut into one stage",
-                )
-            row = [_KINDS.index(tensor.dtype), int(tensor.requires_grad), tensor.dim(), *tensor.shape]
-            start = 1 + place * _HEADER
-            header[start : start + len(row)] = torch.tensor(row)
-        for message in (header[:1], header[1:], *(tensor.detach() for tensor in tensors)):
-            packed = message.to(self._wire).contiguous()
-            if packed.numel():
+        """Begin to send ``tensors`` to rank ``to``."""
+        kinds = pickle.dumps([(tensor.dtype, tensor.shape, tensor.requires_grad) for tensor in tensors])
+        header = torch.frombuffer(bytearray(kinds), dtype=torch.uint8)
+        for message in (torch.tensor([len(header)]), header, *(tensor.detach() for tensor in tensors)):
+            if message.numel():
+                packed = message.resolve_conj().resolve_neg().to(self._wire).contiguous().view(-1).view(torch.uint8)
                 self._sent.append((dist.isend(packed, group_dst=to, group=self._group), packed))
 
     def receive(self, source: int) -> Inputs:
         """The tensors of the next message, as leaves that gather gradients where those are wanted."""
-        number = int(self._one(torch.int64, (1,), source))
-        rows = self._one(torch.int64, (number, _HEADER), source).tolist()
-        tensors = []
-        for kind, wanted, dims, *sizes in rows:
-            tensor = self._one(_KINDS[kind], tuple(sizes[:dims]), source).to(self._device)
-            tensors.append(tensor.requires_grad_(bool(wanted)))
-        return tuple(tensors)
+        length = self._one(torch.int64, (1,), source)
+        header = self._one(torch.uint8, (int(length),), source)
+        return tuple(
+            self._one(dtype, shape, source).to(self._device).requires_grad_(wanted)
+            for dtype, shape, wanted in pickle.loads(header.cpu().numpy().tobytes())
+        )
 
-    def _one(self, kind: torch.dtype, shape: tuple[int, ...], source: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=kind, device=self._wire)
+    def _one(self, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self._wire)
         if tensor.numel():
-            dist.recv(tensor, group_src=source, group=self._group)
+            dist.recv(tensor.view(-1).view(torch.uint8), group_src=source, group=self._group)
         return tensor
 
     def flush(self) -> None:
