@@ -82,7 +82,7 @@ def test_verify_finds_har_with_dropout_equal_in_any_precision(tmp_path: Path, pr
     report = verify("har", settings, steps=4, eval_batches=2)
     assert "dropout" in report.comparison.one.draws
     assert (report.outcome, report.causes) in {("identical", ()), ("equal", ())}
-    # The reported losses alone are summed in another precision; the norm that clips is summed in the order of one device.
+    # Losses that are reported are summed in another precision; the norm that clips, in the order of one device.
     assert report.as_configured["loss"].max() < 1e-6
     if not in_process:
         assert report.as_configured["weights"].max() == 0

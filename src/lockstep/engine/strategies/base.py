@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep._compat.torch import backward
-from lockstep.config import RunConfig
 from lockstep.data.order import dropout_seed
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Window
@@ -32,7 +31,6 @@ from lockstep.engine.strategies.losses import CheckedLoss, without_count
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.planning import Plan
 
 #: On a GPU, reading the agreed flags costs a host sync; they are read every this many steps.
 FLAG_INTERVAL = 16
@@ -188,11 +186,6 @@ class Replica(NamedTuple):
     forward: nn.Module | None = None
     compiled: bool = False
     loss_mode: str | None = None
-
-
-def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
-    """``strategy: single``."""
-    return Strategy(replica)
 
 
 class Strategy:

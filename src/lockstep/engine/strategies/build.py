@@ -20,6 +20,11 @@ from lockstep.planning import Plan
 from lockstep.strategies import auto_strategy, find_strategy
 
 
+def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
+    """``strategy: single``."""
+    return Strategy(replica)
+
+
 def divide(undivided: Undivided) -> Divided:
     """Divide a model as the plan's strategy does. Collective.
 

@@ -1,4 +1,4 @@
-"""What a task's loss returned: checked to be a sum and a count, and a mean told from its graph."""
+"""What a task's loss returned: checked to be a sum and a count; a mean is recognized by its graph."""
 
 from __future__ import annotations
 

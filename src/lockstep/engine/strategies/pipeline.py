@@ -22,14 +22,12 @@ from torch.optim import Optimizer
 
 from lockstep._compat.torch import foreach_norm
 from lockstep.config import RunConfig
-from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Request, Window
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import all_reduce, to_device, to_host
+from lockstep.engine.distributed.staging import all_reduce, to_host
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.runtime import rank_device
 from lockstep.engine.strategies.base import Flags, Reduced, Replica, StepSums, Strategy
-from lockstep.engine.strategies.losses import without_count
 from lockstep.engine.strategies.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
 from lockstep.engine.strategies.stages import (
     Answer,
@@ -253,24 +251,19 @@ class PipelineStrategy(Strategy):
 
     def _forward(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
         """This rank's inputs of a micro-batch, and what its backward begins with."""
-        inputs, output = self._asked(batch, step, place)
-        if self._pipeline.is_last:
-            self._sums.add(*output)
-            total = output[0]
-            output = total if self._precision.is_full else total.float()
-        return inputs, output
+        total, count = self._forward_pass(batch, step, place << 16)
+        self._sums.add(total, count)
+        inputs, output = self._passed
+        del self._passed  # the activations are kept until their backward, and no longer
+        return inputs, total if self._pipeline.is_last else output
 
-    def _asked(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
-        if isinstance(batch, Unreadable):
-            with self._buffers.untouched():
-                inputs, output = self._asked(batch.stand_in, step, place)
-            return inputs, without_count(output) if self._pipeline.is_last else output
-        if self._pipeline.is_first or self._pipeline.is_last:  # others do not look at it
-            batch = to_device(batch, self._device)
-        self._buffers.rewind()
-        self.draws(step, place << 16)
-        with self._precision.autocast():
-            return self.through(self._ask, batch)
+    def _arrived(self, batch: Any) -> Any:
+        looks = self._pipeline.is_first or self._pipeline.is_last
+        return super()._arrived(batch) if looks else batch
+
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        self._passed = self.through(self._ask, batch)
+        return self._passed[1] if self._pipeline.is_last else (torch.zeros(()), 0)
 
     def _backward_of(self, inputs: Inputs, output: Any) -> None:
         if self._pipeline.is_last:
