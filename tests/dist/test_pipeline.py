@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lockstep import Datasets, JsonLines
 from lockstep.config.load import merge
 from lockstep.engine.strategies.pipeline import schedule
 from lockstep.engine.strategies.stages import Line, as_inputs, inputs_of, shares, stages_of
@@ -25,9 +28,12 @@ from lockstep.tasks.har.task import HarTask
 from lockstep.tasks.speech.task import SpeechTask
 from lockstep.telemetry.rundir import RunDir
 from lockstep.verification import verify
+from tests.attempts import attempt
 from tests.dist.runs import assert_equal_runs, go_on, train, used
+from tests.dist.staged import Staged
 from tests.e2e.test_train import finish, start
-from tests.gloo import ROOT
+from tests.gloo import ROOT, run_ranks
+from tests.toys import arrays
 
 TASK = f"{ROOT / 'tests' / 'dist' / 'staged.py'}:Staged"
 #: Three micro-batches a step, of which the last one of an epoch has fewer samples.
@@ -86,6 +92,36 @@ def test_verify_finds_har_with_dropout_equal_in_any_precision(tmp_path: Path, pr
     assert report.as_configured["loss"].max() < 1e-6
     if not in_process:
         assert report.as_configured["weights"].max() == 0
+
+
+class Torn(Staged):
+    """Rows of JSON, of which four in five are none."""
+
+    def datasets(self) -> Datasets:
+        def sample(row: Any) -> tuple[Tensor, int]:
+            return torch.tensor(row["x"]), row["y"]
+
+        return Datasets(JsonLines(os.environ["ROWS"], transform=sample), super().datasets().val)
+
+
+def weights_without_torn_rows(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
+    config: dict[str, Any] = {
+        "data": {"on_bad_row": "skip"},
+        "training": {"global_batch_size": 8, "batch_size": 2, "epochs": 1},
+        **(PIPELINE if ranks > 1 else {}),
+    }
+    return attempt(Torn, folder, rank, ranks, **config)[0]
+
+
+def test_a_micro_batch_without_a_readable_row_counts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, labels = arrays(60, 1)
+    rows = [json.dumps({"x": x, "y": y}) for x, y in zip(inputs.tolist(), labels.tolist(), strict=True)]
+    (tmp_path / "rows.jsonl").write_text("\n".join("{" if n % 5 != 3 else row for n, row in enumerate(rows)))
+    monkeypatch.setenv("ROWS", str(tmp_path / "rows.jsonl"))
+    alone = weights_without_torn_rows(0, 1, tmp_path / "alone")
+    found = run_ranks(weights_without_torn_rows, 2, tmp_path / "two", env={"ROWS": os.environ["ROWS"]})[0]
+    for name, value in alone.items():
+        torch.testing.assert_close(found[name], value)
 
 
 @pytest.mark.drill
