@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep import Datasets, JsonLines
+from lockstep import Datasets
 from lockstep.config.load import merge
+from lockstep.data.records import JsonLines
 from lockstep.engine.strategies.pipeline import schedule
 from lockstep.engine.strategies.stages import Line, as_inputs, inputs_of, shares, stages_of
 from lockstep.errors import LockstepError
