@@ -346,7 +346,8 @@ class Update:
             return self.divided.total_norm(gradients)
         if not self._one_norm or not gradients:
             return torch.nn.utils.get_total_norm(gradients)
-        return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0)))
+        return norm
 
     def _unscale(self, gradients: list[Tensor], factor: Tensor) -> Tensor:
         """Multiply by ``factor``, and note a gradient that is not finite: one pass, in GradScaler's own kernel."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lockstep._compat.torch import buffers_of, tree_leaves, tree_map
+from lockstep._compat.torch import tree_leaves, tree_map
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Window
 from lockstep.engine.process.recording import Recording
@@ -138,8 +138,7 @@ class GraphedStrategy(Strategy):
         return "" if all(_close(*pair) for pair in pairs) else "a replay computed something else than the step itself"
 
     def _copied_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        found = [tensor for layer in self.module.modules() for tensor in buffers_of(layer).values()]
-        return [(tensor, tensor.clone()) for tensor in found if tensor is not None]
+        return [(tensor, tensor.clone()) for tensor in self.module.buffers()]
 
     def _put_buffers(self, copied: list[tuple[Tensor, Tensor]]) -> None:
         for tensor, value in copied:

@@ -136,7 +136,8 @@ class PipelineModel(Divided):
             found[0, mine] = torch.stack(foreach_norm(gradients, 2.0)).double()
             found[1, mine] = 1.0
         norms, is_known = all_reduce(found, None)
-        return torch.linalg.vector_norm(norms[is_known > 0].to(next(self.module.parameters()).dtype))
+        norm: Tensor = torch.linalg.vector_norm(norms[is_known > 0].to(next(self.module.parameters()).dtype))
+        return norm
 
     def agree(self, flag: Tensor) -> None:
         flag.copy_(all_reduce(flag, None, dist.ReduceOp.MAX))
