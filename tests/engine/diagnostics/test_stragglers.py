@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from lockstep.engine.diagnostics.stragglers import (
     slow_rank,
 )
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.events import RanksLogged, RankState
+from lockstep.events import Note, RanksLogged, RankState
 from lockstep.hardware.world import World
 from lockstep.telemetry.rundir import RunDir
 from tests.attempts import attempt
@@ -133,17 +133,8 @@ class Lame(Toy):
         return super().loss(model, batch)
 
 
-def test_a_run_names_its_slow_rank_and_tells_every_ranks_memory(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    settings = {
-        "save_dir": str(tmp_path / "run"),
-        "hardware": {"selected_devices": "cpu,cpu"},
-        "training": {"epochs": 2, "batch_size": 16},
-        "telemetry": {"log_interval": 1, "tensorboard": "off", "progress": "off"},
-    }
-    lockstep.train(Lame, settings)
-    found = RunDir.open(tmp_path / "run").ranks()
+def test_a_run_names_its_slow_rank_and_shows_every_ranks_memory(on_two: Trained) -> None:
+    found = RunDir.open(on_two.lame).ranks()
     assert [row["step"] for row in found] == list(range(1, 15))
     assert {row["epoch"] for row in found} == {1, 2}
     for row in found:
@@ -153,7 +144,8 @@ def test_a_run_names_its_slow_rank_and_tells_every_ranks_memory(
             assert state["step_s"] > 0
     assert found[-1]["ranks"][1]["own_s"] >= 0.05
     assert found[-1]["slow_rank"] == 1
-    assert capfd.readouterr().out.count("warning: rank 1 is slow: it works") == 1
+    assert len(on_two.warnings) == 1
+    assert on_two.warnings[0].startswith("rank 1 is slow: it works")
 
 
 def test_one_process_writes_its_epochs_memory(tmp_path: Path) -> None:
@@ -175,17 +167,34 @@ class FrozenFirst(Toy):
         return model
 
 
-def trained_frozen(rank: int, ranks: int, folder: Path) -> list[Any]:
+class Trained(NamedTuple):
+    """What two ranks trained: the weights with a frozen layer, the folder of a run with a slow rank, its warnings."""
+
+    frozen: list[dict[str, Any]]
+    lame: Path
+    warnings: list[str]
+
+
+def trained(rank: int, ranks: int, folder: Path) -> Trained:
     kinds = ({}, {"distributed": {"bucket_cap_mb": 1}}, {"training": {"reproducibility": "exact"}})
-    return [
+    frozen = [
         attempt(FrozenFirst, folder / str(number), rank, ranks, **sections)[0] for number, sections in enumerate(kinds)
     ]
+    _, events = attempt(Lame, folder / "lame", rank, ranks)
+    notes = [event.text for event in events if isinstance(event, Note) and event.level == "warning"]
+    return Trained(frozen, folder / "lame", notes)
 
 
-def test_frozen_parameters_train_on_several_ranks_as_on_one(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    result: Trained = run_ranks(trained, 2, tmp_path_factory.mktemp("two"))[0]
+    return result
+
+
+def test_frozen_parameters_train_on_several_ranks_as_on_one(on_two: Trained, tmp_path: Path) -> None:
     """In one all-reduce, under DDP and in exact mode; every step is logged, so ranks time their own work."""
     alone, _ = attempt(FrozenFirst, tmp_path / "alone", training={"batch_size": 32})
-    for found in run_ranks(trained_frozen, 2, tmp_path)[0]:
+    for found in on_two.frozen:
         assert found.keys() == alone.keys()
         for name, value in alone.items():
             torch.testing.assert_close(found[name], value)
