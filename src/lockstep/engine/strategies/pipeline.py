@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lockstep._compat.torch import foreach_norm
 from lockstep.config import RunConfig
-from lockstep.data.requests import Request, Window
+from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce, to_host
 from lockstep.engine.optim.precision import Precision
@@ -45,7 +45,6 @@ from lockstep.engine.strategies.stages import (
     states_of,
 )
 from lockstep.engine.task import Task
-from lockstep.engine.training_data import training_source
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.telemetry.progress_board import pulse
@@ -53,20 +52,13 @@ from lockstep.telemetry.progress_board import pulse
 
 def divide(whole: Undivided) -> Divided:
     """Cut the model into a part for each rank or, in one process, for each device. Collective."""
-    task, model, config, plan, datasets, device, world, collectives = whole
+    task, model, config, plan, _, _, world, collectives = whole
     names = plan.placement["devices"]
     parts = world.size if world.size > 1 else len(names)
     if config.training.activation_checkpointing:
         checkpoint_activations(model, blocks_of(task, model))
     stages = stages_of(task, model, parts)
-    seconds = None
-    if collectives.is_main and len(stages) > parts:
-        size = min(plan.batch.batch_size, plan.batch.samples)
-        request = Request(0, 0, 0, size, window=(0, size))
-        batch = training_source(task, datasets, plan).batch(request)
-        precision = Precision(plan.placement["precision"], device, plan.pre_scale)
-        seconds = measure(stages, task.loss, batch, device, precision)
-    seconds = collectives.broadcast(seconds)
+    seconds = collectives.broadcast(measure(whole, stages) if collectives.is_main and len(stages) > parts else None)
     bounds, remark = cut(stages, parts, seconds)
     if world.size == 1:
         return PlacedModel(model, stages, bounds, [rank_device([name], World()) for name in names], remark)

@@ -7,24 +7,30 @@ Between ranks, tensors of any shape and kind pass from one stage to the next.
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.data.reader import Unreadable
+from lockstep.data.requests import Request
 from lockstep.engine.distributed.staging import finish, wire_device
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Replica, SeededDraws, Strategy
-from lockstep.engine.strategies.partition import Divided, Through
+from lockstep.engine.strategies.partition import Divided, Through, Undivided
 from lockstep.engine.task import Task
 from lockstep.engine.trained import refuse_modules
+from lockstep.engine.training_data import training_source
 from lockstep.errors import ConfigError, TaskError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
@@ -199,14 +205,19 @@ def cut(stages: Sequence[nn.Module], devices: int, seconds: Sequence[float] | No
     return bounds, f"pipeline: stages {', '.join(parts)} on {devices} devices, {how}"
 
 
-def measure(
-    stages: Sequence[nn.Module], function: Callable[..., Any], batch: Any, device: torch.device, precision: Precision
-) -> list[float]:
-    """Seconds of a forward and a backward of each stage on ``device``, where one stage at a time is.
+def measure(whole: Undivided, stages: Sequence[nn.Module]) -> list[float]:
+    """Seconds of a forward and a backward of each stage with the first batch, on the device, one stage at a time.
 
     Weights, buffers and random numbers are as before afterwards, and there are no gradients.
     """
-    inputs, seconds = inputs_of(function, batch), []
+    plan, device = whole.plan, whole.device
+    source, size = training_source(whole.task, whole.datasets, plan), min(plan.batch.batch_size, plan.batch.samples)
+    if whole.config.data.on_bad_row == "skip":
+        source = replace(source, skipped=Path(os.devnull))  # they are recorded when they are trained on
+    batch = source.batch(Request(0, 0, 0, size, window=(0, size)))
+    batch = batch.stand_in if isinstance(batch, Unreadable) else batch
+    precision = Precision(plan.placement["precision"], device, plan.pre_scale)
+    inputs, seconds = inputs_of(whole.task.loss, batch), []
     for stage in stages:
         kept = {name: value.clone() for name, value in stage.state_dict().items()}
         stage.to(device)
