@@ -92,7 +92,7 @@ def test_a_run_without_a_plan_holds_nothing(tmp_path: Path) -> None:
         ({"upload_to": "run/copy"}, "cannot upload"),
         ({"wandb": True}, "wandb is not installed"),
         ({"mlflow": True}, "mlflow is not installed"),
-        ({"tensorboard": "on"}, "TensorBoard is not installed"),
+        ({"tensorboard": "on"}, "tensorboard is not installed"),
     ],
 )
 def test_telemetry_that_cannot_be_is_refused_before_there_is_a_run_or_an_attempt(
