@@ -73,11 +73,11 @@ class Session:
         from lockstep._compat import script_frame
         from lockstep.engine.process.runtime import rank_device, seed_everything
         from lockstep.engine.session.current import close_open_session, opened
-        from lockstep.launch.session.join import join_session, settings_of_launch
+        from lockstep.launch.session.join import join_session, with_settings_of_launch
         from lockstep.launch.session.loop import Loop
 
         close_open_session(None)
-        given = merge(mapping_of(config, settings), settings_of_launch())
+        given = with_settings_of_launch(mapping_of(config, settings))
         given = merge(given, {"task": {"name": Path(sys.argv[0]).name or "session"}})
         whole = resolve(_DEFAULTS, given)
         self._ending = ExitStack()
@@ -88,7 +88,7 @@ class Session:
             self._ending.close()
             raise
         seed_everything(whole.training.seed)
-        self._joined, self._loop = joined, Loop(joined, whole, given, device)
+        self._joined, self._loop = joined, Loop(joined, whole, given, device, self._ending)
         opened(self)
         atexit.register(self._at_exit)
         self._ending.callback(atexit.unregister, self._at_exit)
@@ -121,7 +121,7 @@ class Session:
     @property
     def folder(self) -> Path:
         """The run's folder."""
-        return self._joined.run.path
+        return self._joined.run_dir.path
 
     @property
     def step_count(self) -> int:
@@ -349,7 +349,7 @@ class Session:
         self._loop.refuse_exact("gather")
         if self._loop.checks:
             self._ranks.check(f"gather() of {_kind(rows, 1)}")
-        counts = self._loop.run is None or not self._loop.run.training.is_ghost
+        counts = self._loop.training is None or not self._loop.training.is_ghost
         return gather_rows(rows, counts=counts, most=self._most_gathered)
 
     @overload
@@ -384,7 +384,7 @@ class Session:
     def _ranks(self) -> Collectives:
         from lockstep.engine.distributed.collectives import collectives
 
-        return self._joined.collectives if self._loop.run is None else collectives()
+        return self._joined.collectives if self._loop.training is None else collectives()
 
     def print(self, *values: Any, **how: Any) -> None:
         """``print`` on rank 0 alone."""
@@ -443,7 +443,7 @@ class Session:
         Args:
             error: what ended the loop, if it failed.
         """
-        from lockstep.engine.session.current import closed, leave
+        from lockstep.engine.session.current import closed
 
         if not closed(self):
             return
@@ -452,7 +452,9 @@ class Session:
         try:
             self._loop.finish(error)
         finally:
-            leave(self._ending, error)
+            # The contexts see the error; nothing else is raised after it.
+            with contextlib.nullcontext() if error is None else contextlib.suppress(BaseException):
+                self._ending.__exit__(None if error is None else type(error), error, None)
 
 
 def _kind(tensor: Tensor, first: int) -> str:

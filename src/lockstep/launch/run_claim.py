@@ -35,7 +35,7 @@ from lockstep.telemetry.scalars import flattened
 
 #: How long a process of the previous attempt may take to end after it has written the run's end.
 CLAIM_WAIT_S = 15.0
-#: In the run folder of a script with a session; see :mod:`lockstep.launch.session.record`.
+#: In the run folder of a script with a session; see :class:`lockstep.launch.session.join.Script`.
 SCRIPT = "script.json"
 #: A job that was queued again may find the claim of a lost node: NFS keeps it for a lease of about 90 s.
 _LEASE_S = 120.0

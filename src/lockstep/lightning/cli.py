@@ -35,7 +35,7 @@ from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.signals import exit_code
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.run_claim import warn
-from lockstep.lightning.hardware import DECIDED, Resolved, resolve
+from lockstep.lightning.settings import OF_HARDWARE, Resolved, resolve
 from lockstep.lightning.start import FitRequested, Stored, stored_checkpoint, train_fit
 from lockstep.telemetry.rundir import RunDir
 
@@ -119,8 +119,8 @@ class LockstepCLI(HardwareCLI):
             settings.weights_only = True  # Lightning would run the code in one that comes from an address
         world = read_world(os.environ)
         hardware = Hardware(settings.hardware.selected_devices, settings.hardware.precision)
-        trainer = {name: settings.trainer.get(name) for name in (*DECIDED, "num_nodes")}
-        defaults = {name: self.parser_of(self.subcommand).get_default(f"trainer.{name}") for name in DECIDED}
+        trainer = {name: settings.trainer.get(name) for name in (*OF_HARDWARE, "num_nodes")}
+        defaults = {name: self.parser_of(self.subcommand).get_default(f"trainer.{name}") for name in OF_HARDWARE}
         self._resolved = resolve(hardware, trainer, defaults, world)
         if self.subcommand == "fit":
             raise FitRequested(self, hardware, self._stored)

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config import RunConfig
 from lockstep.config.load import explain
-from lockstep.engine.lightning.module_steps import ModuleSteps
 from lockstep.engine.lightning.module_task import (
     ModuleConfig,
     ModuleTask,
@@ -56,14 +55,15 @@ def find_task(name: str) -> type[Task]:
             fix=f"did you mean {close[0]}?" if close else "name one of these, or your own as my_file.py:MyTask",
         )
     found = find_class(where)
-    if is_module_class(found):
-        return module_task(found, find_class)
-    if is_datamodule_class(found):
-        raise TaskError(
-            f"{found.__name__} is a LightningDataModule, not a task",
-            why="it has the data of a LightningModule, which is what is trained",
-            fix=f"name the module, and this beside it: lockstep train FILE.py:MODULE --set task.datamodule={where}",
-        )
+    if not issubclass(found, Task):
+        if is_module_class(found):
+            return module_task(found, find_class)
+        if is_datamodule_class(found):
+            raise TaskError(
+                f"{found.__name__} is a LightningDataModule, not a task",
+                why="it has the data of a LightningModule, which is what is trained",
+                fix=f"name the module, and this beside it: lockstep train FILE.py:MODULE --set task.datamodule={where}",
+            )
     check_task_class(found)
     return found
 
@@ -124,6 +124,8 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
     except ValidationError as error:
         raise explain(error, model, prefix="task.") from None
     if isinstance(config, ModuleConfig) and config.native_steps is not None:
+        from lockstep.engine.lightning.module_steps import ModuleSteps
+
         return ModuleSteps(config, cast(type[ModuleTask], kind)(config))
     parameters = {p.name: p for p in signature(kind).parameters.values()}
     named = next((name for name in ("config", "cfg") if name in parameters), None)

@@ -310,6 +310,8 @@ Change = Callable[[Any], Any]
 def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, seed: int) -> Iterator[None]:
     """While this is open, the loader hooks of ``owners`` return their loaders as changed by these functions.
 
+    The owners are a data module, or ``None``, and a module.
+
     All begin at ``seed``, so that a random split is the same on all ranks and in every attempt. The hooks are
     hidden by attributes of the objects, so the user's classes and ``trainer.datamodule`` stay theirs.
     """
@@ -321,6 +323,11 @@ def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, se
                     hook = _seeded(getattr(owner, name), seed, change if name.endswith("loader") else None)
                     object.__setattr__(owner, name, hook)
                     restored.callback(object.__delattr__, owner, name)
+        data, module = owners
+        if data is not None and not defines(data, "train_dataloader") and defines(module, "train_dataloader"):
+            # A Trainer that has a data module asks it alone.
+            object.__setattr__(data, "train_dataloader", module.train_dataloader)
+            restored.callback(object.__delattr__, data, "train_dataloader")
         yield
 
 

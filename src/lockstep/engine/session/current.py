@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Protocol
 
 
@@ -15,13 +14,11 @@ class Stopped(SystemExit):
 
 
 _open: list[Closable] = []
-_made: list[bool] = []
 
 
 def opened(session: Closable) -> None:
     """``session`` is open from now on."""
     _open.append(session)
-    _made[:] = [True]
 
 
 def closed(session: Closable) -> bool:
@@ -35,21 +32,3 @@ def close_open_session(error: BaseException | None) -> None:
     """Close the session that is open, if there is one; ``error``: what ended its loop."""
     for session in [*_open]:
         session.close(error)
-
-
-def forget() -> None:
-    _made.clear()
-
-
-def was_made() -> bool:
-    """Whether there has been a session since :func:`forget`."""
-    return bool(_made)
-
-
-def leave(stack: ExitStack, error: BaseException | None) -> None:
-    """Close ``stack``; after ``error``, which contexts see, nothing else is raised."""
-    try:
-        stack.__exit__(None if error is None else type(error), error, None)
-    except BaseException:
-        if error is None:
-            raise

@@ -16,34 +16,33 @@ from lockstep.engine.distributed.staging import to_host
 from lockstep.engine.evaluate import Evaluator, check_rows, evaluating
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.runtime import generators_kept
-from lockstep.planning import LoaderPlan
+from lockstep.planning import LoaderPlan, Plan
 from lockstep.telemetry.progress_board import Activity, pulse
 
+_UNPLANNED = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
 
-def evaluated_rows(
+
+def evaluator_of(plan: Plan | None, collectives: Collectives, device: torch.device, **place: Any) -> Evaluator:
+    """In full precision, since the loop casts; ``plan``: ``None`` before the first loop over batches."""
+    loader, full = _UNPLANNED if plan is None else plan.loader, Precision("32", device, 1.0)
+    return Evaluator(collectives, device, full, loader, ghosts=plan is not None and plan.sharded, **place)
+
+
+def predicted_rows(
+    evaluator: Evaluator,
     dataset: Any,
+    collate: Collate,
     predict: Callable[[Any], Any],
     model: nn.Module,
-    collectives: Collectives,
-    *,
-    collate: Collate,
-    batch_size: int,
-    device: torch.device,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-    loader: LoaderPlan | None,
-    seed: int,
-    step: int,
-    ghosts: bool,
 ) -> Iterator[tuple[Any, ...]]:
     """What ``predict(batch)`` returns for each batch of ``dataset``, in index order, on every rank. Collective.
 
     The batches are the same for any number of ranks. Modules are in evaluation mode, and random generators, gradients
     and modes are afterwards as they were.
     """
-    loader = loader or LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
-    full = Precision("32", device, 1.0)
-    evaluator = Evaluator(collectives, device, full, loader, batch_size, seed, step, ghosts)
-    batches = evaluator.batches(evaluator.chunks(len(dataset)), Source(dataset, collate, seed, InOrder()))
+    source = Source(dataset, collate, evaluator.seed, InOrder())
+    batches = evaluator.batches(evaluator.chunks(len(dataset)), source)
     with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING), contextlib.closing(batches):
         for request, batch in batches:
             found = None
@@ -53,7 +52,7 @@ def evaluated_rows(
                 rows = rows if isinstance(rows, (tuple, list)) else (rows,)
                 check_rows(rows, request.size, "predict(batch)")
                 found = None if request.ghost else tuple(to_host(rows))
-            for rows in collectives.all_gather(found):
+            for rows in evaluator.collectives.all_gather(found):
                 if rows is not None:
                     pulse.at(Activity.EVALUATING)
                     yield rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -77,24 +77,21 @@ class Prepared:
         Raises:
             TaskError: it is something else, or cannot be trained.
         """
-        if isinstance(thing, nn.Module):
-            known = any(thing is model for model in self.models.values())
-            if known:
-                return None
-            _refuse_unready(thing)
-            self.models[self._name("model", name)] = cast(thing.to(self._device), self._precision)
-            self._container = None
-            return thing
-        if isinstance(thing, Optimizer):
-            if not any(thing is one for one in self.optimizers.values()):
-                self.optimizers[self._name("optimizer", name)] = thing
-                note_step(thing)
-        elif isinstance(thing, LRScheduler):
-            if not any(thing is one for one in self.schedulers.values()):
-                self.schedulers[self._name("scheduler", name)] = thing
-        else:
+        kinds = {"model": nn.Module, "optimizer": Optimizer, "scheduler": LRScheduler}
+        kind = next((kind for kind, of in kinds.items() if isinstance(thing, of)), None)
+        if kind is None:
             _refuse(thing)
-        return None
+        known: dict[str, Any] = getattr(self, f"{kind}s")
+        if any(thing is one for one in known.values()):
+            return None
+        if kind == "model":
+            _refuse_unready(thing)
+            thing = cast(thing.to(self._device), self._precision)
+            self._container = None
+        elif kind == "optimizer":
+            note_step(thing)
+        known[self._name(kind, name)] = thing
+        return thing if kind == "model" else None
 
     def _name(self, kind: str, name: str | None) -> str:
         """``name`` or the next one of ``kind``. Raises :class:`TaskError`."""
@@ -193,7 +190,7 @@ def _refuse_unready(model: nn.Module) -> None:
             )
 
 
-def _refuse(thing: Any) -> None:
+def _refuse(thing: Any) -> NoReturn:
     kind = type(thing).__name__
     if isinstance(thing, DataLoader):
         raise TaskError(

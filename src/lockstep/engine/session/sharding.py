@@ -7,14 +7,15 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.strategies.fsdp import ShardedModel, through
-from lockstep.engine.task import Task
+from lockstep.engine.strategies.fsdp import ShardedModel, divide, through
+from lockstep.engine.strategies.partition import Undivided
+from lockstep.engine.task import Datasets, Task
 
 #: Methods that use no values of parameters.
 _KEPT = set(dir(nn.Module)) - {"forward"}
@@ -33,18 +34,9 @@ class Shards:
     def __init__(
         self, rank: RankContext, module: nn.Module, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
     ) -> None:
-        config, plan = rank.config, rank.plan
-        settings = config.fsdp.model_copy(
-            update={
-                "activation_checkpointing": config.fsdp.activation_checkpointing
-                or config.training.activation_checkpointing
-            }
-        )
+        where = rank.config, rank.plan, Datasets(None), rank.device, rank.world, rank.collectives
         names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
-        self._models = [
-            ShardedModel(Task(), model, settings, plan.placement["precision"], rank.device, rank.world)
-            for model in models
-        ]
+        self._models = [cast(ShardedModel, divide(Undivided(Task(), model, *where))) for model in models]
         divided = dict(module.named_parameters(remove_duplicate=False))
         for optimizer in optimizers:
             state = optimizer.state_dict()

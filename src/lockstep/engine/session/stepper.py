@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lockstep._compat.torch import foreach_mul_, guard_step, versions
 from lockstep.data.requests import Request
 from lockstep.engine.distributed.buffers import Buffers
-from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.optimizers import check_sparse
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
@@ -24,16 +22,14 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.session.buckets import BUCKET_BYTES, GradientBuckets
 from lockstep.engine.session.prepared import Owned, Prepared, parameters_of
 from lockstep.engine.strategies.base import Flags
+from lockstep.engine.strategies.ddp import pack, unpack
 from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler
 from lockstep.errors import TaskError, UnsupportedError
 
-#: A sum over up to 4,096 ranks of numbers below this stays below 2²⁴, and so is exact in float32.
-_DIGIT = 2.0**12
-#: Where numbers are in the tail of the last bucket: total, three digits of the count, then these, then the flags.
-_TOUCHED, _SQUARES, _UNUSED, _FLAGS = 4, 5, 6, 7
-NUMBERS = _FLAGS + len(Flags._fields)
+#: In the tail of the last bucket: what ``pack`` gives, then calls that touched, its square, and unused gradients.
+NUMBERS = len(pack(0.0, 0.0, Flags())) + 3
 
 
 class Sums(NamedTuple):
@@ -87,46 +83,41 @@ class Stepper:
     reached this optimizer's parameters on any rank.
 
     Args:
-        group: of all ranks, for gradients alone; ``None`` on one rank.
-        lanes: makes what sums over lanes, for ``reproducibility: exact``; then there is no ``group``.
-        divided: the models, where each rank has a part of them, so that each backward pass has reduced its gradients;
-            then there is no ``group`` either.
-        cap_bytes: as for :class:`GradientBuckets`.
+        group: of all ranks, for gradients alone; ``None`` on one rank, where lanes are summed
+            (``reproducibility: exact``), and of ``divided`` models.
+        left: as for :class:`GradientBuckets`.
+        divided: the models, where each rank has a part of them, so that each backward pass has reduced its gradients.
         scheduler: stepped after the optimizer.
     """
 
     def __init__(
         self,
         name: str,
+        rank: RankContext,
         models: nn.Module,
         optimizer: Optimizer,
         precision: SharedPrecision,
-        collectives: Collectives,
         group: dist.ProcessGroup | None,
-        *,
-        device: torch.device,
-        max_norm: float | None,
-        cap_bytes: int,
         left: Callable[[], None],
-        lanes: Callable[[Sequence[nn.Parameter]], LaneSums] | None = None,
-        divided: Divided | None = None,
-        scheduler: Scheduler | None = None,
+        *,
+        divided: Divided | None,
+        scheduler: Scheduler | None,
     ) -> None:
-        self.name, self.optimizer, self._device = name, optimizer, device
-        self._max_norm, self._scheduler = max_norm, scheduler
-        self._collectives, self._group, self._divided = collectives, group, divided
-        self._settings: dict[str, Any] = {"numbers": NUMBERS, "device": device, "cap_bytes": cap_bytes, "left": left}
-        self.update = Update(Owned(models, optimizer), optimizer, None, precision, max_norm, divided, scheduler)
+        self.name, self.optimizer, self._rank, self._device = name, optimizer, rank, rank.device
+        self._group, self._left, self._divided, self._scheduler = group, left, divided, scheduler
+        self._max_norm = rank.config.training.max_grad_norm
+        self.update = Update(Owned(models, optimizer), optimizer, None, precision, self._max_norm, divided, scheduler)
         #: What the backward passes of a divided model have divided gradients by.
-        self._divisor = 1.0 if divided is None else float(collectives.size)
+        self._divisor = 1.0 if divided is None else float(rank.collectives.size)
         self._calls: list[_Call] = []
         #: How many of them are of earlier micro-batches of the window.
         self._earlier = 0
-        self._make_lanes, self._has_reduced = lanes, False
+        self._has_reduced = False
         #: Sums whose gradients are divided already.
         self.held: Sums | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._buckets: GradientBuckets | None = None
+        self._lanes: LaneSums | None = None
         self._window, self._reads = -1, False
         #: Which backward call of a window was the last one before the step, as far as is known.
         self._last_call = 0
@@ -152,11 +143,15 @@ class Stepper:
         self._parameters = parameters_of(self.optimizer)
         self._requires_grad = [p.requires_grad for p in self._parameters]
         self._trained = [p for p in self._parameters if p.requires_grad]
-        self._lanes = self._make_lanes(self._trained) if self._make_lanes is not None else None
+        if self._rank.plan.reproducibility == "exact":
+            self._lanes = lane_sums(self._rank, self._trained, buffers=None)
         if self._group is not None:
-            self._buckets = GradientBuckets(self._trained, self._group, **self._settings)
-        if self._buckets is not None and self._buckets.overlaps:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._buckets.ready) for p in self._trained]
+            cap = self._rank.config.distributed.bucket_cap_mb
+            cap_bytes = 0 if self._rank.plan.one_message else int(cap * 2**20) if cap else BUCKET_BYTES
+            how: dict[str, Any] = {"numbers": NUMBERS, "device": self._device, "cap_bytes": cap_bytes}
+            self._buckets = GradientBuckets(self._trained, self._group, left=self._left, **how)
+            if self._buckets.overlaps:
+                self._hooks = [p.register_post_accumulate_grad_hook(self._buckets.ready) for p in self._trained]
 
     def _gradients(self) -> _Gradients:
         """The gradients there are, and how often each has been written to."""
@@ -290,12 +285,11 @@ class Stepper:
         return sum(call.total for call in calls), sum(call.count for call in calls)
 
     def _numbers(self, flags: Flags) -> list[Any]:
-        total, count = self._local()
-        high, rest = _divided(count, _DIGIT * _DIGIT)
-        middle, low = _divided(rest, _DIGIT)
         touched = float(sum(call.touched for call in self._calls))
         unused = float(touched > 0 and any(p.grad is None for p in self._trained))
-        return [total, high, middle, low, touched, touched * touched, unused, *flags]
+        total, count = self._local()
+        count = count.double() if isinstance(count, Tensor) else count
+        return [*pack(total, count, flags), touched, touched * touched, unused]
 
     def reduce(self, flags: Flags, request: Request, *, reads: bool) -> Sums:
         """Sum gradients and numbers over ranks and micro-batches. Collective.
@@ -322,17 +316,16 @@ class Stepper:
         tail = self._buckets.wait()
         if not (reads or self._reads or self._device.type == "cpu"):
             # Zeros stand in for a gradient that no rank has, until numbers are read again.
-            total, high, middle, low, *_ = tail.double()
-            return Sums(total, (high * _DIGIT + middle) * _DIGIT + low, None)
-        numbers = tail.tolist()
-        if numbers[_UNUSED]:
+            total, count, _ = unpack(tail[:-3].double())
+            return Sums(total, count, None)
+        *numbers, touched, squares, unused = tail.tolist()
+        if unused:
             self._reads = True
             self._leave_out(used)
-        count = (numbers[1] * _DIGIT + numbers[2]) * _DIGIT + numbers[3]
-        if self._collectives.size * numbers[_SQUARES] != numbers[_TOUCHED] ** 2:
+        total, count, agreed = unpack(numbers)
+        if self._rank.collectives.size * squares != touched**2:
             count = self._count_anywhere()
-        agreed = Flags(*numbers[_FLAGS:])
-        return Sums(numbers[0], count, agreed)
+        return Sums(total, count, agreed)
 
     def _reduce_lanes(self, lanes: LaneSums, flags: Flags, request: Request, *, reads: bool) -> Sums:
         if self._has_reduced:
@@ -354,7 +347,7 @@ class Stepper:
 
     def _count_anywhere(self) -> float:
         """The count of calls that reached the parameters on some ranks only. Collective."""
-        everyone = self._collectives.all_gather([(float(call.count), call.touched) for call in self._calls])
+        everyone = self._rank.collectives.all_gather([(float(call.count), call.touched) for call in self._calls])
         calls = zip(*everyone, strict=True)
         return sum(sum(c for c, _ in ranks) for ranks in calls if any(touched for _, touched in ranks))
 
@@ -400,14 +393,6 @@ class Stepper:
         self._forget()
 
 
-def _divided(count: Any, by: float) -> tuple[Any, Any]:
-    """Quotient and remainder; of a tensor without reading it."""
-    if isinstance(count, Tensor):
-        high = torch.floor(count.double() / by)
-        return high, count.double() - high * by
-    return count // by, count % by
-
-
 def lane_sums(rank: RankContext, parameters: Sequence[nn.Parameter], buffers: Buffers | None) -> LaneSums:
     """The sums over lanes of ``reproducibility: exact``: of loss, count and flags besides."""
     place: dict[str, Any] = {"device": rank.device, "rank": rank.world.rank, "world_size": rank.world.size}
@@ -430,12 +415,10 @@ def build_steppers(
     Raises:
         TaskError: a scheduler that steps by a metric. UnsupportedError: sparse gradients on several ranks.
     """
-    config, several, exact = rank.config, rank.collectives.size > 1, rank.plan.reproducibility == "exact"
+    several, exact = rank.collectives.size > 1, rank.plan.reproducibility == "exact"
     check_sparse(module, reduced=several or exact)
-    group = (
-        dist.new_group(backend=rank.plan.placement["backend"]) if several and not exact and divided is None else None
-    )
-    cap = config.distributed.bucket_cap_mb
+    by_buckets = several and not exact and divided is None
+    group = dist.new_group(backend=rank.plan.placement["backend"]) if by_buckets else None
     schedulers: dict[int, Scheduler] = {}
     for name, scheduler in prepared.schedulers.items():
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -447,16 +430,12 @@ def build_steppers(
     return {
         name: Stepper(
             name,
+            rank,
             module,
             optimizer,
             precision,
-            rank.collectives,
             group,
-            device=rank.device,
-            max_norm=config.training.max_grad_norm,
-            cap_bytes=0 if rank.plan.one_message else int(cap * 2**20) if cap else BUCKET_BYTES,
-            left=left,
-            lanes=partial(lane_sums, rank, buffers=None) if exact else None,
+            left,
             divided=None if divided is None else divided(optimizer),
             scheduler=schedulers.get(id(optimizer)),
         )

@@ -59,7 +59,9 @@ class Training:
         ends_at_total = rank.config.training.max_steps is not None
         timed = self.module.parameters if self._shards is None else tuple
         self.log = RunLog(rank, state, timed, ends_at_total=ends_at_total)
+        #: By optimizer; the log has that of the first one.
         self._losses = {name: LossMeter(rank.device) for name in self.steppers}
+        self._losses[next(iter(self.steppers))] = self.log.losses
         exact = plan.reproducibility == "exact"
         self._buffers = Buffers(self.module, rank.device, "exact" if exact else "ranks" if size > 1 else "alone")
         changing = exact and self._buffers.tensors("mean", "max", "once")
@@ -276,9 +278,7 @@ class Training:
             return False
         sums = self.reduce(stepper)
         self.has_stepped = True
-        (self.log.losses if stepper.name == next(iter(self.steppers)) else self._losses[stepper.name]).add(
-            sums.total, sums.count
-        )
+        self._losses[stepper.name].add(sums.total, sums.count)
         stepper.apply(sums, self.state.step, max_norm, want_norm=self.log.is_logged(self.state.step + 1))
         return True
 

@@ -9,7 +9,7 @@ second all-reduce that carries the count.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import signature
 from typing import Any
 
@@ -104,14 +104,16 @@ class FlatStrategy(RanksStrategy):
         return unpack(sums)
 
 
-def pack(total: float, count: float, flags: Flags) -> list[float]:
-    """Numbers of a rank, for sums in float32: a count of whole items below 2³⁶ comes through exactly."""
-    rest, low = divmod(count, _DIGIT)
-    high, middle = divmod(rest, _DIGIT)
-    return [total, high, middle, low, *flags]
+def pack(total: Any, count: Any, flags: Flags) -> list[Any]:
+    """Numbers of a rank, for sums in float32: a count of whole items below 2³⁶ comes through exactly.
+
+    ``total`` and ``count`` may be tensors in float64, which are not read.
+    """
+    rest, low = count // _DIGIT, count % _DIGIT
+    return [total, rest // _DIGIT, rest % _DIGIT, low, *flags]
 
 
-def unpack(sums: Sequence[float]) -> tuple[float, float, Flags]:
+def unpack(sums: Iterable[Any]) -> tuple[Any, Any, Flags]:
     """The sums of what :func:`pack` packed: total, count, flags."""
     total, high, middle, low, *flags = sums
     return total, (high * _DIGIT + middle) * _DIGIT + low, Flags(*flags)

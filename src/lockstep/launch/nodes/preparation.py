@@ -84,10 +84,8 @@ def prepare_together(
         LockstepError, SystemExit: as :meth:`lockstep.launch.nodes.membership.Team.together`.
     """
     job = os.environ.get(JOB)
-    keeping = agree(team, config, resume=request.resume, job=job)
-    share_run(team, keeping, config)
+    keeping, run, keeps = _agreed(team, config, request.resume)
     config = _config_of_run(team, keeping, config, request.given)
-    run, keeps = RunDir(keeping.path), world.rank in keeping.keepers
     if keeping.found:
         task = task_of_run(task, config, as_given=request.as_given)
         team.together(lambda: claim.enter_context(claimed(run)), here=keeps)
@@ -101,6 +99,34 @@ def prepare_together(
     begin = partial(_begin_attempt, keeping, config, job)
     plan, attempt, step = plan_together(team, run, data, begin, found=bool(keeping.found), keeps=keeps)
     return Start(keeping, run, task, config, placement, plan, attempt, step, datasets, keeps)
+
+
+def _agreed(team: Team, config: RunConfig, resume: bool) -> tuple[Keeping, RunDir, bool]:
+    """Which run all ranks train, its folder here, and whether this rank writes it. Collective."""
+    keeping = agree(team, config, resume=resume, job=os.environ.get(JOB))
+    share_run(team, keeping, config)
+    return keeping, RunDir(keeping.path), team.me.rank in keeping.keepers
+
+
+def agreed_folder(
+    team: Team,
+    config: RunConfig,
+    create: Callable[[RunConfig, str], RunDir],
+    *,
+    resume: bool,
+    claim: contextlib.ExitStack,
+) -> tuple[RunDir, bool, bool]:
+    """The folder of a run before its plan is made; whether it was found, and whether this rank writes it. Collective.
+
+    Args:
+        create: makes the folder of a new run with this id.
+    """
+    keeping, run, keeps = _agreed(team, config, resume)
+    found = bool(keeping.found)
+    team.together(lambda: claim.enter_context(claimed(run)), here=found and keeps)
+    team.together(lambda: create(config, keeping.run_id), here=keeps and not found)
+    team.together(lambda: mark_job(run, os.environ.get(JOB)), here=keeps)
+    return run, found, keeps
 
 
 class Planned(NamedTuple):

@@ -6,15 +6,15 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.config import RunConfig
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.rank_context import joined as joined_ranks
 from lockstep.engine.resume import check_fits
-from lockstep.engine.session.current import leave
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import begin_stream, end_data, open_datasets
@@ -41,71 +41,53 @@ class LoopTask(Task):
         return self._models
 
 
-class Attempt:
-    """One attempt: the plan, this rank's context, and what it trains. Collective.
+class Begun(NamedTuple):
+    """What trains, the data that the plan was made with, as given and as opened, and where events go."""
+
+    training: Training
+    dataset: Any
+    datasets: Datasets
+    sink: Sink
+
+
+def begin_attempt(
+    joined: Joined,
+    config: RunConfig,
+    task: LoopTask,
+    build: Callable[[RankContext], Training],
+    snapshot: Snapshot | None,
+    ending: ExitStack,
+) -> Begun:
+    """Make the plan and join the ranks. Collective.
 
     Args:
         snapshot: what the run resumes; its weights are restored already.
+        ending: ends the attempt.
     """
-
-    def __init__(
-        self,
-        joined: Joined,
-        config: RunConfig,
-        task: LoopTask,
-        build: Any,
-        snapshot: Snapshot | None,
-    ) -> None:
-        self.joined, self.task = joined, task
-        #: Of the first loop over batches.
-        self.datasets = open_datasets(task, config)
-        plan, number, _ = plan_together(
-            joined.team,
-            joined.run,
-            Planned(task, config, joined.placement, self.datasets),
-            partial(record_attempt, joined.run, config),
-            of_session,
-            found=joined.found,
-            keeps=joined.keeps,
-        )
-        if snapshot is not None:
-            check_fits(snapshot.manifest, plan)
-        self._inside, self._ending = ExitStack(), ExitStack()
-        self.sink = self._sink(config)
-        self._ending.callback(self.sink.close)
-        try:
-            rank = self._inside.enter_context(
-                joined_ranks(
-                    joined.run,
-                    joined.world,
-                    config,
-                    plan,
-                    number,
-                    self.sink,
-                    lambda: joined.stop.requested,
-                    self._ending,
-                    keeper=joined.keeps,
-                )
-            )
-            self.training: Training = build(rank)
-            if snapshot is not None:
-                self.training.restore(snapshot.trainer)
-            saved = None if snapshot is None else snapshot.trainer["session"].get("stream")
-            where = joined.run.path, rank.attempt, rank.world, self.training.items, plan.batch.global_batch
-            self.training.stream = begin_stream(self.datasets, *where, saved)
-            self._ending.callback(end_data, self.datasets)
-            self.training.checkpoints.check()
-        except BaseException as error:
-            self.close(error)
-            raise
-
-    def _sink(self, config: RunConfig) -> Sink:
-        run = self.joined.run
-        if self.joined.world.is_main:
-            return standard_sinks(run, config, sys.stdout)
-        return RunFolderSink(run) if self.joined.keeps else Fanout()
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave the ranks' context; ``error``: of the loop."""
-        for stack in (self._inside, self._ending):
-            leave(stack, error)
+    run, datasets = joined.run_dir, open_datasets(task, config)
+    plan, number, _ = plan_together(
+        joined.team,
+        run,
+        Planned(task, config, joined.placement, datasets),
+        partial(record_attempt, run, config),
+        of_session,
+        found=joined.found,
+        keeps=joined.keeps,
+    )
+    if snapshot is not None:
+        check_fits(snapshot.manifest, plan)
+    sink: Sink = RunFolderSink(run) if joined.keeps else Fanout()
+    if joined.world.is_main:
+        sink = standard_sinks(run, config, sys.stdout)
+    ending.callback(sink.close)
+    where = run, joined.world, config, plan, number, sink
+    rank = ending.enter_context(joined_ranks(*where, lambda: joined.stop.requested, ending, keeper=joined.keeps))
+    ending.callback(end_data, datasets)
+    training = build(rank)
+    if snapshot is not None:
+        training.restore(snapshot.trainer)
+    saved = None if snapshot is None else snapshot.trainer["session"].get("stream")
+    batch = plan.batch.global_batch
+    training.stream = begin_stream(datasets, run.path, rank.attempt, rank.world, training.items, batch, saved)
+    training.checkpoints.check()
+    return Begun(training, task.dataset, datasets, sink)

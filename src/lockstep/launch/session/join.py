@@ -7,34 +7,39 @@ A script that makes a ``lockstep.Session`` runs in this process alone, on ranks 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig
-from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.config.load import merge
+from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.hardware import Placement, World, parent_death, read_world
+from lockstep.launch.health.watchdog import watched
+from lockstep.launch.local.rank_output import rank_output
 from lockstep.launch.local.signals import StopRequest
 from lockstep.launch.nodes.membership import Team, join, meeting
+from lockstep.launch.nodes.preparation import agreed_folder, place_together
 from lockstep.launch.prepare import place
-from lockstep.launch.run_claim import claimed, existing_run, warn
-from lockstep.launch.session.outside import agree_outside
-from lockstep.launch.session.record import new_folder
-from lockstep.telemetry.rundir import RunDir
+from lockstep.launch.run_claim import SCRIPT, claimed, create_folder, existing_run, warn
+from lockstep.telemetry.rundir import RunDir, read_json, write_json
 from lockstep.telemetry.sinks import check_sinks
 
 #: Set by launchers that Lockstep does not know; each process would think that it is alone.
 _OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Started:
     """A rank that Lockstep's launcher has started for a session, in the run's folder.
 
     Attributes:
         given: settings of the command line, which override those of the script.
         resumes: whether the run has an attempt already.
+        has_session: whether a session has joined it.
     """
 
     run: RunDir
@@ -42,6 +47,7 @@ class Started:
     stop: StopRequest
     given: Mapping[str, Any]
     resumes: bool
+    has_session: bool = False
 
 
 #: Of this process; see :func:`started_as`.
@@ -53,9 +59,24 @@ def started_as(started: Started) -> None:
     _started[:] = [started]
 
 
-def settings_of_launch() -> Mapping[str, Any]:
-    """Settings that the command line gives to a session of this process."""
-    return _started[0].given if _started else {}
+def with_settings_of_launch(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings ``given`` in a script, overridden by those that its ranks were started with.
+
+    Raises:
+        ConfigError: one of the script is for the launcher, which has started without it.
+    """
+    if not _started:
+        return dict(given)
+    chosen, defaults = _started[0].given, RunConfig().launch.model_dump()
+    for key, value in given.get("launch", {}).items():
+        if key not in chosen.get("launch", {}) and value != defaults.get(key, value):
+            raise ConfigError(
+                f"launch.{key} = {value} has no effect in lockstep.Session(...)",
+                why="it is for the launcher, which had started before the script made its session",
+                fix=f"give it where the ranks are started: lockstep run script.py --set launch.{key}={value}, or "
+                f"Session.launch(function, config={{'launch.{key}': {value!r}}})",
+            )
+    return merge(given, chosen)
 
 
 @dataclass(frozen=True)
@@ -67,9 +88,8 @@ class Joined:
         keeps: whether this rank writes the run folder that it sees.
     """
 
-    run: RunDir
+    run_dir: RunDir
     world: World
-    config: RunConfig
     placement: Placement
     team: Team
     stop: StopRequest
@@ -79,10 +99,6 @@ class Joined:
     @property
     def collectives(self) -> Any:
         return self.team.collectives
-
-    @property
-    def run_dir(self) -> RunDir:
-        return self.run
 
     def note(self, key: str, text: str, level: str = "info") -> None:
         """A remark before the run's log begins."""
@@ -108,22 +124,28 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
     team, store = ending.enter_context(meeting(world, config))
     stop = _started[0].stop if _started else ending.enter_context(StopRequest())
     if world.from_outside:
-        run, placement, found, keeps = agree_outside(team, store, world, config, resume=resume, ending=ending)
+        placement = place_together(team, config, world)
+        run, found, keeps = agreed_folder(team, config, _new_folder, resume=resume, claim=ending)
     else:
         placement, keeps = place(config, World()), world.is_main
         _refuse_other_number(placement, world)
         run, found = _folder(config, resume, ending)
-        if placement.backend == "nccl" and store is not None:
-            join(store, "nccl", world, config.distributed.timeout_s, placement.devices)
-    return Joined(run, world, config, placement, team, stop, found, keeps)
+    if placement.backend == "nccl" and store is not None:
+        join(store, "nccl", world, config.distributed.timeout_s, placement.devices)
+    if world.from_outside:  # elsewhere the launcher detects hangs and keeps the output
+        ending.enter_context(watched(run, world, store, timeout_s=config.launch.hang_timeout_s, keeps=keeps))
+        ending.enter_context(rank_output(run.logs, world.rank))
+    return Joined(run, world, placement, team, stop, found, keeps)
 
 
 def _folder(config: RunConfig, resume: bool, ending: ExitStack) -> tuple[RunDir, bool]:
+    """The run's folder, and whether it was found."""
     if _started:
+        _started[0].has_session = True
         return _started[0].run, _started[0].resumes
     existing = existing_run(config, resume)
     if existing is None:
-        return new_folder(config), False
+        return _new_folder(config), False
     ending.enter_context(claimed(existing))
     return existing, True
 
@@ -162,3 +184,45 @@ def _refuse_other_number(placement: Placement, world: World) -> None:
             fix=f"start it with `lockstep run script.py --devices {devices}`, or torchrun --nproc_per_node="
             f"{placement.world_size}; in a notebook with lockstep.Session.launch(function, devices={devices!r})",
         )
+
+
+# --- how the run was started, for a resume -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script and how it is called.
+
+    Attributes:
+        folder: the working folder.
+        given: the settings of the command line, nested.
+    """
+
+    path: str
+    arguments: tuple[str, ...]
+    folder: str
+    given: Mapping[str, Any]
+
+    def keep(self, run: RunDir) -> None:
+        """Write it to the run's folder."""
+        write_json(run.path / SCRIPT, asdict(self))
+
+
+def script_of(run: RunDir) -> Script | None:
+    """The script of a session's run; ``None`` of other runs. Raises :class:`RunFolderError`: the file is damaged."""
+    file = run.path / SCRIPT
+    if not file.exists():
+        return None
+    content = read_json(file)
+    try:
+        return Script(content["path"], tuple(content["arguments"]), content["folder"], dict(content["given"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(f"{file} is damaged", why=f"{type(error).__name__}: {error}") from None
+
+
+def _new_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
+    """The folder of a new run of this process's script."""
+    run, path = create_folder(config, run_id), Path(sys.argv[0])
+    if path.is_file():
+        Script(str(path.resolve()), tuple(sys.argv[1:]), str(Path.cwd()), {}).keep(run)
+    return run

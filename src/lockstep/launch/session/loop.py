@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -15,13 +16,13 @@ from lockstep.engine.optim.precision import autocast
 from lockstep.engine.run_log import as_numbers
 from lockstep.engine.session.batches import DataFeed, check_data
 from lockstep.engine.session.current import Stopped, close_open_session
-from lockstep.engine.session.evaluation import evaluated_rows
+from lockstep.engine.session.evaluation import evaluator_of, predicted_rows
 from lockstep.engine.session.prepared import Prepared
-from lockstep.engine.session.resuming import Resumed
+from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import Training
 from lockstep.engine.state import TrainState
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.launch.session.attempt import Attempt, LoopTask
+from lockstep.launch.session.attempt import Begun, LoopTask, begin_attempt
 from lockstep.launch.session.join import Joined
 from lockstep.planning.loader import sized
 
@@ -33,21 +34,24 @@ class Loop:
 
     Args:
         given: the settings that differ from the defaults.
+        ending: closed at the end of the session.
 
     Attributes:
-        run: the attempt, when the first loop over batches has begun.
+        training: what trains, once the first loop over batches has begun: from its data the plan is made.
     """
 
-    def __init__(self, joined: Joined, config: RunConfig, given: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, joined: Joined, config: RunConfig, given: Mapping[str, Any], device: torch.device, ending: ExitStack
+    ) -> None:
         self.joined, self.config, self.device = joined, config, device
-        self._given = given
+        self._given, self._ending = given, ending
         self.prepared = Prepared(device, joined.placement.precision)
         self.state = TrainState()
-        self.run: Attempt | None = None
+        self.training: Training | None = None
+        self._begun: Begun | None = None
         self._resumed = Resumed()
-        self._feeds: dict[int, DataFeed] = {}
-        #: Data set, ``accumulate`` and ``collate`` of each of them.
-        self._given_to: dict[int, list[Any]] = {}
+        #: By their number in the epoch: the batches of a loop, and what they were asked for with.
+        self._feeds: dict[int, tuple[DataFeed, list[Any]]] = {}
         self._number = 0
         self._in_epochs = False
         #: Whether the loop over epochs has ended.
@@ -57,21 +61,22 @@ class Loop:
 
     def running(self, call: str) -> Training:
         """What trains. Raises :class:`TaskError`: no loop over batches has begun."""
-        if self.run is None:
+        if self.training is None:
             raise TaskError(
                 f"{call} was used outside a loop over session.batches()",
                 fix="use it in the body of `for batch in session.batches(train_set):`",
             )
-        return self.run.training
+        return self.training
 
     def refuse_late(self, call: str) -> None:
         """Raise :class:`TaskError` where the loop has begun."""
-        if self.run is not None:
+        if self.training is not None:
             raise TaskError(f"{call}() was called after the first batch", fix="call it before the loop")
 
     def refuse_exact(self, call: str) -> None:
         """Raise :class:`UnsupportedError` in the body of an exact run's loop."""
-        if self.run is not None and self.run.training.place >= 0 and self.config.training.reproducibility == "exact":
+        inside = self.training is not None and self.training.place >= 0
+        if inside and self.config.training.reproducibility == "exact":
             raise UnsupportedError(
                 f"{call}() in the body of a loop cannot be exact",
                 why="each lane is computed alone, whichever ranks compute the others",
@@ -81,13 +86,13 @@ class Loop:
     @property
     def checks(self) -> bool:
         """Whether calls between ranks are compared: all but those of steps that take what the first steps took."""
-        run = self.run
-        return self.joined.world.size > 1 and (run is None or run.training.place < 0 or run.training.checks_losses)
+        training = self.training
+        return self.joined.world.size > 1 and (training is None or training.place < 0 or training.checks_losses)
 
     # What is kept.
 
     def register(self, things: Mapping[str, Any]) -> None:
-        self._resumed.register(things, self.joined.run.path)
+        self._resumed.register(things, self.joined.run_dir.path)
 
     def _begin(self) -> None:
         """Restore what the run has saved, if it is resumed. Collective."""
@@ -123,17 +128,17 @@ class Loop:
         self.is_done = True
 
     def _has_ended(self) -> bool:
-        return self.run is not None and self.run.training.log.ended_by is not None
+        return self.training is not None and self.training.log.ended_by is not None
 
     def _end_epoch(self) -> None:
-        if self.run is None:
+        training = self.training
+        if training is None:
             self.state.epoch += 1
             return
-        training = self.run.training
         training.checkpoints.save(best=training.end_epoch(self._row("val")))
 
     def batches(self, dataset: Any, accumulate: int | None, collate: Callable[[Any], Any] | None) -> Iterator[Any]:
-        first = self._number == 0 and (self.run is None or dataset is self.run.task.dataset)
+        first = self._number == 0 and (self._begun is None or dataset is self._begun.dataset)
         check_data(dataset, "batches", streams=first)
         if not self._in_epochs:
             raise TaskError(
@@ -141,7 +146,7 @@ class Loop:
                 why="the order of the samples and a resume depend on the epoch",
                 fix="write `for epoch in session.epochs(10):` around it; epochs(1) for a loop without epochs",
             )
-        if self.run is None:
+        if self.training is None:
             self._start(dataset, collate, accumulate)
         number, self._number = self._number, self._number + 1
         return self._walk(number, dataset, accumulate, collate)
@@ -175,23 +180,23 @@ class Loop:
     def again(self) -> Iterator[Any]:
         self.refuse_exact("again")
         self.running("again()")
-        return self._feeds[self._number - 1].again()
+        return self._feeds[self._number - 1][0].again()
 
     def _feed(self, number: int, dataset: Any, accumulate: int | None, collate: Any) -> DataFeed:
         """The batches of the loop with this number in its epoch."""
-        known, (data, *how) = self._feeds.get(number), self._given_to.get(number, [None])
+        known, asked = self._feeds.get(number), [id(dataset), accumulate, collate]
         if known is not None:
-            if data is dataset and how == [accumulate, collate]:
-                return known
-            known.close()
-        assert self.run is not None
-        training, planned = self.run.training, dataset is self.run.task.dataset
-        self._given_to[number] = [dataset, accumulate, collate]
+            if known[1] == asked:
+                return known[0]
+            known[0].close()
+        assert self._begun is not None
+        training, planned = self._begun.training, dataset is self._begun.dataset
         task = LoopTask(self.prepared.container(), dataset, collate)
-        datasets = self.run.datasets if planned else task.datasets()
-        self._feeds[number] = feed = DataFeed.of(training, task, datasets, accumulate, planned=planned)
+        datasets = self._begun.datasets if planned else task.datasets()
+        feed = DataFeed.of(training, task, datasets, accumulate, planned=planned)
+        self._feeds[number] = feed, asked
         if training.rank.config.training.max_steps is None:
-            more = sum(other.batch.steps_per_epoch for place, other in self._feeds.items() if place > 0)
+            more = sum(other.batch.steps_per_epoch for place, (other, _) in self._feeds.items() if place > 0)
             training.log.total = training.rank.plan.total_steps + more * training.rank.plan.epochs
         return feed
 
@@ -201,24 +206,26 @@ class Loop:
         first = next(iter(self.prepared.optimizers.values()))
         has_size = "batch_size" in self._given.get("training", {})
         lr = next((float(group["lr"]) for group in first.param_groups if group["lr"]), 0.0)
-        ranks = self.joined.world.size
-        config = sized(self.config, has_batch_size=has_size, ranks=ranks, accumulate=accumulate, lr=lr)
+        config = sized(self.config, has_batch_size=has_size, ranks=self.joined.world.size, accumulate=accumulate, lr=lr)
         config = resolve(config.model_dump(mode="json"), {"training": {"epochs": self._epochs}})
-        self.run = Attempt(
+        task = LoopTask(self.prepared.container(), dataset, collate)
+        self._begun = begin_attempt(
             self.joined,
             config,
-            LoopTask(self.prepared.container(), dataset, collate),
+            task,
             lambda rank: Training(rank, self.prepared, self._resumed.registered, self.state),
             self._resumed.snapshot,
+            self._ending,
         )
-        self.run.training.log.start()
-        self.run.training.log.unpause()
+        self.training = self._begun.training
+        self.training.log.start()
+        self.training.log.unpause()
 
     # Numbers.
 
     def log(self, values: Mapping[str, Any]) -> None:
-        if self.run is not None and self.run.training.window is not None:
-            self.run.training.scalars.update(values)
+        if self.training is not None and self.training.window is not None:
+            self.training.scalars.update(values)
         else:
             self._logged.update(values)
 
@@ -230,24 +237,14 @@ class Loop:
         self, dataset: Any, predict: Callable[[Any], Any], batch_size: int | None, collate: Callable[[Any], Any] | None
     ) -> Iterator[tuple[Any, ...]]:
         check_data(dataset, "evaluate")
-        config, run = self.config, self.run
-        plan = None if run is None else run.training.rank.plan
+        config, training = self.config, self.training
+        plan = None if training is None else training.rank.plan
         size = batch_size or config.validation.batch_size or config.training.batch_size
-        with contextlib.nullcontext() if run is None else run.training.paused():
-            yield from evaluated_rows(
-                dataset,
-                predict,
-                self.prepared.container(),
-                self.joined.collectives,
-                collate=collate or cast(Any, default_collate),
-                batch_size=size,
-                device=self.device,
-                autocast=self.autocast,
-                loader=None if plan is None else plan.loader,
-                seed=config.training.seed,
-                step=self.state.step,
-                ghosts=plan is not None and plan.sharded,
-            )
+        place: dict[str, Any] = {"seed": config.training.seed, "step": self.state.step, "batch_size": size}
+        evaluator = evaluator_of(plan, self.joined.collectives, self.device, **place)
+        with contextlib.nullcontext() if training is None else training.paused():
+            model, collate = self.prepared.container(), collate or cast(Any, default_collate)
+            yield from predicted_rows(evaluator, dataset, collate, predict, model, self.autocast)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return autocast(self.joined.placement.precision, self.device)
@@ -262,12 +259,12 @@ class Loop:
 
     def finish(self, error: BaseException | None) -> None:
         """Save, and record how the run ended. Collective without ``error``."""
-        run = self.run
-        if run is None:
+        if self._begun is None:
             if self.joined.keeps and not self.joined.found:
-                self.joined.run.update(status="completed" if error is None else "failed", error=error and str(error))
+                status = "completed" if error is None else "failed"
+                self.joined.run_dir.update(status=status, error=error and str(error))
             return
-        training = run.training
+        training = self._begun.training
         try:
             if error is None:
                 training.checkpoints.save()
@@ -275,9 +272,8 @@ class Loop:
                 training.log.flush()
                 training.log.finish({**self.state.best_metric, **self._row("test")})
             else:
-                record_failure(run.sink, training.log, error)
+                record_failure(self._begun.sink, training.log, error)
         finally:
-            for feed in self._feeds.values():
+            for feed, _ in self._feeds.values():
                 feed.close()
             training.close()
-            run.close(error)

@@ -12,15 +12,14 @@ from typing import Any
 
 from lockstep.config import resolve
 from lockstep.config.load import merge
-from lockstep.engine.session.current import Stopped, close_open_session, forget, was_made
+from lockstep.engine.session.current import Stopped, close_open_session
 from lockstep.errors import ConfigError, LockstepError, TaskError, UsageError
 from lockstep.hardware import World, detect_devices, resolve_placement
 from lockstep.launch.failure.report import keep_failure
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.run_claim import claimed, create_folder, existing_run
-from lockstep.launch.session.join import Started, started_as
-from lockstep.launch.session.record import Script, script_of
+from lockstep.launch.session.join import Script, Started, script_of, started_as
 from lockstep.telemetry.rundir import RunDir
 
 
@@ -39,7 +38,9 @@ def run_script(
     if not path.is_file():
         raise UsageError(f"there is no script {path}", fix="write `lockstep run path/to/script.py`")
     script = Script(str(path.resolve()), tuple(arguments), str(Path.cwd()), given)
-    return _start(_run_script, (script.path, script.arguments), script, resume=resume, redirect=redirect)
+    call = _run_script, (script.path, script.arguments)
+    run, code, _ = _start(*call, given, path.name, script=script, resume=resume, redirect=redirect)
+    return run, code
 
 
 def several_devices(given: Mapping[str, Any], what: str) -> list[str]:
@@ -75,8 +76,8 @@ def call_on_ranks(
     Raises:
         LockstepError: a setting is wrong, or a rank failed. KeyboardInterrupt: the run was stopped.
     """
-    results: list[Any] = []
-    _, code = _start(_call_function, (function, tuple(arguments)), None, given, resume=resume, results=results)
+    name = getattr(function, "__name__", "function")
+    _, code, results = _start(function, tuple(arguments), given, name, resume=resume)
     if code:
         raise RanksStopped(code)
     return results[0]
@@ -84,16 +85,15 @@ def call_on_ranks(
 
 def _start(
     function: Callable[..., Any],
-    arguments: Sequence[Any],
-    script: Script | None,
-    given: Mapping[str, Any] | None = None,
+    arguments: tuple[Any, ...],
+    given: Mapping[str, Any],
+    name: str,
     *,
+    script: Script | None = None,
     resume: bool,
     redirect: bool = False,
-    results: list[Any] | None = None,
-) -> tuple[RunDir, int]:
-    given = given or (script.given if script else {})
-    name = Path(script.path).name if script else getattr(arguments[0], "__name__", "function")
+) -> tuple[RunDir, int, list[Any]]:
+    """Call ``function(*arguments)`` on new ranks, in a run; its folder, the exit code, and what they returned."""
     given = merge({"task": {"name": name}}, given)
     config = resolve(given)
     placement = resolve_placement(config.hardware, config.distributed, World(), detect_devices(), in_process=False)
@@ -105,10 +105,9 @@ def _start(
         if script is not None:
             script.keep(run)
         try:
-            code = 0
-            found_results = run_on_ranks(
+            results = run_on_ranks(
                 _as_rank,
-                (function, tuple(arguments), dict(given), found),
+                (function, arguments, dict(given), found),
                 folder=run,
                 ranks=placement.world_size,
                 threads=config.training.threads or max(1, len(os.sched_getaffinity(0)) // placement.world_size),
@@ -116,14 +115,12 @@ def _start(
                 hang_timeout_s=config.launch.hang_timeout_s,
                 redirect=redirect,
             )
-            if results is not None:
-                results += found_results
         except RanksStopped as end:
-            code = end.exit_code
+            return run, end.exit_code, []
         except LockstepError as error:
             keep_failure(run, str(error))
             raise
-    return run, code
+    return run, 0, results
 
 
 # --- in a rank -----------------------------------------------------------------------------------
@@ -132,8 +129,8 @@ def _start(
 def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool]) -> Any:
     """Call ``function(*arguments)`` with its sessions on ``rank``."""
     function, arguments, given, found = call
-    started_as(Started(rank.folder, rank.world, rank.stop, given, found))
-    forget()
+    started = Started(rank.folder, rank.world, rank.stop, given, found)
+    started_as(started)
     try:
         result = function(*arguments)
     except Stopped:
@@ -142,17 +139,13 @@ def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[s
         close_open_session(error)
         raise
     close_open_session(None)
-    if not was_made():
+    if not started.has_session:
         raise TaskError(
             "no lockstep.Session was made",
             why="each rank has run all of it, with all samples, and the ranks have not shared anything",
             fix="make one: session = lockstep.Session(global_batch_size=64); see docs/own-loop.md",
         )
     return result
-
-
-def _call_function(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    return function(*arguments)
 
 
 def _run_script(path: str, arguments: tuple[str, ...]) -> None:
