@@ -48,7 +48,11 @@ def write_config(folder: Path, **sections: Any) -> Path:
 
 
 def test_a_fit_is_a_run_and_other_subcommands_use_its_checkpoints(config: Path, tmp_path: Path) -> None:
+    own = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "csv", "name": ""}}
+    write_config(tmp_path, trainer={**CONFIG["trainer"], "logger": own})
     assert run(["fit", "-c", str(config), "--run_dir", "out"]) == 0
+    assert "val_loss" in (tmp_path / "csv" / "version_0" / "metrics.csv").read_text()
+    write_config(tmp_path)
     folder = RunDir.open(tmp_path / "out")
     record = folder.read()
     assert (record.status, record.task) == ("completed", "tests.lightning.trainings:Probe")
@@ -231,27 +235,12 @@ def test_several_nodes_are_refused_before_anything_starts(config: Path) -> None:
         run(["fit", "-c", str(config), "--trainer.num_nodes", "2", "--trainer.devices", "2"])
 
 
-# Ranks. The trainer's own `devices` and `strategy` start them, too.
-
-
-def test_ddp_from_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
-    ddp = {**CONFIG["trainer"], "accelerator": "cpu", "devices": 2, "strategy": "ddp"}
-    config = write_config(tmp_path, hardware={}, trainer=ddp, model={"class_path": "tests.lightning.trainings.Unequal"})
-    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    result = run_cli("lightning", "fit", "-c", config, "--run_dir", "out", env=env)
-    assert result.code == 0, result.err
-    folder = RunDir.open(tmp_path / "out")
-    record = folder.read()
-    assert (record.status, record.placement["world_size"], record.placement["strategy"]) == ("completed", 2, "ddp")
-    assert [row["step"] for row in folder.epochs()] == [4, 8]
-    assert [row["val_loss"] for row in folder.epochs()] == [2.0, 2.0], "the mean of 0 to 4, unequally shared"
-    assert all(row["val_most"] == row["val_least"] != 0.0 for row in folder.epochs()), "rank 0's buffers"
-    assert sorted(path.name for path in folder.logs.glob("rank-*.log")) == ["rank-0.log", "rank-1.log"]
+# Ranks.
 
 
 #: Nothing here can be executed again: it is read from standard input, has no main guard, and its model is its own.
 NOTEBOOK = """
-import sys, torch
+import torch
 from lockstep.lightning.cli import run
 from tests.lightning.trainings import Probe
 with open("executed", "a") as file:
@@ -262,28 +251,20 @@ class Own(Probe):
     def val_dataloader(self):
         return torch.utils.data.DataLoader(torch.arange(5), batch_size=2)
     predict_dataloader = val_dataloader
-    def validation_step(self, batch, batch_idx):
-        with open(f"seen-{self.global_rank}", "a") as file:
-            file.writelines(f"{int(sample)}\\n" for sample in batch)
     def predict_step(self, batch, batch_idx):
         return batch.tolist()
 settings = SETTINGS
 writer = {"class_path": "tests.lightning.trainings.Written"}
 predicting = {**settings, "trainer": {**settings["trainer"], "callbacks": [writer]}}
 fit = {**settings, "run_dir": "out", "trainer": {**settings["trainer"], "max_epochs": 1, "limit_val_batches": 0}}
-todo = {"fit": fit}, {"validate": settings}, {"predict": predicting}
-sys.exit(max(run(each, model_class=Own) for each in todo))
-"""
+assert max(run(each, model_class=Own) for each in ({"fit": fit}, {"predict": predicting})) == 0
 
-SERVER = """
+# In a thread of a server, where a rank fails.
 import http.server, threading, urllib.request
-from lockstep.lightning.cli import run
-with open("executed", "a") as file:
-    file.write("once\\n")
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         try:
-            answer = f"code {run(['fit', '-c', 'cli_config.yaml', '--run_dir', 'out'])}"
+            answer = f"code {run(['fit', '-c', 'cli_config.yaml', '--run_dir', 'failed'])}"
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
         self.send_response(200)
@@ -303,24 +284,31 @@ def execute(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_ddp_from_a_notebook_like_parent_counts_each_sample_once(tmp_path: Path) -> None:
+def test_ranks_are_started_from_a_notebook_like_parent_and_a_servers_thread(tmp_path: Path) -> None:
     settings = {"seed_everything": False, "trainer": CONFIG["trainer"]}
     settings |= {"hardware": {"selected_devices": ["cpu", "cpu"]}}
+    model = {"class_path": "tests.lightning.trainings.Probe", "init_args": {"fail_in_epoch": 1}}
+    write_config(tmp_path, model=model, hardware=settings["hardware"])
     done = execute(NOTEBOOK.replace("SETTINGS", repr(settings)), tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "executed").read_text() == "once\n"
-    seen = [(tmp_path / f"seen-{rank}").read_text().split() for rank in (0, 1)]
-    assert sorted(seen[0] + seen[1]) == ["0", "1", "2", "3", "4"]
     assert [predicted(tmp_path, rank) for rank in (0, 1)] == [[[[0, 1], [0, 1]], [[3], [3]]], [[[2], [2]], [[4], [4]]]]
     assert "custom batch sampler" not in done.stderr
     assert not (tmp_path / "runs").exists(), "only a fit has a run folder"
     assert RunDir.open(tmp_path / "out").read().status == "completed"
 
+    assert "RankFailed: rank" in done.stdout
+    assert "the probe broke, as it was told to" in done.stdout
+    record = RunDir.open(tmp_path / "failed").read()
+    assert record.status == "failed"
+    assert "as it was told to" in (record.error or "")
+
 
 @pytest.mark.parametrize(
     ("package", "logger"),
-    [pytest.param("wandb", "WandbLogger", marks=pytest.mark.drill), ("mlflow", "MLFlowLogger")],
+    [("wandb", "WandbLogger"), ("mlflow", "MLFlowLogger")],
 )
+@pytest.mark.drill
 def test_other_loggers_work_offline(run_cli: RunCli, tmp_path: Path, package: str, logger: str) -> None:
     pytest.importorskip(package)
     offline = {"wandb": {"offline": True, "save_dir": "out-logs"}, "mlflow": {"tracking_uri": "file:./out-logs"}}
@@ -332,16 +320,3 @@ def test_other_loggers_work_offline(run_cli: RunCli, tmp_path: Path, package: st
     assert result.code == 0, result.err
     kept = {"wandb": "out-logs/wandb/offline-run-*/run-*.wandb", "mlflow": "out-logs/*/*/metrics/val_loss"}[package]
     assert len(list(tmp_path.glob(kept))) == 1
-
-
-def test_a_failed_rank_in_a_servers_thread_is_an_error_of_that_request(tmp_path: Path) -> None:
-    model = {"class_path": "tests.lightning.trainings.Probe", "init_args": {"fail_in_epoch": 1}}
-    write_config(tmp_path, model=model, hardware={"selected_devices": ["cpu", "cpu"]})
-    done = execute(SERVER, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "RankFailed: rank" in done.stdout
-    assert "the probe broke, as it was told to" in done.stdout
-    assert (tmp_path / "executed").read_text() == "once\n"
-    record = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert record["status"] == "failed"
-    assert "as it was told to" in record["error"]

@@ -125,11 +125,10 @@ def test_what_is_not_known_of_the_trainer_yet_is_named(tmp_path: Path) -> None:
 
 def test_two_ranks_take_loaders_and_a_batch_that_the_module_divides(tmp_path: Path) -> None:
     fit(AsksTheTrainer(), config=settings(tmp_path / "one"))
-    fit(AsksTheTrainer(), config=settings(tmp_path / "two", "cpu", "cpu"))
+    result = fit(AsksTheTrainer(), val_dataloaders=loader(32), config=settings(tmp_path / "two", "cpu", "cpu"))
+    assert (result.status, result.step) == ("completed", 16)
     plans = [RunDir.open(tmp_path / name).plan()["batch"] for name in ("one", "two")]
     assert [plan["global_batch"] for plan in plans] == [8, 8]
-    result = fit(NoData(), loader(), loader(32), config=settings(tmp_path / "given", "cpu", "cpu"))
-    assert (result.status, result.step) == ("completed", 16)
     for train in (loader(sampler=range(64)), {"a": loader(), "b": loader()}):
         with pytest.raises(UnsupportedError):
             fit(NoData(), train, config=settings(tmp_path / "refused", "cpu", "cpu"))

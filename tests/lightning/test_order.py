@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.utils.data import DataLoader
 
 from lockstep.data.order import Order
@@ -120,8 +121,12 @@ def test_a_loader_keeps_its_own_order_on_one_device(tmp_path: Path, kind: str) -
     assert [len(flat(seen(tmp_path), epoch)) for epoch in (0, 1)] == [SAMPLES, SAMPLES]
 
 
-def test_two_ranks_share_the_order_of_one(run_cli: RunCli, tmp_path: Path) -> None:
-    path = configuration(tmp_path, devices=("cpu", "cpu"))
+def test_ddp_from_the_command_line_shares_the_order_of_one_process(run_cli: RunCli, tmp_path: Path) -> None:
+    """The Trainer's own ``devices`` and ``strategy`` start ranks, too."""
+    path = configuration(tmp_path, batchnorm=True)
+    config = yaml.safe_load(path.read_text().replace("trainings.Numbers", "trainings.Unequal"))
+    config["trainer"] |= {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+    path.write_text(yaml.safe_dump({**config, "hardware": {}}))
     env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     result = run_cli("lightning", "fit", "-c", path, "--run_dir", "out", env=env)
     assert result.code == 0, result.err
@@ -130,3 +135,10 @@ def test_two_ranks_share_the_order_of_one(run_cli: RunCli, tmp_path: Path) -> No
         steps = [a + b for (of_epoch, a), (_, b) in zip(*ranks, strict=True) if of_epoch == epoch]
         assert [sample for step in steps for sample in step] == in_order(epoch)
         assert [len(step) for step in steps] == [8, 8, 5]
+    folder = RunDir.open(tmp_path / "out")
+    record, rows = folder.read(), folder.epochs()
+    assert (record.status, record.placement["world_size"], record.placement["strategy"]) == ("completed", 2, "ddp")
+    assert [row["step"] for row in rows] == [3, 6]
+    assert [row["val_loss"] for row in rows] == [2.0, 2.0], "the mean of 0 to 4, unequally shared"
+    assert all(row["val_most"] == row["val_least"] != 0.0 for row in rows), "rank 0's buffers"
+    assert sorted(path.name for path in folder.logs.glob("rank-*.log")) == ["rank-0.log", "rank-1.log"]

@@ -52,25 +52,6 @@ class Probe(LightningModule):
         return DataLoader(TensorDataset(torch.ones(2 * self.trainer.world_size, 2)), batch_size=2)
 
 
-class Unequal(Probe):
-    """Five validation samples, 0 to 4, one by one, logged as they are; its buffers are DDP's to hand out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", batch.double().mean(), sync_dist=True)
-        self.log("val_most", self.layer[0].running_mean.mean(), sync_dist=True, reduce_fx="max")
-        self.log("val_least", self.layer[0].running_mean.mean(), sync_dist=True, reduce_fx="min")
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.arange(32.0).view(16, 2)), batch_size=2)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(torch.arange(5))  # type: ignore[arg-type]
-
-
 class Breaking(Probe):
     """Fails while there is a file ``broken``, which says where."""
 
@@ -119,6 +100,18 @@ class Numbers(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return (10 * batch).tolist()
+
+
+class Unequal(Numbers):
+    """Five validation samples, 0 to 4, one by one, logged as they are; its buffers are DDP's to hand out."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", batch.double().mean(), sync_dist=True)
+        self.log("val_most", self.layer[1].running_mean.mean(), sync_dist=True, reduce_fx="max")
+        self.log("val_least", self.layer[1].running_mean.mean(), sync_dist=True, reduce_fx="min")
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.arange(5))  # type: ignore[arg-type]
 
 
 class Written(BasePredictionWriter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError, LockstepError, RankFailed, TaskError, UnsupportedError
+from lockstep.hardware import World
+from lockstep.launch.local.signals import StopRequest
+from lockstep.launch.session import join
+from lockstep.launch.session.join import Started, with_settings_of_launch
 from lockstep.telemetry.rundir import RunDir
 
 QUIET = {"telemetry.progress": "silent", "telemetry.system_metrics": False}
@@ -363,6 +368,20 @@ def test_many_ranks_without_a_launcher(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
+def test_settings_of_the_launcher_are_refused_in_a_script_that_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"launch": {"stop_grace_s": 5.0}}
+    rank = Started(RunDir(tmp_path), World(), StopRequest(), given, resumes=False)
+    assert with_settings_of_launch({"launch": {"hang_timeout_s": 9}}) == {"launch": {"hang_timeout_s": 9}}
+    monkeypatch.setattr(join, "_started", [rank])
+    script = {"launch": {"stop_grace_s": 9.0, "hang_timeout_s": 60}}
+    assert with_settings_of_launch(script)["launch"] == {"stop_grace_s": 5.0, "hang_timeout_s": 60}
+    with pytest.raises(ConfigError, match=r"launch\.hang_timeout_s = 9 has no effect") as caught:
+        lockstep.Session({"launch.hang_timeout_s": 9})
+    assert "lockstep run script.py --set launch.hang_timeout_s=9" in caught.value.fix
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a parameter, also where ranks have parts of it."""
     found: Tensor = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
@@ -396,11 +415,14 @@ def on_ranks(bucket_cap_mb: float | None = None) -> dict[str, Any]:
     return found
 
 
+def one_message_and_buckets() -> tuple[dict[str, Any], dict[str, Any]]:
+    return on_ranks(), on_ranks(1e-4)
+
+
 def test_gather_ghosts_and_evaluation_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     alone = on_ranks()
-    two = lockstep.Session.launch(on_ranks, devices="cpu,cpu", save_dir=tmp_path / "two")
-    buckets = lockstep.Session.launch(on_ranks, 1e-4, devices="cpu,cpu", save_dir=tmp_path / "buckets")
+    two, buckets = lockstep.Session.launch(one_message_and_buckets, devices="cpu,cpu", save_dir=tmp_path / "two")
     sharded = lockstep.Session.launch(on_ranks, devices="cpu,cpu", strategy="fsdp", save_dir=tmp_path / "sharded")
     for one, *others in zip(*(found["weights"] for found in (alone, two, buckets, sharded)), strict=True):
         for other in others:
@@ -439,39 +461,45 @@ def test_a_stream_is_read_once_on_any_ranks_and_resumed(tmp_path: Path) -> None:
     assert lockstep.Session.launch(streamed, 2, devices="cpu", resume=True, **place) == (steps * 2)[2:]  # type: ignore[arg-type]
 
 
-def clears_on_ranks() -> None:
-    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
-        cleared_gradients(session)
+def leaves_early(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session):
+        session.backward(squares(model, x, y), len(y))
+        session.step(optimizer)
+        if session.rank == 1 and session.step_count == 1:
+            break
+    session.evaluate(data(), lambda batch: batch[1])
 
 
-def leaves_early() -> None:
-    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
-        model, optimizer = prepared(session)
-        for x, y in batches(session):
-            session.backward(squares(model, x, y), len(y))
-            session.step(optimizer)
-            if session.rank == 1 and session.step_count == 1:
-                break
-        session.evaluate(data(), lambda batch: batch[1])
+def gathers_unevenly(session: lockstep.Session) -> None:
+    prepared(session)
+    for x, _ in batches(session):
+        session.gather(x[:, session.rank :])
 
 
-def gathers_unevenly() -> None:
-    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
-        prepared(session)
-        for x, _ in batches(session):
-            session.gather(x[:, session.rank :])
+def fails_on_ranks() -> list[str]:
+    """What two loops raise on this rank; the third one ends the run."""
+    found = []
+    for loop in (cleared_gradients, gathers_unevenly, leaves_early):
+        session = lockstep.Session(QUIET, global_batch_size=8, seed=0)
+        try:
+            loop(session)
+        except LockstepError as error:
+            if loop is leaves_early:
+                raise type(error)(f"{error.what}; before: {found}", why=error.why, fix=error.fix) from None
+            found.append(error.what)
+            session.close(error)
+    return found
 
 
 def test_a_rank_that_leaves_the_loop_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 left the loop over batches after step 2") as caught:
-        lockstep.Session.launch(leaves_early, devices="cpu,cpu", save_dir=tmp_path / "run")
+        lockstep.Session.launch(fails_on_ranks, devices="cpu,cpu", save_dir=tmp_path / "run")
     assert "all_reduce" in caught.value.fix
-    with pytest.raises(
-        RankFailed, match=r"rank 0 gather\(\) of float32 \[\*, 4\].*rank 1 gather\(\) of float32 \[\*, 3\]"
-    ):
-        lockstep.Session.launch(gathers_unevenly, devices="cpu,cpu", save_dir=tmp_path / "uneven")
-    with pytest.raises(TaskError, match="without a backward"):
-        lockstep.Session.launch(clears_on_ranks, devices="cpu,cpu", save_dir=tmp_path / "cleared")
+    assert "without a backward" in caught.value.what
+    assert re.search(
+        r"rank 0 gather\(\) of float32 \[\*, 4\].*rank 1 gather\(\) of float32 \[\*, 3\]", caught.value.what
+    )
 
 
 def test_every_loop_of_the_last_epoch_runs_and_a_changed_accumulation_is_taken(session: lockstep.Session) -> None:

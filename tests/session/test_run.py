@@ -16,7 +16,7 @@ from lockstep.telemetry.rundir import RunDir
 from tests.session.scripts import CLASSIFIER, numbers, run, start
 
 LOCKSTEP = ("-m", "lockstep")
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=3")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_its_run_folder_is_that_of_any_run(folder: Path, on_two: str) -> None:
     assert RunDir.open(folder / "two").read().status == "completed"
 
 
-def test_torchrun_on_three_ranks(folder: Path, alone: str) -> None:
+def test_torchrun_on_two_ranks(folder: Path, alone: str) -> None:
     output = run(*TORCHRUN, "script.py", cwd=folder)
     assert numbers(output, "weights") == pytest.approx(numbers(alone, "weights"), abs=1e-5)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import StorageError, UsageError
+from lockstep.errors import ResultsDifferError, StorageError, UsageError
 from lockstep.verification import VerifyReport, verify
 from lockstep.verification.report import write_report
 from tests.e2e.test_train import finish, start
@@ -41,6 +41,7 @@ def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], o
     report = run(Toy, tmp_path, sections)
     assert report.outcome in outcomes
     assert (report.exit_code, report.causes) == (0, ())
+    report.raise_if_different()
     assert len(report.comparison.gap["loss"]) == 16
     # 200 samples in windows of 32 or 64: the short last one and the start of the next epoch are among the steps.
     assert {8, report.global_batch} <= set(report.comparison.one.samples.tolist())
@@ -80,6 +81,10 @@ def test_what_parts_is_called_by_its_cause(
     assert report.exit_code == 1
     assert report.causes[0].code == cause
     assert report.verdict.startswith("DIFFERENT: ")
+    with pytest.raises(ResultsDifferError, match="DIFFERENT: ") as caught:
+        report.raise_if_different()
+    assert (caught.value.why, caught.value.fix) == (report.causes[0].what, report.causes[0].fix)
+    assert caught.value.exit_code == 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError, DeviceError, UnsupportedError
 from lockstep.hardware.device import Device
 from lockstep.hardware.resolve import resolve_hardware
 from lockstep.hardware.world import World
-from lockstep.lightning.hardware import resolve
+from lockstep.lightning.settings import resolve
 
 PRECISIONS = ("32", "16-mixed", "bf16-mixed")
 MACHINE = [
