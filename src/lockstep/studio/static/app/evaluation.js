@@ -20,7 +20,7 @@ function Confusion({ title, matrix, names }) {
     <h2>${title}</h2>
     <div class="confusion-and-scores">
       <div class="scroll-x"><table class="confusion" style=${{ "--classes": matrix.length }}>
-        <thead><tr><th class="muted">true ↓ predicted →</th>${names.map((name) => html`<th key=${name} scope="col" title=${name}><span>${name}</span></th>`)}</tr></thead>
+        <thead><tr><th class="muted corner">true ↓<br />predicted →</th>${names.map((name) => html`<th key=${name} scope="col" title=${name}><span>${name}</span></th>`)}</tr></thead>
         <tbody>
           ${matrix.map(
             (row, at) => html`<tr key=${at}><th scope="row">${names[at]}</th>${row.map((value, other) => {
