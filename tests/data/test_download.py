@@ -36,17 +36,17 @@ def site() -> Iterator[Site]:
         yield running
 
 
-def start_process(url: str, target: Path, sha256: str | None = SHA256) -> subprocess.Popen[str]:
+def start_process(url: str, target: Path, sha256: str = SHA256) -> subprocess.Popen[str]:
     """A process that downloads, and prints the error's dictionary when that fails."""
     code = (
         "import sys; from pathlib import Path; from lockstep.data.download import Patience, download\n"
         "from lockstep.errors import DataError\n"
         "url, target, sha256 = sys.argv[1:]\n"
-        "try: download(url, Path(target), sha256 or None, patience=Patience(attempts=2, backoff_s=0))\n"
+        "try: download(url, Path(target), sha256, patience=Patience(attempts=2, backoff_s=0))\n"
         "except DataError as error: sys.exit(f'DataError: {error}')"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", code, url, str(target), sha256 or ""]
+    command = [sys.executable, "-c", code, url, str(target), sha256]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -63,7 +63,7 @@ def wait_for_waiter(target: Path, pid: int) -> None:
 
 def test_a_file_comes_whole_and_nothing_else_stays(site: Site, tmp_path: Path) -> None:
     target = tmp_path / "new" / "file.bin"
-    assert download(site.url, target, SHA256, size=len(CONTENT)) == target
+    assert download(site.url, target, SHA256) == target
     assert target.read_bytes() == CONTENT
     assert sorted(path.name for path in target.parent.iterdir()) == [".file.bin.lock", "file.bin"]
 
@@ -141,12 +141,6 @@ def test_a_wrong_checksum_leaves_no_file(site: Site, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".file.bin.lock"]
 
 
-def test_a_wrong_size_leaves_no_file(site: Site, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not give the file that was expected"):
-        download(site.url, tmp_path / "file.bin", None, size=5)
-    assert not (tmp_path / "file.bin").exists()
-
-
 def test_wrong_bytes_of_an_earlier_try_are_fetched_anew(site: Site, tmp_path: Path) -> None:
     (tmp_path / "file.bin.part").write_bytes(b"x" * 1000)
     download(site.url, tmp_path / "file.bin", SHA256)
@@ -168,29 +162,16 @@ def test_a_part_longer_than_the_file_is_fetched_anew(site: Site, tmp_path: Path)
 def test_a_file_that_changes_between_tries_is_not_mixed(site: Site, tmp_path: Path) -> None:
     site.drops = [1000, 0, 0, 0]
     with pytest.raises(DataError):
-        download(site.url, tmp_path / "file.bin", None, patience=IMPATIENT)
+        download(site.url, tmp_path / "file.bin", SHA256, patience=IMPATIENT)
     site.content, site.etag, site.drops = CONTENT[::-1], '"v2"', []
-    download(site.url, tmp_path / "file.bin", None)
+    download(site.url, tmp_path / "file.bin", hashlib.sha256(site.content).hexdigest())
     assert (tmp_path / "file.bin").read_bytes() == CONTENT[::-1]
-
-
-def test_without_a_known_checksum_the_one_found_is_kept_said_and_held_to(
-    site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    target = tmp_path / "file.bin"
-    download(site.url, target, None)
-    assert (tmp_path / "file.bin.sha256").read_text() == f"{SHA256}  file.bin\n"
-    assert SHA256 in caplog.text
-    download(site.url, target, None)
-    target.write_bytes(b"changed")
-    with pytest.raises(DataError, match="not the file that was expected"):
-        download(site.url, target, None)
 
 
 @pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://127.0.0.1/x", "har"])
 def test_only_web_addresses_are_fetched(url: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="only http") as caught:
-        download(url, tmp_path / "file.bin", None)
+        download(url, tmp_path / "file.bin", SHA256)
     assert caught.value.fix
 
 

@@ -24,10 +24,10 @@ from lockstep.data.order import (
     ORDER_VERSION,
     SHUFFLE_BELOW,
     Order,
+    WorkerInit,
     derive_key,
     dropout_seed,
     sample_rng,
-    worker_init,
 )
 from lockstep.errors import DataError
 
@@ -257,7 +257,7 @@ class Draws(Dataset[tuple[float, float, float]]):
 
 
 def drawn(seed: int, rank: int, epoch: int) -> list[float]:
-    loader = DataLoader(Draws(), batch_size=2, num_workers=2, worker_init_fn=worker_init(seed, rank, epoch))
+    loader = DataLoader(Draws(), batch_size=2, num_workers=2, worker_init_fn=WorkerInit(seed, rank, epoch))
     return torch.stack([torch.stack(batch) for batch in loader]).flatten().tolist()
 
 
@@ -284,7 +284,7 @@ def test_ranks_and_epochs_have_workers_of_their_own() -> None:
 
 
 def test_a_worker_init_can_be_pickled() -> None:
-    assert pickle.loads(pickle.dumps(worker_init(1, 2, 3))) == worker_init(1, 2, 3)
+    assert pickle.loads(pickle.dumps(WorkerInit(1, 2, 3))) == WorkerInit(1, 2, 3)
 
 
 def test_keys_are_the_same_in_another_process() -> None:

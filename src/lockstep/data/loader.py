@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.requests import Request, Source, mapped
-from lockstep.data.workers import WorkerLoader
+from lockstep.data.workers import as_is, worker_batches
 from lockstep.errors import LockstepError
 from lockstep.planning import LoaderPlan
 from lockstep.planning.loader import worth_trying
@@ -30,6 +30,10 @@ TRIAL_S, TRIAL_BATCHES = 0.1, 8
 WARM_UP = 2
 #: Worker processes must save this part of a step, or they are ended.
 GAIN = 0.05
+
+
+#: Called with the number of processes that was measured to be best, and a sentence.
+Settled = Callable[[int, str], None]
 
 
 class _Pace:
@@ -58,8 +62,8 @@ class _Pace:
         return self.loading / self.batches
 
 
-class AdaptiveLoader:
-    """Times its first batches, and starts up to ``plan.most_workers`` processes if they shorten a step.
+class _Adaptive:
+    """Batches whose first ones are timed, and by up to ``plan.most_workers`` processes if these shorten a step.
 
     The batches are the same either way: each follows from its request alone. Once per loader, a number of processes
     that :func:`lockstep.planning.loader.worth_trying` expects to help is started and timed, then twice as many while
@@ -67,26 +71,12 @@ class AdaptiveLoader:
     """
 
     def __init__(
-        self,
-        source: Source,
-        requests: Iterable[Request],
-        plan: LoaderPlan,
-        rank: int,
-        *,
-        finish: Callable[[Any], Any],
-        settled: Callable[[int, str], None],
+        self, source: Source, plan: LoaderPlan, rank: int, finish: Callable[[Any], Any], settled: Settled
     ) -> None:
         self._source, self._plan, self._rank, self._finish = source, plan, rank, finish
         self._settled = settled
-        self._batches = self._walk(iter(requests))
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches
-
-    def close(self) -> None:
-        self._batches.close()
-
-    def _walk(self, requests: Iterator[Request]) -> Generator[Any, None, None]:
+    def batches(self, requests: Iterator[Request]) -> Generator[Any, None, None]:
         pace, size = _Pace(WARM_UP), 0
         before = time.perf_counter()
         for request in requests:
@@ -152,8 +142,8 @@ class AdaptiveLoader:
         plan = self._plan.model_copy(update={"num_workers": workers})
         asked: deque[Request] = deque()
         pace, enough = _Pace(workers * plan.prefetch_factor + WARM_UP), False
-        with contextlib.closing(WorkerLoader(self._source, _noted(requests, asked), plan, self._rank)) as loader:
-            batches, before = iter(loader), time.perf_counter()
+        with contextlib.closing(worker_batches(self._source, _noted(requests, asked), plan, self._rank)) as batches:
+            before = time.perf_counter()
             while True:
                 try:
                     batch = next(batches)
@@ -219,27 +209,28 @@ def make_loader(
     rank: int,
     *,
     largest: int,
-    settled: Callable[[int, str], None] = lambda workers, text: None,
+    settled: Settled = lambda workers, text: None,
 ) -> Batches:
     """The loader that the plan asks for.
 
     Args:
         largest: samples of the largest request that is to be expected.
-        settled: called with the number of processes that the loader has measured to be best, and a sentence.
+        settled: called once a number of processes has been measured to be best.
     """
     if plan.num_workers > 0:
-        return WorkerLoader(source, requests, plan, rank)
+        return worker_batches(source, requests, plan, rank)
     # A plan may have been made where there was a GPU.
     pin = plan.pin_memory and torch.cuda.is_available()
+    finish = _pinned if pin else as_is
     small = source.is_at_hand and largest * source.row_bytes <= IN_PLACE_BYTES
     # For a GPU, which computes meanwhile, a thread gathers other tensors ahead, too. On a CPU it would take its cores.
     if source.gathers and source.dataset.is_on_gpu:
-        return InPlaceLoader(source, requests)
+        return _in_place(source, requests, as_is)
     if (source.gathers and not small) or (pin and source.reader.gathers_tensors):
-        return ThreadLoader(source, requests, depth=plan.prefetch_factor, pin=pin)
+        return _Ahead(source, requests, plan.prefetch_factor, finish)
     if plan.most_workers and not source.gathers and not source.reader.gathers:
-        return AdaptiveLoader(source, requests, plan, rank, finish=_pinned if pin else _as_is, settled=settled)
-    return InPlaceLoader(source, requests, pin=pin)
+        return _Adaptive(source, plan, rank, finish, settled).batches(iter(requests))
+    return _in_place(source, requests, finish)
 
 
 #: Batches gathered at once, if they do not have more bytes than fit into a cache together.
@@ -257,32 +248,24 @@ def _groups(source: Source, requests: Iterable[Request]) -> Iterator[list[Reques
         most = min(2 * most, GATHER_BATCHES, max(1, GATHER_BYTES // size)) if source.gathers else 1
 
 
-class InPlaceLoader:
-    """Fetches in the training thread, each batch when it is asked for; small batches of arrays several at a time.
+def _in_place(source: Source, requests: Iterable[Request], finish: Callable[[Any], Any]) -> Generator[Any, None, None]:
+    """Batches made in the training thread, each when it is asked for; small ones of arrays several at a time.
 
     A thread beside it would read a data set that validation reads at the same time, through the same file perhaps. For
     small arrays it would wait for the interpreter's lock, and make the step wait for it, longer than a gather takes.
     """
-
-    def __init__(self, source: Source, requests: Iterable[Request], *, pin: bool = False) -> None:
-        self._source, self._requests, self._finish = source, requests, _pinned if pin else _as_is
-
-    def __iter__(self) -> Iterator[Any]:
-        for group in _groups(self._source, self._requests):
-            yield from self._source.batches(group, self._finish)
-
-    def close(self) -> None:
-        pass
+    for group in _groups(source, requests):
+        yield from source.batches(group, finish)
 
 
-class ThreadLoader:
+class _Ahead:
     """Gathers rows of arrays in one thread, ``depth`` gathers ahead: a gather releases the GIL.
 
     Waking another thread costs more than gathering a small batch, so arrays are gathered several at a time.
     """
 
-    def __init__(self, source: Source, requests: Iterable[Request], *, depth: int = 2, pin: bool = False) -> None:
-        self._source, self._requests, self._pin = source, requests, pin
+    def __init__(self, source: Source, requests: Iterable[Request], depth: int, finish: Callable[[Any], Any]) -> None:
+        self._source, self._requests, self._finish = source, requests, finish
         self._ready: SimpleQueue[list[Any] | BaseException] = SimpleQueue()
         # SimpleQueue is implemented in C: a semaphore of tokens costs a fifth of threading.Semaphore.
         self._tokens: SimpleQueue[bool] = SimpleQueue()
@@ -296,7 +279,7 @@ class ThreadLoader:
             for group in _groups(self._source, self._requests):
                 if not self._tokens.get():
                     return
-                self._ready.put(self._source.batches(group, _pinned if self._pin else _as_is))
+                self._ready.put(self._source.batches(group, self._finish))
             self._ready.put(StopIteration())
         except BaseException as error:  # handed to the training thread, which raises it
             self._ready.put(error)
@@ -317,10 +300,6 @@ class ThreadLoader:
             # The thread may hold real tokens before it meets the closing one.
             self._tokens.put(False)
             self._thread.join(timeout=0.05)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
 
 
 def _pinned(batch: Any) -> Any:

@@ -67,7 +67,13 @@ def dropout_seed(seed: int, step: int, part: int, place: int = 0, purpose: str =
 
 @dataclass(frozen=True)
 class WorkerInit:
-    """Ties a loader worker to its rank and seeds NumPy, ``random`` and torch in it; can be pickled."""
+    """A ``worker_init_fn``: ties a loader worker to its rank, and seeds NumPy, ``random`` and torch in it.
+
+    The seeds are for code that draws from the global generators outside of what :mod:`lockstep.data.reader` keys by
+    sample, as the loaders of a ``LightningModule`` do: distinct for every rank and worker, the same when the run is
+    repeated, but not on another number of workers. A new loader for each epoch passes ``epoch``, or its workers would
+    draw the same numbers in each.
+    """
 
     seed: int
     rank: int
@@ -79,23 +85,11 @@ class WorkerInit:
         if multiprocessing.parent_process() is not None:
             parent_death.bind_loader_worker()
         # One key for all would give random.random() and np.random.rand() the same numbers: both are MT19937.
-        for library, seed in (("python", random.seed), ("numpy", _seed_numpy), ("torch", torch.manual_seed)):
-            seed(derive_key(f"worker {library}", self.seed, self.epoch, self.rank, worker_id))
-
-
-def _seed_numpy(key: int) -> None:
-    np.random.seed([key & 0xFFFFFFFF, key >> 32])
-
-
-def worker_init(seed: int, rank: int, epoch: int = 0) -> WorkerInit:
-    """The ``worker_init_fn`` of a rank's ``DataLoader``.
-
-    It is for code that draws from the global generators outside of what :mod:`lockstep.data.reader` keys by sample, as
-    the loaders of a ``LightningModule`` do: distinct for every rank and worker, the same when the run is repeated, but
-    not on another number of workers. A new loader for each epoch passes ``epoch``, or its workers would draw the same
-    numbers in each.
-    """
-    return WorkerInit(seed, rank, epoch)
+        purposes = ("worker python", "worker numpy", "worker torch")
+        python, numpy, of_torch = (derive_key(p, self.seed, self.epoch, self.rank, worker_id) for p in purposes)
+        random.seed(python)
+        np.random.seed([numpy & 0xFFFFFFFF, numpy >> 32])
+        torch.manual_seed(of_torch)
 
 
 #: Stands in every checkpoint. Any change to which sample a position gets needs a new number.

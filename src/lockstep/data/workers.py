@@ -76,85 +76,76 @@ class _Told:
             os.close(self.fd)
 
 
-class WorkerLoader:
-    """Fetches in processes; one iterator spans all epochs when workers persist."""
+def worker_batches(
+    source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int
+) -> Generator[Any, None, None]:
+    """Batches by worker processes; those that persist stay for all epochs."""
+    if plan.persistent_workers:
+        yield from _by_workers(source, requests, plan, WorkerInit(source.seed, rank, 0))
+        return
+    for epoch, of_epoch in groupby(requests, key=lambda request: request.epoch):
+        yield from _by_workers(source, of_epoch, plan, WorkerInit(source.seed, rank, epoch))
 
-    def __init__(self, source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int) -> None:
-        self._source, self._requests, self._plan, self._rank = source, requests, plan, rank
-        self._iterator: Any = None
-        self._batches = self._walk()
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches
+def _by_workers(source: Source, requests: Iterable[Request], plan: LoaderPlan, init: WorkerInit) -> Iterator[Any]:
+    with child_signal_kept():
+        iterator = _begun(source, requests, plan, init)
+        try:
+            for batch in iterator:
+                if isinstance(batch, _Failed):
+                    raise batch.raised()
+                yield batch
+        finally:
+            del iterator  # DataLoader's own way of ending its workers
 
-    def _walk(self) -> Generator[Any, None, None]:
-        if self._plan.persistent_workers:
-            yield from self._run(self._requests)
-            return
-        for epoch, requests in groupby(self._requests, key=lambda request: request.epoch):
-            yield from self._run(requests, epoch)
 
-    def _run(self, requests: Iterable[Request], epoch: int = 0) -> Iterator[Any]:
-        with child_signal_kept():
-            self._iterator = self._begun(requests, WorkerInit(self._source.seed, self._rank, epoch))
+def _begun(source: Source, requests: Iterable[Request], plan: LoaderPlan, init: WorkerInit) -> Any:
+    """DataLoader's iterator, its workers up and fetching."""
+    if multiprocessing.get_start_method() != "fork":
+        return _forked(source, requests, plan, init)
+    for patience_s in START_S:
+        reading, writing = os.pipe()
+        requests, asked = tee(requests)
+        with open(reading, "rb", buffering=0) as told:
             try:
-                for batch in self._iterator:
-                    if isinstance(batch, _Failed):
-                        raise batch.raised()
-                    yield batch
+                iterator = _forked(source, asked, plan, _Told(init, writing))
             finally:
-                # Dropping the iterator is DataLoader's own way of ending its workers.
-                self._iterator = None
-
-    def _begun(self, requests: Iterable[Request], init: WorkerInit) -> Any:
-        """DataLoader's iterator, its workers up and fetching."""
-        if multiprocessing.get_start_method() != "fork":
-            return self._forked(requests, init)
-        for patience_s in START_S:
-            reading, writing = os.pipe()
-            requests, asked = tee(requests)
-            with open(reading, "rb", buffering=0) as told:
-                try:
-                    iterator = self._forked(asked, _Told(init, writing))
-                finally:
-                    os.close(writing)
-                up = _are_up(told.fileno(), self._plan.num_workers, patience_s)
-            if up:
-                return iterator
-            warnings.warn(
-                f"a loader worker did not start within {patience_s:g} s, so all are started again; "
-                "it may have been forked while another thread held a lock",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            workers = worker_processes(iterator)
-            del iterator
-            for worker in workers:
-                worker.kill()
-                worker.join()
-        return self._forked(requests, init)
-
-    def _forked(self, requests: Iterable[Request], init: WorkerInit | _Told) -> Any:
-        from torch.utils.data import DataLoader
-
-        loader: DataLoader[Any] = DataLoader(
-            _ByRequest(self._source),  # type: ignore[arg-type]
-            sampler=requests,
-            batch_size=None,  # a key is a whole batch already
-            collate_fn=_as_is,  # the default would look through each batch for arrays
-            num_workers=self._plan.num_workers,
-            prefetch_factor=self._plan.prefetch_factor,
-            pin_memory=self._plan.pin_memory and torch.cuda.is_available(),
-            worker_init_fn=init,
+                os.close(writing)
+            up = _are_up(told.fileno(), plan.num_workers, patience_s)
+        if up:
+            return iterator
+        warnings.warn(
+            f"a loader worker did not start within {patience_s:g} s, so all are started again; "
+            "it may have been forked while another thread held a lock",
+            RuntimeWarning,
+            stacklevel=2,
         )
-        with parent_death.sigterm_held_back():
-            return iter(loader)
+        workers = worker_processes(iterator)
+        del iterator
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    return _forked(source, requests, plan, init)
 
-    def close(self) -> None:
-        self._batches.close()
+
+def _forked(source: Source, requests: Iterable[Request], plan: LoaderPlan, init: WorkerInit | _Told) -> Any:
+    from torch.utils.data import DataLoader
+
+    loader: DataLoader[Any] = DataLoader(
+        _ByRequest(source),  # type: ignore[arg-type]
+        sampler=requests,
+        batch_size=None,  # a key is a whole batch already
+        collate_fn=as_is,  # the default would look through each batch for arrays
+        num_workers=plan.num_workers,
+        prefetch_factor=plan.prefetch_factor,
+        pin_memory=plan.pin_memory and torch.cuda.is_available(),
+        worker_init_fn=init,
+    )
+    with parent_death.sigterm_held_back():
+        return iter(loader)
 
 
-def _as_is(batch: Any) -> Any:
+def as_is(batch: Any) -> Any:
     return batch
 
 

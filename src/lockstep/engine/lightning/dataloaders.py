@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from lockstep._compat.torch import tree_map
 from lockstep.config import DataConfig
-from lockstep.data.order import Order, derive_key, worker_init
+from lockstep.data.order import Order, WorkerInit, derive_key
 from lockstep.data.requests import InOrder
 from lockstep.data.sampling import SampleOrder, resolve_sampling
 from lockstep.engine.process.runtime import seeded
@@ -218,7 +218,7 @@ class SeededLoader(DataLoader[Any]):
         if self._own_generator:
             self.generator.manual_seed(derive_key("loader", seed, epoch(), rank))
         if self._own_init:
-            self.worker_init_fn = worker_init(seed, rank, epoch())
+            self.worker_init_fn = WorkerInit(seed, rank, epoch())
         return super().__iter__()
 
 

@@ -7,7 +7,6 @@ Smartphones", ESANN 2013; https://doi.org/10.24432/C54S4K, CC BY 4.0. Windows of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,21 +27,10 @@ LENGTH = 128
 VAL_SHARE = 5
 
 
-@dataclass(frozen=True)
-class Archive:
-    """Where the data lies on the web: a zip archive that holds ``UCI HAR Dataset.zip``."""
-
-    url: str
-    sha256: str | None = None
-    size: int | None = None
-
-
-#: The publisher gives no checksum; these are what several independent projects recorded for this address.
-ARCHIVE = Archive(
-    url="https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",
-    sha256="c00b803081a5c797cd5e4b83700a9810b38d53d9d84e01917e090e1fdbc81031",
-    size=61_005_872,
-)
+#: A zip archive that holds ``UCI HAR Dataset.zip``.
+URL = "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip"
+#: The publisher gives no checksum; this is what several independent projects recorded for this address.
+SHA256 = "c00b803081a5c797cd5e4b83700a9810b38d53d9d84e01917e090e1fdbc81031"
 
 
 def find_uci(folder: Path) -> Path | None:
@@ -53,7 +41,7 @@ def find_uci(folder: Path) -> Path | None:
     return None
 
 
-def fetch_uci(folder: Path, archive: Archive = ARCHIVE) -> Path:
+def fetch_uci(folder: Path, *, url: str = URL, sha256: str = SHA256) -> Path:
     """Download and unpack the data set into ``folder`` unless it is there; returns its own folder.
 
     Raises:
@@ -62,7 +50,7 @@ def fetch_uci(folder: Path, archive: Archive = ARCHIVE) -> Path:
     found = find_uci(folder)
     if found is not None:
         return found
-    outer = download(archive.url, folder / "uci-har.zip", archive.sha256, size=archive.size)
+    outer = download(url, folder / "uci-har.zip", sha256)
     put_unpacked(outer, folder / FOLDER, partial(_unpack, outer))
     return folder / FOLDER
 
