@@ -2,18 +2,23 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from lockstep import Datasets, Loss
 from lockstep.data.arrays import ArrayDataset, by_row
 from lockstep.data.reader import Reader
 from lockstep.data.sampling import balanced_weights, labels_of
 from lockstep.errors import DataError
+from tests.attempts import attempt
+from tests.toys import FEATURES, Toy, arrays
 
 SAMPLES = np.arange(60, dtype=np.float32).reshape(10, 2, 3)
 LABELS = torch.arange(10)
@@ -85,9 +90,46 @@ def test_arrays_that_cannot_be_a_data_set_are_refused(arrays: tuple[np.ndarray, 
     assert caught.value.fix
 
 
+class OfRows(Toy):
+    """Of each sample one feature and the label, as a list of dictionaries."""
+
+    def datasets(self) -> Datasets:
+        inputs, labels = arrays(60, 1)
+        rows = [{"x": x, "label": label} for x, label in zip(inputs[:, 0], labels, strict=True)]
+        return Datasets(rows, rows[:10])
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return super().loss(model, _inputs_and_labels(batch))
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+        return super().evaluate(model, _inputs_and_labels(batch))
+
+
+class OfFrame(OfRows):
+    """The same as frames."""
+
+    def datasets(self) -> Datasets:
+        import pandas
+
+        inputs, labels = arrays(60, 1)
+        frame = pandas.DataFrame({"x": inputs[:, 0].numpy(), "label": labels.numpy()}, index=[5] * 60)
+        return Datasets(frame, frame[:10])
+
+
+def _inputs_and_labels(batch: Any) -> tuple[Tensor, Tensor]:
+    return batch["x"][:, None].repeat(1, FEATURES), batch["label"]
+
+
+def test_a_run_of_pandas_frames_is_that_of_their_rows(tmp_path: Path) -> None:
+    of_frame, _ = attempt(OfFrame, tmp_path / "frame")
+    of_rows, _ = attempt(OfRows, tmp_path / "rows")
+    assert all(torch.equal(value, of_rows[name]) for name, value in of_frame.items())
+
+
 def test_a_pandas_frame_is_its_rows_and_is_gathered_where_it_has_numbers() -> None:
-    """Where that package is installed."""
-    frame = pytest.importorskip("pandas").DataFrame({"x": np.arange(9) / 2, "label": [0, 1, 2] * 3}, index=[5] * 9)
+    import pandas
+
+    frame = pandas.DataFrame({"x": np.arange(9) / 2, "label": [0, 1, 2] * 3}, index=[5] * 9)
     rows, texts = by_row(frame), by_row(frame.assign(text=list("abcdefghi")))
     indices = np.array([8, 0, 3])
     for data in (rows, texts):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 import lockstep
@@ -477,9 +477,21 @@ def test_rows_that_cannot_be_read_are_left_out_and_recorded(
     assert all(torch.isfinite(value).all() for value in found.values())
 
 
-def skips(rank: int, size: int, folder: Path, config: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
-    found, _ = attempt(Torn, folder, rank, size, **config)
-    return found, json.loads((folder / "metrics.json").read_text())["epochs"][-1]["train_loss"]
+class TornStages(Torn):
+    def stages(self, model: nn.Module) -> list[nn.Module]:
+        return [*model.children()]
+
+
+def skips(rank: int, size: int, folder: Path, config: dict[str, Any]) -> list[tuple[dict[str, Tensor], float]]:
+    """Weights and loss of a run, and of one that cuts the model by the times of the first batch."""
+    found = []
+    strategies: list[Any] = ["auto"] if config["training"]["reproducibility"] == "exact" else ["auto", "pipeline"]
+    for strategy in strategies:
+        chosen = {"hardware": {"strategy": strategy if size > 1 else "auto"}}
+        weights, _ = attempt(TornStages, folder / strategy, rank, size, **config, **chosen)
+        loss = json.loads((folder / strategy / "metrics.json").read_text())["epochs"][-1]["train_loss"]
+        found.append((weights, loss))
+    return found
 
 
 @pytest.mark.parametrize("reproducibility", ["fast", "exact"])
@@ -493,12 +505,13 @@ def test_a_micro_batch_without_a_readable_row_counts_nothing_on_any_ranks(
     monkeypatch.setenv("ROWS", str(tmp_path / "rows.jsonl"))
     training = {"global_batch_size": 8, "batch_size": 2, "epochs": 1, "reproducibility": reproducibility}
     config: dict[str, Any] = {"data": {"on_bad_row": "skip"}, "training": training}
-    whole, loss = skips(0, 1, tmp_path / "1", config)
+    (whole, loss), *_ = skips(0, 1, tmp_path / "1", config)
     env = {"ROWS": os.environ["ROWS"]}
-    for found, other in run_ranks(skips, 2, tmp_path / "2", config, env=env):
-        assert other == pytest.approx(loss)
-        same = torch.equal if reproducibility == "exact" else torch.allclose
-        assert all(same(found[name], whole[name]) for name in whole)
+    for runs in run_ranks(skips, 2, tmp_path / "2", config, env=env):
+        for found, other in runs:
+            assert other == pytest.approx(loss)
+            same = torch.equal if reproducibility == "exact" else torch.allclose
+            assert all(same(found[name], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize("make", [json_lines, tar_shards, bins, parquet, arrow], ids=lambda make: make.__name__)

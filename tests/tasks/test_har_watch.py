@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.tasks.har.watch import MIRRORED, cut_windows, load_watch
+from lockstep.tasks.har.sources import MIRRORED, cut_windows, load_watch
 from lockstep.tasks.har.windows import HarData
 
 

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
-import torch
 
 from lockstep.errors import DataError
-from lockstep.models.recogniser import output_lengths
-from lockstep.tasks.speech.checking import check_rows, open_rows, output_frames, report_repeats
+from lockstep.tasks.speech.checking import check_rows, open_rows, report_repeats
 from lockstep.tasks.speech.manifest import Utterance, read_manifest, read_rows, write_manifest
 from tests.tasks.speech_files import sound, write_audio, write_lines
 
@@ -136,12 +134,6 @@ def test_a_transcript_fits_as_long_as_ctc_can_align_it(folder: Path) -> None:
     checked = check_rows(rows, downsampling=2)
     assert [utterance.text for utterance in checked.utterances] == texts[:2]
     assert [fault.where for fault in checked.faults] == ["line 3", "line 4"]
-
-
-def test_the_check_counts_the_frames_that_the_recogniser_gives() -> None:
-    for factor in (1, 2, 4):
-        given = output_lengths(torch.arange(1, 50), factor)
-        assert [output_frames(frames, factor) for frames in range(1, 50)] == given.tolist()
 
 
 def test_training_without_the_bad_lines_says_how_many(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.tasks.speech.metrics import ErrorRates
+from lockstep.tasks.speech.decoding import ErrorRates
 from lockstep.tasks.speech.vocabulary import ENGLISH
 
 

@@ -29,8 +29,12 @@ MOST_ENTRIES = 1_000_000
 
 
 def cache_folder() -> Path:
-    """``LOCKSTEP_CACHE``, or ``~/.cache/lockstep``."""
-    return Path(os.environ.get("LOCKSTEP_CACHE") or Path.home() / ".cache" / "lockstep")
+    """Where things are kept that can be made again: ``LOCKSTEP_CACHE``, or ``lockstep`` in the user's cache folder.
+
+    The latter is that of the XDG Base Directory Specification 0.8. It may not exist yet.
+    """
+    own, given = os.environ.get("LOCKSTEP_CACHE"), Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return Path(own) if own else (given if given.is_absolute() else Path.home() / ".cache") / "lockstep"
 
 
 def place_of(index: int, samples: int) -> int:

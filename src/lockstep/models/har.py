@@ -47,24 +47,23 @@ class Cnn(nn.Module):
             ]
             channels = width
         self.features = nn.Sequential(*blocks)
-        self.head = nn.Sequential(nn.Dropout(dropout), nn.Linear(2 * channels, classes))
+        self.head = _MeanAndMaximum(nn.Dropout(dropout), nn.Linear(2 * channels, classes))
 
     def forward(self, samples: Tensor) -> Tensor:
-        features = self.features(samples)
-        logits: Tensor = self.head(torch.cat([features.mean(dim=2), features.amax(dim=2)], dim=1))
+        logits: Tensor = self.head(self.features(samples))
         return logits
 
     def stages(self) -> list[nn.Module]:
         """The model in order, to be cut anywhere: its blocks, and the head."""
-        blocks = [self.features[start : start + 4] for start in range(0, len(self.features), 4)]
-        return [*blocks, nn.Sequential(_MeanAndMaximum(), self.head)]
+        return [*(self.features[start : start + 4] for start in range(0, len(self.features), 4)), self.head]
 
 
-class _MeanAndMaximum(nn.Module):
-    """(batch, channels, time) → mean and maximum over time, (batch, 2·channels)."""
+class _MeanAndMaximum(nn.Sequential):
+    """Layers on mean and maximum over time of (batch, channels, time)."""
 
     def forward(self, features: Tensor) -> Tensor:
-        return torch.cat([features.mean(dim=2), features.amax(dim=2)], dim=1)
+        logits: Tensor = super().forward(torch.cat([features.mean(dim=2), features.amax(dim=2)], dim=1))
+        return logits
 
 
 class Mlp(nn.Module):
@@ -107,8 +106,6 @@ class Transformer(nn.Module):
         patch: time steps of a patch; a last, incomplete patch is left out.
     """
 
-    positions: Tensor
-
     def __init__(
         self,
         channels: int,
@@ -126,49 +123,38 @@ class Transformer(nn.Module):
             raise ValueError(f"the width {width} must be even and a multiple of the {heads} heads")
         if length < patch:
             raise ValueError(f"windows have only {length} steps: too few for patches of {patch}")
-        self.embed = nn.Conv1d(channels, width, patch, stride=patch)
-        self.register_buffer("positions", _sine_positions(length // patch, width), persistent=False)
+        self.embed = _Patches(channels, width, patch, stride=patch)
+        self.embed.register_buffer("positions", _sine_positions(length // patch, width), persistent=False)
         layer = nn.TransformerEncoderLayer(
             width, heads, 2 * width, dropout, activation="gelu", batch_first=True, norm_first=True
         )
         self.encoder = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Sequential(nn.Dropout(dropout), nn.Linear(width, classes))
+        self.head = _Mean(nn.Dropout(dropout), nn.Linear(width, classes))
 
     def forward(self, samples: Tensor) -> Tensor:
-        patches = self.embed(samples).transpose(1, 2) + self.positions
-        logits: Tensor = self.head(self.encoder(patches).mean(dim=1))
+        logits: Tensor = self.head(self.encoder(self.embed(samples)))
         return logits
 
     def stages(self) -> list[nn.Module]:
         """One for each layer, and both ends."""
-        first, last = _Patches(self.embed, self.positions), _Scores(self.encoder.norm, self.head)
-        return [first, *self.encoder.layers, last]
+        assert self.encoder.norm is not None
+        return [self.embed, *self.encoder.layers, nn.Sequential(self.encoder.norm, self.head)]
 
 
-class _Patches(nn.Module):
-    """The transformer up to its layers."""
+class _Patches(nn.Conv1d):
+    """(batch, channels, time) → patches with their positions, (batch, patches, width)."""
 
     positions: Tensor
 
-    def __init__(self, embed: nn.Module, positions: Tensor) -> None:
-        super().__init__()
-        self.embed = embed
-        self.register_buffer("positions", positions, persistent=False)
-
     def forward(self, samples: Tensor) -> Tensor:
-        patches: Tensor = self.embed(samples).transpose(1, 2) + self.positions
-        return patches
+        return super().forward(samples).transpose(1, 2) + self.positions
 
 
-class _Scores(nn.Module):
-    """The transformer behind its layers."""
+class _Mean(nn.Sequential):
+    """Layers on the mean over patches of (batch, patches, width)."""
 
-    def __init__(self, norm: nn.Module | None, head: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.head = norm or nn.Identity(), head
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(hidden).mean(dim=1))
+    def forward(self, patches: Tensor) -> Tensor:
+        logits: Tensor = super().forward(patches.mean(dim=1))
         return logits
 
 

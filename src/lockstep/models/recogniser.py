@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from lockstep.models.lmu import LMU
 
+Frames = TypeVar("Frames", int, Tensor)
 
-def output_lengths(lengths: Tensor, downsample: int) -> Tensor:
+
+def output_lengths(lengths: Frames, downsample: int) -> Frames:
     """Output frames of utterances with ``lengths`` feature frames."""
     return (lengths + downsample - 1) // downsample
 

@@ -19,10 +19,8 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.models.har import Cnn, Mlp, Transformer
 from lockstep.models.vision import LinePlots, Vit
 from lockstep.tasks.har.metrics import ClassScores, WindowScores
-from lockstep.tasks.har.synthetic import Repeated, make_synthetic
-from lockstep.tasks.har.tensors import has_tensors, load_tensors
+from lockstep.tasks.har.sources import Repeated, has_tensors, load_tensors, load_watch, make_synthetic
 from lockstep.tasks.har.uci import fetch_uci, find_uci, load_uci
-from lockstep.tasks.har.watch import load_watch
 from lockstep.tasks.har.windows import AugmentedWindows, HarData, Mode, Standardiser, Windows, as_dataset
 
 Source = Literal["watch", "uci", "pt", "synthetic"]

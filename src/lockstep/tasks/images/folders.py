@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.files import cache_folder
 from lockstep.errors import DataError, StorageError, UnsupportedError
 from lockstep.tasks.autoencoder.digits import load_digits
-from lockstep.tasks.speech.cache import cache_folder
 from lockstep.telemetry.creation import make_folder
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.data.files import cache_folder
 from lockstep.errors import DataError, RunFolderError, StorageError
+from lockstep.models.recogniser import output_lengths
 from lockstep.tasks.speech.audio import RATE_HZ, AudioInfo, read_info
-from lockstep.tasks.speech.cache import cache_folder
 from lockstep.tasks.speech.features import feature_frames
 from lockstep.tasks.speech.manifest import MAX_MANIFEST_BYTES, Row, Utterance
 from lockstep.tasks.speech.resample import resampled_length
@@ -45,11 +46,6 @@ class Checked(NamedTuple):
 
     utterances: list[Utterance]
     faults: list[Fault]
-
-
-def output_frames(frames: int, downsampling: int) -> int:
-    """Frames that a recogniser gives for ``frames`` frames of features."""
-    return -(-frames // downsampling)
 
 
 def open_rows(
@@ -137,9 +133,8 @@ def check_rows(
             faults += _text_faults(text, vocabulary)
         samples = _samples(row, faults) if row.audio_path else 0
         if not faults:
-            ids, frames = vocabulary.encode(text), output_frames(feature_frames(samples), downsampling)
-            if alignment_frames(ids) > frames:
-                need = alignment_frames(ids)
+            ids, frames = vocabulary.encode(text), output_lengths(feature_frames(samples), downsampling)
+            if (need := alignment_frames(ids)) > frames:
                 faults.append(
                     f"too short for its text: {len(ids)} symbols need {need} frames, {row.audio_path} gives {frames}"
                 )

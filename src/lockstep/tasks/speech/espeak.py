@@ -2,11 +2,16 @@
 
 The library is loaded from the package espeakng-loader. It is licensed under the GPL, so it is an extra that the user
 installs, and nothing of it is part of Lockstep.
+
+``python -m lockstep.tasks.speech.espeak JOB.json`` speaks a part of the synthesised set: it gets lines and writes their
+samples. A fresh process for each part makes the samples independent of how many of them run at a time.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
+from lockstep.hardware.parent_death import watch_pipe
+from lockstep.tasks.speech.audio import RATE_HZ
+from lockstep.tasks.speech.resample import resample
 from lockstep.tasks.speech.voices import Line
 
 PACKAGE = "espeakng-loader"
@@ -92,3 +100,21 @@ class Synthesiser:
     def _check(self, status: int, what: str) -> None:
         if status != 0:
             raise DataError(f"eSpeak NG {what}", why=f"it returns {status}", fix=f"reinstall {PACKAGE}")
+
+
+def speak(lines: list[Line], target: Path) -> None:
+    """Write ``samples`` (int16, 16 kHz, one utterance after another) and ``lengths`` (samples of each) as ``.npz``."""
+    synthesiser = Synthesiser()
+    waves = [_as_16_bit(resample(synthesiser.say(line), synthesiser.rate, RATE_HZ)) for line in lines]
+    np.savez(target, samples=np.concatenate(waves), lengths=np.array([len(wave) for wave in waves]))
+
+
+def _as_16_bit(wave: npt.NDArray[np.float64]) -> npt.NDArray[np.int16]:
+    limits = np.iinfo(np.int16)
+    return np.clip(np.round(wave), limits.min, limits.max).astype(np.int16)
+
+
+if __name__ == "__main__":
+    watch_pipe(0)  # the parent has the other end; this process ends with it
+    job = Path(sys.argv[1])
+    speak([Line(*line) for line in json.loads(job.read_text(encoding="utf-8"))], job.with_suffix(".npz"))

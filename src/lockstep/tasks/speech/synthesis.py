@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.download import hash_file
+from lockstep.data.files import cache_folder
 from lockstep.errors import DataError, RunFolderError, StorageError
 from lockstep.hardware.host import usable_cores
 from lockstep.tasks.speech.audio import RATE_HZ
-from lockstep.tasks.speech.cache import cache_folder
 from lockstep.tasks.speech.espeak import PACKAGE, engine_version
 from lockstep.tasks.speech.manifest import Utterance, read_manifest, write_manifest
 from lockstep.tasks.speech.voices import Line, draw_line
@@ -149,7 +149,7 @@ def _speak(jobs: list[Path], processes: int) -> None:
     """Run every job, at most ``processes`` at a time; none is left running whatever happens."""
     path = os.pathsep.join(os.path.abspath(entry or os.curdir) for entry in sys.path)
     environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "lockstep.tasks.speech.shard"]
+    command = [sys.executable, "-m", "lockstep.tasks.speech.espeak"]
     running: deque[tuple[Path, subprocess.Popen[bytes]]] = deque()
     try:
         for job in jobs:

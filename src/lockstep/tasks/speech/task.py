@@ -21,11 +21,10 @@ from lockstep.models.recogniser import Recogniser, output_lengths
 from lockstep.tasks.speech.audio import RATE_HZ
 from lockstep.tasks.speech.checking import open_rows, report_repeats
 from lockstep.tasks.speech.dataset import AugmentedRecordings, Perturbation, Recordings, SpeechBatch, collate
-from lockstep.tasks.speech.decoding import Hypotheses, decode_beam, decode_greedy, texts
+from lockstep.tasks.speech.decoding import ErrorRates, Hypotheses, decode_beam, decode_greedy, texts
 from lockstep.tasks.speech.features import MELS, SpecAugment
 from lockstep.tasks.speech.librispeech import fetch_librispeech, find_librispeech, librispeech_rows
 from lockstep.tasks.speech.manifest import Row, Utterance, read_rows
-from lockstep.tasks.speech.metrics import ErrorRates
 from lockstep.tasks.speech.synthesis import SET_PREFIX, Recipe, synthesise, synthesised, synthesised_folder
 from lockstep.tasks.speech.vocabulary import BLANK, LETTERS, Vocabulary
 from lockstep.telemetry.files import names_in

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.data.arrays import NO_LABEL, ArrayDataset, filled
+from lockstep.data.files import cache_folder
 from lockstep.data.packing import Packed, document_mask
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.gpt import Gpt, Positions, generate
-from lockstep.tasks.speech.cache import cache_folder
 from lockstep.tasks.text.corpus import read_documents, read_tokens, standard_library
 from lockstep.tasks.text.tokens import Tokenizer, read_tokenizer, tokenizer_of, train_bpe
 from lockstep.telemetry.files import write_text
