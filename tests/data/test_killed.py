@@ -166,8 +166,12 @@ SETTINGS: Any = {
 }
 
 
-def trains(rank: int, size: int, folder: Path, resume: bool) -> dict[str, Tensor]:
-    return attempt(OfFiles, folder, rank, size, resume=resume, **SETTINGS)[0]
+def trains(rank: int, size: int, kinds: list[str], folder: Path, resume: bool) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for kind in kinds:
+        os.environ["KIND"] = kind
+        found[kind] = attempt(OfFiles, folder / kind, rank, size, resume=resume, **SETTINGS)[0]
+    return found
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -175,43 +179,52 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_jsonl(folder / "steps.jsonl")}
 
 
-def check(kind: str, worlds: list[tuple[int, list[int]]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train on each number of ranks of ``worlds`` until one of them is killed; then to the end, on two."""
+Worlds = list[tuple[int, list[int]]]
+
+
+def check(worlds: dict[str, Worlds], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train each kind on each number of ranks of its ``worlds`` until one is killed; then all to the end, on two."""
     pytest.importorskip("pyarrow")
     data = folder / "data"
     data.mkdir()
     write(data)
-    env = {"KIND": kind, "FOLDER": str(data)}
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    run = RunDir(folder / "run")
-    for number, (ranks, kill) in enumerate(worlds):
-        with pytest.raises(RuntimeError, match=f"rank {kill[0]} died"):
-            run_ranks(trains, ranks, run.path, number > 0, env={**env, "KILL": json.dumps(kill)})
-    weights = run_ranks(trains, 2, run.path, True, env=env)[0]
-    whole = attempt(OfFiles, folder / "whole", **SETTINGS)[0]
+    env = {"FOLDER": str(data)}
+    monkeypatch.setenv("FOLDER", str(data))
+    for kind, killed in worlds.items():
+        for number, (ranks, kill) in enumerate(killed):
+            with pytest.raises(RuntimeError, match=f"rank {kill[0]} died"):
+                run_ranks(trains, ranks, [kind], folder, number > 0, env={**env, "KILL": json.dumps(kill)})
+    weights = run_ranks(trains, 2, [*worlds], folder, True, env=env, timeout_s=120)[0]
+    for kind in worlds:
+        monkeypatch.setenv("KIND", kind)
+        compare(kind, folder, weights[kind])
+
+
+def compare(kind: str, folder: Path, weights: dict[str, Tensor]) -> None:
+    """A killed run and its ``weights`` with a run on one rank."""
+    run, data = RunDir(folder / kind), os.environ["FOLDER"]
+    alone_in = folder / f"{kind}-whole"
+    whole = attempt(OfFiles, alone_in, **SETTINGS)[0]
     assert all(torch.allclose(whole[name], weights[name], atol=1e-4) for name in whole)
-    found, alone = losses(run.path), losses(folder / "whole")  # the last rows of a killed rank may be missing
+    found, alone = losses(run.path), losses(alone_in)  # the last rows of a killed rank may be missing
     assert found == pytest.approx({step: alone[step] for step in found}, rel=1e-3)
     assert len(found) > len(alone) / 2
-    dataset, given = training_set(kind, str(data))
+    dataset, given = training_set(kind, data)
     if kind == "stream":
         expected = [range(0, 150), range(150, 300), range(300, 432)]
     else:
         sampling = resolve_sampling(dataset, given, DataConfig())
         assert sampling is not None
-        order = sampling.order(150, RunDir(folder / "whole").plan()["seed"])
+        order = sampling.order(150, RunDir(alone_in).plan()["seed"])
         expected = [order.slice(epoch, 0, 150).tolist() for epoch in range(3)]
     used = used_samples(run)
-    assert used == used_samples(RunDir(folder / "whole"))
+    assert used == used_samples(RunDir(alone_in))
     assert [used[epoch] for epoch in sorted(used)][:2] == [Counter(epoch) for epoch in expected[:2]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_sample_is_lost_or_repeated_when_ranks_are_killed(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check(kind, [(3, [KINDS.index(kind) % 3, 11])], tmp_path, monkeypatch)
+@pytest.mark.timeout(300)
+def test_no_sample_is_lost_or_repeated_when_ranks_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check({kind: [(3, [number % 3, 11])] for number, kind in enumerate(KINDS)}, tmp_path, monkeypatch)
 
 
 @pytest.mark.drill
@@ -220,7 +233,7 @@ def test_no_sample_is_lost_or_repeated_when_ranks_are_killed(
 def test_many_kills(kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(seed)
     worlds = [(ranks, [chance.randrange(ranks), chance.randint(4, 8)]) for ranks in (1, 3, 2, 4)]
-    check(kind, worlds, tmp_path, monkeypatch)
+    check({kind: worlds}, tmp_path, monkeypatch)
 
 
 # --- More data than memory -------------------------------------------------------------------------------------------

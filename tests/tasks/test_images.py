@@ -16,8 +16,6 @@ from lockstep.models.vision import LinePlots, ResNet, Vit
 from lockstep.tasks.har.task import HarConfig, HarTask
 from lockstep.tasks.images.folders import Augmentation, Images, list_images, read_image
 from lockstep.tasks.images.task import ImagesConfig, ImageScores, ImagesTask
-from tests.attempts import attempt
-from tests.gloo import run_ranks
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -106,11 +104,6 @@ def test_line_plots_have_a_line_from_left_to_right() -> None:
     assert LinePlots(8, 12)(windows).shape == (1, 2, 8, 12)
 
 
-def settings(folder: Path) -> dict[str, Any]:
-    training = {"epochs": 2, "global_batch_size": 7, "early_stopping_patience": 0}
-    return {"data": {"data_dir": str(folder)}, "training": training, "optimizer": {"lr": 5e-3}}
-
-
 class SmallConfig(ImagesConfig):
     size: int | None = 8
     model: str = "vit"
@@ -122,18 +115,6 @@ class SmallConfig(ImagesConfig):
 
 class SmallImages(ImagesTask):
     Config = SmallConfig
-
-
-def trained(rank: int, size: int, folder: Path) -> list[float]:
-    _, events = attempt(SmallImages, folder / str(size), rank, size, **settings(folder / "data"))
-    return [event.loss for event in events if type(event).__name__ == "StepLogged"]
-
-
-def test_two_ranks_have_the_losses_of_one_with_mixup_and_ragged_batches(tmp_path: Path) -> None:
-    folders(tmp_path / "data", number=20)
-    one, two = trained(0, 1, tmp_path), run_ranks(trained, 2, tmp_path)[0]
-    np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
-    assert (tmp_path / "1" / "pictures").is_dir() or one[-1] < 0.4
 
 
 @pytest.mark.parametrize("kind", ["images", "har"])

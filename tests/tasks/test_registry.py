@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from lockstep.cli.main import main
 from lockstep.errors import TaskError
 from lockstep.tasks.registry import configured, find_task, make_task
 from lockstep.tasks.trusted_tasks import remember
-from tests.conftest import RunCli
 from tests.gloo import ROOT
 
 FILE = """
@@ -92,12 +92,21 @@ def test_an_init_that_takes_other_arguments_than_the_settings_is_refused(kind: t
     assert "super().__init__(config)" in refused.value.fix
 
 
-def test_a_file_alone_is_answered_with_its_tasks(tmp_path: Path, run_cli: RunCli) -> None:
-    (tmp_path / "mine.py").write_text(FILE)
-    result = run_cli("train", "mine.py")
-    assert result.code == 2
-    assert "its tasks are Detached, First, Narrow" in result.err
-    assert "lockstep train mine.py:Detached" in result.err
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working folder, with nothing left of ``mine.py`` in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("lockstep_task_mine", None)
+
+
+def test_a_file_alone_is_answered_with_its_tasks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.py").write_text(FILE)
+    assert main(["train", "mine.py"]) == 2
+    said = capsys.readouterr().err
+    assert "its tasks are Detached, First, Narrow" in said
+    assert "lockstep train mine.py:Detached" in said
 
 
 def test_both_spellings_import_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,15 +132,15 @@ def test_both_spellings_import_from_the_working_folder(tmp_path: Path, monkeypat
     ],
 )
 def test_an_error_in_a_task_on_one_device_is_one_block(
-    tmp_path: Path, run_cli: RunCli, name: str, expected: list[str]
+    here: Path, capsys: pytest.CaptureFixture[str], name: str, expected: list[str]
 ) -> None:
-    (tmp_path / "mine.py").write_text(FILE)
-    result = run_cli("train", f"mine.py:{name}", "--devices", "cpu", "--save-dir", "run")
-    assert result.code == 1
-    block = result.err[result.err.index("error: the run failed") :]
+    (here / "mine.py").write_text(FILE)
+    assert main(["train", f"mine.py:{name}", "--devices", "cpu", "--save-dir", "run"]) == 1
+    said = capsys.readouterr().err
+    block = said[said.index("error: the run failed") :]
     assert all(words in block for words in expected), block
     assert len(block.splitlines()) < 25
-    assert "in _wrapped_call_impl" in (tmp_path / "run" / "logs" / "rank-0.log").read_text() or name == "Detached"
+    assert "in _wrapped_call_impl" in (here / "run" / "logs" / "rank-0.log").read_text() or name == "Detached"
 
 
 def test_datasets_as_a_tuple_are_refused() -> None:
@@ -148,8 +157,6 @@ def test_datasets_as_a_tuple_are_refused() -> None:
         make_plan(Pair(), {"hardware": {"selected_devices": "cpu"}})
 
 
-IMPORTS = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-
 TASK = """
 from pathlib import Path
 from tests.toys import Toy
@@ -165,28 +172,33 @@ def task(tmp_path: Path) -> str:
     return f"{tmp_path / 'mine.py'}:Mine"
 
 
-def test_a_class_in_a_file_needs_to_have_been_named_by_the_user(run_cli: RunCli, tmp_path: Path, task: str) -> None:
-    (tmp_path / "config.yaml").write_text(f"task:\n  name: {task}\n")
-    canary = tmp_path / "canary"
-    stranger = {"XDG_STATE_HOME": str(tmp_path / "stranger"), **IMPORTS}
-    own = {"XDG_STATE_HOME": str(tmp_path / "own"), **IMPORTS}
+def test_a_class_in_a_file_needs_to_have_been_named_by_the_user(
+    here: Path, task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "config.yaml").write_text(f"task:\n  name: {task}\n")
+    canary = here / "canary"
 
-    refused = run_cli("plan", "--config", "config.yaml", env=stranger)
-    assert (refused.code, "lockstep plan" in refused.err, canary.exists()) == (2, True, False)
-    trained = run_cli("train", task, "--config", "config.yaml", "--max-steps", "2", "--save-dir", "run", env=own)
-    assert trained.code == 0, trained.err
-    assert run_cli("plan", "--config", "config.yaml", env=own).code == 0, "once named, a file may name it too"
-    assert run_cli("evaluate", "run", "--split", "val", env=own).code == 0
+    def call(user: str, *words: str) -> tuple[int, str]:
+        monkeypatch.setenv("XDG_STATE_HOME", str(here / user))
+        code = main(list(words))
+        return code, capsys.readouterr().err
+
+    code, said = call("stranger", "plan", "--config", "config.yaml")
+    assert (code, "lockstep plan" in said, canary.exists()) == (2, True, False)
+    code, said = call("own", "train", task, "--config", "config.yaml", "--max-steps", "2", "--save-dir", "run")
+    assert code == 0, said
+    assert call("own", "plan", "--config", "config.yaml")[0] == 0, "once named, a file may name it too"
+    assert call("own", "evaluate", "run", "--split", "val")[0] == 0
 
     canary.unlink()
-    shutil.copytree(tmp_path / "run", tmp_path / "sent", symlinks=True)
+    shutil.copytree(here / "run", here / "sent", symlinks=True)
     for verb in (["resume", "sent"], ["evaluate", "sent"], ["export", "sent"], ["transcribe", "sent", "x.wav"]):
-        refused = run_cli(*verb, env=stranger)
-        assert refused.code == 2, verb
-        assert "which you have not trained on this machine" in refused.err, verb
-        assert "Traceback" not in refused.err
+        code, said = call("stranger", *verb)
+        assert code == 2, verb
+        assert "which you have not trained on this machine" in said, verb
+        assert "Traceback" not in said
         assert not canary.exists(), verb
-    assert run_cli("show", "sent", env=stranger).code == 0, "looking at a run needs none of its code"
+    assert call("stranger", "show", "sent")[0] == 0, "looking at a run needs none of its code"
 
 
 def test_the_fix_for_an_unknown_module_and_its_data_works(

@@ -13,14 +13,9 @@ import torch
 
 from lockstep.data.arrays import NO_LABEL
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.launch.finished.export import export
-from lockstep.launch.finished.reopen import load_model
 from lockstep.launch.prepare import settle
 from lockstep.tasks.text.task import TextConfig, TextScores, TextTask
 from lockstep.tasks.text.tokens import Bpe, Bytes, read_tokenizer, train_bpe
-from lockstep.telemetry.rundir import RunDir
-from tests.attempts import attempt
-from tests.gloo import run_ranks
 
 SMALL = {"context": 16, "width": 16, "depth": 1, "heads": 2, "sample_tokens": 8}
 TEXT = "How much wood would a woodchuck chuck if a woodchuck could chuck wood? " * 20
@@ -83,69 +78,6 @@ def test_bits_per_byte_and_perplexity() -> None:
     scores = TextScores()
     scores.update(torch.tensor([math.log(4.0), 3 * math.log(4.0)]), torch.tensor([1, 3]), torch.tensor([2, 6]))
     assert scores.compute() == {"bits_per_byte": pytest.approx(1.0), "perplexity": pytest.approx(4.0)}
-
-
-class SmallConfig(TextConfig):
-    context: int = 16
-    width: int = 16
-    depth: int = 1
-    heads: int = 2
-
-
-class SmallText(TextTask):
-    Config = SmallConfig
-
-
-def run_settings(corpus: Path) -> dict[str, Any]:
-    training = {"epochs": 1, "global_batch_size": 7, "early_stopping_patience": 0}
-    return {"data": {"data_dir": str(corpus)}, "training": training}
-
-
-class PackedConfig(SmallConfig):
-    pack: bool = True
-
-
-class PackedText(TextTask):
-    Config = PackedConfig
-
-
-def trained(rank: int, size: int, folder: Path) -> list[list[float]]:
-    """The losses of a run of windows, and of one of packed documents."""
-    losses = []
-    for task, name, corpus in ((SmallText, f"{size}", "corpus.txt"), (PackedText, f"packed-{size}", "corpus.jsonl")):
-        _, events = attempt(task, folder / name, rank, size, **run_settings(folder / corpus))
-        losses.append([event.loss for event in events if type(event).__name__ == "StepLogged"])
-    return losses
-
-
-Runs = tuple[Path, list[list[float]], list[list[float]]]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("text")
-    written(folder)
-    written(folder, "corpus.jsonl", "".join(json.dumps({"text": TEXT[: 5 + n % 40]}) + "\n" for n in range(80)))
-    one = trained(0, 1, folder)
-    return folder, one, run_ranks(trained, 2, folder)[0]
-
-
-def test_two_ranks_have_the_losses_of_one_with_ragged_batches(runs: Runs) -> None:
-    for one, two in zip(*runs[1:], strict=True):
-        assert len(one) > 5 and one[-1] < one[0]
-        np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
-
-
-def test_a_trained_run_generates_and_exports(runs: Runs, tmp_path: Path) -> None:
-    run = RunDir(runs[0] / "1")
-    made, model = load_model(run)
-    assert isinstance(made, TextTask)
-    assert made.generate(model, "How ", 12, seed=1) == made.generate(model, "How ", 12, seed=1)
-    shown = made.generate(model, "", 200, temperature=100.0)  # about any bytes
-    assert all(c.isprintable() or c in "\n\t" for c in shown) and "�" in shown
-    assert len(made.remarks(model)) == 1 and made.remarks() == []
-    export(run, tmp_path / "out", program=False)
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "bytes"
 
 
 def test_a_trained_tokenizer_is_kept_in_the_cache_and_has_the_bytes_of_its_tokens(

@@ -62,7 +62,8 @@ class _MeanAndMaximum(nn.Sequential):
     """Layers on mean and maximum over time of (batch, channels, time)."""
 
     def forward(self, features: Tensor) -> Tensor:
-        logits: Tensor = super().forward(torch.cat([features.mean(dim=2), features.amax(dim=2)], dim=1))
+        pooled = torch.cat([features.mean(dim=2), features.amax(dim=2)], dim=1)
+        logits: Tensor = super().forward(pooled)  # type: ignore[no-untyped-call]
         return logits
 
 
@@ -154,7 +155,7 @@ class _Mean(nn.Sequential):
     """Layers on the mean over patches of (batch, patches, width)."""
 
     def forward(self, patches: Tensor) -> Tensor:
-        logits: Tensor = super().forward(patches.mean(dim=1))
+        logits: Tensor = super().forward(patches.mean(dim=1))  # type: ignore[no-untyped-call]
         return logits
 
 

@@ -19,7 +19,16 @@ from lockstep.engine.task import Callback, Context, Datasets, Loss, Metrics, Tas
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.models.vision import ResNet, Vit
 from lockstep.tasks.har.metrics import ClassScores
-from lockstep.tasks.images.folders import Augmentation, Images, Listed, digits_folder, is_grey, list_images, readable
+from lockstep.tasks.images.folders import (
+    Augmentation,
+    Images,
+    Listed,
+    digits_folder,
+    images_below,
+    is_grey,
+    list_images,
+    readable,
+)
 
 #: Pictures of mistakes that are shown.
 WORST = 16
@@ -156,8 +165,6 @@ class ImagesTask(Task):
 
     def prediction_data(self, path: Path) -> Images:
         """The images of a file or below a folder, in the order of their paths; their labels mean nothing."""
-        from lockstep.tasks.images.folders import images_below
-
         files = images_below(path)
         listed = Listed(files, (0,) * len(files), self.class_names)
         return Images(listed, self._channels, self._size, in_training=False)

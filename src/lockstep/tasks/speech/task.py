@@ -200,10 +200,15 @@ class SpeechTask(Task):
         return self._checked(rows, name, recheck=recheck)
 
     def _checked(self, rows: list[Row], name: str, *, recheck: bool) -> list[Utterance]:
-        config = self.config
-        limits: dict[str, Any] = {"downsampling": self.downsample, "longest_s": config.longest_s}
-        limits["vocabulary"] = self.vocabulary
-        return open_rows(rows, name, **limits, skip_bad=config.skip_bad, recheck=recheck)
+        return open_rows(
+            rows,
+            name,
+            downsampling=self.downsample,
+            longest_s=self.config.longest_s,
+            skip_bad=self.config.skip_bad,
+            recheck=recheck,
+            vocabulary=self.vocabulary,
+        )
 
     def _rows(self, split: Split) -> tuple[list[Row], str]:
         """Lines of a split, and what they are for people."""
@@ -217,11 +222,7 @@ class SpeechTask(Task):
                     fix="add --download to fetch it, or name other splits in task.librispeech_" + split,
                 )
             return [row for name in wanted for row in librispeech_rows(found[name])], f"LibriSpeech {' '.join(wanted)}"
-        manifest = {
-            "train": self.config.train_manifest,
-            "val": self.config.val_manifest,
-            "test": self.config.test_manifest,
-        }[split]
+        manifest: Path | None = getattr(self.config, f"{split}_manifest")
         if manifest is None:
             if split == "train":
                 raise ConfigError(
@@ -307,9 +308,8 @@ class SpeechTask(Task):
         heard = self.decode(log_probs, output_lengths(batch.lengths, self.downsample))
         rows = heard.ids, heard.lengths, batch.targets, batch.target_lengths
         if not self._examples:
-            self._examples = tuple(zip(*(texts(*pair, self.vocabulary) for pair in (rows[2:], rows[:2])), strict=True))[
-                :EXAMPLES
-            ]
+            said, read = texts(*rows[2:], self.vocabulary), texts(*rows[:2], self.vocabulary)
+            self._examples = list(zip(said, read, strict=True))[:EXAMPLES]
         return rows
 
     def validate(self, model: nn.Module, batch: SpeechBatch) -> tuple[Loss, tuple[Tensor, ...]]:
