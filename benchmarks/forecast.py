@@ -20,15 +20,22 @@ import report
 import torch
 
 from lockstep.bench.comm import measure_message
-from lockstep.bench.rank import Rank
+from lockstep.bench.measure import on_site
 from lockstep.bench.summary import fit_alpha_beta, summarise
-from lockstep.bench.timing import on_site
-from lockstep.bench.trials import Case, Subject, new_trials
+from lockstep.bench.trials import Case, Rank, Subject, new_trials
 from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
 from lockstep.forecast.estimate import Counting
 from lockstep.forecast.footprint import blocking_messages
-from lockstep.forecast.measure import gradients_of, take_turns, timed_steps
-from lockstep.forecast.measured import cases, contention, jitter, meeting, step_of
+from lockstep.forecast.measured import (
+    cases,
+    contention,
+    gradients_of,
+    jitter,
+    meeting,
+    step_of,
+    take_turn,
+    timed_steps,
+)
 from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
 from lockstep.planning.resolve import resolve_reduction
 
@@ -52,11 +59,11 @@ def round_of_measurements(rank: Rank, together: Case, alone: Case, rounds: int) 
     with on_site(rank, together.config, together.plan) as site:
         rank.report(gradients_of(site, alone))
         for number in range(rounds):
-            rows = take_turns(site, alone, synced=together.plan.sync_batchnorm)
+            turn = take_turn(site, alone, synced=together.plan.sync_batchnorm)
             messages = [measure_message(site.collectives, "all_reduce", size, site.device) for size in SIZES]
             parts = site.collectives.all_gather(timed_steps(site, together))
             real = summarise(parts, together.plan.batch.global_batch)
-            rank.report({"round": number, "alone": rows, "messages": messages, "real": real})
+            rank.report({"round": number, "alone": turn, "messages": messages, "real": real})
 
 
 def predict_ranks(
@@ -66,18 +73,19 @@ def predict_ranks(
 
     How steps differ and what a message in mid-step costs is told by all rounds, the rest by its own.
     """
-    turns = [turn for row in rows if "round" in row for turn in row["alone"]]
-    differ = jitter([turn for turn in turns if turn["count"] == 1], alike)
+    gradients, *rows = rows
+    turns = [row["alone"] for row in rows]
+    differ = jitter(turns, alike)
     waits = setting.blocking > 0 or setting.strategy == "fsdp"
     found = []
-    for row in (row for row in rows if "round" in row):
+    for row in rows:
         fit = fit_alpha_beta([m["bytes"] for m in row["messages"]], [m["latency_us"] / 1e6 for m in row["messages"]])
-        step = step_of(shape.batch_size, [rows[0], *row["alone"]], None, alike=alike)
+        step = step_of(shape.batch_size, gradients, [row["alone"]], None, alike=alike)
         step = replace(step, blocks=shape.blocks, jitter_s=differ)
         setting = replace(
             setting,
             cluster=measured_cluster(fit.alpha_s, fit.beta_s_per_byte, ranks, max(0.1, fit.error)),
-            contention={ranks: contention(row["alone"], ranks, waits)},
+            contention={ranks: contention([row["alone"]], ranks, waits)},
             meeting_s=meeting(turns, ranks, fit.alpha_s / 2),
         )
         bars = with_error_bars(step, ranks, setting)

@@ -14,7 +14,7 @@ from lockstep.bench.batch_size import RESOLUTION, next_batch
 from lockstep.bench.loader import conclude, holds_up
 from lockstep.bench.lr import Ramp, Smoothed, has_diverged, propose
 from lockstep.bench.lr import conclude as conclude_lr
-from lockstep.bench.results import BenchReport
+from lockstep.bench.report import BenchReport
 from lockstep.bench.step import batch_sizes
 from lockstep.planning.loader import HEADROOM, recommend, worker_counts
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.bench.scaling import Point, claim_of, lost_repeats
+from lockstep.bench.measure import PARTS
+from lockstep.bench.scaling import claim_of, merged
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, summarise, with_waits
 from lockstep.bench.tables import table_of
-from lockstep.bench.timing import PARTS
 
 SECONDS = st.floats(1e-6, 10.0)
 STEP = st.fixed_dictionaries(dict.fromkeys(PARTS, SECONDS))
@@ -90,9 +92,24 @@ def test_claims_stand_beside_the_task_and_devices_that_a_guide_speaks_of() -> No
     assert not set(names) & set(table_of("scaling", [row])[0])
 
 
+def repeats(mode: str, *rates: float) -> list[dict[str, Any]]:
+    """Rows of two devices; a rate of 0: out of memory."""
+    label = {"devices": ["cpu", "cpu"], "ranks": 2, "strategy": "fsdp", "mode": mode}
+    rest = {"status": "ok", "global_batch": 8, "accumulate": 1, "epoch_s": 1.0, "step_ms": 2.0}
+    bad = {**label, "status": "out of memory", "reason": "rank 1 was killed"}
+    return [{**label, **rest, "samples_per_s": rate} if rate else bad for rate in rates]
+
+
 def test_repeats_that_failed_beside_good_ones_are_told() -> None:
-    good, bad = {"status": "ok"}, {"status": "out of memory", "reason": "rank 1 was killed"}
-    (note,) = lost_repeats(Point(2, "fsdp", [], [[good, good], [bad], [good, bad]]))
-    assert note == "2 device(s), fsdp: 2 of 3 repeats ended early, the first one out of memory (rank 1 was killed)"
-    assert not list(lost_repeats(Point(2, "fsdp", [], [[good], [good]])))
-    assert not list(lost_repeats(Point(2, "fsdp", [], [[bad], [bad]]))), "its row says so"
+    notes: list[str] = []
+    (row,) = merged(repeats("weak", 1.0, 0, 3.0), notes)
+    assert notes == [
+        "2 device(s), fsdp weak: 1 of 3 repeats ended early, the first one out of memory (rank 1 was killed)"
+    ]
+    assert (row["repeats"], row["samples_per_s"], row["status"]) == (2, 2.0, "ok")
+    notes.clear()
+    assert [row["status"] for row in merged([*repeats("weak", 1.0, 1.0), *repeats("strong", 0, 0)], notes)] == [
+        "ok",
+        "out of memory",
+    ]
+    assert notes == [], "its row says so"

@@ -14,8 +14,7 @@ import pytest
 from lockstep.bench.trials import Subject
 from lockstep.errors import ConfigError, UsageError
 from lockstep.forecast.collectives import measured_cluster
-from lockstep.forecast.measure import MEETINGS
-from lockstep.forecast.measured import contention, counts_beside, jitter, meeting
+from lockstep.forecast.measured import MEETINGS, contention, counts_beside, jitter, meeting
 from lockstep.forecast.project import forecast
 from lockstep.forecast.scaling import Setting, Wish
 from lockstep.hardware.host import usable_cores
@@ -181,11 +180,11 @@ def test_a_run_is_scored_against_its_own_row() -> None:
 
 
 def test_ranks_that_wait_in_mid_step_take_turns_on_cores() -> None:
-    rows = [{"count": 1, "step_ms": 10.0}, {"count": 8, "step_ms": 15.0}]
+    turns = [{"alone_ms": 10.0, "beside_ms": 15.0}]
     ranks = 2 * usable_cores() + 1
-    assert contention(rows, ranks, waits=False) == 1.5
-    assert contention(rows, ranks, waits=True) == 3
-    assert contention(rows, 0, waits=True) == 1.5
+    assert contention(turns, ranks, waits=False) == 1.5
+    assert contention(turns, ranks, waits=True) == 3
+    assert contention(turns, 0, waits=True) == 1.5
 
 
 def test_steps_that_differ_alike_on_all_ranks_are_no_jitter() -> None:
@@ -199,11 +198,10 @@ def test_steps_that_differ_alike_on_all_ranks_are_no_jitter() -> None:
 
 
 def test_what_a_message_costs_ranks_that_share_cores_is_told_by_steps_with_messages() -> None:
-    steps = [(1, 0, 10.0), (2, 0, 12.0), (2, MEETINGS, 12.0 + 3 * MEETINGS)]
-    rows = [{"count": count, "meetings": meetings, "step_ms": time} for count, meetings, time in steps]
-    assert meeting(rows, 2, 0.001) == pytest.approx(0.002), "3 ms, of which the message takes one"
-    assert meeting(rows, 2, 0.004) == 0.0
-    assert meeting(rows[:2], 2, 0.001) == 0.0, "not measured"
-    assert contention(rows, 2, waits=True) == pytest.approx(1.2)
+    turn = {"alone_ms": 10.0, "beside_ms": 12.0, "met_ms": 12.0 + 3 * MEETINGS}
+    assert meeting([turn], 2, 0.001) == pytest.approx(0.002), "3 ms, of which the message takes one"
+    assert meeting([turn], 2, 0.004) == 0.0
+    assert meeting([{**turn, "met_ms": None}], 2, 0.001) == 0.0, "not measured"
+    assert contention([turn], 2, waits=True) == pytest.approx(1.2)
     ranks = 2 * usable_cores() + 1  # a step takes three turns, which is no cost of a message
-    assert meeting(rows, ranks, 0.0) == pytest.approx((12e-3 + 3e-3 * MEETINGS - 30e-3) / MEETINGS)
+    assert meeting([turn], ranks, 0.0) == pytest.approx((12e-3 + 3e-3 * MEETINGS - 30e-3) / MEETINGS)

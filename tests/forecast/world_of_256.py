@@ -132,7 +132,7 @@ def main() -> None:
         "ddp_predicted": [bucket.size for bucket in buckets(counted.gradients, ready)],
         "fsdp": fsdp(task, batch),
         "fsdp_sent_predicted": bytes_sent(step, WORLD, Setting(cluster, strategy="fsdp")),
-        "fsdp_held_predicted": device_memory(counted, "fsdp", WORLD, on_gpu=False).total,
+        "fsdp_held_predicted": sum(device_memory(counted, "fsdp", WORLD, on_gpu=False).values()),
         "blocks": counted.blocks,
     }
     dist.destroy_process_group()

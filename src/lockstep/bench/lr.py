@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.bench.rank import Rank
-from lockstep.bench.results import BenchReport
-from lockstep.bench.timing import Stopwatch, on_site, training
-from lockstep.bench.trials import Case, Subject, new_trials
+from lockstep.bench.measure import Stopwatch, on_site, training
+from lockstep.bench.report import BenchReport
+from lockstep.bench.trials import Case, Rank, Subject, new_trials
 from lockstep.errors import UsageError
 from lockstep.planning import Schedule
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.bench.batch_size import bench_batch_size
-from lockstep.bench.report import write_report
-from lockstep.bench.results import BenchReport
+from lockstep.bench.report import BenchReport, write_report
 from lockstep.bench.step import bench_step
 from lockstep.bench.trials import Subject
 from lockstep.config import RunConfig

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lockstep.bench.results import BenchReport
-from lockstep.bench.script import bench_script
+from lockstep.bench.report import BenchReport
 from lockstep.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
 from lockstep.bench.trials import Case, Subject, new_trials
+from lockstep.config.load import merge
 from lockstep.errors import LockstepError, UsageError
+from lockstep.launch.session.script import run_script, several_devices
 from lockstep.planning.notes import FILL
 from lockstep.strategies import auto_strategy, find_strategy
-
-__all__ = ["Mode", "bench_scaling", "bench_script", "lost_repeats"]
+from lockstep.telemetry.rundir import RunDir
 
 Mode = Literal["weak", "strong"]
 #: More than all devices can give together, caches aside.
 DOUBTFUL = 1.1
 #: Parts of a step that are computation.
 _COMPUTE = ("forward", "backward", "optimizer", "other")
-
-
-@dataclass
-class Point:
-    """A number of devices with a strategy: its cases (a mode each), and the rows of each repeat."""
-
-    ranks: int
-    strategy: str
-    cases: list[Case]
-    rows: list[list[dict[str, Any]]] = field(default_factory=list)
+#: What the rows of a point's repeats have in common.
+_SAME = ("devices", "ranks", "strategy", "mode", "status", "global_batch", "accumulate")
 
 
 def bench_scaling(
@@ -73,21 +66,21 @@ def bench_scaling(
         raise UsageError(f"{repeats} repeats measure nothing", fix="take --repeats 3, or any number from 1 on")
     report = _empty_report(subject, strategies, modes, {"steps": steps, "warm_up": warm_up, "repeats": repeats})
     points = [
-        _point(subject, devices[:count], strategy, modes, report.settings)
+        (count, strategy, _cases(subject, devices[:count], strategy, modes, report))
         for count in device_counts(len(devices))
         for strategy in (strategies if count > 1 else (auto_strategy(1),))
     ]
-    measured = [point for point in points if isinstance(point, Point)]
-    refused = [row for point in points if not isinstance(point, Point) for row in point]
+    refused, found = list(report.rows), list[dict[str, Any]]()
     with report.kept(), new_trials() as trials:
-        for repeat, point in itertools.product(range(repeats), measured):
-            if trials.stopped:
-                break
-            say(f"repeat {repeat + 1} of {repeats}: {point.ranks} device(s), {point.strategy}")
-            point.rows.append(measure_all(subject, trials, point.cases)[0])
-    report.rows += _rows(measured, subject.name if claims else None) + refused
-    _conclude(report)
-    report.notes += [note for point in measured for note in lost_repeats(point)]
+        for repeat, (count, strategy, cases) in itertools.product(range(repeats), points):
+            if cases and not trials.stopped:
+                say(f"repeat {repeat + 1} of {repeats}: {count} device(s), {strategy}")
+                found += measure_all(subject, trials, cases)[0]
+    report.rows = [*merged(found, report.notes), *refused]
+    if claims:
+        for row in report.rows:
+            row |= claim_of(subject.name, row["strategy"], row["ranks"])
+    conclude(report)
     if claims and (note := claims_note(subject.name, base.facts.parameters)):
         report.notes.append(note)
     return report
@@ -114,96 +107,150 @@ def _empty_report(
     return report
 
 
-def _point(
-    subject: Subject,
-    devices: Sequence[str],
-    strategy: str,
-    modes: Sequence[Mode],
-    settings: Mapping[str, Any],
-) -> Point | list[dict[str, Any]]:
-    """What to measure; or rows that say why these devices refuse the strategy."""
-    count, base = len(devices), subject.base.plan.batch
+def _cases(
+    subject: Subject, devices: Sequence[str], strategy: str, modes: Sequence[Mode], report: BenchReport
+) -> list[Case]:
+    """A case for each mode; none where these devices refuse the strategy: then rows of ``report`` say why."""
+    count, base, settings = len(devices), subject.base.plan.batch, report.settings
     samples: dict[Mode, int] = {"weak": base.batch_size * count, "strong": base.global_batch}
     # A pipeline's devices take part in the same micro-batches; others take one each.
     parts = FILL * count if find_strategy(strategy).state == "staged" else count
-    sizes: dict[Mode, dict[str, Any]] = {
-        mode: {"batch_size": -(-size // parts), "global_batch_size": size, "accumulate": 1}
-        for mode, size in samples.items()
-    }
     place = {"selected_devices": list(devices), "strategy": "auto" if count == 1 else strategy}
     label = {"devices": list(devices), "ranks": count, "strategy": strategy}
+    found = []
     try:
-        cases = [
-            subject.case(
-                {**label, "mode": mode},
-                {"hardware": place, "training": {**sizes[mode], "threads": settings["threads_per_rank"]}},
-                steps=settings["steps"],
-                warm_up=settings["warm_up"],
-            )
-            for mode in modes
-        ]
+        for mode in modes:
+            sizes = {"batch_size": -(-samples[mode] // parts), "global_batch_size": samples[mode], "accumulate": 1}
+            changes = {"hardware": place, "training": {**sizes, "threads": settings["threads_per_rank"]}}
+            lengths = {name: settings[name] for name in ("steps", "warm_up")}
+            found.append(subject.case({**label, "mode": mode}, changes, **lengths))
     except LockstepError as error:
-        return [{**label, "mode": mode, "status": "refused", "reason": str(error.what)} for mode in modes]
-    return Point(count, strategy, cases)
+        report.rows += [{**label, "mode": mode, "status": "refused", "reason": str(error.what)} for mode in modes]
+        return []
+    return found
 
 
-def _rows(points: Sequence[Point], claimed: str | None) -> list[dict[str, Any]]:
-    """A row for each point and mode, over its repeats; with what is claimed for the task ``claimed``."""
-    rows = [row for point in points for row in _merged(point)]
+def bench_script(
+    path: Path,
+    given: Mapping[str, Any],
+    *,
+    modes: Sequence[str],
+    steps: int,
+    warm_up: int,
+    repeats: int,
+    say: Callable[[str], None],
+) -> BenchReport:
+    """Run the first steps of a script with a ``lockstep.Session`` on parts of the devices in ``given``, in turns.
+
+    Each point is a whole run of the script, with its data, log and checkpoint; its speed is that of the steps after
+    ``warm_up``. On one device the global batch is that of the script, and ``strong`` holds it.
+
+    Raises:
+        ConfigError: one device. UsageError: no such script.
+    """
+    names = several_devices(given, "one device: nothing scales")
+    settings = {"devices": names, "modes": list(modes), "steps": steps, "warm_up": warm_up, "repeats": repeats}
+    report = BenchReport("scaling", path.name, settings)
+    found: list[dict[str, Any]] = []
+    one = 0
+    with report.kept(), tempfile.TemporaryDirectory(prefix="lockstep-scaling-") as folder:
+        for repeat, count, mode in itertools.product(range(repeats), device_counts(len(names)), modes):
+            say(f"repeat {repeat + 1} of {repeats}: {count} device(s), {mode}")
+            changes: dict[str, Any] = {
+                "hardware": {"selected_devices": names[:count]},
+                "training": {"max_steps": warm_up + steps, "threads": 1},
+                "telemetry": {"log_interval": max(1, warm_up), "progress": "silent"},
+                "save_dir": str(Path(folder, f"{repeat}-{count}-{mode}")),
+            }
+            if one:
+                changes["training"]["global_batch_size"] = one * (count if mode == "weak" else 1)
+            row: dict[str, Any] = {"devices": names[:count], "ranks": count, "strategy": "session", "mode": mode}
+            try:
+                run, _ = run_script(path, (), merge(given, changes), redirect=True)
+                row |= _speed_of(run, warm_up)
+            except LockstepError as error:
+                row |= {"status": "failed", "reason": error.what}
+            one = one or row.get("global_batch", 0)
+            found.append(row)
+    report.rows = merged(found, report.notes)
+    conclude(report)
+    return report
+
+
+def _speed_of(run: RunDir, warm_up: int) -> dict[str, Any]:
+    """The speed of the steps after ``warm_up``, from the rows of the log."""
+    batch, rows = run.plan()["batch"], run.steps()
+    timed = [
+        (after["samples_seen"] - before["samples_seen"], after["samples_per_s"])
+        for before, after in itertools.pairwise(rows)
+        if after["step"] > warm_up
+    ]
+    if not timed:
+        return {"status": "failed", "reason": "the script ended before the first measured step"}
+    rate = sum(samples for samples, _ in timed) / sum(samples / rate for samples, rate in timed)
+    return {
+        "status": "ok",
+        "global_batch": batch["global_batch"],
+        "accumulate": batch["accumulate"],
+        "samples_per_s": rate,
+        "epoch_s": batch["samples"] / rate,
+        "step_ms": 1e3 * batch["global_batch"] / rate,
+    }
+
+
+def merged(found: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    """One row for each point and mode of the rows ``found`` in all repeats, compared with one device.
+
+    A note says where some repeats failed and others did not: those rows are of fewer than were asked for.
+    """
+    points: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in found:
+        points.setdefault((row["ranks"], row["strategy"], row["mode"]), []).append(row)
+    rows = [_median(repeats) for repeats in points.values()]
     baselines = {row["mode"]: row["samples_per_s"] for row in rows if row["ranks"] == 1 and row["status"] == "ok"}
     for row in rows:
-        if claimed is not None:
-            row |= claim_of(claimed, row["strategy"], row["ranks"])
         if row["status"] == "ok" and row["mode"] in baselines:
             row["speed_up"], row["efficiency"] = speed_up(row["samples_per_s"], baselines[row["mode"]], row["ranks"])
+    for (ranks, strategy, mode), repeats in points.items():
+        failed = [row for row in repeats if row["status"] != "ok"]
+        if 0 < len(failed) < len(repeats):
+            notes.append(
+                f"{ranks} device(s), {strategy} {mode}: {len(failed)} of {len(repeats)} repeats ended early, the "
+                f"first one {failed[0]['status']} ({failed[0]['reason']})"
+            )
     return rows
 
 
-def lost_repeats(point: Point) -> Iterator[str]:
-    """A note where some repeats of ``point`` failed and others did not: its rows are of fewer than were asked for."""
-    failed = [row for rows in point.rows for row in rows if row["status"] != "ok"]
-    if failed and any(row["status"] == "ok" for rows in point.rows for row in rows):
-        yield (
-            f"{point.ranks} device(s), {point.strategy}: {len(failed)} of {len(point.rows)} repeats ended early, the "
-            f"first one {failed[0]['status']} ({failed[0]['reason']})"
-        )
+def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of several; of those that failed, if all have."""
+    good = [row for row in repeats if row["status"] == "ok"]
+    if not good:
+        return repeats[0]
+    row = {
+        **{name: good[0][name] for name in _SAME},
+        "repeats": len(good),
+        **spread("samples_per_s", [row["samples_per_s"] for row in good]),
+        **{name: statistics.median(row[name] for row in good) for name in ("epoch_s", "step_ms")},
+    }
+    if "shares" not in good[0]:  # of a script
+        return {**row, "memory_mb": None, "utilisation_per_device": [None]}
 
+    def each(name: str) -> Iterator[tuple[Any, ...]]:
+        """The values of ``name`` in all repeats, for each device or rank."""
+        return zip(*(row[name] for row in good), strict=True)
 
-def _merged(point: Point) -> Iterator[dict[str, Any]]:
-    for place, case in enumerate(point.cases):
-        found = [rows[place] for rows in point.rows if len(rows) > place]
-        good = [row for row in found if row["status"] == "ok"]
-        if not good:
-            yield from found[:1]
-            continue
-        rates = spread([row["samples_per_s"] for row in good])
-        shares = {name: statistics.fmean(row["shares"][name] for row in good) for name in good[0]["shares"]}
-        yield {
-            **case.label,
-            "status": "ok",
-            "global_batch": case.plan.batch.global_batch,
-            "accumulate": case.plan.batch.accumulate,
-            "repeats": len(good),
-            "samples_per_s": rates.median,
-            "samples_per_s_low": rates.low,
-            "samples_per_s_high": rates.high,
-            "epoch_s": case.plan.task.train_samples / rates.median,
-            "step_ms": statistics.median(row["step_ms"] for row in good),
-            "memory_mb": max(row["memory_mb"] for row in good),
-            "memory_mb_per_device": [max(peaks) for peaks in _each(good, "memory_mb_per_device")],
-            "utilisation_per_device": [
-                None if None in measured else statistics.fmean(measured)
-                for measured in _each(good, "utilisation_per_device")
-            ],
-            "shares": _shares(point.strategy, shares),
-            "parts": shares,
-            "busy_ms": [statistics.median(own) for own in _each(good, "busy_ms")],
-        }
-
-
-def _each(rows: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[Any, ...]]:
-    """The values of ``name`` in all rows, for each device or rank."""
-    return zip(*(row[name] for row in rows), strict=True)
+    shares = {name: statistics.fmean(row["shares"][name] for row in good) for name in good[0]["shares"]}
+    return {
+        **row,
+        "memory_mb": max(row["memory_mb"] for row in good),
+        "memory_mb_per_device": [max(peaks) for peaks in each("memory_mb_per_device")],
+        "utilisation_per_device": [
+            None if None in measured else statistics.fmean(measured) for measured in each("utilisation_per_device")
+        ],
+        "shares": _shares(row["strategy"], shares),
+        "parts": shares,
+        "busy_ms": [statistics.median(own) for own in each("busy_ms")],
+    }
 
 
 def _shares(strategy: str, parts: Mapping[str, float]) -> dict[str, float | None]:
@@ -214,35 +261,33 @@ def _shares(strategy: str, parts: Mapping[str, float]) -> dict[str, float | None
     return {"data": parts["data"], "compute": compute, "communication": parts["communication"], "wait": parts["wait"]}
 
 
-def _conclude(report: BenchReport) -> None:
-    good = [row for row in report.rows if row["status"] == "ok" and "efficiency" in row]
-    several = [row for row in good if row["ranks"] > 1]
-    if not several:
-        report.verdict = "nothing could be compared"
-    else:
-        most = max(row["ranks"] for row in several)
-        parts = [
-            f"{row['strategy']} {row['mode']}: {row['speed_up']:.2f} times one (efficiency {row['efficiency']:.0%})"
-            for row in several
-            if row["ranks"] == most
-        ]
-        report.verdict = f"{most} devices, {'; '.join(parts)}"
+def conclude(report: BenchReport) -> None:
+    """The verdict and the notes, from the rows."""
+    several = [row for row in report.rows if "efficiency" in row and row["ranks"] > 1]
+    most = max((row["ranks"] for row in several), default=0)
+    parts = [
+        f"{row['strategy']} {row['mode']}: {row['speed_up']:.2f} times one (efficiency {row['efficiency']:.0%})"
+        for row in several
+        if row["ranks"] == most
+    ]
+    report.verdict = f"{most} devices, {'; '.join(parts)}" if several else "nothing could be compared"
+    inside = set[str]()
     for row in several:
-        share = row["shares"]["communication"]
-        if share is not None and share > MUCH_COMMUNICATION:
+        if "shares" not in row:
+            continue
+        share, where = row["shares"]["communication"], f"{row['ranks']} devices ({row['strategy']}, {row['mode']})"
+        if share is None:
+            inside.add(row["strategy"])
+            continue
+        if share > MUCH_COMMUNICATION:
             report.notes.append(
-                f"communication takes {share:.0%} of a step on {row['ranks']} devices ({row['strategy']}, "
-                f"{row['mode']}), above {MUCH_COMMUNICATION:.0%}: larger batches or --grad-accum-steps make it rarer"
+                f"communication takes {share:.0%} of a step on {where}, above {MUCH_COMMUNICATION:.0%}: larger "
+                "batches or --grad-accum-steps make it rarer"
             )
-        report.notes += [
-            f"rank {rank} is slow on {row['ranks']} devices ({row['strategy']}, {row['mode']})"
-            for rank in slow_ranks(row["busy_ms"])
-            if share is not None
-        ]
-    inside = sorted({row["strategy"] for row in several if find_strategy(row["strategy"]).exchanges_inside})
+        report.notes += [f"rank {rank} is slow on {where}" for rank in slow_ranks(row["busy_ms"])]
     if inside:
         report.notes.append(
-            f"{' and '.join(inside)}: communication is inside forward and backward, so its share is not known; "
+            f"{' and '.join(sorted(inside))}: communication is inside forward and backward, so its share is not known; "
             "compare the samples/s"
         )
     report.notes += _both_strategies(several)
@@ -251,13 +296,11 @@ def _conclude(report: BenchReport) -> None:
             f"an efficiency above {DOUBTFUL:.0%} says that something else disturbed the measurement of one device: "
             "repeat it on an idle machine, with more --repeats and --steps"
         )
-    unmeasured: Mapping[str, None] = dict.fromkeys(
-        f"{row['ranks']} devices, {row['strategy']}: {row['status']} ({row['reason']})"
-        for row in report.rows
-        if row["status"] != "ok"
+    unmeasured = [row for row in report.rows if row["status"] != "ok"]
+    report.notes += dict.fromkeys(
+        f"{row['ranks']} devices, {row['strategy']}: {row['status']} ({row['reason']})" for row in unmeasured
     )
-    report.notes += unmeasured
-    if any(find_strategy(row["strategy"]).scatters and row["status"] == "refused" for row in report.rows):
+    if any(row["status"] == "refused" and find_strategy(row["strategy"]).scatters for row in unmeasured):
         report.notes.append("DP against DDP can be compared on GPUs only: torch's DataParallel does not run on a CPU")
 
 
@@ -266,7 +309,7 @@ def _both_strategies(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rates = {(row["ranks"], row["mode"], row["strategy"]): row["samples_per_s"] for row in rows}
     for (ranks, mode, strategy), rate in rates.items():
         other = rates.get((ranks, mode, "ddp"))
-        if find_strategy(strategy).scatters and other:
+        if other and find_strategy(strategy).scatters:
             yield f"on {ranks} devices ({mode}) ddp reaches {other / rate:.2f} times the samples/s of dp"
 
 

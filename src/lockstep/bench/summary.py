@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 #: A rank whose own work takes this many times the median of the ranks is called slow.
 SLOW = 1.25
@@ -20,18 +21,10 @@ SLOW_LINK = 0.6
 Steps = Sequence[Mapping[str, float]]
 
 
-class Spread(NamedTuple):
-    """A median and the quartiles around it."""
-
-    median: float
-    low: float
-    high: float
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Median, lower and upper quartile of at least one value."""
+def spread(name: str, values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
+    """The median of at least one value as ``name``, its lower and upper quartile as ``name_low`` and ``name_high``."""
     low, middle, high = np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75)).tolist()
-    return Spread(middle, low, high)
+    return {name: middle, f"{name}_low": low, f"{name}_high": high}
 
 
 def with_waits(ranks: Sequence[Steps]) -> list[list[dict[str, float]]]:
@@ -64,11 +57,10 @@ def summarise(ranks: Sequence[Steps], samples: int) -> dict[str, Any]:
     """
     parted = with_waits(ranks)
     totals = np.array([[sum(parts.values()) for parts in steps] for steps in parted]).mean(axis=0)
-    step = spread(totals.tolist())
+    step = spread("step_ms", totals * 1e3)
     cut = int(len(totals) * TRIM)
     usual = np.argsort(totals)[cut : len(totals) - cut].tolist()
-    names = list(parted[0][0])
-    parts = {name: statistics.fmean(steps[place][name] for steps in parted for place in usual) for name in names}
+    parts = {name: statistics.fmean(steps[place][name] for steps in parted for place in usual) for name in parted[0][0]}
     mean = sum(parts.values())
     busy = [
         statistics.fmean(sum(steps[p].values()) - steps[p]["communication"] - steps[p]["wait"] for p in usual)
@@ -76,11 +68,9 @@ def summarise(ranks: Sequence[Steps], samples: int) -> dict[str, Any]:
     ]
     return {
         "steps": len(totals),
-        "step_ms": step.median * 1e3,
-        "step_ms_low": step.low * 1e3,
-        "step_ms_high": step.high * 1e3,
+        **step,
         "mean_ms": mean * 1e3,
-        "samples_per_s": samples / step.median,
+        "samples_per_s": samples / step["step_ms"] * 1e3,
         "parts_ms": {name: seconds * 1e3 for name, seconds in parts.items()},
         "shares": {name: seconds / mean for name, seconds in parts.items()},
         "busy_ms": [seconds * 1e3 for seconds in busy],

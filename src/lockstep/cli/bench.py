@@ -14,7 +14,7 @@ from lockstep.launch.local.signals import held_back
 from lockstep.strategies import strategies as known_strategies
 
 if TYPE_CHECKING:
-    from lockstep.bench.results import BenchReport
+    from lockstep.bench.report import BenchReport
     from lockstep.bench.trials import Subject
 
 EPILOGUE = """\

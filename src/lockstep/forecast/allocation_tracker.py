@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lockstep._compat.fake_tensors import TorchDispatchMode, is_mutable, overload_packet, storage_key
@@ -73,12 +73,6 @@ class Ledger(TorchDispatchMode):
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor):
                 self._note(leaf, kind)
-
-    def watch_gradients(self, model: nn.Module) -> None:
-        """What the backward leaves in ``.grad`` becomes ``gradients``."""
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p: self.add(p.grad, "gradients"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -14,16 +14,17 @@ from lockstep.bench.trials import Subject
 from lockstep.data.requests import fetch
 from lockstep.engine.strategies.stages import shares
 from lockstep.errors import UnsupportedError
-from lockstep.forecast.footprint import Footprint, count_step
+from lockstep.forecast.footprint import Footprint, StageCount, bytes_of, count_stages, count_step
 from lockstep.forecast.memory import (
-    Estimate,
+    Kinds,
     choose_strategy,
     data_parallel_memory,
     device_memory,
     gigabytes,
     largest_batch,
+    pipeline_memory,
+    total,
 )
-from lockstep.forecast.stages import StageCount, count_stages, pipeline_memory
 from lockstep.hardware.detect import detect_devices
 from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.strategies import StrategySpec, auto_strategy, find_strategy
@@ -117,18 +118,18 @@ class Counting:
         base = self.subject.base
         return count_stages(base.task, base.config, self.batch(size), size, devices=devices, block=self._block)
 
-    def memory(self, strategy: str, ranks: int, size: int) -> Estimate:
+    def memory(self, strategy: str, ranks: int, size: int) -> Kinds:
         """What the fullest of ``ranks`` devices has."""
-        return max(self.each(strategy, ranks, size).values(), key=lambda estimate: estimate.total)
+        return max(self.each(strategy, ranks, size).values(), key=total)
 
-    def each(self, strategy: str, ranks: int, size: int) -> dict[str, Estimate]:
+    def each(self, strategy: str, ranks: int, size: int) -> dict[str, Kinds]:
         """What each kind of device has, by name: the name of the strategy where all are alike.
 
         A rank with several micro-batches keeps its gradients between them.
         """
         base, spec, accumulates = self.subject.base, find_strategy(strategy), self.shared.accumulate > 1
         if spec.scatters:
-            pair = data_parallel_memory(self.footprint(size, True), ranks, strategy, accumulates=accumulates)
+            pair = data_parallel_memory(self.footprint(size, True), ranks, accumulates=accumulates)
             return dict(zip((strategy, f"{strategy}, each other"), pair, strict=True))
         if spec.state == "staged":
             return {f"device {place}": each for place, each in enumerate(self.pipeline(ranks, size), start=1)}
@@ -140,14 +141,13 @@ class Counting:
         footprint = self.footprint(size, not spec.one_process or accumulates, recompute)
         return {strategy: device_memory(footprint, strategy, holders, on_gpu=self.on_gpu, offloaded=offloaded)}
 
-    def pipeline(self, devices: int, size: int) -> list[Estimate]:
+    def pipeline(self, devices: int, size: int) -> list[Kinds]:
         """What each device of a pipeline holds, with stages cut by what their operators compute and move."""
         config, stages = self.subject.base.config, self.stages(size, devices)
         return pipeline_memory(
             stages,
             shares([stage.cost for stage in stages], devices),
-            size,
-            batch=self.batch(size),
+            batch_bytes=bytes_of(self.batch(size)),
             schedule=config.pipeline.schedule,
             micro_batches=self.micro_batches(size),
             on_gpu=self.on_gpu,
@@ -180,8 +180,8 @@ def estimate_memory(
     if strategy is not None:
         _refuse(find_strategy(strategy), counting)
 
-    def total(name: str, size: int) -> float:
-        return counting.memory(name, ranks, size).total
+    def need(name: str, size: int) -> float:
+        return total(counting.memory(name, ranks, size))
 
     devices = list(base.placement.devices) if gpus is None else [f"{gpus} GPU{'s' * (gpus > 1)}"]
     limit = _free(devices) if limit is None and gpus is None else limit
@@ -190,11 +190,10 @@ def estimate_memory(
     estimates = {name: counting.memory(name, ranks, size) for name in wanted}
     for name in wanted:
         estimates |= counting.each(name, ranks, size)
-    chosen, reason = (
-        (strategy, "as set") if strategy else choose_strategy({n: e.total for n, e in estimates.items()}, ranks, limit)
-    )
+    totals = {name: total(kinds) for name, kinds in estimates.items()}
+    chosen, reason = (strategy, "as set") if strategy else choose_strategy(totals, ranks, limit)
     largest = {
-        name: largest_batch(partial(total, name), limit, size, counting.most) for name in wanted if limit is not None
+        name: largest_batch(partial(need, name), limit, size, counting.most) for name in wanted if limit is not None
     }
     return {
         "task": subject.name,
@@ -203,7 +202,7 @@ def estimate_memory(
         "batch_size": size,
         "accumulate": counting.shared.accumulate,
         "limit": limit,
-        "strategies": {name: {**e.kinds, "total": e.total} for name, e in estimates.items()},
+        "strategies": {name: {**kinds, "total": totals[name]} for name, kinds in estimates.items()},
         "largest_batch": largest,
         "most": counting.most,
         "chosen": {"strategy": chosen, "reason": reason},

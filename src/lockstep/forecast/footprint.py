@@ -7,10 +7,10 @@ How long its operators take on a hypothetical device is bound by arithmetic, by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,11 @@ from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision, cast
 from lockstep.engine.process.runtime import seeded
 from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
+from lockstep.engine.strategies.stages import Answer, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.errors import LockstepError, TaskError, UnsupportedError, UsageError
-from lockstep.forecast.allocation_tracker import Ledger, Work
+from lockstep.forecast.allocation_tracker import Kind, Ledger, Work
 from lockstep.forecast.scaling import Step
 from lockstep.hardware.host import usable_memory
 from lockstep.hardware.peaks import known_gpus, memory_bandwidth, peak_flops
@@ -41,7 +42,6 @@ class Footprint:
     """Bytes of one device at its fullest, by kind, with a batch of ``batch_size`` samples.
 
     Attributes:
-        peak: their sum.
         kinds: parameters, buffers, gradients, optimizer, batch, activations (what operators made in between).
         gradients: bytes of each gradient, in the order in which the backward finishes them.
         blocks: bytes of the parameters of each part that fsdp would shard separately; last, the rest (may be 0).
@@ -61,10 +61,6 @@ class Footprint:
     backward: Sequence[Work] = field(default=(), repr=False)
     optimizer: Sequence[Work] = field(default=(), repr=False)
     ready: Sequence[int] = field(default=(), repr=False)
-
-    @property
-    def peak(self) -> int:
-        return sum(self.kinds.values())
 
 
 def count_step(
@@ -91,57 +87,50 @@ def count_step(
 
     def count(batch: Any, fake: FakeTensorMode | None) -> Footprint:
         ledger = Ledger(block)
+        arrived: list[tuple[Tensor, int]] = []
+        outputs: list[int] = []
+
+        def keep_gradient(parameter: Tensor) -> None:
+            ledger.add(parameter.grad, "gradients")
+            arrived.append((parameter, len(ledger.work)))
+
         with ledger:
             model = cast(model_of(task, fake), config.hardware.precision)
             ledger.add(list(model.parameters()), "parameters")
             ledger.add(list(model.buffers()), "buffers")
             ledger.add(batch, "batch")
-            ledger.watch_gradients(model)
             if recompute:
                 checkpoint_activations(model, blocks_of(task, bare(model)))
             with ledger.counting("optimizer"):
                 optimizer = task.optimizer(bare(model)) or build_optimizer(config.optimizer, model, config.optimizer.lr)
-            arrived = _Arrived(model, ledger)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(keep_gradient)
+            model.register_forward_hook(lambda _, __, output: outputs.append(bytes_of(output)))
             precision = Precision(config.hardware.precision, _CPU, 1.0)
             for _ in range(2):
                 arrived.clear()
+                outputs.clear()
                 forward, backward, update = _step(ledger, task, model, optimizer, precision, batch, keep_gradients)
         return Footprint(
             batch_size,
             {str(kind): size for kind, size in ledger.peak.items()},
-            tuple(parameter.nbytes for parameter, _ in arrived.gradients),
+            tuple(parameter.nbytes for parameter, _ in arrived),
             tuple(_blocks(task, model)),
-            arrived.outputs,
+            sum(outputs),
             "real" if fake is None else "fake",
             forward,
             backward,
             update,
-            tuple(place - len(forward) for _, place in arrived.gradients),
+            tuple(place - len(forward) for _, place in arrived),
         )
 
     return counted(task, config, batch, batch_size, count)
 
 
-class _Arrived:
-    """In one step: each gradient with the number of operators before it, and the bytes that the model returns."""
-
-    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
-        self._ledger = ledger
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._gradient)
-        model.register_forward_hook(self._output)
-        self.clear()
-
-    def clear(self) -> None:
-        self.gradients: list[tuple[Tensor, int]] = []
-        self.outputs = 0
-
-    def _gradient(self, parameter: Tensor) -> None:
-        self.gradients.append((parameter, len(self._ledger.work)))
-
-    def _output(self, _: nn.Module, __: Any, output: Any) -> None:
-        self.outputs += sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+def bytes_of(tree: Any) -> int:
+    """Of the tensors in ``tree``."""
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def counted(
@@ -227,6 +216,80 @@ def _step(
     return work[:forward], work[forward:backward], work[backward:]
 
 
+STATE: tuple[Kind, ...] = ("parameters", "buffers", "gradients", "optimizer")
+
+
+class StageCount(NamedTuple):
+    """Bytes of one stage with one micro-batch.
+
+    ``state``: by kind, what stays from step to step. ``received``, ``sent``: its inputs and outputs. ``held``:
+    activations that wait for the backward; ``most``: activations at their fullest, those included. ``cost``: the
+    floating-point operations of all its operators, and the bytes that they move.
+    """
+
+    state: Mapping[str, int]
+    received: int
+    sent: int
+    held: int
+    most: int
+    cost: float
+
+
+def count_stages(
+    task: Task, config: RunConfig, batch: Any, batch_size: int, *, devices: int, block: int = 1
+) -> list[StageCount]:
+    """Count each stage of ``task`` on a micro-batch, alone, on what the stage before it returned.
+
+    As in training (:mod:`lockstep.engine.strategies.pipeline`), for one micro-batch.
+
+    Args:
+        devices: the least number of stages.
+        block: as for :class:`~lockstep.forecast.allocation_tracker.Ledger`.
+
+    Raises:
+        TaskError, ConfigError, UnsupportedError: the model cannot be cut so, or a step cannot be counted.
+    """
+
+    def count(batch: Any, fake: FakeTensorMode | None) -> list[StageCount]:
+        model = model_of(task, fake)
+        stages = stages_of(task, model, devices)
+        optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, config.optimizer.lr)
+        precision = Precision(config.hardware.precision, _CPU, 1.0)
+        inputs, found = inputs_of(task.loss, batch), list[StageCount]()
+        for number, stage in enumerate(stages):
+            trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+            leaves = tuple(t.detach().requires_grad_(number > 0 and t.requires_grad) for t in inputs)
+            ledger = Ledger(block)
+            with ledger:
+                ledger.add(list(stage.parameters()), "parameters")
+                ledger.add(list(stage.buffers()), "buffers")
+                ledger.add(leaves, "batch")
+                for parameter in trained:
+                    parameter.grad = torch.zeros_like(parameter)
+                    ledger.add(parameter.grad, "gradients")
+                ledger.reset()
+                with precision.autocast():
+                    output = stage(*leaves)
+                    inputs = ends = as_inputs(output)
+                    if number == len(stages) - 1:
+                        ends = (ask(task.loss, Answer(lambda: output, training=True), batch).total.float(),)  # noqa: B023
+                held = ledger.live["activations"]
+                wanted = [tensor for tensor in ends if tensor.requires_grad]
+                if wanted:
+                    torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
+                most, work = ledger.peak["activations"], ledger.work
+                with ledger.counting("optimizer"):
+                    optimizer.step()
+            state = {str(kind): ledger.live[kind] for kind in STATE}
+            cost = sum(operator.flops + operator.moved for operator in work)
+            found.append(StageCount(state, bytes_of(leaves), bytes_of(inputs), held, most, cost))
+            for parameter in trained:  # else the next stage's step would step it again
+                parameter.grad = None
+        return found
+
+    return counted(task, config, batch, batch_size, count)
+
+
 def _blocks(task: Task, model: nn.Module) -> list[int]:
     """Bytes of the blocks that fsdp gathers one by one; last, of the rest. What two share counts once."""
     seen: set[nn.Parameter] = set()
@@ -245,14 +308,12 @@ def blocking_messages(task: Task, config: RunConfig) -> int:
     return 2 * sum(isinstance(module, BatchNorm) for module in blueprint(task).modules())
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A device: operations and bytes a second that programs reach, and seconds to start a kernel.
+class Machine(NamedTuple):
+    """A device: operations (in 32 and in 16 bits) and bytes a second that programs reach, seconds to start a kernel.
 
     ``source``: where the figures come from.
     """
 
-    name: str
     flops: float
     half_flops: float
     bandwidth: float
@@ -284,9 +345,7 @@ def gpu_machine(name: str, place: int = 1) -> Machine:
             fix=f"name one of: {', '.join(known_gpus())}; or measure on a device that is here with --devices",
         )
     share = REACHED_FLOPS[place]
-    return Machine(
-        name, single * share, half * share, bandwidth * REACHED_BANDWIDTH[place], LAUNCH_S[2 - place], source
-    )
+    return Machine(single * share, half * share, bandwidth * REACHED_BANDWIDTH[place], LAUNCH_S[2 - place], source)
 
 
 def seconds(work: Sequence[Work], machine: Machine) -> float:

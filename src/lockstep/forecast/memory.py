@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from lockstep.errors import UnsupportedError, UsageError
-from lockstep.forecast.footprint import Footprint
+from lockstep.forecast.footprint import STATE, Footprint, StageCount
 from lockstep.strategies import auto_strategy, find_strategy, strategies
 
 #: More devices than any cluster has.
@@ -20,23 +20,16 @@ _ROUNDS = 5
 _UNITS = {"": 1.0, "B": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30}
 
 
-class Estimate(NamedTuple):
-    """Bytes of one device by kind, for a strategy on ``ranks`` devices and a batch per device."""
-
-    strategy: str
-    ranks: int
-    batch_size: int
-    kinds: Mapping[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.kinds.values())
+#: Bytes of one device, by kind.
+Kinds = dict[str, float]
 
 
-def device_memory(
-    footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bool, offloaded: bool = False
-) -> Estimate:
-    """The memory of one device.
+def total(kinds: Mapping[str, float]) -> float:
+    return sum(kinds.values())
+
+
+def device_memory(footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bool, offloaded: bool = False) -> Kinds:
+    """The memory of one device with a batch as in ``footprint``.
 
     With a replicated state it has everything; ddp's gradients are in its buckets during the whole step, so its
     footprint must be counted with gradients kept. With a sharded one (FSDP2, by block) it has 1/ranks of parameters,
@@ -48,7 +41,7 @@ def device_memory(
         ranks: that share one copy of the model (of ``fsdp.sharding: hybrid``: those of a node).
         offloaded: parameters, gradients and optimizer are in host memory (``fsdp.cpu_offload``).
     """
-    kinds: dict[str, float] = dict(footprint.kinds)
+    kinds: Kinds = dict(footprint.kinds)
     spec = find_strategy(strategy)
     if spec.memory is not None:
         kinds = dict(spec.memory(kinds, ranks))
@@ -58,12 +51,10 @@ def device_memory(
         *blocks, root = footprint.blocks
         largest = max(blocks, default=0)
         kinds["gathered"] = max(root + 4 * largest, 2 * root + largest)
-    return on_device(strategy, ranks, footprint.batch_size, kinds, on_gpu=on_gpu)
+    return _with_allowance(kinds, on_gpu)
 
 
-def data_parallel_memory(
-    footprint: Footprint, devices: int, strategy: str = "dp", *, accumulates: bool
-) -> tuple[Estimate, Estimate]:
+def data_parallel_memory(footprint: Footprint, devices: int, *, accumulates: bool) -> tuple[Kinds, Kinds]:
     """The memory of the first GPU of one process with several, and of each other one (torch.nn.DataParallel's source).
 
     Each holds a replica of parameters and buffers, its part of the batch, activations, and the gradients of its
@@ -74,19 +65,50 @@ def data_parallel_memory(
         footprint: of one device's part of the batch, gradients kept.
         accumulates: there are several micro-batches, so that the gradients of those before are there as well.
     """
-    kinds: dict[str, float] = dict(footprint.kinds)
-    other = {**kinds, "optimizer": 0.0}
+    kinds: Kinds = dict(footprint.kinds)
     gathered = (devices - 1) * kinds["batch"] + 2 * devices * footprint.outputs
     first = {**kinds, "gradients": (2 + accumulates) * kinds["gradients"], "gathered": gathered}
-    one, rest = (on_device(strategy, devices, footprint.batch_size, each, on_gpu=True) for each in (first, other))
-    return one, rest
+    return _with_allowance(first, True), _with_allowance({**kinds, "optimizer": 0.0}, True)
 
 
-def on_device(strategy: str, ranks: int, batch_size: int, kinds: dict[str, float], *, on_gpu: bool) -> Estimate:
-    """The estimate, on GPUs with an allowance for what no tensor shows."""
-    if on_gpu:
-        kinds["device"] = GPU_CONTEXT + GPU_LOSS * sum(kinds.values())
-    return Estimate(strategy, ranks, batch_size, kinds)
+def pipeline_memory(
+    stages: Sequence[StageCount],
+    bounds: Sequence[int],
+    *,
+    batch_bytes: int,
+    schedule: str,
+    micro_batches: int,
+    on_gpu: bool,
+) -> list[Kinds]:
+    """The memory of each device of a pipeline.
+
+    A device holds the activations of ``micro_batches`` at once (``gpipe``), or of at most as many as there are devices
+    from it on (``1f1b``). What it sends, outputs to the next device and gradients to the one before, is kept until the
+    end of the step. The first device and the last one have the micro-batch itself, too.
+
+    Args:
+        bounds: the first stage of each device, and behind the last one the number of stages.
+        batch_bytes: of a micro-batch.
+    """
+    devices, found = len(bounds) - 1, []
+    for place, (start, stop) in enumerate(pairwise(bounds)):
+        own = stages[start:stop]
+        at_once = micro_batches if schedule == "gpipe" else min(micro_batches, devices - place)
+        kinds: Kinds = {kind: sum(stage.state[kind] for stage in own) for kind in STATE}
+        is_first, is_last = place == 0, place == devices - 1
+        kinds["batch"] = batch_bytes if is_first or is_last else 0.0
+        held, passing = sum(stage.held for stage in own), max(stage.most - stage.held for stage in own)
+        kinds["activations"] = at_once * held + passing
+        received = 0 if is_first else (at_once + micro_batches) * own[0].received  # and as large a gradient each
+        sent = 0 if is_last else (micro_batches - at_once) * own[-1].sent
+        kinds["messages"] = received + sent
+        found.append(_with_allowance(kinds, on_gpu))
+    return found
+
+
+def _with_allowance(kinds: Kinds, on_gpu: bool) -> Kinds:
+    """``kinds``, and on GPUs what no tensor shows."""
+    return {**kinds, "device": GPU_CONTEXT + GPU_LOSS * total(kinds)} if on_gpu else kinds
 
 
 def largest_batch(memory_of: Callable[[int], float], limit: float, first: int, most: int) -> int:

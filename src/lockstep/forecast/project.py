@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.bench.results import BenchReport
+from lockstep.bench.report import BenchReport
 from lockstep.bench.trials import Subject
 from lockstep.config import RunConfig
 from lockstep.errors import UsageError
@@ -14,7 +14,7 @@ from lockstep.forecast.collectives import Cluster, cluster_of
 from lockstep.forecast.estimate import Counting
 from lockstep.forecast.footprint import blocking_messages, modelled_step
 from lockstep.forecast.measured import Say, measured
-from lockstep.forecast.memory import MOST, choose_strategy, gigabytes
+from lockstep.forecast.memory import MOST, choose_strategy, gigabytes, total
 from lockstep.forecast.scaling import Setting, Step, Wish, predict, step_buckets, with_error_bars
 from lockstep.planning.resolve import resolve_reduction
 from lockstep.strategies import auto_strategy, find_strategy
@@ -114,7 +114,7 @@ def _strategy(
     config = counting.subject.base.config.fsdp
     if wish.memory is not None:
         names = (auto_strategy(1), whole, sharded)
-        totals = {name: counting.memory(name, ranks, step.batch_size).total for name in names}
+        totals = {name: total(counting.memory(name, ranks, step.batch_size)) for name in names}
         fitting, why = choose_strategy(totals, ranks, wish.memory)
         ddp_fits = totals[whole] <= wish.memory
         chosen = chosen or fitting
