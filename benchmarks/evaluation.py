@@ -25,7 +25,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import ArrayDataset, Loss, Task
-from lockstep.bench.trials import TIMEOUT_S, PeakMemory, Rank, new_trials
+from lockstep.bench.rank import PeakMemory, Rank
+from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate

@@ -20,9 +20,10 @@ import report
 import torch
 
 from lockstep.bench.comm import measure_message
-from lockstep.bench.measure import on_site
+from lockstep.bench.rank import Rank
 from lockstep.bench.summary import fit_alpha_beta, summarise
-from lockstep.bench.trials import Case, Rank, Subject, new_trials
+from lockstep.bench.timing import on_site
+from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
 from lockstep.forecast.estimate import Counting
 from lockstep.forecast.footprint import blocking_messages
@@ -109,12 +110,12 @@ def ranks_of_this_machine(counts: list[int], rounds: int, steps: int) -> list[di
     for name, task, strategy, settings in SUBJECTS:
         for ranks in counts:
             subject = Subject(task, {**settings, "hardware": {"selected_devices": ["cpu"] * ranks}})
-            together, alone = cases(subject, ["cpu"] * ranks, steps, strategy)
+            base, counting = subject.base, Counting(subject)
+            together, alone = cases(subject, ["cpu"] * ranks, counting.size, steps, strategy)
             with new_trials() as trials:
-                outcome = trials.run_case(round_of_measurements, together, alone, rounds, task=subject.base.task)
+                outcome = trials.run_case(round_of_measurements, together, alone, rounds, task=base.task)
             if outcome.ended != "done":
                 raise SystemExit(f"{name}, {ranks} ranks: {outcome.ended} ({outcome.error})")
-            base, counting = subject.base, Counting(subject)
             joint = bool(resolve_reduction(base.config.distributed, base.facts.joint_bytes, on_cpu=True).value)
             shape = Step(counting.size, 0.0, 0.0, 0.0, (), (), blocks=counting.footprint(counting.size, True).blocks)
             setting = Setting(

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep import Task
-from lockstep.bench.trials import TIMEOUT_S, PeakMemory, Rank, new_trials
+from lockstep.bench.rank import PeakMemory, Rank
+from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.checkpoint.sharded import ShardedStore
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.bench.measure import PARTS
 from lockstep.bench.scaling import claim_of, merged
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, summarise, with_waits
 from lockstep.bench.tables import table_of
+from lockstep.bench.timing import PARTS
 
 SECONDS = st.floats(1e-6, 10.0)
 STEP = st.fixed_dictionaries(dict.fromkeys(PARTS, SECONDS))

@@ -23,9 +23,8 @@ from lockstep.forecast.collectives import (
     measured_cluster,
     ring_all_reduce,
 )
-from lockstep.forecast.footprint import gpu_machine, seconds
 from lockstep.forecast.memory import check_strategy, choose_strategy, largest_batch, parse_memory
-from lockstep.forecast.project import advise
+from lockstep.forecast.project import advise, gpu_machine, seconds
 from lockstep.forecast.scaling import (
     COUNT_BYTES,
     FIRST_BUCKET,

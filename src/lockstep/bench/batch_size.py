@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.bench.measure import measure, on_site
+from lockstep.bench.measure import measure
+from lockstep.bench.rank import Rank, limit_memory, memory_share
 from lockstep.bench.report import BenchReport
-from lockstep.bench.trials import Case, Rank, Subject, limit_memory, memory_share, new_trials
+from lockstep.bench.timing import on_site
+from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.errors import UsageError
 from lockstep.planning import BatchPlan, Plan
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
 from lockstep.bench.summary import OPERATIONS, Fit, bus_factor, fit_alpha_beta, message_sizes, slow_links
-from lockstep.bench.trials import TIMEOUT_S, Rank, new_trials
+from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import finish

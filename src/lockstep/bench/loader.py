@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.bench.measure import measure, on_site
+from lockstep.bench.measure import measure
+from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
-from lockstep.bench.trials import Case, Outcome, Rank, Subject, new_trials
+from lockstep.bench.timing import on_site
+from lockstep.bench.trials import Case, Outcome, Subject, new_trials
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Source
 from lockstep.engine.distributed.staging import finish, to_device

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.bench.measure import Stopwatch, on_site, training
+from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
-from lockstep.bench.trials import Case, Rank, Subject, new_trials
+from lockstep.bench.timing import Stopwatch, on_site, training
+from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.errors import UsageError
 from lockstep.planning import Schedule
 

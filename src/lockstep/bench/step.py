@@ -7,9 +7,10 @@ from itertools import groupby
 from typing import Any
 
 from lockstep.bench.measure import measure_cases
+from lockstep.bench.rank import memory_share
 from lockstep.bench.report import BenchReport
 from lockstep.bench.summary import slow_ranks
-from lockstep.bench.trials import Case, Subject, Trials, memory_share, new_trials
+from lockstep.bench.trials import Case, Subject, Trials, new_trials
 from lockstep.errors import UsageError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.peaks import peak_flops

@@ -2,14 +2,12 @@
 
 The task's own model, loss and optimizer run for two steps on tensors without memory (torch's FakeTensorMode); a model
 that asks for a value on the way runs on real ones. The second step is counted: then the optimizer has its state.
-How long its operators take on a hypothetical device is bound by arithmetic, by memory, or by their launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,11 +24,9 @@ from lockstep.engine.strategies.partition import blocks_of, checkpoint_activatio
 from lockstep.engine.strategies.stages import Answer, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.errors import LockstepError, TaskError, UnsupportedError, UsageError
+from lockstep.errors import LockstepError, TaskError, UnsupportedError
 from lockstep.forecast.allocation_tracker import Kind, Ledger, Work
-from lockstep.forecast.scaling import Step
 from lockstep.hardware.host import usable_memory
-from lockstep.hardware.peaks import known_gpus, memory_bandwidth, peak_flops
 
 Result = TypeVar("Result")
 
@@ -306,86 +302,3 @@ def blocking_messages(task: Task, config: RunConfig) -> int:
     if config.distributed.sync_batchnorm == "off":
         return 0
     return 2 * sum(isinstance(module, BatchNorm) for module in blueprint(task).modules())
-
-
-class Machine(NamedTuple):
-    """A device: operations (in 32 and in 16 bits) and bytes a second that programs reach, seconds to start a kernel.
-
-    ``source``: where the figures come from.
-    """
-
-    flops: float
-    half_flops: float
-    bandwidth: float
-    launch_s: float
-    source: str
-
-
-#: Shares of a data sheet's peak that large kernels reach: the middle, and the range that forecasts carry. Published
-#: training runs use 35 to 60 % of the arithmetic (PaLM, https://arxiv.org/abs/2204.02311, table 3), and copies 70 to
-#: 90 % of the memory's speed.
-REACHED_FLOPS, REACHED_BANDWIDTH = (0.35, 0.5, 0.65), (0.7, 0.8, 0.9)
-#: Seconds between two kernels that eager torch starts from Python: low, middle, high.
-LAUNCH_S = (3e-6, 5e-6, 8e-6)
-
-
-def gpu_machine(name: str, place: int = 1) -> Machine:
-    """A GPU by its driver's name. ``place``: 0 slow, 1 middle, 2 fast.
-
-    Raises:
-        UsageError: no figures are known for it.
-    """
-    single, source = peak_flops(name, "32")
-    half, _ = peak_flops(name, "16-mixed")
-    bandwidth, _ = memory_bandwidth(name)
-    if single is None or half is None or bandwidth is None:
-        raise UsageError(
-            f"no data sheet figures for {name!r}",
-            why="a modelled step needs the peaks of its arithmetic and memory",
-            fix=f"name one of: {', '.join(known_gpus())}; or measure on a device that is here with --devices",
-        )
-    share = REACHED_FLOPS[place]
-    return Machine(single * share, half * share, bandwidth * REACHED_BANDWIDTH[place], LAUNCH_S[2 - place], source)
-
-
-def seconds(work: Sequence[Work], machine: Machine) -> float:
-    """The roofline (Williams, Waterman, Patterson 2009, https://doi.org/10.1145/1498765.1498785), operator by operator.
-
-    One after another, each as slow as the slowest of its arithmetic, its memory traffic and its launch.
-    """
-    return sum(
-        max(
-            item.flops / (machine.half_flops if item.half else machine.flops),
-            item.moved / machine.bandwidth,
-            machine.launch_s,
-        )
-        for item in work
-    )
-
-
-def modelled_step(footprint: Footprint, gpu: str) -> tuple[Step, list[str]]:
-    """A step on a GPU that is not here: the roofline of every operator that the task's own step starts."""
-    slow, middle, fast = (gpu_machine(gpu, place) for place in range(3))
-    parts = (footprint.forward, footprint.backward, footprint.optimizer)
-    times = [[seconds(part, machine) for part in parts] for machine in (slow, middle, fast)]
-    totals = [sum(row) for row in times]
-    passed = [0.0, *accumulate(seconds([work], middle) for work in footprint.backward)]
-    step = Step(
-        batch_size=footprint.batch_size,
-        forward_s=times[1][0],
-        backward_s=times[1][1],
-        optimizer_s=times[1][2],
-        gradients=footprint.gradients,
-        ready=tuple(passed[place] / passed[-1] for place in footprint.ready),
-        spread=(totals[0] / totals[2]) ** 0.5 - 1,
-        blocks=footprint.blocks,
-    )
-    flops = sum(work.flops for part in parts for work in part)
-    note = (
-        f"the step is modelled, not measured: {len(footprint.forward) + len(footprint.backward)} operators, "
-        f"{flops / 1e12:.3g} TFLOP, on {gpu} ({middle.source}) at {middle.flops / 1e12:.3g} TFLOP/s "
-        f"({middle.half_flops / 1e12:.3g} in 16 bits), {middle.bandwidth / 1e9:.0f} GB/s and "
-        f"{middle.launch_s * 1e6:.0f} µs a kernel; between the cautious and the good case lies a factor of "
-        f"{totals[0] / totals[2]:.2g}"
-    )
-    return step, [note, "input is taken to keep up, and every GPU to be equally fast"]

@@ -15,21 +15,19 @@ from torch import nn
 
 from lockstep.bench.comm import bench_comm
 from lockstep.bench.loader import bench_loader
-from lockstep.bench.measure import Site, Stopwatch, counted_steps, on_site, training
+from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport
 from lockstep.bench.summary import summarise
-from lockstep.bench.trials import TIMEOUT_S, Case, Rank, Subject, Trials, new_trials
-from lockstep.config.load import merge
+from lockstep.bench.timing import Site, Stopwatch, counted_steps, on_site, training
+from lockstep.bench.trials import TIMEOUT_S, Case, Subject, Trials, new_trials
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import Group, all_gather_rows, between
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.errors import LockstepError, RunError
 from lockstep.forecast.collectives import Cluster, measured_cluster
-from lockstep.forecast.estimate import Counting
 from lockstep.forecast.scaling import Setting, Step, Wish
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.world import World
-from lockstep.strategies import find_strategy
 
 #: Messages in a forward by which it is measured what one costs ranks that share cores.
 MEETINGS = 8
@@ -154,12 +152,12 @@ Say = Callable[[str], None]
 
 
 def measured(
-    subject: Subject, wish: Wish, cluster: Cluster | None, blocking: int, say: Say
+    subject: Subject, wish: Wish, cluster: Cluster | None, size: int, waits: bool, say: Say
 ) -> tuple[Step, Setting, list[str]]:
     """One device's step, and what ranks on one machine do to each other where ``cluster`` is to be measured.
 
     Args:
-        blocking: messages in a forward and backward that wait for all ranks.
+        size: the batch of a device. waits: ranks wait for each other in mid-step.
     """
     base = subject.base
     devices, on_cpu = list(base.placement.devices), base.placement.accelerator == "cpu"
@@ -168,10 +166,10 @@ def measured(
     with new_trials() as trials:
         for count in counts or [1]:
             say(f"{wish.repeats} times {wish.steps} steps of {count} device(s), without communication")
-            found.append(_trial(subject, trials, devices[:count], wish))
+            found.append(_trial(subject, trials, devices[:count], size, wish))
     gradients, turns = found[0][0], [rows[1:] for rows in found]
     rate, alike = _loader_rate(subject, say), base.plan.order.bucketed
-    step = step_of(Counting(subject).size, gradients, turns[0], rate, alike=alike)
+    step = step_of(size, gradients, turns[0], rate, alike=alike)
     notes = [
         f"the step was measured on {devices[0]}: {step.seconds * 1e3:.3g} ms (within {step.spread:.0%}), jitter "
         f"{step.jitter_s * 1e3:.2g} ms"
@@ -184,8 +182,6 @@ def measured(
     if fit is None:
         raise RunError("the messages between the devices could not be measured", why="; ".join(comm.notes))
     cluster = measured_cluster(fit["alpha_s"], fit["beta_s_per_byte"], len(devices), max(fit["error"], 0.1))
-    collective = wish.strategy is not None and find_strategy(wish.strategy).forward_is_collective
-    waits = collective or blocking > 0
     slowed = {count: contention(each, count if on_cpu else 0, waits) for count, each in zip(counts, turns, strict=True)}
     costs = meeting(turns[-1], counts[-1], fit["alpha_s"] / 2) if on_cpu else 0.0
     spare = max(0.0, usable_cores() - len(devices) * (base.config.training.threads or 1)) / len(devices)
@@ -209,9 +205,9 @@ def _unless_stopped(report: BenchReport) -> BenchReport:
     return report
 
 
-def _trial(subject: Subject, trials: Trials, devices: Sequence[str], wish: Wish) -> Sequence[Row]:
+def _trial(subject: Subject, trials: Trials, devices: Sequence[str], size: int, wish: Wish) -> Sequence[Row]:
     """Rows of :func:`measure_alone` on ``devices``."""
-    together, alone = cases(subject, devices, wish.steps)
+    together, alone = cases(subject, devices, size, wish.steps)
     outcome = trials.run_case(measure_alone, together, alone, wish.repeats, task=subject.base.task)
     if outcome.ended == "stopped":
         raise KeyboardInterrupt
@@ -220,15 +216,17 @@ def _trial(subject: Subject, trials: Trials, devices: Sequence[str], wish: Wish)
     return outcome.rows
 
 
-def cases(subject: Subject, devices: Sequence[str], steps: int, strategy: str = "auto") -> tuple[Case, Case]:
+def cases(subject: Subject, devices: Sequence[str], size: int, steps: int, strategy: str = "auto") -> tuple[Case, Case]:
     """The same batch per device on all ``devices`` together, and on the first alone; a thread a rank on the CPU."""
     base = subject.base
     threads = base.config.training.threads or (1 if base.placement.accelerator == "cpu" else None)
-    sized = {"batch_size": Counting(subject).size, "global_batch_size": None, "accumulate": 1, "threads": threads}
-    changes = {"training": sized, "hardware": {"selected_devices": list(devices), "strategy": strategy}}
-    one = merge(changes, {"hardware": {"selected_devices": [devices[0]], "strategy": "auto"}})
+    sized = {"batch_size": size, "global_batch_size": None, "accumulate": 1, "threads": threads}
+    one = {"training": sized, "hardware": {"selected_devices": [devices[0]], "strategy": "auto"}}
     # The ranks take separate steps, so the batches of all devices may be more than the data set.
-    all_of_them = merge(changes, {"training": {"tail": "spread"}})
+    all_of_them = {
+        "training": {**sized, "tail": "spread"},
+        "hardware": {"selected_devices": list(devices), "strategy": strategy},
+    }
     together, alone = (subject.case({}, what, steps=steps, warm_up=WARM_UP) for what in (all_of_them, one))
     return together, alone
 

@@ -1,0 +1,166 @@
+"""On the ranks: the engine's own loop with its parts timed.
+
+Every moment of a step belongs to exactly one part, so the parts add up to the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lockstep.bench.rank import Rank
+from lockstep.bench.trials import Case
+from lockstep.config import RunConfig
+from lockstep.data.loader import make_loader
+from lockstep.engine.distributed.collectives import Collectives, shared
+from lockstep.engine.distributed.staging import between, finish, moment
+from lockstep.engine.loop import StepResult, training_steps
+from lockstep.engine.parts import Parts, build_parts
+from lockstep.engine.process.runtime import rank_device, runtime
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.strategies.base import Flags
+from lockstep.engine.task import Datasets, Loss, Task
+from lockstep.engine.training_data import kept_on, open_data, training_source, walk
+from lockstep.planning import Plan
+from lockstep.tasks.registry import load_task
+
+#: Parts of a step. ``other``: what the host does in between.
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")
+_NEXT_STEP = "next step"
+
+
+class Stopwatch:
+    """Notes when which part begins.
+
+    On a GPU the notes are events on its stream: what the host does while the GPU is still busy costs nothing there,
+    and waiting counts only where the GPU has run out of work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, Any]] = []
+
+    def enter(self, part: str) -> None:
+        """From now on time belongs to ``part``."""
+        self._marks.append((part, moment(self._device)))
+
+    def next_step(self) -> None:
+        """A step ends here, and the next one begins."""
+        self.enter(_NEXT_STEP)
+
+    def marks(self) -> list[tuple[str, Any]]:
+        """Each part that was entered, and when; for :func:`between`."""
+        finish(self._device)
+        return self._marks
+
+    def steps(self) -> list[dict[str, float]]:
+        """Seconds of each part, for every step between two calls of :meth:`next_step`."""
+        found: list[dict[str, float]] = []
+        for (part, start), (_, stop) in pairwise(self.marks()):
+            if part == _NEXT_STEP:
+                found.append(dict.fromkeys(PARTS, 0.0))
+            if found:
+                found[-1]["other" if part == _NEXT_STEP else part] += between(start, stop)
+        return found
+
+
+def time_update(parts: Parts, watch: Stopwatch) -> None:
+    """``parts.update.apply`` counts as ``optimizer``."""
+    apply = parts.update.apply
+
+    def timed(*arguments: Any, **more: Any) -> None:
+        watch.enter("optimizer")
+        apply(*arguments, **more)
+        watch.enter("other")
+
+    parts.update.apply = timed  # type: ignore[method-assign]
+
+
+def timed_batches(batches: Iterator[Any], watch: Stopwatch) -> Iterator[Any]:
+    """``batches``; waiting for one counts as ``data``."""
+    while True:
+        watch.enter("data")
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        watch.enter("other")
+        yield batch
+
+
+def time_loss(task: Task, watch: Stopwatch) -> None:
+    """``task.loss`` counts as ``forward``, and what follows it as ``backward``. Before the strategy is made."""
+    loss: Callable[[nn.Module, Any], Loss] = type(task).loss.__get__(task)
+
+    def timed(model: nn.Module, batch: Any) -> Loss:
+        watch.enter("forward")
+        result = loss(model, batch)
+        watch.enter("backward")
+        return result
+
+    task.loss = timed  # type: ignore[method-assign]
+
+
+class Site(NamedTuple):
+    """What the cases of one trial share."""
+
+    rank: Rank
+    task: Task
+    datasets: Datasets
+    device: torch.device
+    collectives: Collectives
+
+
+@contextlib.contextmanager
+def on_site(rank: Rank, config: RunConfig, plan: Plan) -> Iterator[Site]:
+    """The rank's task with its data, device and process group."""
+    world, timeout_s = rank.world, config.distributed.timeout_s
+    task = load_task(rank.folder, config)
+    device = rank_device(tuple(plan.placement["devices"]), world)
+    with runtime(plan, device, world, timeout_s, detect_anomaly=False), shared(world, timeout_s):
+        collectives = Collectives(world, timeout_s=timeout_s)
+        yield Site(rank, task, open_data(task, config, collectives), device, collectives)
+
+
+@contextlib.contextmanager
+def training(
+    site: Site, config: RunConfig, plan: Plan, watch: Stopwatch
+) -> Iterator[tuple[Parts, Iterator[StepResult]]]:
+    """The engine's own loop for ``plan``, with its parts timed; yields what it trains and its steps."""
+    world = site.rank.world
+    time_loss(site.task, watch)
+    with runtime(plan, site.device, world, config.distributed.timeout_s, detect_anomaly=False):
+        context = RankContext(site.rank.folder, world, config, plan, site.device, site.collectives)
+        parts = build_parts(context, site.task, site.datasets, None)
+        source, _ = kept_on(training_source(site.task, site.datasets, plan), site.device, config.data.device)
+        largest = plan.batch.batch_size
+        requests = chain.from_iterable(window.requests for window in walk(plan, world))
+        loader = make_loader(source, requests, plan.loader, world.rank, largest=largest)
+        parts.strategy.module.train()
+        with contextlib.closing(loader):
+            time_update(parts, watch)
+            steps = training_steps(
+                walk(plan, world),
+                timed_batches(iter(loader), watch),
+                parts.strategy,
+                parts.update,
+                parts.state,
+                epoch_over=lambda stop: plan.batch.window(stop) is None,
+                requested=Flags,
+                norm_every=config.telemetry.log_interval,
+            )
+            yield parts, steps
+
+
+def counted_steps(site: Site, case: Case, watch: Stopwatch, steps: Iterator[StepResult]) -> Iterator[int]:
+    """Take the steps of ``case`` and yield the number of each; from ``case.warm_up`` on ``watch`` notes their ends."""
+    for number, _ in zip(range(1, case.plan.total_steps + 1), steps, strict=False):
+        site.rank.check()
+        yield number
+        if number >= case.warm_up:
+            watch.next_step()
