@@ -16,10 +16,10 @@ from lockstep.errors import UnsupportedError, UsageError
 from lockstep.hardware.world import read_world
 from lockstep.launch.prepare import native_settings, prepare
 from lockstep.verification import diagnose
-from lockstep.verification.diagnose import FACTOR, Cause
-from lockstep.verification.experiments import Lab, Variant
-from lockstep.verification.report import BLIND, Comparison, Outcome, VerifyReport
-from lockstep.verification.trajectory import BUFFER, ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
+from lockstep.verification.diagnose import Cause
+from lockstep.verification.experiments import Comparison, Lab, Variant
+from lockstep.verification.report import BLIND, Outcome, VerifyReport
+from lockstep.verification.trajectory import BUFFER, FACTOR, ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -66,142 +66,126 @@ def verify(
         )
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         lab = Lab(task, prepared.config, plan, steps, eval_batches, Path(folder), say)
-        return _Verification(lab).report()
-
-
-class _Verification:
-    """The order of the runs, each decided by the results of those before."""
-
-    def __init__(self, lab: Lab) -> None:
-        self._lab = lab
-        self._notes: list[str] = []
         if lab.config.launch.nodes not in (None, "1"):
-            self._notes.append("launch.nodes is ignored: all ranks that were compared are on this machine")
+            lab.notes.append("launch.nodes is ignored: all ranks that were compared are on this machine")
+        return _report(lab)
 
-    def report(self) -> VerifyReport:
-        lab = self._lab
-        one, many = lab.run(Variant("one")), lab.run(Variant("many"))
-        configured = Comparison((), one, many, gap_between(one, many))
-        # What is wrong whatever the losses are; then nothing can be said about rounding.
-        cause = diagnose.other_samples(lab, one, many) or diagnose.diverged(many) or diagnose.not_finite(one, many)
-        if cause is not None:
-            return self._conclude(configured, floor_of([], one), configured.gap, [cause])
-        if _identical(one, many):
-            return self._resumed(configured, floor_of([], one), configured.gap, "identical")
-        again = lab.run(Variant("one", repeat=1))
-        cause = diagnose.unseeded(one, again)
-        if cause is not None:
-            return self._conclude(configured, floor_of([], one), configured.gap, [cause])
-        quiet: tuple[str, ...] = ("dropout",) if "dropout" in one.draws else ()
-        floor = self._floor(quiet, gap_between(one, again))
-        compared = configured
-        if lab.plan.reproducibility == "fast":
-            if floor.parting(compared.gap, FACTOR) is None:
-                return self._resumed(compared, floor, configured.gap, "equal")
-            if quiet:
-                compared = self._compare(quiet)
-                if floor.parting(compared.gap, FACTOR) is None:
-                    return self._resumed(compared, floor, configured.gap, "equal without dropout")
-            if diagnose.rounds_more(lab.plan) and diagnose.is_rounding(compared.gap, lab.plan):
-                in_float32 = self._compare(quiet, "32")
-                if floor.parting(in_float32.gap, FACTOR) is None:
-                    return self._resumed(in_float32, floor, compared.gap, "equal in float32")
-        return self._conclude(compared, floor, configured.gap, self._causes(compared, floor, quiet))
 
-    def _resumed(self, compared: Comparison, floor: Floor, as_configured: Gap, outcome: Outcome) -> VerifyReport:
-        """The outcome, unless a run that is interrupted and resumed shows otherwise."""
-        cause = diagnose.interrupted(self._lab, Variant("many", compared.off, precision=compared.precision), floor)
-        causes = [] if cause is None else [cause]
-        return self._conclude(compared, floor, as_configured, causes, outcome)
+def _report(lab: Lab) -> VerifyReport:
+    """The order of the runs, each decided by the results of those before."""
+    compared = configured = lab.compare()
+    one, many = configured.one, configured.many
+    # What is wrong whatever the losses are; then nothing can be said about rounding.
+    cause = diagnose.other_samples(lab, one, many) or diagnose.diverged(many) or diagnose.not_finite(one, many)
+    if cause is not None:
+        return _conclude(lab, configured, floor_of([], one), configured.gap, [cause])
+    if _identical(one, many):
+        return _resumed(lab, configured, floor_of([], one), configured.gap, "identical")
+    again = lab.run(Variant("one", repeat=1))
+    cause = diagnose.unseeded(one, again)
+    if cause is not None:
+        return _conclude(lab, configured, floor_of([], one), configured.gap, [cause])
+    quiet: tuple[str, ...] = ("dropout",) if "dropout" in one.draws else ()
+    floor = _floor(lab, quiet, gap_between(one, again))
+    if lab.plan.reproducibility == "fast":
+        if floor.parting(compared.gap) is None:
+            return _resumed(lab, compared, floor, configured.gap, "equal")
+        if quiet:
+            compared = lab.compare(quiet)
+            if floor.parting(compared.gap) is None:
+                return _resumed(lab, compared, floor, configured.gap, "equal without dropout")
+        if diagnose.rounds_more(lab.plan) and diagnose.is_rounding(compared.gap, lab.plan):
+            in_float32 = lab.compare(quiet, "32")
+            if floor.parting(in_float32.gap) is None:
+                return _resumed(lab, in_float32, floor, compared.gap, "equal in float32")
+    return _conclude(lab, compared, floor, configured.gap, _causes(lab, compared, floor, quiet))
 
-    def _compare(self, off: tuple[str, ...], precision: str | None = None) -> Comparison:
-        one = self._lab.run(Variant("one", off, precision=precision))
-        many = self._lab.run(Variant("many", off, precision=precision))
-        return Comparison(off, one, many, gap_between(one, many), precision)
 
-    def _floor(self, quiet: tuple[str, ...], repeated: Gap) -> Floor:
-        """What rounding does: the same samples in each micro-batch, in other orders; on a GPU, repetition too."""
-        base = self._lab.run(Variant("one", quiet))
-        gaps = [repeated]
-        if set(base.draws) - {"dropout"}:
-            self._notes.append(
-                f"the forward pass draws random numbers ({', '.join(base.draws)}), so the noise floor could not be "
-                "measured; the rounding of float32 is used instead"
-            )
-            return floor_of(gaps, base)
-        for arrangement in ("reversed", "shuffled"):
-            arranged = self._lab.run(Variant("one", quiet, trace=arrangement))
-            gap = gap_between(base, arranged)
-            if base.first_other_samples(arranged) is not None:
-                self._notes.append(
-                    f"with the samples of each batch {arrangement} the data set returns other samples: each depends "
-                    "on those read before it, so that run says nothing about rounding"
-                )
-            elif gap["loss"][0] > NOT_ROUNDING:
-                self._notes.append(
-                    f"with the samples of each batch {arrangement} the first loss differs by {gap['loss'][0]:.1e}: it "
-                    "depends on their order, so that run says nothing about rounding"
-                )
-            else:
-                gaps.append(gap)
-        return floor_of(gaps, base)
+def _resumed(lab: Lab, compared: Comparison, floor: Floor, as_configured: Gap, outcome: Outcome) -> VerifyReport:
+    """The outcome, unless a run that is interrupted and resumed shows otherwise."""
+    cause = diagnose.interrupted(lab, Variant("many", compared.off, precision=compared.precision), floor)
+    return _conclude(lab, compared, floor, as_configured, [] if cause is None else [cause], outcome)
 
-    def _causes(self, compared: Comparison, floor: Floor, quiet: tuple[str, ...]) -> list[Cause]:
-        """Likely causes of what lies beyond the floor, the likeliest first."""
-        parting = floor.parting(compared.gap, FACTOR) or ("weights", len(compared.one) - 1)
-        merged = diagnose.unmerged(compared.one, *parting)
-        if merged is not None:
-            return [merged]
-        found = list(diagnose.evidence(compared.one, compared.many, self._lab.devices))
-        if any(cause.code == "initial-weights" for cause in found):
-            return found
-        # A wrong count or rate may be there without having made the difference: what an experiment shows comes first.
-        found = [*diagnose.experiments(self._lab, quiet, floor), *found]
-        if not found:
-            found = list(diagnose.other_draws(compared.one.draws, self._lab.plan))
-        if not found:
-            cause = diagnose.grouping(self._lab, quiet, floor)
-            found = [cause] if cause is not None else []
-        return found or [diagnose.unknown(compared.one, compared.many, *parting)]
 
-    def _conclude(
-        self,
-        comparison: Comparison,
-        floor: Floor,
-        as_configured: Gap,
-        causes: list[Cause],
-        outcome: Outcome = "different",
-    ) -> VerifyReport:
-        plan, lab = self._lab.plan, self._lab
-        if causes:
-            outcome = "not finite" if causes[0].code == "not-finite" else "different"
-        else:
-            self._note_blindness(floor)
-            self._notes += [
-                f"the {cause.code} differs, without effect in these steps: {cause.what}; {cause.fix}"
-                for cause in diagnose.evidence(comparison.one, comparison.many, lab.devices)
-            ]
-        return VerifyReport(
-            task=plan.task.name,
-            devices=tuple(plan.placement["devices"]),
-            strategy=plan.placement["strategy"],
-            reproducibility=plan.reproducibility,
-            global_batch=plan.batch.global_batch,
-            outcome=outcome,
-            verdict=_verdict(outcome, causes, comparison, floor, as_configured, lab.devices),
-            causes=tuple(causes),
-            notes=tuple(self._notes),
-            comparison=comparison,
-            floor=floor,
-            as_configured=as_configured,
+def _floor(lab: Lab, quiet: tuple[str, ...], repeated: Gap) -> Floor:
+    """What rounding does: the same samples in each micro-batch, in other orders; on a GPU, repetition too."""
+    base = lab.run(Variant("one", quiet))
+    gaps = [repeated]
+    if set(base.draws) - {"dropout"}:
+        lab.notes.append(
+            f"the forward pass draws random numbers ({', '.join(base.draws)}), so the noise floor could not be "
+            "measured; the rounding of float32 is used instead"
         )
+        return floor_of(gaps, base)
+    for arrangement in ("reversed", "shuffled"):
+        arranged = lab.run(Variant("one", quiet, trace=arrangement))
+        gap = gap_between(base, arranged)
+        if base.first_other_samples(arranged) is not None:
+            lab.notes.append(
+                f"with the samples of each batch {arrangement} the data set returns other samples: each depends "
+                "on those read before it, so that run says nothing about rounding"
+            )
+        elif gap["loss"][0] > NOT_ROUNDING:
+            lab.notes.append(
+                f"with the samples of each batch {arrangement} the first loss differs by {gap['loss'][0]:.1e}: it "
+                "depends on their order, so that run says nothing about rounding"
+            )
+        else:
+            gaps.append(gap)
+    return floor_of(gaps, base)
 
-    def _note_blindness(self, floor: Floor) -> None:
+
+def _causes(lab: Lab, compared: Comparison, floor: Floor, quiet: tuple[str, ...]) -> list[Cause]:
+    """Likely causes of what lies beyond the floor, the likeliest first."""
+    parting = floor.parting(compared.gap) or ("weights", len(compared.one) - 1)
+    merged = diagnose.unmerged(compared.one, *parting)
+    if merged is not None:
+        return [merged]
+    found = list(diagnose.evidence(compared.one, compared.many, lab.devices))
+    if any(cause.code == "initial-weights" for cause in found):
+        return found
+    # A wrong count or rate may be there without having made the difference: what an experiment shows comes first.
+    found = [*diagnose.experiments(lab, quiet, floor), *found]
+    found = found or list(diagnose.other_draws(compared.one.draws, lab.plan))
+    cause = None if found else diagnose.grouping(lab, quiet, floor)
+    return found or [cause or diagnose.unknown(compared.one, compared.many, *parting)]
+
+
+def _conclude(
+    lab: Lab,
+    comparison: Comparison,
+    floor: Floor,
+    as_configured: Gap,
+    causes: list[Cause],
+    outcome: Outcome = "different",
+) -> VerifyReport:
+    plan = lab.plan
+    if causes:
+        outcome = "not finite" if causes[0].code == "not-finite" else "different"
+    else:
         blind = np.flatnonzero(floor["loss"] * FACTOR > BLIND)
-        if blind.size and floor["loss"][0] * FACTOR <= BLIND:
-            self._notes.append(
+        if blind.size and blind[0] > 0:
+            lab.notes.append(
                 f"from step {int(blind[0]) + 1} on rounding errors have grown so far that the loss says little"
             )
+        lab.notes += [
+            f"the {cause.code} differs, without effect in these steps: {cause.what}; {cause.fix}"
+            for cause in diagnose.evidence(comparison.one, comparison.many, lab.devices)
+        ]
+    return VerifyReport(
+        task=plan.task.name,
+        devices=tuple(plan.placement["devices"]),
+        strategy=plan.placement["strategy"],
+        reproducibility=plan.reproducibility,
+        global_batch=plan.batch.global_batch,
+        outcome=outcome,
+        verdict=_verdict(outcome, causes, comparison, floor, as_configured, lab.devices),
+        causes=tuple(causes),
+        notes=tuple(lab.notes),
+        comparison=comparison,
+        floor=floor,
+        as_configured=as_configured,
+    )
 
 
 def _identical(one: Trajectory, many: Trajectory) -> bool:
@@ -248,7 +232,7 @@ def _verdict(
         return f"DIFFERENT: the {devices} ranks do not have the same weights and buffers"
     if causes[0].code == "resume":
         return f"DIFFERENT: {devices} devices and one agree, but a resumed run and a whole one do not"
-    quantity, place = floor.parting(gap, FACTOR) or ("weights", steps - 1)
+    quantity, place = floor.parting(gap) or ("weights", steps - 1)
     since = f"from step {place + 1} on"
     if quantity == "validation loss":
         since = f"in validation {place + 1}"

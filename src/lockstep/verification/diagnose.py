@@ -13,9 +13,6 @@ from lockstep.planning import Plan
 from lockstep.verification.experiments import Lab, Variant
 from lockstep.verification.trajectory import BUFFER, Floor, Gap, Trajectory, gap_between
 
-#: By how many times the noise floor two correct runs may differ. One device and several do not round alike;
-#: real faults are larger by orders of magnitude.
-FACTOR = 30.0
 #: Half the distance from 1 to the next number.
 EPSILON = {
     "bf16-mixed": 2.0**-8,
@@ -163,7 +160,7 @@ def interrupted(lab: Lab, variant: Variant, floor: Floor) -> Cause | None:
         return None
     step, resumed = found
     both = whole.then(step, resumed)
-    parting = floor.parting(gap_between(whole, both), FACTOR)
+    parting = floor.parting(gap_between(whole, both))
     exact = lab.plan.reproducibility == "exact" and whole.fingerprint != both.fingerprint
     if parting is None and not exact and whole.first_other_samples(both) is None:
         return None
@@ -265,26 +262,21 @@ def evidence(one: Trajectory, many: Trajectory, devices: int) -> Iterator[Cause]
 def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Cause]:
     """What makes the difference go away when it is switched off in both runs. Runs more variants."""
     plan = lab.plan
-    if plan.task.has_batchnorm:
-        off = (*quiet, "batchnorm")
-        one, many = lab.run(Variant("one", off)), lab.run(Variant("many", off))
-        if floor.parting(gap_between(one, many), FACTOR) is None:
-            yield Cause(
-                "batchnorm",
-                "with BatchNorm's batch statistics switched off the runs agree: each device normalises by the "
-                "statistics of its part of the batch",
-                "set distributed.sync_batchnorm to auto or on, use reproducibility exact, or a norm without batch "
-                "statistics",
-            )
-    if rounds_more(plan):
-        one, many = (lab.run(Variant(where, quiet, precision="32")) for where in ("one", "many"))
-        if floor.parting(gap_between(one, many), FACTOR) is None:
-            yield Cause(
-                "precision",
-                f"in float32 the runs agree, and at step 1 they differ by more than the rounding of "
-                f"{plan.placement['precision']}",
-                "use precision 32, or look for values near the limits of the precision (overflow, tiny gradients)",
-            )
+    if plan.task.has_batchnorm and floor.parting(lab.compare((*quiet, "batchnorm")).gap) is None:
+        yield Cause(
+            "batchnorm",
+            "with BatchNorm's batch statistics switched off the runs agree: each device normalises by the "
+            "statistics of its part of the batch",
+            "set distributed.sync_batchnorm to auto or on, use reproducibility exact, or a norm without batch "
+            "statistics",
+        )
+    if rounds_more(plan) and floor.parting(lab.compare(quiet, "32").gap) is None:
+        yield Cause(
+            "precision",
+            f"in float32 the runs agree, and at step 1 they differ by more than the rounding of "
+            f"{plan.placement['precision']}",
+            "use precision 32, or look for values near the limits of the precision (overflow, tiny gradients)",
+        )
 
 
 def rounds_more(plan: Plan) -> bool:
@@ -312,7 +304,7 @@ def other_draws(draws: tuple[str, ...], plan: Plan) -> Iterator[Cause]:
 def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
     """Whether one device that takes the ranks' parts in turn parts from itself too."""
     one, parts = lab.run(Variant("one", quiet)), lab.run(Variant("parts", quiet))
-    if floor.parting(gap_between(one, parts), FACTOR) is None:
+    if floor.parting(gap_between(one, parts)) is None:
         return None
     return Cause(
         "grouping",

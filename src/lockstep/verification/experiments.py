@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from lockstep.launch.api import train
 from lockstep.planning import Plan
 from lockstep.telemetry.loggers import QUIET
 from lockstep.telemetry.rundir import RunDir
-from lockstep.verification.trajectory import Trajectory, read_trajectory
+from lockstep.verification.trajectory import Gap, Trajectory, gap_between, read_trajectory
 
 #: Checkpoints that are kept beside the one to resume from.
 MOST_KEPT = 3
@@ -50,6 +51,20 @@ class Variant:
         return ", ".join(words)
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """One device and several, with the same options switched off in both."""
+
+    off: tuple[str, ...]
+    precision: str | None
+    one: Trajectory
+    many: Trajectory
+
+    @cached_property
+    def gap(self) -> Gap:
+        return gap_between(self.one, self.many)
+
+
 @dataclass
 class Lab:
     """Runs variants of one training and keeps their trajectories.
@@ -58,6 +73,7 @@ class Lab:
         config: complete; ``plan`` is its plan on the chosen devices.
         folder: where the runs go.
         say: called with a description of each run before it starts.
+        notes: what the report says beside its verdict.
     """
 
     task: Task | type[Task] | str
@@ -67,6 +83,7 @@ class Lab:
     eval_batches: int
     folder: Path
     say: Callable[[str], None]
+    notes: list[str] = field(default_factory=list)
     _done: dict[Variant, tuple[Path, Trajectory]] = field(default_factory=dict)
 
     @property
@@ -84,6 +101,11 @@ class Lab:
             self._train(variant.describe(self.devices), self._settings(variant, path))
             self._done[variant] = path, read_trajectory(path)
         return self._done[variant][1]
+
+    def compare(self, off: tuple[str, ...] = (), precision: str | None = None) -> Comparison:
+        """One device and several, without what is ``off``; see :meth:`run`."""
+        one, many = (self.run(Variant(where, off, precision=precision)) for where in ("one", "many"))
+        return Comparison(off, precision, one, many)
 
     def resumed(self, variant: Variant) -> tuple[int, Trajectory] | None:
         """The run of ``variant``, resumed on one device from a checkpoint in mid-epoch; it is lost by that.
@@ -162,11 +184,7 @@ class Lab:
             # Whole: the hashes of two files of weights are compared.
             "checkpoint": {"every_steps": every, "every_s": None, "keep_last": keep, "sharded": "off"},
             # Nothing of these runs leaves their folder, and it is removed.
-            "telemetry": {
-                **QUIET,
-                "log_interval": 1,
-                "record_samples": False,
-            },
+            "telemetry": {**QUIET, "log_interval": 1, "record_samples": False},
             "launch": {"max_restarts": 0, "nodes": None, "rdzv": None},
             "debug": {
                 "trace": variant.trace,

@@ -13,48 +13,13 @@ from lockstep.errors import ResultsDifferError
 from lockstep.telemetry.files import make_folders, write_json, write_text
 from lockstep.telemetry.pictures import save_figure
 from lockstep.telemetry.tables import aligned, print_table, say
-from lockstep.verification.diagnose import FACTOR, Cause
-from lockstep.verification.trajectory import Floor, Gap, Trajectory
+from lockstep.verification.diagnose import Cause
+from lockstep.verification.experiments import Comparison
+from lockstep.verification.trajectory import FACTOR, Floor, Gap
 
 Outcome = Literal["identical", "equal", "equal without dropout", "equal in float32", "not finite", "different"]
 #: From here on rounding has grown so much that a difference in meaning could hide in it.
 BLIND = 0.01
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One device and several, with the same options switched off in both."""
-
-    off: tuple[str, ...]
-    one: Trajectory
-    many: Trajectory
-    gap: Gap
-    precision: str | None = None
-
-    def as_dict(self, floor: Floor) -> dict[str, Any]:
-        columns = {
-            "samples": self.one.samples,
-            "loss_one": self.one.loss,
-            "loss_many": self.many.loss,
-            "loss_gap": self.gap["loss"],
-            "loss_noise": floor["loss"],
-            "grad_norm_one": self.one.grad_norm,
-            "grad_norm_many": self.many.grad_norm,
-            "grad_norm_gap": self.gap["gradient norm"],
-            "grad_norm_noise": floor["gradient norm"],
-            "weights_gap": self.gap["weights"],
-            "weights_noise": floor["weights"],
-            "lr": self.one.lr,
-        }
-        return {
-            "switched_off": list(self.off),
-            "steps": [
-                {"step": index + 1, **{name: values[index].tolist() for name, values in columns.items()}}
-                for index in range(len(self.gap["loss"]))
-            ],
-            "validation": [list(self.one.validation), list(self.many.validation)],
-            "weights_sha256": [self.one.fingerprint, self.many.fingerprint],
-        }
 
 
 @dataclass(frozen=True)
@@ -91,13 +56,24 @@ class VerifyReport:
 
     def as_dict(self) -> dict[str, Any]:
         names = "task devices strategy reproducibility global_batch outcome same verdict"
+        one, many, gap = self.comparison.one, self.comparison.many, self.comparison.gap
+        columns = {"samples": one.samples, "loss_one": one.loss, "loss_many": many.loss, "lr": one.lr}
+        columns |= {"grad_norm_one": one.grad_norm, "grad_norm_many": many.grad_norm}
+        for name, quantity in (("loss", "loss"), ("grad_norm", "gradient norm"), ("weights", "weights")):
+            columns |= {f"{name}_gap": gap[quantity], f"{name}_noise": self.floor[quantity]}
         return {
             **{name: getattr(self, name) for name in names.split()},
             "causes": [asdict(cause) for cause in self.causes],
             "notes": list(self.notes),
             "factor": FACTOR,
             "as_configured_loss_gap": self.as_configured["loss"].tolist(),
-            **self.comparison.as_dict(self.floor),
+            "switched_off": list(self.comparison.off),
+            "steps": [
+                {"step": index + 1, **{name: values[index].tolist() for name, values in columns.items()}}
+                for index in range(len(gap["loss"]))
+            ],
+            "validation": [list(one.validation), list(many.validation)],
+            "weights_sha256": [one.fingerprint, many.fingerprint],
         }
 
     def columns(self) -> list[str]:

@@ -19,6 +19,9 @@ Floats = NDArray[np.float64]
 
 #: Rounding of a float32 sum, with room for its length: what two runs may differ by even where no noise was seen.
 ROUNDING = 8 * 2.0**-23
+#: By how many times the noise floor two correct runs may differ. One device and several do not round alike;
+#: real faults are larger by orders of magnitude.
+FACTOR = 30.0
 #: Before the name of a buffer, among the quantities that are compared.
 BUFFER = "buffer "
 
@@ -226,7 +229,7 @@ class Floor(dict[str, Floats]):
     Rounding grows from step to step as any perturbation does, so later steps are allowed more.
     """
 
-    def parting(self, gap: Gap, factor: float) -> tuple[str, int] | None:
+    def parting(self, gap: Gap, factor: float = FACTOR) -> tuple[str, int] | None:
         """The first quantity and place (from 0) at which ``gap`` is ``factor`` times the floor.
 
         A place is a step; of a buffer a merge, and of the validation loss a validation. These two follow from the
