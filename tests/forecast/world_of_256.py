@@ -24,9 +24,9 @@ from lockstep.forecast.footprint import count_step
 from lockstep.forecast.memory import device_memory
 from lockstep.forecast.scaling import Setting, Step, buckets, bytes_sent
 
-WORLD, WIDTH, BLOCKS, BATCH = 256, 1024, 6, 64
-#: Width of the layers around the blocks: 101 MB of parameters, more than all blocks together.
-AROUND = 8192
+WORLD, WIDTH, BLOCKS, BATCH = 256, 1024, 3, 8
+#: Width of the layers around the blocks: 50 MB of parameters, more than all blocks together.
+AROUND = 4096
 
 
 class Row(nn.Module):

@@ -1,15 +1,49 @@
-"""Causes have stable codes, each of which is explained."""
+"""Causes have stable codes, each of which is explained; why samples differ follows from which runs differ."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from lockstep.verification.diagnose import Code
+import numpy as np
+import pytest
+
+from lockstep.verification.diagnose import Code, other_samples
+from lockstep.verification.experiments import Variant
+from lockstep.verification.trajectory import Trajectory
+from tests.verification.test_trajectory import trajectory
 
 PAGE = Path(__file__).parents[2] / "docs" / "same-result.md"
+REPEATED, REVERSED = Variant("one", repeat=1), Variant("one", trace="reversed")
 
 
 def test_every_cause_is_explained() -> None:
     assert re.findall(r"^\| `([a-z-]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE) == list(get_args(Code))
+
+
+def run(*digest: int) -> Trajectory:
+    """Steps with these hashes of their samples."""
+    return trajectory([1.0] * len(digest), digest=np.array(digest, dtype=np.uint64))
+
+
+@pytest.mark.parametrize(
+    ("runs", "cause"),
+    [
+        ({REPEATED: run(1, 9)}, "unseeded-data"),
+        ({REPEATED: run(1, 2), REVERSED: run(1, 9)}, "stateful-data"),
+        ({REPEATED: run(1, 2), REVERSED: run(1, 2)}, "order"),
+    ],
+)
+def test_why_samples_differ_is_decided_by_repeating_one_device(runs: dict[Variant, Trajectory], cause: str) -> None:
+    class Given:
+        """A lab whose runs are made up."""
+
+        def run(self, variant: Variant) -> Trajectory:
+            return runs[variant]
+
+    lab: Any = Given()
+    found = other_samples(lab, run(1, 2), run(1, 3))
+    assert found is not None
+    assert found.code == cause
+    assert other_samples(lab, run(1, 2), run(1, 2)) is None

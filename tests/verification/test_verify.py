@@ -57,8 +57,9 @@ def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], o
     [
         (Toy, {**NORM, "distributed": {"sync_batchnorm": "off"}}, "batchnorm"),
         (parting.WrongCountAndDraws, {"task": {"samples": 203}}, "denominator"),
-        (parting.PaddingSampler, {}, "order"),
-        (parting.UnseededAugmentation, {}, "unseeded-data"),
+        # All but the last run are the same for these three: test_diagnose.py has what is decided from them.
+        pytest.param(parting.PaddingSampler, {}, "order", marks=pytest.mark.drill),
+        pytest.param(parting.UnseededAugmentation, {}, "unseeded-data", marks=pytest.mark.drill),
         (parting.KeptGenerator, {}, "stateful-data"),
         pytest.param(parting.UnseededDropout, {}, "unseeded-forward", marks=pytest.mark.drill),
         pytest.param(parting.RankDropout, {}, "random-draws", marks=pytest.mark.drill),
