@@ -26,7 +26,7 @@ from typing import Any
 
 from pace.catalogue import DATASETS, present
 from pace.pacer import started
-from report import header, ratios, write_json
+from report import header, opening, publish, ratios, spread
 
 SIDES = {"hand0": 0, "hand1": 1, "hand2": 2, "lockstep": None, "lockstep0": 0, "lockstep1": 1, "lockstep2": 2}
 
@@ -55,10 +55,7 @@ def contest(dataset: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]
 def table(report: dict[str, Any]) -> str:
     """Markdown."""
     lines = [
-        f"# Data sets, {report['date']}",
-        "",
-        f"{report['machine']}, torch {report['torch']}, load {report['load_before']} before. `{report['command']}`",
-        "",
+        *opening("Data sets", report),
         "µs a step, medians; the default's step in steps of the best hand-written loop, and of Lockstep's best: median "
         "of ratios (quartiles). Below 1 Lockstep is faster.",
         "",
@@ -67,11 +64,8 @@ def table(report: dict[str, Any]) -> str:
     ]
     for row in report["rows"]:
         cells = [f"{row['us_per_step'][side]:.0f}" for side in SIDES]
-        spread = [
-            f"{row[key]['ratio']:.2f} ({row[key]['ratio_quartiles'][0]:.2f}–{row[key]['ratio_quartiles'][1]:.2f})"
-            for key in ("to_hand", "to_own_best")
-        ]
-        lines.append(f"| {row['dataset']} | {row['ranks']} | {' | '.join([*cells, *spread])} |")
+        cells += [spread(row[key]) for key in ("to_hand", "to_own_best")]
+        lines.append(f"| {row['dataset']} | {row['ranks']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -90,11 +84,7 @@ def main() -> None:
             row = contest(dataset, ranks, 2 if options.quick else options.rounds, options.steps)
             report["rows"].append(row)
             print(json.dumps(row), file=sys.stderr)
-    print(table(report))
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_json(options.out / f"{report['date']}-datasets.json", report)
-        (options.out / f"{report['date']}-datasets.md").write_text(table(report), encoding="utf-8")
+    publish(report, "datasets", table(report), options.out)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from typing import Any
 
 from pace.pacer import Clocks, started
 from pace.workload import MODELS
-from report import header, ratios, write_json
+from report import header, publish, ratios, spread
 
 #: The loops, and the package that each needs.
 SIDES = {
@@ -125,14 +125,9 @@ def table(report: dict[str, Any]) -> str:
         "| --- |" + " --- |" * (len(sides) + 1),
     ]
     for row in report["rows"]:
-        cells = [f"{row[side]['us_per_step']:.0f} [{_spread(row[side]['to_lockstep'])}]" for side in sides]
-        lines.append(f"| {title(row)} | {' | '.join(cells)} | {_spread(row['lockstep']['to_floor'])} |")
+        cells = [f"{row[side]['us_per_step']:.0f} [{spread(row[side]['to_lockstep'])}]" for side in sides]
+        lines.append(f"| {title(row)} | {' | '.join(cells)} | {spread(row['lockstep']['to_floor'])} |")
     return "\n".join(lines) + "\n"
-
-
-def _spread(found: dict[str, Any]) -> str:
-    low, high = found["ratio_quartiles"]
-    return f"{found['ratio']:.2f} ({low:.2f}–{high:.2f})"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -196,14 +191,10 @@ def main() -> None:
                 settings |= {"rounds": options.rounds, "batch": 32, "device": options.device}
                 report["rows"].append(contest(sides, settings))
                 print(json.dumps(report["rows"][-1]), file=sys.stderr)
-    print(table(report))
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        stem = f"{report['date']}-peers" + ("" if options.device == "cpu" else "-gpu")
-        write_json(options.out / f"{stem}.json", report)
-        (options.out / f"{stem}.md").write_text(table(report), encoding="utf-8")
-        if find_spec("matplotlib"):
-            draw(report, options.out / f"{stem}.png")
+    name = "peers" if options.device == "cpu" else "peers-gpu"
+    publish(report, name, table(report), options.out)
+    if options.out and find_spec("matplotlib"):
+        draw(report, options.out / f"{report['date']}-{name}.png")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,27 @@ def ratios(values: Sequence[float], bases: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def opening(title: str, report: dict[str, Any]) -> list[str]:
+    """The first lines of a report in Markdown: what, when, where and by which command."""
+    where = f"{report['machine']}, torch {report['torch']}, load {report['load_before']} before."
+    return [f"# {title}, {report['date']}", "", f"{where} `{report['command']}`", ""]
+
+
+def spread(found: dict[str, Any]) -> str:
+    """What :func:`ratios` has found: ``0.90 (0.85–0.97)``."""
+    low, high = found["ratio_quartiles"]
+    return f"{found['ratio']:.2f} ({low:.2f}–{high:.2f})"
+
+
+def publish(report: dict[str, Any], name: str, text: str, folder: Path | None) -> None:
+    """Print ``text``, and write it and the report to ``folder``, if there is one, as ``<date>-<name>``."""
+    print(text)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / f"{report['date']}-{name}.json", report)
+        (folder / f"{report['date']}-{name}.md").write_text(text, encoding="utf-8")
+
+
 def write_json(path: Path | None, report: dict[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from report import header, ratios, write_json
+from report import header, opening, publish, ratios, spread
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from lockstep.config.sections import DataConfig
@@ -240,19 +240,12 @@ def main() -> None:
             row |= {"us": round(median(mine) * 1e6, 2), "their_us": round(median(theirs) * 1e6, 2)}
             report["rows"].append(row | ratios(mine, theirs))
             print(json.dumps(report["rows"][-1]), file=sys.stderr)
-    print(text := table(report))
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_json(options.out / f"{report['date']}-sources.json", report)
-        (options.out / f"{report['date']}-sources.md").write_text(text, encoding="utf-8")
+    publish(report, "sources", table(report), options.out)
 
 
 def table(report: dict[str, Any]) -> str:
     lines = [
-        f"# Sources, {report['date']}",
-        "",
-        f"{report['machine']}, torch {report['torch']}, load {report['load_before']} before. `{report['command']}`",
-        "",
+        *opening("Sources", report),
         "µs a sample of a rank in batches of 32, of the slower rank; Lockstep's time in that of the library's reader: "
         "median of ratios (quartiles). Below 1 Lockstep is faster.",
         "",
@@ -260,10 +253,7 @@ def table(report: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for row in report["rows"]:
-        low, high = row["ratio_quartiles"]
-        lines.append(
-            f"| {row['source']} | {row['ranks']} | {row['us']} | {row['their_us']} | {row['ratio']} ({low}–{high}) |"
-        )
+        lines.append(f"| {row['source']} | {row['ranks']} | {row['us']} | {row['their_us']} | {spread(row)} |")
     return "\n".join(lines) + "\n"
 
 
