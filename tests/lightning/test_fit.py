@@ -442,7 +442,9 @@ def test_what_a_module_adds_to_its_checkpoints_is_kept_or_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = settings(tmp_path) | {"telemetry": {"log_interval": 1, "progress": "plain"}}
-    fit(Unusual(), own.Numbered(), hardware=ONE, config=config, trainer={"callbacks": [StopAfter(3)]})
+    with pytest.raises(ConfigError, match="hardware is given twice"):
+        fit(Unusual(), own.Numbered(), hardware=ONE, config=config, devices="cpu")
+    fit(Unusual(), own.Numbered(), devices="cpu", config=config, trainer={"callbacks": [StopAfter(3)]})
     assert (
         "Not in the checkpoints, since only unpickling code could read it again: places (dict)."
         in capsys.readouterr().out

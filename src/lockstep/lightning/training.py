@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig
-from lockstep.config.load import merge
+from lockstep.config.load import from_keywords, merge
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.state import RunResult
 from lockstep.errors import ConfigError
@@ -29,6 +29,7 @@ def fit(
     config: RunConfig | Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
     resume: bool = False,
+    **settings: Any,
 ) -> RunResult:
     """Train ``model`` on the devices of ``hardware``; returns when the run has ended. ``model`` then has its weights.
 
@@ -46,18 +47,19 @@ def fit(
             The batch size per device is the DataLoader's.
         trainer: more arguments of the ``Trainer``: callbacks, loggers, a profiler.
         resume: resume the unfinished run in ``save_dir``; on a fresh folder just start.
+        settings: the short names of :func:`lockstep.train`: ``devices="gpu:0,gpu:1", epochs=5``.
 
     Raises:
         UsageError: before anything starts. RunError: when the run fails.
     """
-    settings = overrides_of(config)
+    given = merge(overrides_of(config), from_keywords(settings))
     if hardware is not None:
-        if settings.get("hardware"):
-            raise ConfigError("hardware is given twice", fix="leave it out of config")
-        settings = merge(settings, {"hardware": dict(hardware)})
+        if given.get("hardware"):
+            raise ConfigError("hardware is given twice", fix="leave it out of config, and leave out devices=")
+        given = merge(given, {"hardware": dict(hardware)})
     data = _data_of(train_dataloaders, val_dataloaders, datamodule)
     task = ModuleTask(module=model, datamodule=data, trainer=dict(trainer or {}))
-    result = train(task, settings, resume=resume)
+    result = train(task, given, resume=resume)
     # Other processes may have trained it, or an earlier attempt, which left nothing to do.
     store = CheckpointStore(RunDir.open(result.run_dir).checkpoints)
     step = store.step_of("last")
