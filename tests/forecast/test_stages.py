@@ -16,6 +16,7 @@ from lockstep.data.requests import Request, Window
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Flags
+from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.strategies.pipeline import PipelineModel
 from lockstep.engine.strategies.stages import stages_of
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
@@ -53,15 +54,18 @@ def most_allocated(rank: int, ranks: int, kind: str) -> int:
     """The most bytes that torch's allocator had given out at once on this rank, in two steps of a pipeline."""
     device, task = torch.device("cpu"), Cut()
     batches = [(torch.randn(SIZE, 16),) for _ in range(2 * PARTS)]
+    config = Subject(Cut, settings(schedule=kind)).base.config
+    plan: Any = type("Seeded", (), {"seed": 0})
+    nothing: Any = None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = task.model().train()
         stages = stages_of(task, model, ranks)
         world = World(rank, ranks, rank, ranks)
-        pipeline = PipelineModel(model, stages, [0, 4, 8], device, world, kind, 60.0, "")
+        whole = Undivided(task, model, config, plan, nothing, device, world, nothing)
+        pipeline = PipelineModel(whole, stages[4 * rank : 4 * rank + 4], "")
         for stage in stages[4:] if rank == 0 else stages[:4]:
             stage.to("meta")  # other ranks' stages stay on the host, which is not the device
-        optimizer = build_optimizer(Subject(Cut, settings()).base.config.optimizer, pipeline.mine, 1e-3)
-        plan: Any = type("Seeded", (), {"seed": 0})
+        optimizer = build_optimizer(config.optimizer, pipeline.mine, 1e-3)
         strategy = pipeline.strategy(task, Precision("32", device, 1.0), plan, world)
         window = Window(0, 0, PARTS * SIZE, tuple(Request(0, n, n * SIZE, (n + 1) * SIZE) for n in range(PARTS)), False)
         for step in range(2):
