@@ -27,7 +27,7 @@ import os, runpy, sys, tempfile
 import matplotlib
 matplotlib.use("agg")
 import lightning, matplotlib.pyplot, torch, torchmetrics, lockstep
-from lockstep.launch.local.launcher_process import fork_server_here
+from lockstep.launch.local.fork_server import fork_server_here
 failed = 0
 for name in sys.argv[1:]:
     folder = tempfile.mkdtemp(dir=".")

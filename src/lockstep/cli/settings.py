@@ -68,7 +68,9 @@ def _of_setting(name: str, group: Group) -> Any:
     schema = {"description": field.description}
     if callable(field.json_schema_extra):
         field.json_schema_extra(schema)
-    text, *unset = re.split(r"[;.] [Uu]nset: ", schema["description"])
+    # On the command line, a flag that is not given is no null.
+    description = schema["description"].replace("null: ", f"--set {SHORT_NAMES[name]}=null: ")
+    text, *unset = re.split(r"[;.] [Uu]nset: ", description)
     if not re.match(r"\w+:", text):  # one of its values
         text = text[0].upper() + text[1:]
     help = f"{text}. Default: {unset[0] if unset else _as_text(field.default)}."

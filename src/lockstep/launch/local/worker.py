@@ -1,4 +1,4 @@
-"""What every rank that the launcher starts has in common, whatever it runs (:mod:`.train_rank`, :mod:`.on_ranks`).
+"""What every rank that the launcher starts has in common, whatever it runs (:mod:`.start`, :mod:`.on_ranks`).
 
 ::
 
