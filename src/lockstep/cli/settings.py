@@ -68,7 +68,7 @@ def _of_setting(name: str, group: Group) -> Any:
     schema = {"description": field.description}
     if callable(field.json_schema_extra):
         field.json_schema_extra(schema)
-    # On the command line, a flag that is not given is no null.
+    # On the command line, leaving a flag out does not mean null.
     description = schema["description"].replace("null: ", f"--set {SHORT_NAMES[name]}=null: ")
     text, *unset = re.split(r"[;.] [Uu]nset: ", description)
     if not re.match(r"\w+:", text):  # one of its values
