@@ -151,7 +151,7 @@ def test_batches_that_leave_an_epoch_one_step_are_measured() -> None:
 
 
 @pytest.mark.parametrize(("signum", "delay_s", "code"), [(signal.SIGTERM, 0.0, 143), (signal.SIGINT, 0.05, 130)])
-def test_a_stop_between_trials_and_while_ranks_start(signum: int, delay_s: float, code: int) -> None:
+def test_a_stop_before_the_ranks_start_and_soon_after(signum: int, delay_s: float, code: int) -> None:
     timers: list[threading.Timer] = []
 
     def stop(_: str) -> None:
@@ -160,11 +160,11 @@ def test_a_stop_between_trials_and_while_ranks_start(signum: int, delay_s: float
         if not delay_s:
             timers[0].join()
 
-    report = bench_comm(TWO, most=4096, say=stop)
+    report = bench_comm(TWO, most=1 << 24, say=stop)
     timers[0].join()
     assert report.partial
     assert report.exit_code == code
-    assert not report.rows
+    assert {row["status"] for row in report.rows} <= ({"ok"} if delay_s else set()), "what was measured until then"
 
 
 def test_a_benchmark_that_measured_nothing_has_failed() -> None:

@@ -20,8 +20,10 @@ from tests.launch.conftest import STUB, Caller, wait_for
 
 
 def server() -> psutil.Process:
-    found = [child for child in psutil.Process().children() if any("fork_server" in word for word in child.cmdline())]
-    return found[-1]
+    """The newest one that runs; process numbers start again at some point."""
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    found = [child for child in living if any("fork_server" in word for word in child.cmdline())]
+    return max(found, key=psutil.Process.create_time)
 
 
 def see(rank: Rank, name: str) -> tuple[str, str, int, set[int], int]:
