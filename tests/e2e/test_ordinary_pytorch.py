@@ -40,6 +40,7 @@ SETTINGS: dict[str, Any] = {
     "scheduler": {"name": "constant", "warmup_steps": 0},
     "data": {"num_workers": 0},
     "validation": {"sanity_steps": 0},
+    "checkpoint": {"every_steps": STOP_AT, "keep_last": 9},
 }
 Weights = dict[str, Tensor]
 #: The groups that three ranks, whose shares are uneven, train in `make test`; the others are trained in `make drills`.

@@ -72,6 +72,7 @@ def test_a_rank_that_missed_another_tells_more_than_a_lost_connection_and_less_t
     report = report_of(run_dir)
     assert report.what == "rank 1 of 3 failed: lockstep.errors.CollectiveError: rank 2 did not reach barrier"
     assert report.why == "last in sum"
+    assert report.format().count("why: last in sum") == 1
     records.record(run_dir.logs, 2, caught(ValueError("its own")))
     write_launcher(run_dir, ended(0, 1), ended(1, 1), ended(2, 1))
     assert report_of(run_dir).what == "rank 2 of 3 failed: ValueError: its own"
