@@ -79,6 +79,13 @@ def test_a_script_that_exits_with_a_status_has_failed(ends: str, error: str, fol
     assert (record.error or "").startswith(error)
 
 
+def test_settings_that_a_session_cannot_follow_are_refused(folder: Path) -> None:
+    command = (*LOCKSTEP, "run", "script.py", "--devices", "cpu,cpu", "--save-dir", "refused")
+    output = run(*command, "--set", "launch.max_restarts=2", cwd=folder, code=2)
+    assert "launch.max_restarts has no effect on a script with a session" in output
+    assert not (folder / "refused").exists()
+
+
 def test_verify_compares_one_device_with_two(folder: Path) -> None:
     command = ("verify", "script.py", "--devices", "cpu,cpu", "--steps", "6", "--json")
     found = json.loads(run(*LOCKSTEP, *command, "--set", "training.reproducibility=exact", cwd=folder))

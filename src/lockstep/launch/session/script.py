@@ -96,6 +96,13 @@ def _start(
     """Call ``function(*arguments)`` on new ranks, in a run; its folder, the exit code, and what they returned."""
     given = merge({"task": {"name": name}}, given)
     config = resolve(given)
+    for key in ("max_restarts", "nodes", "rdzv"):
+        if getattr(config.launch, key) != type(config.launch).model_fields[key].default:
+            raise ConfigError(
+                f"launch.{key} has no effect on a script with a session",
+                why="its ranks are started once, on this machine",
+                fix="leave it out; for restarts or several nodes, start the script with torchrun",
+            )
     placement = resolve_placement(config.hardware, config.distributed, World(), detect_devices(), in_process=False)
     with contextlib.ExitStack() as claim:
         run = existing_run(config, resume)
