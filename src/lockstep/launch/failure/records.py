@@ -139,7 +139,11 @@ def folded_traceback(error: BaseException) -> str:
         for library, group in itertools.groupby(frames[:-1], lambda frame: _library_of(frame.filename)):
             own = list(group)
             lines += traceback.format_list(own) if library is None else [f"  … {len(own)} frame(s) of {library}\n"]
-        parts.append("".join([*lines, *traceback.format_list(frames[-1:]), *described.format_exception_only()]))
+        ends = described.format_exception_only()
+        if not parts and isinstance(error, LockstepError):
+            # A report ends with why and fix.
+            ends = [f"{type(error).__module__}.{type(error).__qualname__}: {error.what}\n"]
+        parts.append("".join([*lines, *traceback.format_list(frames[-1:]), *ends]))
         if described.__cause__ is None and (described.__suppress_context__ or described.__context__ is None):
             break
         parts.append("\nThe above exception led to the next one:\n\n")
