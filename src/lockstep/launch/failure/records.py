@@ -139,7 +139,7 @@ def folded_traceback(error: BaseException) -> str:
         for library, group in itertools.groupby(frames[:-1], lambda frame: _library_of(frame.filename)):
             own = list(group)
             lines += traceback.format_list(own) if library is None else [f"  … {len(own)} frame(s) of {library}\n"]
-        ends = described.format_exception_only()
+        ends = list(described.format_exception_only())
         if not parts and isinstance(error, LockstepError):
             # A report ends with why and fix.
             ends = [f"{type(error).__module__}.{type(error).__qualname__}: {error.what}\n"]
