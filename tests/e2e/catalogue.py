@@ -1,7 +1,7 @@
 """A catalogue of ordinary PyTorch: models, losses, optimizers and data sets as people write them, each as a small task.
 
 ``test_ordinary_pytorch.py`` trains every entry on one, two and three ranks against a plain PyTorch loop, and prints the
-table of ``docs/what-works.md`` from it.
+table of ``docs/ordinary-pytorch.md`` from it.
 """
 
 from __future__ import annotations

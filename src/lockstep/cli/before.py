@@ -144,7 +144,8 @@ Examples:
   lockstep verify script.py --devices cpu,cpu                    # a script with a lockstep.Session
 
 Exit codes: 0 equal, 1 different or not finite (the likely cause is named), 2 wrong usage.
-The report goes to --save-dir (default: runs/verify-<id>): report.json, report.md and, with matplotlib, verify.png."""
+The report goes to --save-dir (default: runs/verify-<id>): report.json and, of a task, report.md and, with matplotlib,
+verify.png."""
 
 
 @verb("[TASK] --devices DEVICE,... [OPTIONS]", VERIFY)
