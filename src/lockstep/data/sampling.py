@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -273,20 +274,14 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
 
 def _weighted(given: Weights, samples: int, positions: int | None, replacement: bool, kind: str) -> Weighted:
     digest = hashlib.sha256(str(replacement).encode())
+    weights: Callable[[int], Floats]
     if callable(given):
-        curriculum = given
-
-        def weights(epoch: int) -> Floats:
-            return check_weights(curriculum(epoch), samples, f" of epoch {epoch}")
-
+        weights = partial(_of_curriculum, given, samples)
         kind, most = kind or "weighted by epoch", None
     else:
         fixed = check_weights(given, samples)
+        weights = partial(_of_every_epoch, fixed)
         kind, most = kind or "weighted", None if replacement else int(np.count_nonzero(fixed))
-
-        def weights(epoch: int) -> Floats:
-            return fixed
-
     digest.update(weights(0).tobytes())
     if positions is None:
         positions = samples if replacement else int(np.count_nonzero(weights(0)))
@@ -296,6 +291,15 @@ def _weighted(given: Weights, samples: int, positions: int | None, replacement: 
         replacement,
         SamplingFacts(kind=kind, digest=digest.hexdigest()[:16], positions=positions, most=most),
     )
+
+
+# Not closures: loader workers that are not forks get the order by pickle.
+def _of_curriculum(curriculum: Callable[[int], Any], samples: int, epoch: int) -> Floats:
+    return check_weights(curriculum(epoch), samples, f" of epoch {epoch}")
+
+
+def _of_every_epoch(weights: Floats, epoch: int) -> Floats:
+    return weights
 
 
 def check_weights(given: Any, samples: int, where: str = "") -> Floats:
