@@ -37,7 +37,13 @@ class Drive:
     """A run on two ranks, and everything that it started."""
 
     def __init__(
-        self, folder: Path, *arguments: str, run: Path | None = None, devices: str = "cpu,cpu", torchrun: bool = False
+        self,
+        folder: Path,
+        *arguments: str,
+        run: Path | None = None,
+        devices: str = "cpu,cpu",
+        torchrun: bool = False,
+        **how: bool,
     ) -> None:
         self.folder = folder
         self.run = RunDir(run or folder / "run")
@@ -46,6 +52,7 @@ class Drive:
             *("train", TASK, "--save-dir", str(self.run.path), "--devices", devices, *arguments),
             module=(*before, "lockstep"),
             cwd=folder,
+            **how,
         )
         self.family: list[psutil.Process] = []
         self.ports: set[int] = set()
@@ -198,7 +205,8 @@ def test_a_barrier_on_one_rank_is_named_with_its_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_that_hangs_in_its_loss(tmp_path: Path, fault: str, says: str) -> None:
-    with drive(tmp_path, *QUIET, *SAVING, "--set", f"task.fault={fault}", "--set", "launch.hang_timeout_s=3") as run:
+    settings = (*QUIET, *SAVING, "--set", f"task.fault={fault}", "--set", "launch.hang_timeout_s=3")
+    with drive(tmp_path, *settings, fresh=True) as run:  # of a fork, the tests' own frames are in the stacks
         output = run.finish(1)
     call = {"sleep": "time.sleep", "barrier": "dist.barrier"}[fault]
     assert says.format(file=faulty.__file__, line=line_of(fault, call)) in output
