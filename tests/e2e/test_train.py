@@ -25,12 +25,9 @@ REDUCER = ("--set", "distributed.bucket_cap_mb=1")
 TOY = f"{ROOT / 'tests' / 'toys.py'}:Toy"
 
 
-def start(
-    *arguments: str, module: tuple[str, ...] = ("lockstep",), cwd: Path, lightning: bool = False
-) -> subprocess.Popen[str]:
+def start(*arguments: str, module: tuple[str, ...] = ("lockstep",), cwd: Path) -> subprocess.Popen[str]:
     command = (*(("-m",) if module else ()), *module, *arguments)
-    env = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
-    return commands.start(*command, cwd=cwd, env=env, merged=True, lightning=lightning)
+    return commands.start(*command, cwd=cwd, env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"), merged=True)
 
 
 def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 90.0) -> str:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import IO, Any
@@ -48,8 +48,6 @@ _LATER = ("PYTHONPATH", "OMP_NUM_THREADS")
 #: The process name of a launcher.
 LAUNCHER = "lockstep-launch"
 _MAIN = "lockstep.launch.local.launcher:main"
-#: What takes seconds to import: where the caller has it, its ranks share one import of it.
-_SHARED = ("lightning.pytorch",)
 _MAX_BYTES = 4096
 #: How long the launcher may take to end after it has been asked to kill all ranks.
 _KILL_S = 10.0
@@ -140,8 +138,8 @@ def _run_launcher(folder: str, settings: Mapping[str, Any], environ: Mapping[str
     try:
         with open(writing, "wb") as request:
             try:
-                modules = [settings["rank_main"].partition(":")[0], *(name for name in _SHARED if name in sys.modules)]
-                process = _server_for(variables).launch(_MAIN, modules, (reading, *relay.files))
+                rank_module = settings["rank_main"].partition(":")[0]
+                process = _server_for(variables).launch(_MAIN, rank_module, (reading, *relay.files))
             finally:
                 os.close(reading)
                 relay.close_files()
@@ -250,12 +248,12 @@ class ForkServer:
         """Whether it runs, for this process, and was started with the variables of ``environ`` that matter then."""
         return self._runs() and self._at_start == _at_start(environ)
 
-    def launch(self, function: str, modules: Sequence[str], files: tuple[int, int, int]) -> RemoteChild:
+    def launch(self, function: str, module: str, files: tuple[int, int, int]) -> RemoteChild:
         """Fork a launcher.
 
         Args:
             function: of the launcher, as ``module:function``; returns its exit code.
-            modules: what its ranks need; imported in the server.
+            module: what its ranks need; imported in the server.
             files: standard input, output and error of the launcher.
 
         Raises:
@@ -263,7 +261,7 @@ class ForkServer:
         """
         answers, other = _pair()
         with other, contextlib.suppress(OSError):
-            socket.send_fds(self._control, [" ".join([function, *modules]).encode()], [*files, other.fileno()])
+            socket.send_fds(self._control, [f"{function} {module}".encode()], [*files, other.fileno()])
         return RemoteChild(answers)
 
     def close(self) -> None:
@@ -380,11 +378,10 @@ def serve(control: socket.socket) -> int:
                 names, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 4)
                 if not names:
                     return 0
-                function, *modules = names.decode().split()
+                function, module = names.decode().split()
                 answers = socket.socket(fileno=fds.pop())
-                for module in modules:
-                    with contextlib.suppress(Exception):  # the ranks report it
-                        import_module(module)
+                with contextlib.suppress(Exception):  # the ranks report it
+                    import_module(module)
                 child = fork(partial(_be_launcher, fds, function), name=LAUNCHER, kept=fds)
                 for fd in fds:
                     os.close(fd)
