@@ -95,9 +95,16 @@ def test_a_step_without_its_wrappers() -> None:
     made, heard = torch.optim.SGD([weight], 0.5), []
     for _ in range(2):
         weight.grad = torch.ones(2)
-        compat.bare_step(made)()
+        compat.take_step(made)
         made.register_step_post_hook(lambda *_: heard.append(weight.tolist()))
     assert heard == [[0.0, 0.0]]
+
+
+def test_a_step_of_an_optimizer_that_is_never_differentiable() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2).to_sparse()
+    compat.take_step(torch.optim.SparseAdam([weight], 0.5))
+    assert torch.allclose(weight, torch.full((2, 2), 0.5))
 
 
 def test_deterministic_algorithms() -> None:

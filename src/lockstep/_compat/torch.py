@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from inspect import unwrap
 from itertools import repeat
 from typing import Any, NoReturn
@@ -181,12 +180,17 @@ def takes_found_inf(made: Optimizer) -> bool:
     return bool(getattr(made, "_step_supports_amp_scaling", False))
 
 
-def bare_step(made: Any) -> Callable[[], Any]:
-    """``made.step`` without the wrappers in which torch imports its compiler; as it is where they do something."""
-    if needs_own_step(made) or not type(made).__module__.startswith("torch.optim.") or made.defaults["differentiable"]:
-        step: Callable[[], Any] = made.step
-        return step
-    return torch.no_grad()(partial(unwrap(type(made).step), made))
+def take_step(made: Any) -> None:
+    """``made.step()`` without the wrappers in which torch imports its compiler, where they do nothing."""
+    if (
+        needs_own_step(made)
+        or not type(made).__module__.startswith("torch.optim.")
+        or made.defaults.get("differentiable")
+    ):
+        made.step()
+        return
+    with torch.no_grad():
+        unwrap(type(made).step)(made)
 
 
 @contextmanager

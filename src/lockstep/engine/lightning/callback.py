@@ -73,7 +73,7 @@ class StoreIO(TorchCheckpointIO):
             return
         rest = {key: value for key, value in checkpoint.items() if key not in (*_NOT_KEPT, "state_dict")}
         # What module and callbacks add may be any object. The module has its hyper-parameters already: no warning.
-        parts = {key: rest.pop(key, None) or {} for key in (*_HYPER_PARAMETERS, "callbacks")}
+        parts = {key: rest.pop(key) for key in (*_HYPER_PARAMETERS, "callbacks") if key in rest}
         needed = {key: rest.pop(key) for key in _OPTIMIZERS if key in rest}
         own, dropped = saveable(rest)
         for key, part in parts.items():

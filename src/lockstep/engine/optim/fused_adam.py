@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lockstep._compat.torch import bare_step, fused_adam_, fused_adamw_, needs_own_step
+from lockstep._compat.torch import fused_adam_, fused_adamw_, needs_own_step, take_step
 
 _AVERAGE = methodcaller("get", "exp_avg")
 
@@ -65,7 +65,7 @@ class Stepper:
                 optimizer.found_inf, optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
             if isinstance(optimizer, SGD):
                 _start_momentum(optimizer)
-            bare_step(optimizer)()
+            take_step(optimizer)
             return
         with torch.no_grad():
             for place, (group, lists) in enumerate(zip(optimizer.param_groups, self._lists, strict=True)):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep._compat.torch import bare_step, has_scheduler, note_step
+from lockstep._compat.torch import has_scheduler, note_step, take_step
 from lockstep.config import OptimizerConfig
 from lockstep.config.sections import OPTIMIZERS
 from lockstep.engine.strategies.partition import blocks_of
@@ -348,7 +348,7 @@ class Several(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step of each."""
         for part in self._parts:
-            bare_step(part)()
+            take_step(part)
 
 
 def _muon(
