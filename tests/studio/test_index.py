@@ -63,3 +63,20 @@ def test_a_run_that_was_deleted_in_a_terminal_does_not_come_back_as_failed(home:
     assert [one["id"] for one in index.summaries()] == ["run-0000bbbb"]
     with pytest.raises(LockstepError):
         index.summary("run-0000aaaa")
+
+
+def test_of_a_thousand_ended_runs_one_that_is_resumed_in_a_terminal_is_seen_at_the_next_look(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(home.runs_dir / "run-0000aaaa", "run-0000aaaa")
+    run.heartbeat_file.unlink()
+    run.update(status="completed")
+    index = RunIndex(home, Starts(home))
+    before, _ = index.versions()
+    looks: list[str] = []
+    monkeypatch.setattr("lockstep.studio.index._stat", lambda path: looks.append(path))
+    assert index.versions()[0] is before
+    assert looks == []  # nothing in the folder has changed: no file is looked at
+    monkeypatch.undo()
+    run.update(status="stopped")
+    assert index.versions()[0]["run-0000aaaa"][1]["status"] == "stopped"

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -16,15 +15,16 @@ from lockstep.studio.home import Home, is_run_name, modified_ns
 from lockstep.studio.launch_records import Labels, Start, Starts
 from lockstep.studio.problems import run_not_found
 from lockstep.studio.processes import is_alive, reap
-from lockstep.telemetry.files import plain
+from lockstep.telemetry.files import names_in, plain
 from lockstep.telemetry.heartbeat import Beat
 from lockstep.telemetry.heartbeat import is_alive as is_beating
 from lockstep.telemetry.lookup import one_line
 from lockstep.telemetry.rundir import RunDir, RunRecord, new_run_id
 from lockstep.telemetry.summary import LIVE, summarize
 
-#: How often a watched list checks runs that have ended: one may be resumed in a terminal.
-_THOROUGH_S = 5.0
+#: How often a watched list checks runs that have ended. A new attempt changes the time of the runs folder, and is
+#: seen at once; this finds what was edited or copied.
+_THOROUGH_S = 30.0
 
 #: Of a summary, what the list does not need.
 _IN_DETAIL = {"command", "versions", "placement", "format_version"}
@@ -56,7 +56,7 @@ class RunIndex:
     def __init__(self, home: Home, starts: Starts) -> None:
         self._home = home
         self._starts = starts
-        self._starts_dir = str(home.starts)
+        self._runs_dir, self._starts_dir = str(home.runs_dir), str(home.starts)
         #: By the name of the folder.
         self._entries: dict[str, Entry] = {}
         #: The folder's name by run id.
@@ -76,12 +76,12 @@ class RunIndex:
     def versions(self) -> tuple[dict[str, tuple[int, dict[str, Any]]], list[str]]:
         """By run: a number that changes with its summary, and the summary, newest first; and :meth:`problems`.
 
-        Called every second; runs that have ended are checked only every few seconds. The same object: no change.
+        Called every second; runs that have ended are checked when a folder has changed. The same object: no change.
         """
         now = time.monotonic()
-        thorough = now - self._looked >= _THOROUGH_S
         with self._lock:
             folders = (modified_ns(self._home.runs_dir), modified_ns(self._home.starts))
+            thorough = folders != self._seen[:2] or now - self._looked >= _THOROUGH_S
             restless = any(entry.restless for entry in self._entries.values())
             if thorough or restless or (*folders, self._version) != self._seen:
                 self._looked = now if thorough else self._looked
@@ -111,7 +111,7 @@ class RunIndex:
         with self._lock:
             reap()
             name = self.locate(ref)
-            entry = self._refresh(name, str(self._home.run(name)))
+            entry = self._refresh(name)
             if entry is None or not entry.summary:
                 raise run_not_found(ref) if entry is None else RunFolderError(entry.problem)
             return entry.summary
@@ -148,31 +148,26 @@ class RunIndex:
     def _listed(self, *, thorough: bool = True) -> list[Entry]:
         with self._lock:
             reap()
-            names = dict(sorted(self._names()))  # a folder comes before its copies
-            for gone in self._entries.keys() - names.keys():
+            noted = set(self._starts.names())
+            names = sorted(filter(is_run_name, noted.union(names_in(self._home.runs_dir))))  # before their copies
+            for gone in self._entries.keys() - set(names):
                 self._drop(gone)
-            known = {} if thorough else {name: entry for name, entry in self._entries.items() if not entry.restless}
-            entries = [known.get(name) or self._refresh(name, path) for name, path in names.items()]
-            shown = [entry for entry in entries if entry is not None and entry.summary]
+            for name in names:
+                self._refresh(name, noted=name in noted, look=thorough)
+            shown = [entry for entry in self._entries.values() if entry.summary]
             return sorted(shown, key=lambda e: (e.summary["created_at"] or "", e.summary["id"]), reverse=True)
 
-    def _names(self) -> Iterator[tuple[str, str]]:
-        started = {name for name in self._starts.names() if is_run_name(name)}
-        try:
-            with os.scandir(self._home.runs_dir) as found:
-                for item in found:
-                    if is_run_name(item.name):
-                        started.discard(item.name)
-                        yield item.name, item.path
-        except OSError:
-            return
-        for name in started:
-            yield name, str(self._home.runs_dir / name)
+    def _refresh(self, name: str, *, noted: bool = True, look: bool = True) -> Entry | None:
+        """The entry of a run, up to date; ``None`` when there is no such run.
 
-    def _refresh(self, name: str, path: str) -> Entry | None:
-        """The entry of a run, up to date; ``None`` when there is no such run."""
-        entry = self._entries.get(name)
-        record, notes = _stat(f"{path}/{_FILES[0]}"), _stat(f"{self._starts_dir}/{name}")
+        Args:
+            noted: whether the studio may have notes on it.
+            look: check a run that has ended, too.
+        """
+        entry, path = self._entries.get(name), f"{self._runs_dir}/{name}"
+        if entry is not None and not entry.restless and not look:
+            return entry
+        record, notes = _stat(f"{path}/{_FILES[0]}"), _stat(f"{self._starts_dir}/{name}") if noted else None
         # A run that has ended and is unchanged needs no more than this check: an attempt begins with its record.
         if entry is not None and not entry.restless and (entry.signature[0], entry.signature[-1]) == (record, notes):
             return entry

@@ -20,7 +20,7 @@ from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.studio.home import Home, remove_folder
 from lockstep.studio.problems import in_progress
 from lockstep.studio.processes import Identity, Started, is_alive, last_lines, launch, works_on
-from lockstep.telemetry.files import FileContent, make_folders, read_json, storage_error, write_json
+from lockstep.telemetry.files import FileContent, make_folders, names_in, read_json, storage_error, write_json
 from lockstep.telemetry.rundir import Beat, RunDir
 
 _MAX_BYTES = 256 << 10
@@ -120,9 +120,7 @@ class Starts:
 
     def names(self) -> list[str]:
         """Runs that a studio has started."""
-        with contextlib.suppress(OSError):
-            return [entry.name for entry in self._home.starts.iterdir() if not entry.name.startswith(".")]
-        return []
+        return [name for name in names_in(self._home.starts) if not name.startswith(".")]
 
     def output(self, name: str) -> Path:
         """The file of the command's output: moved to the run's ``logs`` as soon as that folder exists."""

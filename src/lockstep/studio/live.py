@@ -22,7 +22,8 @@ from lockstep.studio.problems import ApiError
 from lockstep.telemetry.summary import LIVE
 
 TICK_S = 0.1
-LIST_S = 1.0
+#: How often the list is read; half as often when it was the same this many times.
+LIST_S, QUIET_LOOKS = 1.0, 10
 MAX_SUBSCRIPTIONS = 20
 #: The studio's own page sends none.
 MAX_BAD_MESSAGES = 20
@@ -204,29 +205,34 @@ class Hub:
                 await asyncio.wait_for(self._busy.wait(), LIST_S)
 
     async def _follow_list(self) -> None:
+        quiet = 0
         while True:
             self._listed = self._listed and bool(self._tabs)
+            pause_s = LIST_S if quiet < QUIET_LOOKS else 2 * LIST_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), LIST_S if self._tabs else None)
+                await asyncio.wait_for(self._asked.wait(), pause_s if self._tabs else None)
             self._asked.clear()
             try:
-                await self._send_list()
+                quiet = 0 if await self._send_list() else quiet + 1
             except Exception:
                 _log.exception("the list of runs cannot be sent; trying again")
                 await asyncio.sleep(LIST_S)
 
-    async def _send_list(self) -> None:
-        if any(tab.watches_runs for tab in self._tabs):
-            before = self._versions, self._problems
-            self._versions, self._problems = await asyncio.to_thread(self._index.versions)
-            self._listed = True
-            same = self._versions is before[0] and self._problems == before[1]
+    async def _send_list(self) -> bool:
+        """Read the list and the jobs; return whether anything changed."""
+        listed = any(tab.watches_runs for tab in self._tabs)
+        found, jobs = await asyncio.to_thread(lambda: (self._index.versions() if listed else None, self._jobs.changed()))
+        same = True
+        if found is not None:
+            same = self._listed and self._versions is found[0] and self._problems == found[1]
+            (self._versions, self._problems), self._listed = found, True
             for tab in self._tabs:
                 if not same or tab.known_runs is None:
                     tab.wake.set()
-        for job in await asyncio.to_thread(self._jobs.changed):
+        for job in jobs:
             for tab in self._tabs:
                 tab.say({"type": "job", "job": job})
+        return not same or bool(jobs)
 
     def _give_up(self, feed: Feed) -> None:
         """Stop following this run; a tab may subscribe again."""

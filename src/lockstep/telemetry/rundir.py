@@ -7,6 +7,7 @@ Nothing here runs code from a folder: only the launcher reads ``task.pkl``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -224,6 +225,8 @@ class RunDir:
         with _updating:
             record = self.read().changed({key: plain(value) for key, value in changes.items()})
             write_json(self.run_file, record.model_dump())
+        with contextlib.suppress(OSError):
+            os.utime(self.path.parent)  # says that a record in there has changed, without a look at each
         return record
 
     def config(self, attempt: int | None = None) -> RunConfig:
