@@ -221,7 +221,8 @@ class Hub:
     async def _send_list(self) -> bool:
         """Read the list and the jobs; return whether anything changed."""
         listed = any(tab.watches_runs for tab in self._tabs)
-        found, jobs = await asyncio.to_thread(lambda: (self._index.versions() if listed else None, self._jobs.changed()))
+        look = self._index.versions if listed else lambda: None
+        found, jobs = await asyncio.to_thread(lambda: (look(), self._jobs.changed()))
         same = True
         if found is not None:
             same = self._listed and self._versions is found[0] and self._problems == found[1]
