@@ -16,15 +16,31 @@ def main() -> int:
 
     What counts when a process starts is settled before anything else is imported.
     """
+    _open_standard_files()
     seeded = "PYTHONHASHSEED" in os.environ
     set_defaults(os.environ)
     # torch.distributed.launch gives each rank its local rank as the first argument.
     if not seeded and _WITH_TASK.intersection(sys.argv[1:3]):
         # As in ranks, which are forks: the order of a set of strings is the same on one device and on several.
         os.execv(sys.executable, sys.orig_argv)
-    from lockstep.cli.main import main
+    try:
+        from lockstep.cli.main import main
 
-    return main()
+        return main()
+    except KeyboardInterrupt:  # also while modules are imported
+        return 130
+
+
+def _open_standard_files() -> None:
+    """Where the caller has closed one (``>&-``) there is /dev/null: else the next file would get its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            if nothing != number:
+                os.dup2(nothing, number)
+                os.close(nothing)
+            os.set_inheritable(number, True)  # programs that this one starts have it
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -172,6 +172,12 @@ def test_a_pointer_to_nowhere_is_no_checkpoint(store: CheckpointStore, content: 
     assert store.step_of("last") is None
 
 
+def test_a_folder_whose_name_is_not_unicode(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / os.fsdecode(b"caf\xe9: 'a b'\n"))
+    store.save(snapshot(1))
+    assert_whole(store, 1)
+
+
 def test_the_same_content_again_is_left_alone(store: CheckpointStore) -> None:
     before = store.save(snapshot(1)).stat().st_ino
     assert store.save(snapshot(1), best=True).stat().st_ino == before and store.step_of("best") == 1

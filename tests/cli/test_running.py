@@ -1,6 +1,7 @@
 """The verbs that train and what follows, on a task of the user's own, in real processes."""
 
 import json
+import os
 import runpy
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from lockstep.cli.main import main
-from lockstep.config import resolve
+from lockstep.config import RunConfig, resolve
 from lockstep.launch.finished.evaluation import _config_on
 from lockstep.launch.finished.reopen import load_model
 from lockstep.launch.local.process_start import set_defaults
@@ -209,6 +210,28 @@ def test_a_finished_run_is_not_overwritten_and_says_how_to_train_on(
     assert "finished run" in capsys.readouterr().err
     assert main(["resume", "run"]) == 0
     assert "--epochs N" in capsys.readouterr().out
+
+
+def test_stop_of_a_run_that_ends_at_that_moment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(tmp_path / "run", RunConfig(), run_id="run-00000001", command=[])
+    code = "import sys; from pathlib import Path; from lockstep.telemetry.rundir import RunDir, Heartbeat\n"
+    code += f"run = RunDir.open(Path({str(run.path)!r})); run.update(status='running'); "
+    code += "Heartbeat().start(run.heartbeat_file, 3, 10); print('go', flush=True); sys.stdin.read()"
+    kill = os.kill
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"go\n"
+
+        def too_late(pid: int, number: int) -> None:
+            assert (pid, number) == (process.pid, signal.SIGTERM)
+            kill(pid, signal.SIGKILL)
+            process.wait()
+            kill(pid, number)
+
+        monkeypatch.setattr("lockstep.launch.api.os.kill", too_late)
+        assert main(["stop", str(run.path)]) == 0
+    assert capsys.readouterr().out == "run-00000001: lost\n"
 
 
 def test_stop_wants_a_running_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,8 @@ print("code", code)
 sys.exit(code)
 """
 
+FORK_HERE = "from lockstep.launch.local import fork_server\nfork_server.fork_server_here()"
+
 #: A rank that takes stacks, and writes in a thread while its main thread computes.
 RANK = """
 import os, sys, threading, time
@@ -72,12 +74,13 @@ class Caller:
     process: subprocess.Popen[str] | None = None
 
     def start(
-        self, *actions: str, terminal: int | None = None, fresh: bool = False, **options: Any
+        self, *actions: str, terminal: int | None = None, fresh: bool = False, prepare: str = "", **options: Any
     ) -> subprocess.Popen[str]:
         """Launch a rank for each action of the stub.
 
         Args:
             terminal: a descriptor; the caller runs there as a user would start it.
+            prepare: lines of the caller before the launch.
             fresh: the fork server is a new interpreter, as a library's caller gets it; else a fork, which is faster.
         """
         script = SCRIPT.format(
@@ -86,7 +89,7 @@ class Caller:
             actions=",".join(actions),
             module=STUB,
             options=options,
-            prepare="" if fresh else "from lockstep.launch.local import fork_server\nfork_server.fork_server_here()",
+            prepare=prepare or ("" if fresh else FORK_HERE),
         )
         self.process = subprocess.Popen(
             [sys.executable, "-"],

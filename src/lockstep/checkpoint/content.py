@@ -246,8 +246,8 @@ def read_model(paths: Iterable[Path], aliases: dict[str, str]) -> dict[str, Tens
 
     tensors: dict[str, Tensor] = {}
     for path in paths:
-        with _reading(path):
-            tensors |= load_file(path)
+        with _reading(path), _opened(path) as name:
+            tensors |= load_file(name)
     with _reading(path):
         return {**tensors, **{name: tensors[other] for name, other in aliases.items()}}
 
@@ -300,8 +300,8 @@ def open_pieces(paths: Sequence[Path], aliases: Mapping[str, str]) -> dict[str, 
 
     parts: dict[str, list[tuple[Path, Any]]] = {}
     for path in paths:
-        with _reading(path):
-            file: Any = safe_open(path, framework="pt")
+        with _reading(path), _opened(path) as opened:
+            file: Any = safe_open(opened, framework="pt")
             for name in file.keys():  # noqa: SIM118  # it cannot be iterated over
                 parts.setdefault(name, []).append((path, file))
     found = {name: Pieces(name, own) for name, own in parts.items()}
@@ -335,6 +335,13 @@ def _reading(path: Path) -> Iterator[None]:
         raise unreadable(path, error) from None
 
 
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[str]:
+    """A name of the file in the block: torch and safetensors take none with bytes that are not UTF-8."""
+    with path.open("rb") as file:
+        yield f"/proc/self/fd/{file.fileno()}"
+
+
 def write_trainer(file: HashingFile, state: dict[str, Any]) -> None:
     """Write a state with :func:`torch.save`. Raises :class:`OSError`."""
     try:
@@ -352,7 +359,8 @@ def check_trainer(path: Path, state: Mapping[str, Any]) -> None:
         CheckpointError: naming the place and the type of what it refuses.
     """
     try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with _opened(path) as name:
+            torch.load(name, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         check_saveable({}, state)
         raise unreadable(path, error) from None
@@ -361,7 +369,8 @@ def check_trainer(path: Path, state: Mapping[str, Any]) -> None:
 def read_trainer(path: Path) -> dict[str, Any]:
     """What :func:`write_trainer` wrote; runs no code of the file's. Raises :class:`CheckpointError`."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with _opened(path) as name:
+            state = torch.load(name, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever its layers raise: pickle, zip, C++
         raise unreadable(path, error) from None
     if not isinstance(state, dict):

@@ -147,7 +147,13 @@ def stop(run: RunDir, timeout: float = 60.0) -> str:
             why="a signal reaches only this host",
             fix="run `lockstep stop` there",
         )
-    os.kill(beat.pid, signal.SIGTERM)
+    try:
+        os.kill(beat.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        pass  # it has just ended
+    except PermissionError as error:
+        why, fix = f"process {beat.pid}: {error.strerror}", "ask the user who started it, or become that user"
+        raise RunFolderError(f"you may not stop run {record.id}", why=why, fix=fix) from None
     while time.monotonic() < deadline:
         status = run.status()
         if status not in {"running", "pending"}:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -238,6 +239,15 @@ def test_the_stack_of_the_thread_that_the_signal_came_to(tmp_path: Path) -> None
     assert stack[0].function == "test_the_stack_of_the_thread_that_the_signal_came_to"
     assert stacks.place(stack).startswith(f"{__file__}:{stack[0].line} in test_the_stack")
     assert stacks.parse("nothing") == ()
+
+
+def test_a_file_whose_name_is_not_ascii(tmp_path: Path) -> None:
+    name, scope = f"{tmp_path}/für \U0001f600.py", dict[str, Any]()
+    exec(compile("def läuft(log): dump(file=log)", name, "exec"), scope | {"dump": faulthandler.dump_traceback}, scope)
+    with (tmp_path / "log").open("w+") as log:
+        scope["läuft"](log)
+        log.seek(0)
+        assert stacks.parse(log.read())[0] == stacks.Frame(name, 1, "läuft")
 
 
 def test_the_users_line_is_the_place() -> None:

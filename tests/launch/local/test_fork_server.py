@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from lockstep.launch.local.worker import Rank
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import RunCli
 from tests.gloo import ROOT
-from tests.launch.conftest import STUB, Caller, wait_for
+from tests.launch.conftest import FORK_HERE, STUB, Caller, wait_for
 
 
 def server() -> psutil.Process:
@@ -67,6 +68,47 @@ def test_a_server_killed_during_a_launch_ends_its_ranks(caller: Caller) -> None:
     code, _, err = caller.finish()
     assert (code, err) == (1, "")
     wait_for(lambda: not any(child.is_running() for child in started))
+
+
+#: A fork of the caller, which has the caller's open files, and outlives it.
+FORKING = """
+import os, threading, time
+from pathlib import Path
+def fork():
+    while not Path({path!r}, "ready-1").exists():
+        time.sleep(0.01)
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    Path({path!r}, "forked").touch()
+threading.Thread(target=fork, daemon=True).start()
+"""
+
+
+def test_a_server_ends_with_its_caller_though_a_fork_of_that_has_its_socket(caller: Caller, run_dir: RunDir) -> None:
+    caller.start("ignore", "ignore", prepare=FORKING.format(path=str(run_dir.path)), stop_grace_s=0.5)
+    caller.wait_until_ready()
+    wait_for((run_dir.path / "forked").exists)
+    assert caller.process is not None
+    caller.process.kill()
+    wait_for(lambda: len(caller.descendants()) == 1)
+
+
+def test_a_caller_may_have_more_files_open_than_select_takes(run_dir: RunDir) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        assert launch(run_dir, 2, rank_main=STUB, environ={"STUB": "end,end"}) == 0
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_caller_that_ignores_the_end_of_children(caller: Caller) -> None:
+    caller.start("end", prepare="import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + FORK_HERE)
+    assert caller.finish()[::2] == (0, "")
 
 
 ORDERED = """

@@ -83,7 +83,7 @@ def test_a_fork_uses_the_threads_of_its_environment(given: str) -> None:
 
 def test_ranks_import_what_the_caller_can_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    caller_path = ["", "/first", *sys.path, "/last"]
+    caller_path = ["", "/first", "/at 09:12", *sys.path, "/last"]
     made = environment.for_launcher({"PYTHONPATH": "/given"}, "mark", caller_path)
     before = made["PYTHONPATH"].split(os.pathsep)
     assert before[:2] == [str(tmp_path), "/first"]
@@ -91,5 +91,5 @@ def test_ranks_import_what_the_caller_can_import(tmp_path: Path, monkeypatch: py
     assert "/last" not in before  # it must not come before Python's own modules
     monkeypatch.setattr(sys, "path", ["/own"])
     environment.restore_sys_path(made)
-    assert sys.path[:2] == [str(tmp_path), "/first"]
+    assert sys.path[:3] == [str(tmp_path), "/first", "/at 09:12"]
     assert sys.path[-2:] == ["/last", "/own"]

@@ -28,6 +28,8 @@ SIGNAL = signal.SIGUSR2
 WAIT_S = 2.0
 _DELIVERY_S = 10.0
 
+#: What faulthandler writes for a character that is not ASCII.
+_ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
@@ -151,7 +153,8 @@ def parse(text: str) -> Stack:
         frame = _FRAME.match(line)
         if frame is None:
             break
-        frames.append(Frame(frame["file"], int(frame["line"]), frame["function"]))
+        file, function = (_ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), text) for text in frame.group(1, 3))
+        frames.append(Frame(file, int(frame["line"]), function))
     return tuple(frames)
 
 

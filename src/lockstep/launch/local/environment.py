@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -23,7 +24,7 @@ LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"
 LAUNCH_ID = "LOCKSTEP_LAUNCH_ID"
 #: One start of several nodes, restarts included (see :mod:`lockstep.launch.nodes.run_owner`).
 JOB = "LOCKSTEP_JOB"
-#: The caller's ``sys.path``.
+#: The caller's ``sys.path``, as JSON: a folder's name may have a colon.
 SYS_PATH = "LOCKSTEP_SYS_PATH"
 #: Intra-op threads of each rank.
 THREADS = "LOCKSTEP_THREADS"
@@ -52,9 +53,11 @@ def for_launcher(
         if key not in (*_OTHER_LAUNCHERS, LAUNCHER_PID, JOB) and not key.startswith("TORCHELASTIC_")
     }
     path = [os.path.abspath(entry or os.curdir) for entry in caller_path if isinstance(entry, str)]
-    environ |= {LAUNCHER: SEVERAL_NODES if several else "1", LAUNCH_ID: launch_id, SYS_PATH: os.pathsep.join(path)}
-    # Python's own folders must keep their place in the order, so PYTHONPATH gets what was before them.
-    first = [*_before_standard_library(path), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
+    environ |= {LAUNCHER: SEVERAL_NODES if several else "1", LAUNCH_ID: launch_id, SYS_PATH: json.dumps(path)}
+    # Python's own folders must keep their place in the order, so PYTHONPATH gets what was before them; it has no form
+    # for a folder with a colon, of which ranks learn from SYS_PATH.
+    first = [entry for entry in _before_standard_library(path) if os.pathsep not in entry]
+    first += filter(None, base.get("PYTHONPATH", "").split(os.pathsep))
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(first))
     # Each rank with a thread for every core would be slower than one thread each.
     environ["OMP_NUM_THREADS"] = base.get(THREADS) or base.get("OMP_NUM_THREADS") or "1"
@@ -78,8 +81,7 @@ def _before_standard_library(path: list[str]) -> list[str]:
 
 def restore_sys_path(environ: Mapping[str, str]) -> None:
     """Give ``sys.path`` the caller's entries in the caller's order; others come last."""
-    entries = filter(None, environ.get(SYS_PATH, "").split(os.pathsep))
-    sys.path[:] = dict.fromkeys([*entries, *sys.path])
+    sys.path[:] = dict.fromkeys([*json.loads(environ.get(SYS_PATH, "[]")), *sys.path])
 
 
 def set_threads(environ: Mapping[str, str]) -> None:

@@ -18,7 +18,6 @@ import codecs
 import contextlib
 import json
 import os
-import select
 import selectors
 import signal
 import socket
@@ -136,15 +135,16 @@ def _run_launcher(folder: str, settings: Mapping[str, Any], environ: Mapping[str
     reading, writing = os.pipe()
     process: RemoteChild | None = None
     try:
-        with open(writing, "wb") as request:
+        # A launcher that has ended already has an exit code.
+        with contextlib.suppress(BrokenPipeError), open(writing, "wb") as request:
             try:
                 rank_module = settings["rank_main"].partition(":")[0]
                 process = _server_for(variables).launch(_MAIN, rank_module, (reading, *relay.files))
             finally:
                 os.close(reading)
                 relay.close_files()
-            with contextlib.suppress(BrokenPipeError):  # it has ended, with an exit code
-                request.write(json.dumps({"folder": folder, "settings": settings, "environ": variables}).encode())
+            request.write(json.dumps({"folder": folder, "settings": settings, "environ": variables}).encode())
+        assert process is not None
         stop.notify(process.send_signal)
         return relay.wait(process)
     except KeyboardInterrupt:
@@ -202,8 +202,12 @@ class RemoteChild:
 
     def wait(self, timeout: float | None = None) -> int | None:
         """The return code once the process has ended; ``None`` after ``timeout`` seconds."""
-        if self.returncode is None and select.select([self._answers], [], [], timeout)[0]:
-            answer = self._answers.recv(_MAX_BYTES)
+        if self.returncode is None:
+            self._answers.settimeout(timeout)
+            try:
+                answer = self._answers.recv(_MAX_BYTES)
+            except (BlockingIOError, TimeoutError):
+                return None
             if not answer:  # the server was killed
                 self.send_signal(signal.SIGKILL)
             self.returncode = int(answer or -signal.SIGKILL)
@@ -367,8 +371,13 @@ def serve(control: socket.socket) -> int:
     with selectors.DefaultSelector() as selector:
         for source in (control, ended_r):
             selector.register(source, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):  # an older kernel: only the end of the socket shows the caller's
+            # The socket stays open as long as a fork of the caller has it.
+            selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, "caller")
         while True:
             for key, _ in selector.select():
+                if key.data == "caller":
+                    return 0
                 if key.fileobj is ended_r:
                     ended_r.recv(_MAX_BYTES)
                     for child in [child for child in launchers if child.poll() is not None]:
@@ -386,7 +395,8 @@ def serve(control: socket.socket) -> int:
                 for fd in fds:
                     os.close(fd)
                 launchers[child] = answers
-                answers.send(str(child.pid).encode())
+                with contextlib.suppress(OSError):  # the caller waits no more
+                    answers.send(str(child.pid).encode())
 
 
 def _be_launcher(fds: list[int], function: str) -> int:
