@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,9 @@ def test_the_life_of_a_run_on_two_ranks(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint '999'") as caught:
         run.load_model("999")
     assert not isinstance(caught.value, UsageError)
+    shutil.rmtree(run.run_dir / "checkpoints")
+    with pytest.raises(CheckpointError, match="has no checkpoint\n.*has saved none"):
+        run.load_model("best")
 
 
 def test_a_task_made_in_a_function_is_remembered_or_asked_for_and_needs_no_super(tmp_path: Path) -> None:

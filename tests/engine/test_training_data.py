@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import lockstep
 from lockstep.data.order import ORDER_VERSION
 from lockstep.data.requests import Request
 from lockstep.engine.inspection import inspect_task
 from lockstep.engine.resume import check_fits
-from lockstep.engine.training_data import training_source
+from lockstep.engine.training_data import open_datasets, training_source
 from lockstep.errors import CheckpointError, DataError
 from lockstep.planning import OrderPlan, Plan
 from tests.sequences import Sequences
+from tests.toys import Toy, arrays
 
 
 def planned(**settings: Any) -> tuple[Sequences, Plan]:
@@ -75,3 +78,38 @@ def test_a_checkpoint_of_another_order_does_not_fit() -> None:
     check_fits(manifest, plan)
     with pytest.raises(CheckpointError, match="the run's order is shuffled; that of the plan is bucketed"):
         check_fits({**manifest, "order": {}}, plan)
+
+
+class Columns(UserDict[Any, Any]):
+    """A mapping of columns that is one data set, like tensordict's TensorDict: torch reads its rows by __getitems__."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) if isinstance(index, str) else self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(self.data["x"][i], self.data["y"][i]) for i in indices]
+
+
+@pytest.mark.parametrize("kind", ["mapping", "array", "tensor"])
+def test_validation_data_may_be_a_tensor_an_array_or_a_mapping_of_columns(kind: str) -> None:
+    """The truth value of the first two is an error; the third is not several validation sets by name."""
+    inputs, labels = arrays(32, 1)
+    rows = torch.cat([inputs, labels[:, None]], 1)
+    data = {"mapping": Columns(x=inputs, y=labels), "array": rows.numpy(), "tensor": rows}[kind]
+
+    class Own(Toy):
+        def datasets(self) -> lockstep.Datasets:
+            return lockstep.Datasets(data, data, data)
+
+        def loss(self, model: Any, batch: Any) -> lockstep.Loss:
+            return super().loss(model, batch if kind == "mapping" else (batch[:, :-1], batch[:, -1].long()))
+
+        def evaluate(self, model: Any, batch: Any) -> Any:
+            return super().evaluate(model, batch if kind == "mapping" else (batch[:, :-1], batch[:, -1].long()))
+
+    opened = open_datasets(Own(), lockstep.RunConfig())
+    facts = inspect_task(Own(), opened, "it")
+    assert facts.val_samples == facts.test_samples == 32 and not opened.named

@@ -153,7 +153,8 @@ def _check_model_tensor(name: str, tensor: Any, devices: Collection[str] = ("cpu
         raise CheckpointError(
             f"cannot save the model's {name}",
             why=f"its state_dict() has a {_class_of(tensor)} there, and safetensors has a form for tensors only",
-            fix="return a tensor from get_extra_state(), or keep it in the task's state_dict()",
+            fix="leave it out of the model's state_dict(), in a subclass if the class is a package's; return a tensor "
+            "from get_extra_state(); or keep it in the task's state_dict()",
         )
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type not in devices:
         raise CheckpointError(

@@ -61,7 +61,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
     before = _open_files()
     text, unstable = examined(datasets.train, skips=task.data.on_bad_row == "skip")
     with generators_kept():
-        for dataset in filter(None, (datasets.val, datasets.test)):
+        for dataset in (d for d in (datasets.val, datasets.test) if d is not None):
             read_sample(dataset, 0)
     after = _open_files()
     with generators_kept():

@@ -57,7 +57,7 @@ def open_datasets(task: Task, config: RunConfig) -> Datasets:
         return given
     train, val, test = map(by_row, (given.train, given.val, given.test))
     weights, named = getattr(given, "weights", None), dict[str, Any]()
-    if isinstance(val, Mapping):
+    if isinstance(val, Mapping) and not hasattr(val, "__getitems__"):  # which a TensorDict has: it is one data set
         val, named = _named({name: by_row(part) for name, part in val.items()})
     if is_stream(train):
         train = as_stream(train, epoch_samples=config.data.epoch_samples, max_steps=config.training.max_steps)

@@ -178,10 +178,10 @@ class Buffers:
         again = [name for name in changed if name in self._written and not _grew(self._before.get(name), now.get(name))]
         same = {place.name: place.tensor for kind in ("same", "once") for place in self._places[kind]}
         said = _gathered((again, [*changed, *same]))
-        refused = next((name for names, _ in said for name in names), None)
-        refused = refused or _differing({name: (now | same).get(name) for _, names in said for name in names})
-        if refused is not None:
-            raise _refusal(refused, same=refused in same, exact=self._mode == "exact")
+        refused = [*dict.fromkeys(name for names, _ in said for name in names)]
+        differs = _differing({name: (now | same).get(name) for _, names in said for name in refused or names})
+        if refused or differs is not None:
+            raise _refusal(refused or [str(differs)], differs in same, differs is None, self._mode == "exact")
         self._before |= {name: _clone(now.get(name)) for name in changed}
         self._written |= {*changed}
 
@@ -213,24 +213,32 @@ def _checked(kind: str, name: str) -> str:
     return kind
 
 
-def _refusal(name: str, *, same: bool, exact: bool) -> UnsupportedError:
-    attribute = name.rpartition(".")[2]
-    if same:
+def _refusal(names: list[str], declared: bool, alike: bool, exact: bool) -> UnsupportedError:
+    if declared:
         return UnsupportedError(
-            f"the buffer {name} is declared the same on all ranks, and is not",
+            f"the buffer {names[0]} is declared the same on all ranks, and is not",
             fix="declare how it is reduced: mean, sum or max",
         )
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        modules.setdefault(f"{path}.{ATTRIBUTE}".lstrip("."), []).append(attribute)
+    kind = "local" if exact else "same" if alike else "mean"
+    lines = "; ".join(f"model.{path} = {dict.fromkeys(found, kind)}" for path, found in modules.items())
+    what = f"the buffer{'s' * (len(names) > 1)} {', '.join(names)} changed in training"
     if exact:
         return UnsupportedError(
-            f"the buffer {name} changed in training, which exact mode cannot reproduce on another number of ranks",
+            f"{what}, which exact mode cannot reproduce on another number of ranks",
             why="each lane changes it, and no order of merging is fixed for it",
-            fix=f"use reproducibility fast, or, if it does not affect the result, give its module `{ATTRIBUTE} = "
-            f"{{'{attribute}': 'local'}}`",
+            fix=f"use reproducibility fast, or, if it does not affect the result, declare that in model(): {lines}",
         )
     return UnsupportedError(
-        f"the buffer {name} changed in training, and how ranks agree on it is not declared",
-        why="each rank has changed its own copy",
-        fix=f"give its module `{ATTRIBUTE} = {{'{attribute}': 'mean'}}` (or {', '.join(REDUCTIONS[1:])})",
+        f"{what}, and how ranks agree on it is not declared",
+        why="all ranks have the same values so far, which can still depend on the number of ranks"
+        if alike
+        else "each rank has changed its own copy",
+        fix=f"declare in model() who reduces it, for example {lines}. same: the module itself, over all ranks; "
+        "mean, sum or max: Lockstep, after every step; local: nobody, since no later batch reads it",
     )
 
 

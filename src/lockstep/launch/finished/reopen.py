@@ -120,10 +120,11 @@ def find_step(run: RunDir, checkpoint: str | int) -> int:
     if step is None and text == "best":
         step = store.step_of("last")
     if step is None or step not in store.steps():
-        have = ", ".join(str(s) for s in store.steps()) or "none"
+        have = ", ".join(str(s) for s in store.steps())
+        state = run.read()
         raise CheckpointError(
-            f"run {run.read().id} has no checkpoint {checkpoint!r}",
-            why=f"its steps are: {have}",
-            fix="name one, or best, or last",
+            f"run {state.id} has no checkpoint {checkpoint!r}" if have else f"run {state.id} has no checkpoint",
+            why=f"its steps are: {have}" if have else f"it is {state.status}, and has saved none",
+            fix="name one, or best, or last" if have else f"`lockstep show {state.id}` shows how far it came",
         )
     return step
