@@ -237,8 +237,8 @@ def _refusal(names: list[str], declared: bool, alike: bool, exact: bool) -> Unsu
         why="all ranks have the same values so far, which can still depend on the number of ranks"
         if alike
         else "each rank has changed its own copy",
-        fix=f"declare in model() who reduces it, for example {lines}. same: the module itself, over all ranks; "
-        "mean, sum or max: Lockstep, after every step; local: nobody, since no later batch reads it",
+        fix=f"declare in model() how it is reduced, for example {lines}. same: by the module itself, over all ranks; "
+        "mean, sum or max: by Lockstep, after every step; local: left as it is, since no later batch reads it",
     )
 
 
