@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import AveragingConfig
 from lockstep.engine.optim.averages import Averages
 from lockstep.errors import UnsupportedError
@@ -69,6 +70,58 @@ def test_the_averages_are_those_of_torch_and_survive_a_resume(
         long = {**RUN, "training": {**RUN["training"], "max_steps": None}}
         resumed, _ = attempt(Toy, tmp_path / "parts", resume=True, averaging=EMA, **long)
         assert all(torch.equal(resumed[name], value) for name, value in saved.items())
+
+
+class ScheduleFree(torch.optim.SGD):
+    """As the package of that name: trains a point between the mean and the newest weights, and evaluates the mean."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.05)
+        self.param_groups[0] |= {"train_mode": False, "k": 0}
+
+    def _between(self, train: bool, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["train_mode"] != train else ():
+                if "z" in self.state[p]:
+                    p.data.lerp_(self.state[p]["z"], weight)
+            group["train_mode"] = train
+
+    def train(self) -> None:
+        self._between(True, 0.1)
+
+    def eval(self) -> None:
+        self._between(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        assert group["train_mode"]
+        group["k"] += 1
+        for p in group["params"]:
+            z = self.state[p].setdefault("z", p.clone())
+            p.lerp_(z, 1 - 1 / 0.9)
+            z.sub_(p.grad, alpha=group["lr"])
+            p.lerp_(z, 1 / group["k"]).lerp_(z, 0.1)
+
+
+class Free(Toy):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return ScheduleFree(model.parameters())
+
+
+def test_a_schedule_free_optimizer_is_evaluated_and_saved_with_its_averages(tmp_path: Path) -> None:
+    saved, _ = attempt(Free, tmp_path / "whole", **RUN)
+    often, _ = attempt(Free, tmp_path / "often", **{**RUN, "validation": {"every_steps": 1}})
+    assert all(torch.equal(often[name], value) for name, value in saved.items())  # evaluating changes no weight
+    store = CheckpointStore(tmp_path / "whole" / "checkpoints")
+    trained = store.load(store.steps()[-1]).trainer["update"]["averages"]["trained"]
+    assert trained and any(not torch.equal(saved[name], value) for name, value in trained.items())
+    short = {**RUN, "training": {**RUN["training"], "max_steps": 7}}
+    attempt(Free, tmp_path / "parts", **short)
+    resumed, _ = attempt(
+        Free, tmp_path / "parts", resume=True, **{**RUN, "training": {**RUN["training"], "max_steps": None}}
+    )
+    assert all(torch.equal(resumed[name], value) for name, value in saved.items())
 
 
 class Replaced(nn.Module):

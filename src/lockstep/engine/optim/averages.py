@@ -1,7 +1,10 @@
-"""Averaged weights: an exponential moving average (EMA), or the mean of the last part of a run (SWA).
+"""Averaged weights: an exponential moving average (EMA), the mean of the last part of a run (SWA), or an optimizer's.
 
 Polyak and Juditsky 1992; Izmailov et al. 2018, https://arxiv.org/abs/1803.05407. Evaluations and checkpoints have the
 averages as the model's weights; the weights that are trained are in the training state of a checkpoint.
+
+Schedule-Free optimizers (Defazio et al. 2024, https://arxiv.org/abs/2405.15682) average by themselves: their ``eval()``
+makes the model's weights the averages, their ``train()`` those that are trained.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from lockstep._compat.torch import buffers_of
@@ -24,8 +28,15 @@ class Averages:
     All ranks have the same weights, so each averages what it has. Without averaging, methods do nothing.
     """
 
-    def __init__(self, config: AveragingConfig, model: nn.Module, total_steps: int) -> None:
+    def __init__(
+        self, config: AveragingConfig, model: nn.Module, total_steps: int, optimizer: Optimizer | None = None
+    ) -> None:
         self._config, self._model = config, model
+        both = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+        own: Any = optimizer
+        self._own = own if both and config.name == "none" else None
+        if self._own is not None:
+            self._own.train()
         self._start = round(config.start_share * total_steps) if config.name == "swa" else 0
         self._updates = 0
         self._parameters = dict(model.named_parameters())
@@ -62,6 +73,15 @@ class Averages:
     def swap(self) -> None:
         """Exchange averages and weights, in place; called twice, all is as before."""
         weights = self._named()
+        if self._own is not None and not self._averaged:
+            self._averaged = {name: value.detach().clone() for name, value in self._weights().items()}
+            self._own.eval()
+            return
+        if self._own is not None:  # its own way back would round
+            self._own.train()
+            self._load(self._averaged)
+            self._averaged = {}
+            return
         for name, average in self._averaged.items():
             weight = weights[name].detach()
             kept = weight.clone()
@@ -79,7 +99,8 @@ class Averages:
 
     def trained(self) -> dict[str, Any] | None:
         """For a checkpoint, called while the averages are in use: the weights that are trained."""
-        return {"updates": self._updates, "trained": dict(self._averaged)} if self._config.name != "none" else None
+        averages = self._config.name != "none" or self._own is not None
+        return {"updates": self._updates, "trained": dict(self._averaged)} if averages else None
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any] | None) -> None:
@@ -90,8 +111,14 @@ class Averages:
             self._updates = 0 if state is None else state["updates"]
             names = saved if self._config.name == "swa" else {**self._weights(), **saved}
             self._averaged = {name: named[name].detach().clone() for name in names}
-        for name, value in saved.items():
-            if hasattr(named[name], "device_mesh"):  # divided among ranks
+        if self._own is not None:
+            self._own.train()
+        self._load(saved)
+
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        named = self._named()
+        for name, value in weights.items():
+            if hasattr(named[name], "device_mesh") and not hasattr(value, "device_mesh"):  # divided among ranks
                 from lockstep.engine.distributed.dtensor_state import divided_like
 
                 value = divided_like(value, named[name])

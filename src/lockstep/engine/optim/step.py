@@ -445,7 +445,7 @@ def build_update(
         divided.adopt(optimizer)
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
     max_norm = config.training.max_grad_norm
-    averages = Averages(config.averaging, model, plan.total_steps)
+    averages = Averages(config.averaging, model, plan.total_steps, optimizer)
     return Update(model, optimizer, plan.schedule, precision, max_norm, divided, scheduler, plan.mode, averages)
 
 
