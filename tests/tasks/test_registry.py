@@ -109,6 +109,17 @@ def test_a_file_alone_is_answered_with_its_tasks(here: Path, capsys: pytest.Capt
     assert "lockstep train mine.py:Detached" in said
 
 
+def test_a_package_that_cannot_be_imported_is_named_with_the_line_of_the_file(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "needs_audio.py").write_text("raise OSError('Could not load this library: x.so')\n")
+    (here / "mine.py").write_text("import lockstep\nimport needs_audio\n")
+    monkeypatch.syspath_prepend(here)
+    with pytest.raises(TaskError) as caught:
+        find_task("mine.py:Mine")
+    assert "x.so, in line 2: import needs_audio" in str(caught.value) and "installation" in str(caught.value)
+
+
 def test_both_spellings_import_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "study" / "tasks"
     package.mkdir(parents=True)

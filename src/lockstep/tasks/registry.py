@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from inspect import Parameter, signature
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
@@ -172,8 +173,12 @@ def _import_file(path: Path) -> Any:
     except LockstepError:
         raise
     except Exception as error:
+        own = [frame for frame in extract_tb(error.__traceback__) if frame.filename == str(path.resolve())]
+        at = f", in line {own[-1].lineno}: {own[-1].line}" if own else ""
         raise TaskError(
-            f"importing {path} failed", why=f"{type(error).__name__}: {error}", fix="fix the file"
+            f"importing {path} failed",
+            why=f"{type(error).__name__}: {error}{at}",
+            fix="fix that line, or the installation of the package that it imports" if own else "fix the file",
         ) from error
     return module
 
