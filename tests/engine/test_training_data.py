@@ -12,6 +12,7 @@ import torch
 import lockstep
 from lockstep.data.order import ORDER_VERSION
 from lockstep.data.requests import Request
+from lockstep.engine.diagnostics.step_trace import _digest_rows
 from lockstep.engine.inspection import inspect_task
 from lockstep.engine.resume import check_fits
 from lockstep.engine.training_data import open_datasets, training_source
@@ -113,3 +114,14 @@ def test_validation_data_may_be_a_tensor_an_array_or_a_mapping_of_columns(kind: 
     opened = open_datasets(Own(), lockstep.RunConfig())
     facts = inspect_task(Own(), opened, "it")
     assert facts.val_samples == facts.test_samples == 32 and not opened.named
+
+
+def test_a_batch_that_iterates_over_its_rows_is_compared_by_its_columns() -> None:
+    """`lockstep verify` of a TensorDict: iterating it gives rows, not keys."""
+
+    class Rows(dict[str, torch.Tensor]):
+        def __iter__(self) -> Any:
+            return iter([self["x"][0]])
+
+    first, other = (_digest_rows(Rows(x=torch.full((2, 3), value)), [0, 1]) for value in (1.0, 2.0))
+    assert first == _digest_rows({"x": torch.ones(2, 3)}, [0, 1]) != other

@@ -286,7 +286,7 @@ def _columns(batch: Any, size: int) -> Iterator[Any]:
         if batch.ndim and len(batch) == size:
             yield batch
     elif isinstance(batch, Mapping):
-        for key in sorted(batch, key=str):
+        for key in sorted(batch.keys(), key=str):  # iterating a TensorDict gives its rows
             yield from _columns(batch[key], size)
     elif isinstance(batch, (list, tuple)):
         if len(batch) == size and not any(isinstance(item, Tensor | np.ndarray | Mapping) for item in batch):
