@@ -21,10 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 #: What the machine brings: torch, since its build belongs to the driver, and NumPy, which is beside every torch.
 PROVIDED = ("torch", "numpy")
 #: Packages of the extra ``dev`` that no test of training needs, or without which tests are skipped, and which alone
-#: would fill the folder. Linters, browsers, loggers of other services, and SciPy and Matplotlib.
+#: would fill the folder. Linters, browsers, loggers of other services, the documentation's, Arrow and pandas, SciPy and
+#: Matplotlib.
 LEFT_OUT = (
-    "espeakng-loader", "jiwer", "matplotlib", "mlflow-skinny", "mypy", "pillow", "playwright", "pre-commit", "pyright",
-    "pytest-cov", "ruff", "scipy", "soundfile", "tensorboard", "types-psutil", "types-pyyaml", "wandb",
+    "codespell", "espeakng-loader", "ipykernel", "jiwer", "matplotlib", "mkdocs", "mkdocs-material", "mkdocstrings",
+    "mlflow-skinny", "mypy", "nbclient", "nbstripout", "pandas", "pillow", "playwright", "pre-commit", "pyarrow",
+    "pyright", "pytest-cov", "ruff", "scipy", "soundfile", "tensorboard", "types-psutil", "types-pyyaml", "wandb",
 )  # fmt: skip
 #: What `install.sh` builds Lockstep's own editable installation with.
 BUILD = ("hatchling>=1.26", "editables>=0.3")

@@ -114,8 +114,9 @@ class HardwareConfig(Section):
         default="auto",
         description="let cuDNN measure its algorithms once for each shape; auto: on a GPU when samples have one length",
     )
-    channels_last: bool = Field(
-        default=False, description="weights of 2-D convolutions in channels_last, faster on GPUs in 16 bits and TF32"
+    channels_last: Switch = Field(
+        default="auto",
+        description="weights of 2-D convolutions in channels_last; auto: on GPUs, where it is measured to be faster",
     )
     strategy: Strategy = Field(default="auto", json_schema_extra=_strategy_schema)
 
@@ -415,7 +416,7 @@ class DataConfig(Section):
     device: Literal["auto", "host", "gpu"] = Field(
         default="auto",
         description="where arrays in memory (lockstep.ArrayDataset) are during training; auto: on the GPU if they fill "
-        "at most a fifth of its free memory",
+        "at most a fifth of its free memory, and steps are measured to be no slower",
     )
     bucketing: Switch = Field(
         default="auto",

@@ -84,7 +84,15 @@ class ArrayDataset:
         ``index_select`` runs without Python's global lock, so a loader's thread can gather during the step.
         """
         where = _as_index(indices)
-        return tuple(tensor.index_select(0, where.to(tensor.device)) for tensor in self.tensors)
+        if self.is_on_gpu:  # page-locked: to copy other memory, the host would wait for all that the GPU has to do
+            where = where.pin_memory().to(self.tensors[0].device, non_blocking=True)
+        return tuple(tensor.index_select(0, where) for tensor in self.tensors)
+
+
+def array_bytes(dataset: Any) -> int:
+    """Bytes of a data set of arrays in memory; 0 for any other."""
+    is_at_hand = type(dataset) is ArrayDataset and dataset.is_in_memory
+    return dataset.row_bytes * len(dataset) if is_at_hand else 0
 
 
 class FrameRows:

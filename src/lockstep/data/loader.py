@@ -217,6 +217,8 @@ def make_loader(
         largest: samples of the largest request that is to be expected.
         settled: called once a number of processes has been measured to be best.
     """
+    if source.gathers and source.dataset.is_on_gpu:  # which a process that is forked from this one cannot use
+        return _in_place(source, requests, as_is)
     if plan.num_workers > 0:
         return worker_batches(source, requests, plan, rank)
     # A plan may have been made where there was a GPU.
@@ -224,8 +226,6 @@ def make_loader(
     finish = _pinned if pin else as_is
     small = source.is_at_hand and largest * source.row_bytes <= IN_PLACE_BYTES
     # For a GPU, which computes meanwhile, a thread gathers other tensors ahead, too. On a CPU it would take its cores.
-    if source.gathers and source.dataset.is_on_gpu:
-        return _in_place(source, requests, as_is)
     if (source.gathers and not small) or (pin and source.reader.gathers_tensors):
         return _Ahead(source, requests, plan.prefetch_factor, finish)
     if plan.most_workers and not source.gathers and not source.reader.gathers:

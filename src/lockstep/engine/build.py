@@ -30,7 +30,7 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
         LockstepError: it cannot be trained so, or ``snapshot`` does not fit.
     """
     parts = build_parts(rank, task, datasets, snapshot)
-    strategy = parts.strategy
+    rank, strategy = replace(rank, plan=parts.plan), parts.strategy
     done = parts.state.epoch * rank.plan.batch.samples + parts.state.position
     saved = None if snapshot is None else snapshot.trainer.get("stream")
     begin_stream(datasets, rank.run_dir.path, rank.attempt, rank.world, done, rank.plan.batch.global_batch, saved)
@@ -48,7 +48,7 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
     trace = None
     if rank.config.debug.trace == "off":
         source = replace(source, pad=task.pad, full=rank.plan.filled_to) if rank.plan.filled_to else source
-        source, remark = kept_on(source, rank.device, rank.config.data.device)
+        source, remark = kept_on(source, rank.device, rank.plan)
         remarks.append(remark)
     else:
         file = trace_file(rank.run_dir.path, rank.world.rank)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep._compat.torch import compiler_not_imported
 from lockstep.config import RunConfig
+from lockstep.data.arrays import array_bytes
 from lockstep.data.bucketed import check_lengths, hash_lengths
 from lockstep.data.reader import Reader
 from lockstep.engine.dataset_checks import check_dataset, examined, read_sample, readable_sample, remarks_of
@@ -93,6 +94,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         multiply_adds=multiply_adds(model, datasets.train),
         joint_bytes=joint_bytes(model),
         pads=type(task).pad is not Task.pad,
+        convolutions=any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in model.modules()),
+        array_bytes=array_bytes(datasets.train),
     )
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.diagnostics.ablation import Watched
@@ -23,16 +24,20 @@ from lockstep.engine.strategies.build import build_strategy, divide
 from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, build_model, refuse_meta
+from lockstep.planning import Plan
+from lockstep.planning.plan import LAYOUT
 
 
 class Parts(NamedTuple):
     """What takes the steps of one rank.
 
     Attributes:
+        plan: with what has been measured on the devices.
         draws: the random functions that the forward pass has called; a set that may still grow.
         notes: shown at the start.
     """
 
+    plan: Plan
     strategy: Strategy
     update: Update
     state: TrainState
@@ -59,15 +64,21 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
         load_initial_weights(model, config.init_from, rank.collectives)
     if plan.sync_batchnorm:
         model = convert(model, None)
-    model, divided = cast(model, plan.placement["precision"]), None
+    model, divided, notes = cast(model, plan.placement["precision"]), None, list[str]()
     if plan.strategy.divides:
         divided = divide(Undivided(task, model, config, plan, datasets, device, rank.world, rank.collectives))
     else:
         model = model.to(device)
-        if config.hardware.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if plan.value(LAYOUT):
+            convert_conv2d_weight_memory_format(model, torch.channels_last)
+        if plan.to_measure:
+            from lockstep.engine.measured import settled
+
+            plan = settled(rank, task, model, datasets)
+            new = [plan.decisions[key] for key in rank.plan.to_measure]
+            notes += [f"The {each.title}: {each.shown} ({each.reason})." for each in new]
     update = build_update(task, model, config, plan, device, divided, validates=datasets.val is not None)
-    notes = [] if divided is None else [*divided.remarks]
+    notes += [] if divided is None else divided.remarks
     if snapshot is not None:
         notes += restore(rank, snapshot, state, task, model, update)
     warning = None
@@ -83,6 +94,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     update.after_backward = callbacks.caller("on_after_backward", task.context, strategy.module)
     untrained = untrained_note(update, model, config.training.max_grad_norm)
     return Parts(
+        plan,
         strategy,
         update,
         state,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from lockstep.errors import LockstepError
 from lockstep.events import CheckpointSaved, Fanout, Note, Sink
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
-from lockstep.telemetry.rundir import Heartbeat, RunDir
+from lockstep.telemetry.rundir import NCCL_DUMP, Heartbeat, RunDir
 from lockstep.telemetry.system import monitored
 
 #: How long ranks wait for the slowest one's part to be on disk. A rank that died is noticed at once, and a rank that
@@ -80,6 +81,7 @@ class RankContext:
         writer: saves checkpoints; ``None`` on ranks that write none.
         heartbeat: takes the steps done and the total.
         stop_signal: the signal that asked this process to stop, if any.
+        is_keeper: whether this rank writes the run folder that it sees.
     """
 
     run_dir: RunDir
@@ -93,6 +95,7 @@ class RankContext:
     writer: BackgroundWriter | None = None
     heartbeat: Callable[[int, int], None] = lambda step, total: None
     stop_signal: Callable[[], int | None] = lambda: None
+    is_keeper: bool = False
 
     @property
     def reads_shards(self) -> bool:
@@ -126,6 +129,9 @@ def joined(
     watches = config.telemetry.system_metrics and world.local_rank == 0
     heartbeat = Heartbeat()
     ending.callback(heartbeat.stop)
+    if plan.placement["backend"] == "nccl":  # its flight recorder; read by launch/failure/collectives.py
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir.logs / NCCL_DUMP))
     with (
         runtime(plan, device, world, timeout_s, detect_anomaly=config.debug.detect_anomaly),
         shared(world, timeout_s),
@@ -139,6 +145,5 @@ def joined(
                 heartbeat.start(run_dir.heartbeat_file, total=plan.total_steps)
             # Rank 0 may have started a new attempt after the others read the number.
             attempt = collectives.broadcast(attempt)
-            yield RankContext(
-                run_dir, world, config, plan, device, collectives, attempt, sink, writer, heartbeat.beat, stop_signal
-            )
+            place = run_dir, world, config, plan, device, collectives
+            yield RankContext(*place, attempt, sink, writer, heartbeat.beat, stop_signal, keeper)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from lockstep.config import DataConfig, RunConfig
-from lockstep.data.arrays import by_row
+from lockstep.data.arrays import array_bytes, by_row
 from lockstep.data.bucketed import BucketedOrder, check_lengths, hash_lengths
 from lockstep.data.order import Order
 from lockstep.data.reader import Collate, Indices
@@ -24,6 +24,7 @@ from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import DataError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
+from lockstep.planning.plan import DATA_DEVICE
 
 
 def open_data(task: Task, config: RunConfig, collectives: Collectives | None = None) -> Datasets:
@@ -108,22 +109,27 @@ def begin_stream(datasets: Datasets, *where: Any) -> Stream | None:
     return datasets.train
 
 
-#: Share of a GPU's free memory that training data may take without being asked to.
+#: Share of a GPU's free memory that training data may take with data.device: auto.
 RESIDENT_SHARE = 0.2
 
 
-def kept_on(source: Source, device: torch.device, setting: str) -> tuple[Source, str | None]:
-    """``source`` with its arrays on a GPU, and a note; as it is where they are to stay in host memory.
+def fits_device(source: Source, device: torch.device, plan: Plan) -> bool:
+    """Whether the arrays of ``source`` take at most a fifth of a GPU's free memory, with those of other ranks there."""
+    if device.type != "cuda":
+        return True
+    ranks = max(1, plan.placement["devices"].count(f"gpu:{device.index}"))
+    return bool(array_bytes(source.dataset) * ranks <= RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0])
 
-    Args:
-        setting: ``data.device``.
-    """
-    if device.type != "cuda" or setting == "host" or not source.is_at_hand:
+
+def kept_on(source: Source, device: torch.device, plan: Plan) -> tuple[Source, str | None]:
+    """``source`` with its arrays on a GPU, and a note; as it is where they are to stay in host memory."""
+    where = plan.value(DATA_DEVICE, "host")
+    if device.type != "cuda" or where == "host" or not source.is_at_hand:
         return source, None
-    size = source.row_bytes * len(source.dataset)
-    if setting == "auto" and size > RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]:
+    if where == "auto" and not fits_device(source, device, plan):
         return source, None
-    return replace(source, dataset=source.dataset.to(device)), f"Training data ({size / 1e6:.0f} MB) are on the GPU."
+    size = f"{array_bytes(source.dataset) / 1e6:.0f} MB"
+    return replace(source, dataset=source.dataset.to(device)), f"Training data ({size}) are on the GPU."
 
 
 def walk(plan: Plan, world: World, *, epoch: int = 0, position: int = 0) -> Iterator[Window]:

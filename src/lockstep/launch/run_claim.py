@@ -286,7 +286,9 @@ def resume_point(
     step = store.newest_verified(report)
     if step is None:
         return _beginning(run_dir, hold=hold) if os.path.lexists(run_dir.plan_file) else None
-    manifest = store.manifest(step)
+    manifest, measured = store.manifest(step), None
+    with contextlib.suppress(RunFolderError):  # without its plan, the choices are measured again
+        measured = plan_of(run_dir).measured
     with restoring(store.path_of(step)):
         return ResumePoint(
             step=step,
@@ -298,15 +300,15 @@ def resume_point(
             hold=hold,
             fingerprint=manifest.get("fingerprint"),
             accept_data=accept_data,
+            measured=measured,
         )
 
 
 def _beginning(run_dir: RunDir, *, hold: bool) -> ResumePoint:
     plan, position = plan_of(run_dir), run_dir.config().debug.start_position
     batch = plan.batch.global_batch
-    return ResumePoint(
-        step=0, epoch=0, position=position, samples_seen=0, global_batch=batch, order=plan.order, hold=hold
-    )
+    start: dict[str, Any] = {"step": 0, "epoch": 0, "position": position, "samples_seen": 0}
+    return ResumePoint(**start, global_batch=batch, order=plan.order, hold=hold, measured=plan.measured)
 
 
 def plan_of(run_dir: RunDir) -> Plan:

@@ -10,7 +10,7 @@ from lockstep.config import DataConfig, RunConfig
 from lockstep.config.sections import OptimizerConfig, TrainingConfig
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.planning.decision import Decision, by_key
-from lockstep.planning.plan import LoaderFacts, LoaderPlan, Plan, TaskFacts
+from lockstep.planning.plan import MEASURED, LoaderFacts, LoaderPlan, Plan, TaskFacts
 
 #: Data should come this much faster than the step takes it, so that a slow batch does not stop it.
 HEADROOM = 1.2
@@ -212,7 +212,8 @@ def of_session(plan: Plan) -> Plan:
             return replace(decision, value="loop", shown="loop", reason="prepared schedulers, or the loop itself")
         return decision
 
-    decisions = by_key(own(d) for d in plan.decisions.values() if d.key not in ("warmup", "monitor", "weight_decay"))
+    unused = ("warmup", "monitor", "weight_decay", *MEASURED)
+    decisions = by_key(own(d) for d in plan.decisions.values() if d.key not in unused)
     notes = tuple(note for note in plan.notes if not note.key.startswith(("lr_", "warmup", "optimizer", "schedule")))
     return plan.model_copy(update={"decisions": decisions, "notes": notes})
 

@@ -13,6 +13,8 @@ from lockstep.planning.order import OrderPlan, SamplingFacts
 from lockstep.planning.schedule import Schedule
 from lockstep.strategies import StrategySpec, find_strategy
 
+#: Keys of the decisions that are measured on the devices when a run starts.
+LAYOUT, DATA_DEVICE = MEASURED = "channels_last", "data_device"
 #: Whether the lowest or the highest value of a metric is the best.
 Mode = Literal["min", "max"]
 
@@ -47,7 +49,8 @@ class TaskFacts(Frozen):
     which stay open.
     ``vectors``: parameters that are no part of a matrix, as those of norms and biases.
     ``joint_bytes``: of the gradients, where one message can carry them; else 0.
-    ``pads``: the task can fill up a smaller batch.
+    ``pads``: the task can fill up a smaller batch. ``convolutions``: the model has 2-D convolutions.
+    ``array_bytes``: of training data that are arrays in memory; else 0.
     ``multiply_adds``: of a sample's forward pass, rather too many; 0: not known.
     """
 
@@ -75,12 +78,23 @@ class TaskFacts(Frozen):
     joint_bytes: int = 0
     opens_files: bool = False
     pads: bool = False
+    convolutions: bool = False
+    array_bytes: int = 0
+
+
+class Measured(Frozen):
+    """Choices that an earlier attempt has measured, and on which devices; ``gpu``: the first one's model."""
+
+    devices: tuple[str, ...]
+    gpu: str
+    decisions: dict[str, Decision]
 
 
 class ResumePoint(Frozen):
     """Where an earlier attempt stopped; sizes in samples. ``hold``: keep its global batch. Its order always stays.
 
     ``fingerprint``: of the data it was trained on. ``accept_data``: resume on other data of the same length.
+    ``measured``: what was measured then, which stays on the same devices.
     """
 
     step: int
@@ -92,6 +106,7 @@ class ResumePoint(Frozen):
     hold: bool = True
     fingerprint: str | None = None
     accept_data: bool = False
+    measured: Measured | None = None
 
 
 class LoaderPlan(Frozen):
@@ -160,6 +175,22 @@ class Plan(Frozen):
     def sharded_checkpoints(self) -> bool:
         """Whether each rank writes its part of a checkpoint."""
         return bool(self.value("checkpoints"))
+
+    @property
+    def to_measure(self) -> tuple[str, ...]:
+        """Keys of the decisions that are still to be measured."""
+        return tuple(key for key in MEASURED if self.value(key, "") is None)
+
+    @property
+    def measured(self) -> Measured:
+        """The measured choices that are settled."""
+        found = {key: self.decisions[key] for key in MEASURED if self.value(key) is not None}
+        placed = self.placement
+        return Measured(devices=tuple(placed["devices"]), gpu=placed.get("gpu", ""), decisions=found)
+
+    def settled(self, *decisions: Decision) -> Plan:
+        """The plan with these decisions, in the places of those with their keys."""
+        return self.model_copy(update={"decisions": self.decisions | {each.key: each for each in decisions}})
 
     def value(self, key: str, default: Any = None) -> Any:
         """Of a decision that only some plans have."""

@@ -12,6 +12,7 @@ from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.planning.decision import Decision, Decisions, by_key
 from lockstep.planning.horizon import resolve_course
 from lockstep.planning.loader import of_loader, resolve_loader, training_of_loader
+from lockstep.planning.measured import measured_choices
 from lockstep.planning.notes import (
     batchnorm_notes,
     data_notes,
@@ -103,6 +104,7 @@ def make_plan(
     decisions = [
         *_placed(placement),
         *_kernels(given),
+        *measured_choices(config, placement, facts, resume.measured if resume else None),
         *_cuda_graphs(given, batch),
         *_reduction(given),
         *sized.values(),

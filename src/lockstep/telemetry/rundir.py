@@ -75,6 +75,8 @@ class _In:
         return run.path / self._name
 
 
+#: In ``logs``, with the rank behind it: what NCCL writes when a collective times out.
+NCCL_DUMP = "nccl-rank-"
 #: How long a run may stay pending after its creator ended: the time to hand it over to a launcher.
 PENDING_GRACE_S = 15.0
 
@@ -205,6 +207,11 @@ class RunDir:
             completed_at=None,
         )
         return attempt
+
+    def keep_plan(self, plan: Mapping[str, Any], attempt: int) -> None:
+        """Replace the plan of the newest attempt. Raises :class:`StorageError`."""
+        for file in (self.plan_file, self.attempts / str(attempt) / self.plan_file.name):
+            write_json(file, plan)
 
     # What the run is.
 

@@ -28,7 +28,7 @@ from lockstep.launch.health.memory import MachineMemory, RankMemory, own_memory
 from lockstep.launch.local.rank_output import MARK, log_file
 from lockstep.telemetry.files import FileContent
 from lockstep.telemetry.progress_board import Activity, pulse
-from lockstep.telemetry.rundir import RunDir, read_json, write_json
+from lockstep.telemetry.rundir import NCCL_DUMP, RunDir, read_json, write_json
 
 LAUNCHER_FILE = "launcher.json"
 #: How many of a rank's last lines a report shows.
@@ -180,7 +180,7 @@ def exit_code_of(error: BaseException) -> int:
 def clear(logs: Path) -> None:
     """Remove the records of an earlier start. Raises :class:`OSError`."""
     clear_spare(logs)
-    for path in [logs / LAUNCHER_FILE, *logs.glob("rank-*.error.json")]:
+    for path in [logs / LAUNCHER_FILE, *logs.glob("rank-*.error.json"), *logs.glob(f"{NCCL_DUMP}*")]:
         path.unlink(missing_ok=True)
 
 

@@ -31,6 +31,7 @@ from lockstep.errors import (
 )
 from lockstep.events import Restarted
 from lockstep.launch.failure.causes import OOM_KILLED, Cause, CauseKey, find_cause, is_lost_peer
+from lockstep.launch.failure.collectives import missing_ranks
 from lockstep.launch.failure.records import (
     LauncherLog,
     RankEnd,
@@ -119,6 +120,7 @@ class FailureReport:
     launcher_error: str = ""
     hang: HangReport | None = None
     memory: str = ""
+    collectives: str = ""
 
     @property
     def what(self) -> str:
@@ -160,8 +162,7 @@ class FailureReport:
                 blocks.append(textwrap.indent("\n".join(first.last_lines), "  "))
         if self.hang is not None:
             blocks.append(self.hang.table())
-        if self.memory:
-            blocks.append(self.memory)
+        blocks += filter(None, (self.memory, self.collectives))
         if self.others:
             blocks.append(_collateral(self.others))
         return "\n".join(blocks)
@@ -204,7 +205,8 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
     failures = [failure for failure in failures if failure.type or failure.exit_code not in _NO_FAILURE]
     if launcher.hang is not None and all(failure.is_collateral for failure in failures):
         hang = launcher.hang
-        return FailureReport(launcher.ranks or len(ends), None, (), hang.cause, hang.headline, hang)
+        calls = missing_ranks(run_dir.logs)
+        return FailureReport(launcher.ranks or len(ends), None, (), hang.cause, hang.headline, hang, collectives=calls)
     if not launcher.error and all(failure.ended_by_launcher for failure in failures):
         return None
     failures.sort(key=lambda failure: (failure.is_collateral, failure.blames_another, failure.time, failure.rank))
@@ -220,6 +222,7 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
         cause=cause,
         launcher_error=launcher.error,
         memory=memory,
+        collectives=missing_ranks(run_dir.logs),
     )
 
 
