@@ -35,7 +35,12 @@ class Images(Task):
     class Net(nn.Sequential):
         def __init__(self) -> None:
             super().__init__(
-                nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.2), nn.ReLU(), nn.Flatten(), nn.Linear(288, 2)
+                nn.Conv2d(3, 8, 3, bias=False),
+                nn.BatchNorm2d(8),
+                nn.Dropout(0.2),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(288, 2),
             )
 
     def model(self) -> nn.Module:
@@ -134,6 +139,31 @@ def _apart(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     measured._Trial._timed = seconds  # type: ignore[method-assign]
     attempt(Images, folder / "run", rank, ranks, **STEPS, hardware={"selected_devices": ["cpu", "cpu"]})
     return plan_of(folder / "run") if rank == 0 else {}
+
+
+class Undropped(Images):
+    """Without dropout, which draws in the order of memory."""
+
+    def model(self) -> nn.Module:
+        model = self.Net()
+        model[2].p = 0.0
+        return model
+
+
+def _same_weights(rank: int, ranks: int, folder: Path) -> list[dict[str, Tensor]]:
+    settings: dict[str, Any] = {**STEPS}
+    return [
+        attempt(Undropped, folder / layout, rank, ranks, **settings, hardware={"channels_last": layout})[0]
+        for layout in ("off", "on")
+    ]
+
+
+@pytest.mark.processes
+def test_a_fused_optimizer_meets_gradients_in_the_layout_of_its_weights(tmp_path: Path) -> None:
+    """Gradients of a small model on CPU ranks travel in one message, row by row."""
+    off, on = run_ranks(_same_weights, 2, tmp_path)[0]
+    for name, value in off.items():
+        torch.testing.assert_close(on[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.processes

@@ -85,7 +85,7 @@ class HostBuffers:
         result = walked(state, leaf)
         self._buffers, self.copied = used, None
         if stream is not None:
-            self.copied = stream.record_event()
+            self.copied = stream.record_event(torch.cuda.Event(blocking=True))  # the thread that waits sleeps
             devices.discard(stream.device)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()

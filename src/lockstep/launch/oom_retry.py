@@ -46,7 +46,7 @@ def start_with_retries(prepared: Prepared, run: RunDir, *, resumed_from: int) ->
                 raise
             what = error.what.splitlines()[0]
         gc.collect()
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # to ask whether there is a GPU would keep forks of this process from using it
             torch.cuda.empty_cache()
         point = resume_point(run, hold=True, report=warn)
         prepared = plan_settled(prepared.task, smaller, read_world(os.environ), point)

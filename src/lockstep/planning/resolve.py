@@ -23,7 +23,7 @@ from lockstep.planning.notes import (
     strategy_notes,
 )
 from lockstep.planning.order import order_notes, resolve_order
-from lockstep.planning.plan import Mode, Plan, ResumePoint, TaskFacts
+from lockstep.planning.plan import LAYOUT, Mode, Plan, ResumePoint, TaskFacts
 from lockstep.strategies import StrategySpec
 
 #: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.
@@ -101,12 +101,13 @@ def make_plan(
     loader, loaded = resolve_loader(config.data, facts, cores=cores, local_ranks=given.local_ranks, pin_memory=on_gpu)
     judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on its own data
     monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
+    measured = by_key(measured_choices(config, placement, facts, resume.measured if resume else None))
     decisions = [
         *_placed(placement),
         *_kernels(given),
-        *measured_choices(config, placement, facts, resume.measured if resume else None),
+        *measured.values(),
         *_cuda_graphs(given, batch),
-        *_reduction(given),
+        *_reduction(given, by_rows=LAYOUT not in measured or measured[LAYOUT].value is False),
         *sized.values(),
         ordered,
         *course.decisions,
@@ -294,12 +295,12 @@ def _threads(given: Given, batch: BatchPlan) -> Decision:
     return Decision("threads", "threads", threads, reason)
 
 
-def _reduction(given: Given) -> list[Decision]:
-    """Of strategies that may reduce gradients in one message or in buckets."""
+def _reduction(given: Given, *, by_rows: bool) -> list[Decision]:
+    """Of strategies that may reduce gradients in one message, where all weights lie ``by_rows``, or in buckets."""
     config, facts, placement = given.config, given.facts, given.placement
     if not placement.spec.has_buckets or config.training.reproducibility == "exact" or facts.loader is not None:
         return []
-    joint = 0 if placement.precision == "bf16-true" else facts.joint_bytes
+    joint = 0 if placement.precision == "bf16-true" or not by_rows else facts.joint_bytes
     return [resolve_reduction(config.distributed, joint, on_cpu=placement.accelerator == "cpu")]
 
 

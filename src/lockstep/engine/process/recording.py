@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lockstep._compat.torch import abandon_recording
+
 
 class Recording:
     """What ``body`` computes, from tensors that keep their place in memory, into tensors that keep theirs.
@@ -42,12 +44,18 @@ class Recording:
 
 def _recorded(body: Callable[[], list[Tensor]], device: torch.device) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[device.index or 0]
-    kept = generator.clone_state()
+    kept, pool, stream = generator.clone_state(), torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
     try:
-        # Other threads copy checkpoints and batches meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with (
+            # torch.cuda.graph stays on its stream where the recording cannot be ended.
+            torch.cuda.stream(torch.cuda.current_stream(device)),
+            # Other threads copy checkpoints and batches meanwhile.
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             outputs = body()
     except BaseException:
-        generator.graphsafe_set_state(kept)  # a recording that failed leaves the generator as if it still ran
+        # A recording that failed leaves generator and allocator as if it still ran.
+        generator.graphsafe_set_state(kept)
+        abandon_recording(graph, device, pool)
         raise
     return graph, outputs

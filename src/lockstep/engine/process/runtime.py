@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from lockstep._compat.torch import use_deterministic_algorithms
+from lockstep._compat.torch import choose_gpu_again, use_deterministic_algorithms
 from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
 from lockstep.hardware.world import STORE_FD, World
 from lockstep.planning import Plan
@@ -174,9 +174,8 @@ def runtime(
     products, benchmark = plan.value("matmul_precision"), bool(plan.value("cudnn_benchmark", False))
     with ExitStack() as kept:
         kept.enter_context(expandable_segments(device))  # before anything asks the GPU
-        if on_gpu and world.size == 1:
-            # One of several ranks ends soon. To choose the GPU of before would take memory of gpu:0, which may be full.
-            kept.callback(torch.cuda.set_device, torch.cuda.current_device())
+        if on_gpu and world.size == 1:  # one of several ranks ends soon
+            kept.callback(choose_gpu_again, torch.cuda.current_device())
         kept.enter_context(generators_kept())
         kept.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(plan.threads)
