@@ -80,7 +80,7 @@ def test_optimizers_and_their_hooks() -> None:
         handle = register(lambda *_: None)
         assert compat.needs_own_step(made)
         handle.remove()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert compat.needs_own_step(made)
     scheduler = StepLR(made, 1)
     assert compat.has_scheduler(made) and not compat.needs_own_step(made)

@@ -150,7 +150,7 @@ def count_reductions(rank: int, ranks: int, accumulate: int) -> int:
     plan = BatchPlan(
         samples=8 * accumulate, global_batch=8 * accumulate, batch_size=4, accumulate=accumulate, ranks=ranks
     )
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         gradients(rank, ranks, plan, False)
     dist.barrier()
     return sum(event.count for event in profile.key_averages() if event.key == "gloo:all_reduce")

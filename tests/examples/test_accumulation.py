@@ -67,7 +67,7 @@ def by_hand_in_ranks(rank: int, ranks: int, batches: list[tuple[int, int]]) -> l
         program.EPOCHS = 1
         torch.manual_seed(program.SEED)
         ddp = program.DistributedDataParallel(program.model())
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             history = program.train_with_accumulation(ddp)
         reduced = sum(event.count for event in profile.key_averages() if event.key == "gloo:all_reduce")
         weights = {name: value.detach() for name, value in ddp.module.state_dict().items()}

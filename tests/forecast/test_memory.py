@@ -34,7 +34,10 @@ CASES = {
 def allocated(prepared: Prepared, batch: Any, *, keep_gradients: bool) -> int:
     """The most bytes that torch's allocator had given out at once during three steps on real tensors."""
     task = prepared.task
-    with torch.random.fork_rng(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        torch.random.fork_rng(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+    ):
         model = task.model().train()
         optimizer = task.optimizer(model) or build_optimizer(prepared.config.optimizer, model, 1e-3)
         for _ in range(3):

@@ -57,7 +57,7 @@ def most_allocated(rank: int, ranks: int, kind: str) -> int:
     config = Subject(Cut, settings(schedule=kind)).base.config
     plan: Any = type("Seeded", (), {"seed": 0})
     nothing: Any = None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         model = task.model().train()
         stages = stages_of(task, model, ranks)
         world = World(rank, ranks, rank, ranks)
