@@ -89,12 +89,6 @@ class ArrayDataset:
         return tuple(tensor.index_select(0, where) for tensor in self.tensors)
 
 
-def array_bytes(dataset: Any) -> int:
-    """Bytes of a data set of arrays in memory; 0 for any other."""
-    is_at_hand = type(dataset) is ArrayDataset and dataset.is_in_memory
-    return dataset.row_bytes * len(dataset) if is_at_hand else 0
-
-
 class FrameRows:
     """A pandas frame; sample ``i`` is a dictionary of the values in its row ``i``, counted from 0, whatever its index.
 

@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 
 from lockstep._compat.torch import compiler_not_imported
 from lockstep.config import RunConfig
-from lockstep.data.arrays import array_bytes
 from lockstep.data.bucketed import check_lengths, hash_lengths
 from lockstep.data.reader import Reader
 from lockstep.engine.dataset_checks import check_dataset, examined, read_sample, readable_sample, remarks_of
@@ -30,7 +29,7 @@ from lockstep.engine.process.runtime import generators_kept
 from lockstep.engine.strategies.ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.engine.training_data import collate_of
+from lockstep.engine.training_data import array_bytes, collate_of
 from lockstep.errors import LockstepError, TaskError, UnsupportedError
 from lockstep.planning.plan import Mode, TaskFacts
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep._compat.torch import buffers_of
-from lockstep.data.arrays import array_bytes
 from lockstep.data.loader import make_loader
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Source
@@ -31,7 +30,7 @@ from lockstep.engine.process.runtime import generators_kept
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare
-from lockstep.engine.training_data import fits_device, training_source, walk
+from lockstep.engine.training_data import array_bytes, fits_device, training_source, walk
 from lockstep.planning import Decision, Plan
 from lockstep.planning.plan import DATA_DEVICE, LAYOUT
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from lockstep.config import DataConfig, RunConfig
-from lockstep.data.arrays import array_bytes, by_row
+from lockstep.data.arrays import ArrayDataset, by_row
 from lockstep.data.bucketed import BucketedOrder, check_lengths, hash_lengths
 from lockstep.data.order import Order
 from lockstep.data.reader import Collate, Indices
@@ -111,6 +111,12 @@ def begin_stream(datasets: Datasets, *where: Any) -> Stream | None:
 
 #: Share of a GPU's free memory that training data may take with data.device: auto.
 RESIDENT_SHARE = 0.2
+
+
+def array_bytes(dataset: Any) -> int:
+    """Bytes of a data set of arrays in memory; 0 for any other."""
+    is_at_hand = type(dataset) is ArrayDataset and dataset.is_in_memory
+    return dataset.row_bytes * len(dataset) if is_at_hand else 0
 
 
 def fits_device(source: Source, device: torch.device, plan: Plan) -> bool:
