@@ -137,7 +137,7 @@ def training(
     with runtime(plan, site.device, world, config.distributed.timeout_s, detect_anomaly=False):
         context = RankContext(site.rank.folder, world, config, plan, site.device, site.collectives)
         parts = build_parts(context, site.task, site.datasets, None)
-        source, _ = kept_on(training_source(site.task, site.datasets, plan), site.device, parts.plan)
+        source, _ = kept_on(training_source(site.task, site.datasets, plan), site.device, parts.rank.plan)
         largest = plan.batch.batch_size
         requests = chain.from_iterable(window.requests for window in walk(plan, world))
         loader = make_loader(source, requests, plan.loader, world.rank, largest=largest)

@@ -30,7 +30,7 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
         LockstepError: it cannot be trained so, or ``snapshot`` does not fit.
     """
     parts = build_parts(rank, task, datasets, snapshot)
-    rank, strategy = replace(rank, plan=parts.plan), parts.strategy
+    rank, strategy = parts.rank, parts.strategy
     done = parts.state.epoch * rank.plan.batch.samples + parts.state.position
     saved = None if snapshot is None else snapshot.trainer.get("stream")
     begin_stream(datasets, rank.run_dir.path, rank.attempt, rank.world, done, rank.plan.batch.global_batch, saved)

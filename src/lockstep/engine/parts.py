@@ -6,9 +6,6 @@ from collections.abc import Set
 from functools import partial
 from typing import NamedTuple
 
-import torch
-from torch.nn.utils import convert_conv2d_weight_memory_format
-
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.buffers import check_start
@@ -20,24 +17,22 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import load_initial_weights, restore, restored_state
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import Strategy
-from lockstep.engine.strategies.build import build_strategy, divide
+from lockstep.engine.strategies.build import build_strategy, divide, on_device
 from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, build_model, refuse_meta
-from lockstep.planning import Plan
-from lockstep.planning.plan import LAYOUT
 
 
 class Parts(NamedTuple):
     """What takes the steps of one rank.
 
     Attributes:
-        plan: with what has been measured on the devices.
+        rank: its plan has what has been measured on the devices.
         draws: the random functions that the forward pass has called; a set that may still grow.
         notes: shown at the start.
     """
 
-    plan: Plan
+    rank: RankContext
     strategy: Strategy
     update: Update
     state: TrainState
@@ -68,15 +63,9 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     if plan.strategy.divides:
         divided = divide(Undivided(task, model, config, plan, datasets, device, rank.world, rank.collectives))
     else:
-        model = model.to(device)
-        if plan.value(LAYOUT):
-            convert_conv2d_weight_memory_format(model, torch.channels_last)
-        if plan.to_measure:
-            from lockstep.engine.measured import settled
-
-            plan = settled(rank, task, model, datasets)
-            new = [plan.decisions[key] for key in rank.plan.to_measure]
-            notes += [f"The {each.title}: {each.shown} ({each.reason})." for each in new]
+        before, (model, rank) = plan, on_device(model, rank, task, datasets)
+        plan, new = rank.plan, [rank.plan.decisions[key] for key in before.to_measure]
+        notes += [f"The {each.title}: {each.shown} ({each.reason})." for each in new]
     update = build_update(task, model, config, plan, device, divided, validates=datasets.val is not None)
     notes += [] if divided is None else divided.remarks
     if snapshot is not None:
@@ -94,7 +83,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     update.after_backward = callbacks.caller("on_after_backward", task.context, strategy.module)
     untrained = untrained_note(update, model, config.training.max_grad_norm)
     return Parts(
-        plan,
+        rank,
         strategy,
         update,
         state,

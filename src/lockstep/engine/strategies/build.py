@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 
 import torch
 from torch import nn
+from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from lockstep.config import RunConfig
 from lockstep.engine.optim.precision import Precision
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Replica, Strategy
 from lockstep.engine.strategies.graphed import GraphedStrategy
 from lockstep.engine.strategies.partition import Divided, Undivided, blocks_of, checkpoint_activations, compiled
-from lockstep.engine.task import Task
+from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, refuse_modules
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
@@ -23,6 +26,18 @@ from lockstep.strategies import auto_strategy, find_strategy
 def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
     """``strategy: single``."""
     return Strategy(replica)
+
+
+def on_device(model: nn.Module, rank: RankContext, task: Task, datasets: Datasets) -> tuple[nn.Module, RankContext]:
+    """A whole model on its device in the layout of the plan; the rank, whose plan has what was measured. Collective."""
+    model = model.to(rank.device)
+    if rank.plan.value("channels_last"):
+        convert_conv2d_weight_memory_format(model, torch.channels_last)
+    if rank.plan.to_measure:
+        from lockstep.engine.measured import settled
+
+        rank = replace(rank, plan=settled(rank, task, model, datasets))
+    return model, rank
 
 
 def divide(undivided: Undivided) -> Divided:
