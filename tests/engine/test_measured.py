@@ -141,7 +141,7 @@ def _apart(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     return plan_of(folder / "run") if rank == 0 else {}
 
 
-class Undropped(Images):
+class Still(Images):
     """Without dropout, which draws in the order of memory."""
 
     def model(self) -> nn.Module:
@@ -153,7 +153,7 @@ class Undropped(Images):
 def _same_weights(rank: int, ranks: int, folder: Path) -> list[dict[str, Tensor]]:
     settings: dict[str, Any] = {**STEPS}
     return [
-        attempt(Undropped, folder / layout, rank, ranks, **settings, hardware={"channels_last": layout})[0]
+        attempt(Still, folder / layout, rank, ranks, **settings, hardware={"channels_last": layout})[0]
         for layout in ("off", "on")
     ]
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep import Loss
 from lockstep.config.load import merge
+from lockstep.engine.distributed.staging import SideStream
 from lockstep.engine.process.recording import Recording
 from tests.dist.runs import train, used
 from tests.gpu.test_training import SAME, TOY, epoch_losses
@@ -54,6 +55,25 @@ def test_a_run_continues_where_recording_fails(tmp_path: Path, capsys: pytest.Ca
     assert "cuda_graphs is off from step 4 on: recording failed" in capsys.readouterr().out
     eager = train("tests.gpu.test_graphs:Reads", tmp_path / "eager", "gpu:0", merge(SETTINGS, OFF))
     assert epoch_losses(graphed) == pytest.approx(epoch_losses(eager), rel=1e-5)
+
+
+def test_a_recording_that_fails_leaves_nothing_open() -> None:
+    """The stream is that of before, dropout draws, and memory that went from one stream to another is used again."""
+    device = torch.device("cuda", 0)
+    x, before, move = torch.ones(1000, device=device), torch.cuda.current_stream(), SideStream(device)
+    with pytest.raises(RuntimeError):
+        Recording(lambda: [x * x.sum().item()], device)
+    assert torch.cuda.current_stream() == before
+    assert 0 < int(nn.functional.dropout(x, 0.5).count_nonzero()) < 1000
+    held = []
+    for _ in range(20):
+        moved = move(torch.ones(2**20).pin_memory())
+        total = moved.sum()
+        del moved
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated(device))
+        del total
+    assert held[-1] <= held[1]
 
 
 def test_dropout_of_a_replay_is_that_of_its_seed() -> None:

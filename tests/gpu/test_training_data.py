@@ -10,8 +10,11 @@ import torch
 from lockstep import ArrayDataset
 from lockstep.checkpoint.writer import HostBuffers
 from lockstep.config.load import merge
-from tests.dist.runs import train, used
+from lockstep.planning.plan import MEASURED
+from tests.dist.runs import go_on, train, used
 from tests.gpu.test_training import SAME, TOY, epoch_losses
+
+IMAGES = "tests.engine.test_measured:Still"
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -23,6 +26,21 @@ def test_data_on_the_gpu_give_the_same_training(tmp_path: Path) -> None:
     }
     assert epoch_losses(runs["gpu"]) == epoch_losses(runs["host"])
     assert used(runs["gpu"]) == used(runs["host"])
+
+
+def test_layout_and_place_of_data_are_measured(tmp_path: Path) -> None:
+    """A task with convolutions: the choices have figures, a resume keeps them, and training is that of the choices."""
+    settings = merge(SAME, {"training": {"max_steps": 4}})
+    run = train(IMAGES, tmp_path / "run", "gpu:0", settings)
+    first = run.plan()["decisions"]
+    assert {first[key]["reason"].partition(":")[0] for key in ("channels_last", "data_device")} == {"measured"}
+    go_on(run, "gpu:0", {"training": {"max_steps": None}})
+    again = run.plan()["decisions"]
+    assert {key: again[key] for key in MEASURED} == {key: first[key] for key in MEASURED}
+    fixed = {"hardware": {"channels_last": first["channels_last"]["value"]}, "data": {"device": "host"}}
+    assert epoch_losses(run) == pytest.approx(
+        epoch_losses(train(IMAGES, tmp_path / "fixed", "gpu:0", merge(SAME, fixed))), rel=1e-3
+    )
 
 
 def test_a_gather_on_the_gpu() -> None:
