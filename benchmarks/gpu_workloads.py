@@ -191,6 +191,7 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Any]:
         config = settings(folder, [options.device], **sizes, max_steps=every * saves + 4)
         config["checkpoint"] = {"every_steps": every, "keep_last": 1}
         config["telemetry"]["log_interval"] = 10**6
+        config["data"] = {"device": "host" if options.device == "cpu" else "gpu"}  # no loss but those of steps
         task = Plain(Plain.Config(wide=True, quick=options.quick))
         task.at_loss = stamp  # type: ignore[method-assign]
         lockstep.train(task, config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,19 @@ def finish() -> None:
     """Wait for the steps; not for copies on other streams, which nothing has to wait for."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
+
+
+def own_graphs() -> None:
+    """Let this thread replay CUDA graphs of compiled code: before torch 2.13 only the one that has imported them can.
+
+    Called when the main thread, which comes first, has imported them.
+    """
+    from torch._inductor import cudagraph_trees as trees
+
+    if not hasattr(trees.local, "tree_manager_containers"):
+        trees.local.tree_manager_containers, trees.local.tree_manager_locks = {}, defaultdict(threading.Lock)
+        for name in ("tree_manager_containers", "tree_manager_locks"):
+            torch._C._stash_obj_in_tls(name, getattr(trees.local, name))  # for the threads of its backward passes
 
 
 class Side(threading.Thread):
@@ -42,6 +56,8 @@ class Side(threading.Thread):
             torch.cuda.set_device(self._device)  # each thread has its own
         self._wait()
         try:
+            if self._device.type == "cuda":
+                own_graphs()
             if not self._ends:
                 self._train(self.tick)
                 self.error = "it has ended before the others"

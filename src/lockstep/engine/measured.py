@@ -37,7 +37,7 @@ from lockstep.planning.plan import DATA_DEVICE, LAYOUT
 #: Steps of each way that are not timed: libraries choose their kernels in them.
 WARM_UP = 2
 #: Turns of each way, about how long all of them take together in seconds, and steps of a turn at most.
-TURNS, BUDGET_S, MOST_STEPS = 5, 1.0, 50
+TURNS, BUDGET_S, MOST_STEPS = 5, 0.3, 20
 #: A layout is changed for this part of a step; data are kept on the device unless the host is faster by it.
 GAIN = 0.03
 
