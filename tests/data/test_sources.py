@@ -477,6 +477,24 @@ def test_rows_that_cannot_be_read_are_left_out_and_recorded(
     assert all(torch.isfinite(value).all() for value in found.values())
 
 
+@pytest.mark.parametrize("reproducibility", ["fast", "exact"])
+def test_one_readable_row_alone_is_left_out_under_batchnorm(
+    reproducibility: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, labels = arrays(64, 1)
+    lines = [json.dumps({"x": x, "y": y}) for x, y in zip(inputs.tolist(), labels.tolist(), strict=True)]
+    (tmp_path / "rows.jsonl").write_text("\n".join("{" if n % 2 else line for n, line in enumerate(lines)))
+    monkeypatch.setenv("ROWS", str(tmp_path / "rows.jsonl"))
+    training = {"global_batch_size": 16, "batch_size": 2, "epochs": 1, "reproducibility": reproducibility}
+    settings: dict[str, Any] = {"data": {"on_bad_row": "skip"}, "training": training, "task": {"batchnorm": True}}
+    found, _ = attempt(Torn, tmp_path / "run", **settings)
+    assert all(torch.isfinite(value).all() for value in found.values())
+    rows = read_jsonl(tmp_path / "run" / "skipped-rank0.jsonl")
+    alone = {row["index"] for row in rows if "BatchNorm" in row["error"]}
+    assert alone and not any(index % 2 for index in alone)
+    assert len(rows) == 32 + len(alone)
+
+
 class TornStages(Torn):
     def stages(self, model: nn.Module) -> list[nn.Module]:
         return [*model.children()]

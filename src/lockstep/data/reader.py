@@ -235,14 +235,15 @@ class Reader:
     which a comparison of states around each batch shows, that batch is read again, seeded.
 
     ``skipped``: the file in which samples that cannot be read are recorded, and left out; ``None``: they raise.
+    ``least``: of a batch that they leave with fewer samples, which BatchNorm could not train on, all are left out.
 
     A data set's ``sample(index, rng)`` is found behind ``Subset`` and ``ConcatDataset``, too: ``index`` is that of the
     inner data set, ``rng`` is keyed by that of the outer one. A ``__getitems__`` that returns a finished batch, not a
     list of samples, draws as ``collate`` does.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, seed: int, skipped: Path | None = None) -> None:
-        self._dataset, self._seed, self._skipped = dataset, seed, skipped
+    def __init__(self, dataset: Any, collate: Collate, seed: int, skipped: Path | None = None, least: int = 1) -> None:
+        self._dataset, self._seed, self._skipped, self._least = dataset, seed, skipped, least
         self._collate = collated if collate is default_collate else collate
         self._gather = gather_of(dataset, collate)
         self._has_sample = any(hasattr(leaf, "sample") for leaf in leaves(dataset))
@@ -361,6 +362,7 @@ class Reader:
             except Exception:
                 pass
         items: list[Any] = []
+        kept: list[int] = []
         words = sample_words(self._seed, epoch, indices if keys is None else keys) if seeded else []
         pairs = [(place, generators()[place]) for place in seeded]
         for number, index in enumerate(numbers):
@@ -376,6 +378,7 @@ class Reader:
                 if isinstance(error, LockstepError):
                     raise
                 raise sample_error(self._dataset, index, error) from error
+            kept.append(index)
             if drawn is not None:
                 after = zip(pairs, sown, strict=True)
                 drawn.update(place for (place, generator), mark in after if generator.mark() != mark)
@@ -383,6 +386,13 @@ class Reader:
                 return None
         if self._skipped is not None:
             self._readable = items[-1:] or self._readable
+            if 0 < len(items) < min(self._least, len(numbers)):
+                few = DataError(
+                    f"left out: the model has BatchNorm, which needs {self._least} samples in a micro-batch"
+                )
+                for index in kept:
+                    self._leave_out(index, few)
+                return []
         return items
 
     def _leave_out(self, index: int, error: Exception) -> None:

@@ -108,8 +108,8 @@ class Source:
     """Where batches come from: a data set, how its samples become a batch, and in which order they are taken.
 
     ``lanes``: the items of a step are dealt to this number of parts in turn (:func:`lockstep.data.bucketed.deal`), for
-    an order whose neighbours are alike; ``None`` leaves them in order. ``skipped``: see :class:`Reader`. ``full``: a
-    batch of fewer samples is filled up to this number by ``pad(batch, full)``.
+    an order whose neighbours are alike; ``None`` leaves them in order. ``skipped``, ``least``: see :class:`Reader`.
+    ``full``: a batch of fewer samples is filled up to this number by ``pad(batch, full)``.
     """
 
     dataset: Any
@@ -118,6 +118,7 @@ class Source:
     order: SampleOrder
     lanes: int | None = None
     skipped: Path | None = None
+    least: int = 1
     pad: Callable[[Any, int], Any] | None = None
     full: int = 0
 
@@ -135,7 +136,7 @@ class Source:
 
     @cached_property
     def reader(self) -> Reader:
-        return Reader(self.dataset, self.collate, self.seed, self.skipped)
+        return Reader(self.dataset, self.collate, self.seed, self.skipped, self.least)
 
     def indices(self, request: Request) -> Indices:
         """The samples of ``request``: shape [size]."""

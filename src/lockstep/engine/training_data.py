@@ -98,7 +98,8 @@ def training_source(task: Task, datasets: Datasets, plan: Plan) -> Source:
         DataError: the weights or the lengths of the samples are not those that the plan was made with.
     """
     order = _order(task, datasets.weights, plan)
-    return Source(datasets.train, collate_of(task), plan.seed, order, plan.order.lanes)
+    least = plan.batch.least_part
+    return Source(datasets.train, collate_of(task), plan.seed, order, plan.order.lanes, least=least)
 
 
 def begin_stream(datasets: Datasets, *where: Any) -> Stream | None:
