@@ -74,6 +74,15 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
         assert counted >= int((documents > 0).sum()) - pieces
 
 
+def test_paths_of_a_run_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is resumed from any folder."""
+    monkeypatch.chdir(tmp_path)
+    settings = {"data": "corpus.txt", "tokenizer": "tokenizer.json"}
+    section = settle("text", {"task": settings})[1].task.model_dump()
+    assert {name: section[name] for name in settings} == {name: str(tmp_path / v) for name, v in settings.items()}
+    assert settle("text", {"task": {"tokenizer": "bpe"}})[1].task.model_dump()["tokenizer"] == "bpe"
+
+
 def test_bits_per_byte_and_perplexity() -> None:
     scores = TextScores()
     scores.update(torch.tensor([math.log(4.0), 3 * math.log(4.0)]), torch.tensor([1, 3]), torch.tensor([2, 6]))

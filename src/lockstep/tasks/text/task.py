@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class TextConfig(TaskConfig):
         "else texts about Python of its standard library",
     )
     field: str = Field(default="text", description="of .jsonl files: the key of the text")
-    tokenizer: str = Field(
+    tokenizer: Literal["bytes", "bpe"] | Path = Field(
         default="bytes", description="bytes; bpe: trained on the corpus (extra `text`); or a tokenizer.json"
     )
     vocabulary: int = Field(default=4096, ge=257, le=65_535, description="bpe: number of tokens")
@@ -136,14 +136,13 @@ class TextTask(Task):
         """As configured, or that of the checkpoint that was loaded."""
         wanted, folder = self.config.tokenizer, self.config.model
         if wanted == "bytes" and folder is not None and (folder / "tokenizer.json").is_file():
-            wanted = str(folder / "tokenizer.json")
+            wanted = folder / "tokenizer.json"
         if wanted == "bytes":
             return tokenizer_of(wanted)
-        if wanted != "bpe":
-            file = Path(wanted)
-            if not file.is_file():
+        if isinstance(wanted, Path):
+            if not wanted.is_file():
                 raise ConfigError(f"there is no tokenizer {wanted}", fix="use bytes, bpe, or a tokenizer.json")
-            return read_tokenizer(file)
+            return read_tokenizer(wanted)
         if self._path is not None and self._path.suffix == ".bin":
             raise ConfigError(
                 "a file of tokens has no text to train a tokenizer on", fix="set task.tokenizer to its tokenizer.json"
