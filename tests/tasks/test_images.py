@@ -14,7 +14,7 @@ from lockstep.engine.task import DataSettings, Task
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.vision import LinePlots, ResNet, Vit
 from lockstep.tasks.har.task import HarConfig, HarTask
-from lockstep.tasks.images.folders import Augmentation, Images, list_images, read_image
+from lockstep.tasks.images.folders import Augmentation, Images, is_grey, list_images, read_image
 from lockstep.tasks.images.task import ImagesConfig, ImageScores, ImagesTask
 
 Image = pytest.importorskip("PIL.Image")
@@ -57,6 +57,10 @@ def test_grey_palette_transparent_and_deep_images_are_read(tmp_path: Path) -> No
             pixels = read_image(tmp_path / f"{name}.png", channels, 8)
             assert pixels.shape == (channels, 8, 8) and pixels.dtype == np.float32
             np.testing.assert_allclose(pixels[0], expected, atol=0.01)
+    Image.fromarray(expected).save(tmp_path / "F.tiff")  # from 0 to 1
+    np.testing.assert_allclose(read_image(tmp_path / "F.tiff", 1, 8)[0], expected, atol=0.01)
+    Image.fromarray(grey.astype(np.uint16)).save(tmp_path / "dark.png")
+    assert read_image(tmp_path / "dark.png", 1, 8).max() < 0.01
     clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     clear.save(tmp_path / "clear.png")
     assert read_image(tmp_path / "clear.png", 3, 4).min() == 1.0
@@ -72,6 +76,17 @@ def test_a_sample_is_changed_and_mixed_by_its_generator_alone(tmp_path: Path, mi
         assert first[1] == listed.labels[index] and 0 <= first[3] <= 1
         assert first[0].shape == (1, 8, 8) and first[0].min() >= 0 and first[0].max() <= 1.001
     assert len({float(data.sample(0, np.random.default_rng(seed))[3]) for seed in range(9)}) > 3
+
+
+@pytest.mark.parametrize(
+    "header", [b"\x89PNG\r\n\x1a\n\0\0\0\x04IHDR\0\0\0\0", b"BM" + b"\xff" * 60, b"GIF89a" + b"\xff" * 60]
+)
+def test_a_broken_header_is_an_error_with_the_files_name(header: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "broken.png"
+    file.write_bytes(header)
+    with pytest.raises(DataError, match="cannot read the image .*broken.png"):
+        read_image(file, 3, 8)
+    assert not is_grey([file])
 
 
 def test_scores_have_a_row_for_each_class_and_the_worst_mistakes() -> None:
@@ -93,6 +108,16 @@ def test_models() -> None:
         cut = stage(cut)
     torch.testing.assert_close(cut, network(images))
     assert Vit(3, 5, (16, 16), width=16, depth=1)(images).shape == (2, 5)
+
+
+def test_a_model_of_timm_is_made_for_the_size_of_the_images(tmp_path: Path) -> None:
+    try:
+        import timm  # noqa: F401
+    except (ImportError, RuntimeError):  # torchvision raises the latter where it is of another torch
+        pytest.skip("timm needs torchvision")
+    for name in ("resnet18", "vit_tiny_patch16_224"):
+        model = task(folders(tmp_path / name), size=32, model=name).model().eval()
+        assert model(torch.zeros(2, 3, 32, 32)).shape[0] == 2
 
 
 def test_line_plots_have_a_line_from_left_to_right() -> None:

@@ -120,6 +120,8 @@ def _divided(those: dict[str, list[Path]], root: Path, share: float) -> tuple[An
 
 
 _REPLACE = "remove or replace it"
+#: What Pillow raises for broken files, beside its own DecompressionBombError (a size that no memory would hold).
+_BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 
 
 def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pixels:
@@ -136,18 +138,16 @@ def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pix
             opened.load()
             if opened.mode in ("I", "I;16", "I;16B", "I;16L", "F"):
                 values = np.asarray(opened, dtype=np.float32)
-                scale = 255 / (65535 if values.max() > 255 else 255)
+                # Floating-point numbers have no range of their own, and older versions of Pillow read 16 bits as "I".
+                tops = {"F": (1, 255), "I": (255,)}.get(opened.mode, ())
+                scale = 255 / next((top for top in tops if values.max() <= top), 65535)
                 opened = image.fromarray((values * scale).clip(0, 255).astype(np.uint8))
             if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
                 whole = opened.convert("RGBA")
                 opened = image.alpha_composite(image.new("RGBA", whole.size, "white"), whole)
             picture = opened.convert("L" if channels == 1 else "RGB")
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise DataError(
-            f"cannot read the image {file}",
-            why=f"{type(error).__name__}: {error}",
-            fix=fix,
-        ) from None
+    except (*_BROKEN, image.DecompressionBombError) as error:
+        raise DataError(f"cannot read the image {file}", why=f"{type(error).__name__}: {error}", fix=fix) from None
     side = min(picture.size)
     left, top = (picture.width - side) // 2, (picture.height - side) // 2
     if picture.size != (size, size):
@@ -161,7 +161,7 @@ def is_grey(files: Sequence[Path]) -> bool:
     image = _pillow()
     modes = set()
     for file in files[:: max(1, len(files) // 20)]:
-        with contextlib.suppress(OSError), image.open(file) as opened:
+        with contextlib.suppress(*_BROKEN, image.DecompressionBombError), image.open(file) as opened:
             modes.add(opened.mode)
     return bool(modes) and modes <= {"1", "L", "LA", "I", "I;16", "I;16B", "F"}
 

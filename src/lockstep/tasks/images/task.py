@@ -179,7 +179,7 @@ class ImagesTask(Task):
                 sizes: dict[str, Any] = {"width": config.width, "depth": config.depth or 4, "dropout": config.dropout}
                 model = Vit(channels, classes, side, patch=patch, **sizes)
             else:
-                model = _of_timm(config.model, channels, classes)
+                model = _of_timm(config.model, channels, classes, self._size)
         except ValueError as error:
             raise ConfigError(
                 f"task.model={config.model} does not fit these settings", why=str(error), fix="change what it names"
@@ -257,7 +257,7 @@ class ImagesTask(Task):
         return {"class_names": list(self.class_names)}
 
 
-def _of_timm(name: str, channels: int, classes: int) -> nn.Module:
+def _of_timm(name: str, channels: int, classes: int, size: int) -> nn.Module:
     try:
         import timm
     except (ImportError, RuntimeError) as error:  # torchvision raises the latter where it is of another torch
@@ -269,7 +269,10 @@ def _of_timm(name: str, channels: int, classes: int) -> nn.Module:
         ) from None
     if not timm.is_model(name):
         raise ConfigError(f"timm has no model {name}", fix="use resnet, vit, or a name of timm.list_models()")
-    return timm.create_model(name, pretrained=False, in_chans=channels, num_classes=classes)  # type: ignore[no-any-return]
+    # A model that takes images of one size only is made for ours.
+    fixed = getattr(timm.get_pretrained_cfg(name), "fixed_input_size", False)
+    sizes = {"img_size": size} if fixed else {}
+    return timm.create_model(name, pretrained=False, in_chans=channels, num_classes=classes, **sizes)  # type: ignore[no-any-return]
 
 
 def _begin_with(model: nn.Module, file: Path) -> None:
