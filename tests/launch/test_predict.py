@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,45 @@ def test_an_interrupted_prediction_resumes(run: RunDir, tmp_path: Path, monkeypa
         patched.setattr(engine, "_rows", lambda columns, request: asked.append(request.start) or own(columns, request))
         predict(run, "test", parts)
     assert min(asked) == 64
+    assert parts.read_bytes() == whole.read_bytes()
+
+
+SLOW = """
+import time
+
+from lockstep.tasks.autoencoder.task import AutoencoderTask
+
+
+class Slow(AutoencoderTask):
+    def predict(self, model, batch):
+        time.sleep(0.05)
+        return super().predict(model, batch)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_killed_prediction_resumes_on_other_ranks(ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    settings: dict[str, Any] = {
+        "save_dir": str(tmp_path / "run"),
+        "training": {"max_steps": 1, "threads": 1},
+        "validation": {"batch_size": 4},
+        "telemetry": {"progress": "off", "system_metrics": False},
+    }
+    slow = RunDir(lockstep.train(f"{tmp_path / 'slow.py'}:Slow", settings).run_dir)
+    whole, parts, progress = (tmp_path / name for name in ("whole.csv", "parts.csv", "parts.csv.partial.json"))
+    wanted = [*map(str, ("predict", slow.path, "val", "--out", parts)), "--devices", ",".join(["cpu"] * ranks)]
+    command = subprocess.Popen([sys.executable, "-m", "lockstep", *wanted], cwd=tmp_path)
+    while not progress.is_file():
+        assert command.poll() is None, "it ended before it was killed"
+        time.sleep(0.01)
+    command.kill()
+    command.wait()
+    assert not parts.exists()
+    left = json.loads(progress.read_text())["chunks"]
+    predict(slow, "val", parts, devices="cpu,cpu")
+    assert 0 < left < 50
+    predict(slow, "val", whole)
     assert parts.read_bytes() == whole.read_bytes()
 
 
