@@ -84,7 +84,7 @@ def test_a_sample_is_changed_and_mixed_by_its_generator_alone(tmp_path: Path, mi
 def test_a_broken_header_is_an_error_with_the_files_name(header: bytes, tmp_path: Path) -> None:
     file = tmp_path / "broken.png"
     file.write_bytes(header)
-    with pytest.raises(DataError, match="cannot read the image .*broken.png"):
+    with pytest.raises(DataError, match=r"cannot read the image .*broken\.png"):
         read_image(file, 3, 8)
     assert not is_grey([file])
 
