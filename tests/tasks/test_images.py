@@ -116,7 +116,7 @@ def test_a_model_of_timm_is_made_for_the_size_of_the_images(tmp_path: Path) -> N
     except (ImportError, RuntimeError):  # torchvision raises the latter where it is of another torch
         pytest.skip("timm needs torchvision")
     for name in ("resnet18", "vit_tiny_patch16_224"):
-        model = task(folders(tmp_path / name), size=32, model=name).model().eval()
+        model = task(folders(tmp_path / name, mode="RGB"), size=32, model=name).model().eval()
         assert model(torch.zeros(2, 3, 32, 32)).shape[0] == 2
 
 

@@ -36,7 +36,7 @@ class TextConfig(TaskConfig):
         "else texts about Python of its standard library",
     )
     field: str = Field(default="text", description="of .jsonl files: the key of the text")
-    tokenizer: Literal["bytes", "bpe"] | Path = Field(
+    tokenizer: Path | Literal["bytes", "bpe"] = Field(
         default="bytes", description="bytes; bpe: trained on the corpus (extra `text`); or a tokenizer.json"
     )
     vocabulary: int = Field(default=4096, ge=257, le=65_535, description="bpe: number of tokens")
