@@ -146,3 +146,52 @@ def wait_for_step(path: Path, step: int) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"no checkpoint of step {step}")
+
+
+ROLLOUTS = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+import lockstep
+
+session = lockstep.Session(global_batch_size=8, seed=0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session.prepare(model, optimizer)
+for epoch in session.epochs(3):
+    rows = torch.rand(16 + (session.rank if sys.argv[1] == "other" and epoch else 0), 4)
+    for (x,) in session.batches(TensorDataset(rows)):
+        torch.rand(session.rank + 1)
+        session.backward(model(x).sum(), count=len(x))
+        session.step(optimizer)
+        if sys.argv[1] == "fails" and session.rank == 1:
+            raise ValueError("of the loop")
+    print("rows", f"{rows.sum().item():.7f}", f"{torch.rand(()).item():.7f}", f"{model.bias.item():.7f}")
+"""
+
+
+def test_what_a_loop_draws_outside_its_bodies_is_alike_on_any_ranks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ROLLOUTS)
+    found = []
+    for devices in ("cpu", "cpu,cpu", "cpu,cpu,cpu"):
+        # Options may stand before the script, as with torchrun.
+        out = run(*LOCKSTEP, "run", "--devices", devices, "script.py", "alike", cwd=tmp_path)
+        found.append(
+            [float(word) for line in out.splitlines() if line.startswith("rows ") for word in line.split()[1:]]
+        )
+    assert len(found[0]) == 9
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+    assert found[2] == pytest.approx(found[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
+        ("other", 2, ("rank 1 gave batches() other data than rank 0", "length")),
+        ("fails", 1, ('script.py", line 18', "of the loop")),  # the traceback reaches the line of the script
+    ],
+)
+def test_what_fails_on_one_rank_is_explained(kind: str, code: int, words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ROLLOUTS)
+    said = run(*LOCKSTEP, "run", "script.py", kind, "--devices", "cpu,cpu", cwd=tmp_path, code=code)
+    assert all(word in said for word in words), said

@@ -454,7 +454,9 @@ class Session:
         finally:
             # The contexts see the error; nothing else is raised after it.
             with contextlib.nullcontext() if error is None else contextlib.suppress(BaseException):
-                self._ending.__exit__(None if error is None else type(error), error, None)
+                self._ending.__exit__(
+                    None if error is None else type(error), error, None if error is None else error.__traceback__
+                )
 
 
 def _kind(tensor: Tensor, first: int) -> str:

@@ -187,8 +187,9 @@ def stop(
 
 
 RUN = """\
-The script makes a lockstep.Session; every rank runs all of it. What is not one of these options is passed to the
-script, in order; what follows -- always is. A single device needs no `lockstep run`: python script.py.
+The script makes a lockstep.Session; every rank runs all of it. These options may stand before the script or after it.
+What is none of them is passed to the script, in order; what follows -- always is. A single device needs no
+`lockstep run`: python script.py.
 
   --devices DEVICE,...   as in `lockstep train`; cpu,cpu: two CPU ranks
   --strategy S, --precision P, --name TEXT, --set KEY=VALUE   as in `lockstep train`
@@ -216,11 +217,11 @@ _VALUES = {
 
 @verb("SCRIPT [ARGUMENTS] [OPTIONS]", RUN)
 def run(
-    script: Annotated[str, Parameter(help="A Python file that makes a lockstep.Session.")],
+    script: Annotated[str, Parameter(allow_leading_hyphen=True, help="A Python file that makes a lockstep.Session.")],
     /,
     *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, help="Of the script, and these options.")],
 ) -> int:
-    own, given, sets, resume = _parsed(arguments)
+    (script, *own), given, sets, resume = _parsed((script, *arguments))
     settings = load(sets=sets, overrides=nested(given))
     from lockstep.launch.session.script import run_script
 
@@ -229,7 +230,7 @@ def run(
 
 
 def _parsed(arguments: tuple[str, ...]) -> tuple[list[str], dict[str, Any], list[str], bool]:
-    """The script's arguments, settings by key, those of ``--set``, and whether to resume."""
+    """The script and its arguments, settings by key, those of ``--set``, and whether to resume."""
     own: list[str] = []
     given: dict[str, Any] = {}
     sets: list[str] = []
@@ -251,6 +252,10 @@ def _parsed(arguments: tuple[str, ...]) -> tuple[list[str], dict[str, Any], list
                 sets.append(value)
             else:
                 given[_VALUES[name]] = value
+        elif word.startswith("-") and not own:
+            raise UsageError(f"unknown option {word}", fix="write options of the script after the script")
         else:
             own.append(word)
+    if not own:
+        raise UsageError("there is no script", fix="write `lockstep run path/to/script.py`")
     return own, given, sets, resume

@@ -325,7 +325,8 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 
 def step_line(event: StepLogged, total: int, seconds_left: float | None) -> str:
-    parts = [f"epoch {event.epoch}", f"step {event.step}/{total}"]
+    of_total = f"/{total}" if event.step <= total else ""  # a session may have loops that its plan did not know
+    parts = [f"epoch {event.epoch}", f"step {event.step}{of_total}"]
     parts += [] if event.loss is None else [f"loss {number(event.loss)}"]
     parts.append(f"lr {event.lr:.3g}")
     if event.grad_norm is not None:

@@ -112,4 +112,5 @@ def print_script_report(report: ScriptReport, stream: TextIO) -> None:
     say(f"{report.verdict}{where} (limit {report.limit:g})", stream)
     if report.exit_code:
         hint = "draws random numbers of a sample inside the data set or from session.generator"
-        say(f"check that the loop {hint}, and that losses are sums with their counts", stream)
+        say(f"check that the loop {hint}, that losses are sums with their counts, and that the session", stream)
+        say("is made before the models; dropout differs between ranks: set it to 0 for this check", stream)

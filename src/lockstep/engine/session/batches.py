@@ -12,7 +12,8 @@ from lockstep.data.loader import make_loader
 from lockstep.data.order import Order
 from lockstep.data.requests import Source, Window, windows
 from lockstep.data.stream import is_stream
-from lockstep.engine.dataset_checks import check_dataset
+from lockstep.engine.dataset_checks import check_dataset, examined, same_data
+from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import SideStream, to_device
 from lockstep.engine.fit import TimedBatches
 from lockstep.engine.session.training import Training
@@ -43,6 +44,30 @@ def check_data(dataset: Any, call: str, *, streams: bool | None = None) -> None:
             "the data of this loop over batches are iterable, and not those of the first loop",
             why="one stream is read in a run, and every epoch continues it",
             fix="give the loop the same object in every epoch, or data with __len__ and __getitem__",
+        )
+
+
+def length(dataset: Any) -> int | None:
+    """``None``: of a stream."""
+    return None if is_stream(dataset) else len(dataset)
+
+
+def fingerprint(dataset: Any) -> str:
+    """Length and a hash of some samples."""
+    return examined(dataset)[0]
+
+
+def check_alike(own: str, collectives: Collectives) -> None:
+    """Raise :class:`TaskError` on all ranks where they have given ``batches`` different data. Collective."""
+    first, *others = collectives.all_gather(own)
+    rank = next((rank for rank, other in enumerate(others, 1) if not same_data(first, other)), None)
+    if rank is not None:
+        raise TaskError(
+            f"rank {rank} gave batches() other data than rank 0",
+            why="each rank takes its part of the same data, so samples of every rank would be left out (length and a "
+            f"hash of some samples: {others[rank - 1]}, on rank 0 {first})",
+            fix="make the same data on every rank: draw random numbers after lockstep.Session(...) and outside the "
+            "loop over batches, or put the parts together with session.gather()",
         )
 
 

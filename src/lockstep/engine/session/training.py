@@ -30,6 +30,11 @@ from lockstep.telemetry.progress_board import Activity, pulse
 CHECKED_WINDOWS = 2
 
 
+def draws_before(seed: int, device: torch.device) -> SeededDraws:
+    """Before there is a :class:`Training`."""
+    return SeededDraws(seed, [device], everything=True)
+
+
 class Training:
     """The prepared models and optimizers of one rank, and where its loop is.
 
@@ -40,6 +45,7 @@ class Training:
         has_stepped: whether an optimizer was stepped in this window.
         stream: the data of the first loop, if they are one.
         scalars: what the loop has logged since the last row.
+        draws: seeds what its bodies draw.
     """
 
     def __init__(
@@ -66,14 +72,14 @@ class Training:
         self._buffers = Buffers(self.module, rank.device, "exact" if exact else "ranks" if size > 1 else "alone")
         changing = exact and self._buffers.tensors("mean", "max", "once")
         self._lanes = lane_sums(rank, (), self._buffers) if changing else None
-        self._draws = SeededDraws(plan.seed, [rank.device], everything=exact or state.draws_seeded)
+        self.draws = SeededDraws(plan.seed, [rank.device], everything=exact or state.draws_seeded)
         self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
         self.stage, self.loops, self.place, self.calls = 0, 0, -1, 0
         self.has_stepped, self._checked = False, 0
         #: Whether the run has ended within its epoch, which a resume continues.
         self.is_cut = False
         self._around = contextlib.ExitStack()
-        parts = self.module, self.steppers, self._buffers, self._draws
+        parts = self.module, self.steppers, self._buffers, self.draws
         self.checkpoints = SessionCheckpoints(rank, self.log, *parts, registered, self._place)
         self.stream: Stream | None = None
         self.window: Window | None = None
@@ -104,7 +110,7 @@ class Training:
         part = request.part if self.rank.plan.batch.lanes else self.rank.world.rank + (place << 16)
         self.place, self.calls, self.is_ghost = place, 0, request.ghost
         self._buffers.rewind()
-        self._draws(self.state.step, part)
+        self.draws(self.state.step, part)
         self._part, self._is_seeded = part, False
         try:
             if request.ghost:

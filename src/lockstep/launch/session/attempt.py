@@ -15,6 +15,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.rank_context import joined as joined_ranks
 from lockstep.engine.resume import check_fits
+from lockstep.engine.session.batches import check_alike, fingerprint, length
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import begin_stream, end_data, open_datasets
@@ -65,6 +66,8 @@ def begin_attempt(
         ending: ends the attempt.
     """
     run, datasets = joined.run_dir, open_datasets(task, config)
+    several = joined.world.size > 1 and length(task.dataset) is not None
+    own = fingerprint(datasets.train) if several and not joined.world.is_main else ""  # rank 0 does it for the plan
     plan, number, _ = plan_together(
         joined.team,
         run,
@@ -74,6 +77,8 @@ def begin_attempt(
         found=joined.found,
         keeps=joined.keeps,
     )
+    if several:
+        check_alike(own or plan.task.fingerprint, joined.collectives)
     if snapshot is not None:
         check_fits(snapshot.manifest, plan)
     sink: Sink = RunFolderSink(run) if joined.keeps else Fanout()

@@ -14,12 +14,12 @@ from lockstep.config import RunConfig, resolve
 from lockstep.engine.attempt import record_failure
 from lockstep.engine.optim.precision import autocast
 from lockstep.engine.run_log import as_numbers
-from lockstep.engine.session.batches import DataFeed, check_data
+from lockstep.engine.session.batches import DataFeed, check_alike, check_data, fingerprint, length
 from lockstep.engine.session.current import Stopped, close_open_session
 from lockstep.engine.session.evaluation import evaluator_of, predicted_rows
 from lockstep.engine.session.prepared import Prepared
 from lockstep.engine.session.saving import Resumed
-from lockstep.engine.session.training import Training
+from lockstep.engine.session.training import Training, draws_before
 from lockstep.engine.state import TrainState
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.launch.session.attempt import Begun, LoopTask, begin_attempt
@@ -27,6 +27,8 @@ from lockstep.launch.session.join import Joined
 from lockstep.planning.loader import sized
 
 _SPLITS = ("train_", "val_", "test_")
+#: Beside the parts of a step, what is seeded before an epoch and after a loop over batches.
+_EPOCH, _AFTER = -1, -2
 
 
 class Loop:
@@ -119,6 +121,8 @@ class Loop:
         try:
             while self.state.epoch < number and not self._has_ended():
                 self._number = 0
+                if self.state.epoch:
+                    self._draws(self.state.epoch, _EPOCH)
                 yield self.state.epoch
                 self._end_epoch()
         finally:
@@ -126,6 +130,11 @@ class Loop:
         if self._has_ended() and not self.running("epochs()").log.is_completed:
             self._stop()  # the loop was left in the step that ended the run
         self.is_done = True
+
+    def _draws(self, number: int, part: int) -> None:
+        """Seed what the loop draws outside of the bodies over batches, alike on all ranks."""
+        draws = self.training.draws if self.training else draws_before(self.config.training.seed, self.device)
+        draws(number, part)
 
     def _has_ended(self) -> bool:
         return self.training is not None and self.training.log.ended_by is not None
@@ -174,6 +183,7 @@ class Loop:
         finally:
             if not self._has_ended():
                 training.stage, self.state.position = number + 1, 0
+            self._draws(self.state.step, _AFTER)
         if self._has_ended() and not training.log.is_completed:
             self._stop()
 
@@ -184,15 +194,19 @@ class Loop:
 
     def _feed(self, number: int, dataset: Any, accumulate: int | None, collate: Any) -> DataFeed:
         """The batches of the loop with this number in its epoch."""
-        known, asked = self._feeds.get(number), [id(dataset), accumulate, collate]
+        samples = length(dataset)
+        known, asked = self._feeds.get(number), [id(dataset), samples, accumulate, collate]
         if known is not None:
             if known[1] == asked:
                 return known[0]
             known[0].close()
         assert self._begun is not None
         training, planned = self._begun.training, dataset is self._begun.dataset
+        planned = planned and samples in (None, training.rank.plan.batch.samples)
         task = LoopTask(self.prepared.container(), dataset, collate)
         datasets = self._begun.datasets if planned else task.datasets()
+        if not planned and self.joined.world.size > 1:
+            check_alike(fingerprint(dataset), training.rank.collectives)
         feed = DataFeed.of(training, task, datasets, accumulate, planned=planned)
         self._feeds[number] = feed, asked
         if training.rank.config.training.max_steps is None:
