@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import types
 from pathlib import Path
 
-# What most commands import, before there are forks.
+import torch
+import torchmetrics
+
+# What most commands import, before there are forks; the command line itself reads variables when it is imported.
 from lockstep.launch.local import environment, signals
+
+with contextlib.suppress(ImportError):
+    import torch.utils.tensorboard
+
+__all__ = ["main", "torch", "torchmetrics"]
 
 #: ``sys.path`` without what PYTHONPATH added.
 _OWN = [entry for entry in sys.path if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -27,6 +37,7 @@ def main() -> int:
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
+    tempfile.tempdir = None  # it was found for the variables of the server
     environment.set_threads(os.environ)
     arguments: list[str] = request["arguments"]
     sys.orig_argv = [sys.executable, *arguments]
@@ -35,7 +46,7 @@ def main() -> int:
     sys.modules["__main__"] = types.ModuleType("__main__")
     kind = arguments[0] if arguments[0] in ("-m", "-c") else ""
     sys.argv = [kind, *arguments[2:]] if kind else list(arguments)
-    first = str(Path.cwd()) if kind else str(Path(arguments[0]).resolve().parent)
+    first = str(Path.cwd()) if kind or arguments[0] == "-" else str(Path(arguments[0]).resolve().parent)
     sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *_OWN]
     signals.accept()
     try:
@@ -44,6 +55,8 @@ def main() -> int:
             runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
         elif kind == "-c":
             exec(compile(arguments[1], "<string>", "exec"), script.__dict__)
+        elif arguments[0] == "-":
+            exec(compile(sys.stdin.read(), "<stdin>", "exec"), script.__dict__)
         else:
             script.__file__ = arguments[0]
             exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), script.__dict__)

@@ -1,8 +1,9 @@
 """``python …`` for tests, as a process forked from a server that has imported torch and the command line.
 
-Importing them takes longer than most commands do. All else is as in a process that was started: arguments, working
-folder, environment, ``sys.path``, ``__main__``, standard files, session, signals and exit. Where a variable differs
-that counts when Python starts, it is a process that was started.
+Importing them takes longer than most commands do; Lightning takes as long again, and is in a server of its own.
+All else is as in a process that was started: arguments, working folder, environment, ``sys.path``, ``__main__``,
+standard files, session, signals and exit. Where a variable differs that counts when Python starts, it is a process that
+was started.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from lockstep.launch.local.fork_server import ForkServer, RemoteChild
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_server: ForkServer | None = None
+#: What commands are forked from, by the module that it has imported.
+_servers: dict[str, ForkServer] = {}
+#: Variables that torch reads when it is imported.
+_OF_TORCH = ("TORCH", "PYTORCH", "CUDA", "NCCL", "GLOO")
 
 
 @atexit.register
-def _end_server() -> None:
-    if _server is not None:
-        _server.close()
+def _end_servers() -> None:
+    for server in _servers.values():
+        server.close()
 
 
 class _Forked(subprocess.Popen[str]):
@@ -59,18 +63,22 @@ def start(
     stdin: str = "",
     merged: bool = False,
     fresh: bool = False,
+    lightning: bool = False,
 ) -> subprocess.Popen[str]:
     """``python ARGUMENTS`` in a session of its own; ``stdout`` and ``stderr`` are pipes.
 
     Args:
-        arguments: ``-m`` and a module, ``-c`` and code, or a script; then its own.
+        arguments: ``-m`` and a module, ``-c`` and code, a script, or ``-`` for what it reads; then its own.
         stdin: what the process reads.
         merged: standard error goes to ``stdout``.
         fresh: start an interpreter, for a test of how a process starts.
+        lightning: Lightning is imported already.
     """
     command = [str(argument) for argument in arguments]
     environ = {"PYTHONHASHSEED": "0", **env}
-    server = None if fresh else _server_for(environ)
+    imported = "tests.lightning_process" if lightning else "tests.command_process"
+    other = command[0] == "-m" and command[1] != "lockstep"  # torchrun, unittest: they look at the interpreter
+    server = None if fresh or other else _server_for(imported, environ)
     if server is None:
         process = subprocess.Popen(
             [sys.executable, *command],
@@ -90,7 +98,7 @@ def start(
     reading, request = os.pipe()
     out, stdout = os.pipe()
     err, stderr = (None, stdout) if merged else os.pipe()
-    child = server.launch("tests.command_process:main", "tests.command_process", (reading, stdout, stderr))
+    child = server.launch(f"{imported}:main", [imported], (reading, stdout, stderr))
     for fd in {reading, stdout, stderr}:
         os.close(fd)
     content = json.dumps({"arguments": command, "cwd": str(cwd), "environ": environ, "stdin": stdin}).encode()
@@ -99,8 +107,9 @@ def start(
     return _Forked([sys.executable, *command], child, out, err)
 
 
-def _server_for(environ: Mapping[str, str]) -> ForkServer | None:
-    global _server
-    if _server is None:
-        _server = ForkServer.start({**environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])})
-    return _server if _server.serves(environ) else None
+def _server_for(imported: str, environ: Mapping[str, str]) -> ForkServer | None:
+    if imported not in _servers:
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        _servers[imported] = ForkServer.start({**environ, "PYTHONPATH": path})
+    server = _servers[imported]
+    return server if server.serves(environ) and not any(name.startswith(_OF_TORCH) for name in environ) else None

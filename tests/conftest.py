@@ -105,7 +105,8 @@ def run_cli(tmp_path: Path) -> RunCli:
     """``run_cli("train", "har", …)`` runs ``python -m lockstep train har …`` and waits for its end.
 
     Keywords: ``cwd`` (default: the test's temporary folder), ``env`` (changes to the environment),
-    ``stdin`` (text), ``timeout_s``, ``fresh`` (see :func:`tests.commands.start`). A command that takes longer is killed
+    ``stdin`` (text), ``timeout_s``, ``fresh`` and ``lightning`` (see
+    :func:`tests.commands.start`). A command that takes longer is killed
     with all its processes.
     """
 
@@ -115,14 +116,14 @@ def run_cli(tmp_path: Path) -> RunCli:
         env: dict[str, str] | None = None,
         stdin: str | None = None,
         timeout_s: float = 90.0,
-        fresh: bool = False,
+        **how: bool,
     ) -> CliResult:
         process = start(
             *("-m", "lockstep", *args),
             cwd=cwd or tmp_path,
             env=cli_environment(**(env or {})),
             stdin=stdin or "",
-            fresh=fresh,
+            **how,
         )
         try:
             out, err = process.communicate(timeout=timeout_s)

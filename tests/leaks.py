@@ -22,8 +22,6 @@ from tests.gloo import TOKEN_VARIABLE
 #: How long processes and threads that were told to end may take to do so.
 GRACE_S = 5.0
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD"))
-#: Modules with a fork server, which ends with its caller.
-SERVERS = ("lockstep.launch.local.fork_server", "tests.commands")
 #: Variables that pytest, coverage and libraries set for their own purposes when first used.
 ENVIRONMENT_EXEMPT = ("PYTEST_", "COV_", "COVERAGE_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "PYTORCH_NVML_")
 
@@ -120,9 +118,11 @@ def _descendants() -> list[psutil.Process]:
         for pid in psutil.pids():
             if pid not in found and pid != os.getpid() and _has_mark(pid, mark):
                 found[pid] = psutil.Process(pid)
-    # One resource tracker and one fork server a process, alive until its end, are multiprocessing's design; ours, too.
+    # One resource tracker and one fork server a process, alive until its end, are multiprocessing's design; ours, and
+    # those of the tests' commands, end with their caller.
     server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
-    own = [getattr(sys.modules.get(name), "_server", None) for name in SERVERS]
+    own = [getattr(sys.modules.get("lockstep.launch.local.fork_server"), "_server", None)]
+    own += getattr(sys.modules.get("tests.commands"), "_servers", {}).values()
     kept = {getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None)}
     kept |= {getattr(process, "pid", None) for process in own}
     return [p for pid, p in found.items() if pid not in kept and _alive(p)]

@@ -35,7 +35,7 @@ def test_a_run_imports_nothing_slow_that_it_does_not_use(devices: str, processes
             """
         )
     )
-    finish(start("train", f"{task}:Told", "--devices", devices, "--max-steps", "2", cwd=tmp_path))
+    finish(start("train", f"{task}:Told", "--devices", devices, "--max-steps", "2", cwd=tmp_path, fresh=True))
     imported = {process: json.loads((tmp_path / f"imported-{process}.json").read_text()) for process in processes}
     assert {process: sorted(UNUSED.intersection(names)) for process, names in imported.items()} == {
         process: [] for process in processes

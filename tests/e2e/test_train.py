@@ -25,9 +25,10 @@ REDUCER = ("--set", "distributed.bucket_cap_mb=1")
 TOY = f"{ROOT / 'tests' / 'toys.py'}:Toy"
 
 
-def start(*arguments: str, module: tuple[str, ...] = ("lockstep",), cwd: Path) -> subprocess.Popen[str]:
+def start(*arguments: str, module: tuple[str, ...] = ("lockstep",), cwd: Path, **how: bool) -> subprocess.Popen[str]:
     command = (*(("-m",) if module else ()), *module, *arguments)
-    return commands.start(*command, cwd=cwd, env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"), merged=True)
+    env = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
+    return commands.start(*command, cwd=cwd, env=env, merged=True, **how)
 
 
 def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 90.0) -> str:

@@ -25,7 +25,14 @@ EXCERPT = re.compile(r"<!-- excerpt: (\S+) -->\n```\w+\n(.*?)```", re.S)
 
 def test_all_programs_compute_the_same_losses(tmp_path: Path) -> None:
     processes = [
-        start(str(FOLDER / f"{name}.py"), f"{name}.json", *arguments, module=launcher, cwd=tmp_path)
+        start(
+            str(FOLDER / f"{name}.py"),
+            f"{name}.json",
+            *arguments,
+            module=launcher,
+            cwd=tmp_path,
+            lightning="lightning" in name,
+        )
         for name, (launcher, arguments) in PROGRAMS.items()
     ]
     for process in processes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.lightning.cli import run
 from lockstep.lightning.settings import settings_of
 from lockstep.telemetry.rundir import RunDir
+from tests.commands import start
 from tests.conftest import RunCli, cli_environment
 from tests.gloo import ROOT
 
@@ -277,28 +277,24 @@ server.shutdown()
 """
 
 
-def execute(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environ = cli_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
-    return subprocess.run(
-        [sys.executable, "-"], input=program, cwd=folder, env=environ, capture_output=True, text=True, timeout=110
-    )
-
-
 def test_ranks_are_started_from_a_notebook_like_parent_and_a_servers_thread(tmp_path: Path) -> None:
     settings = {"seed_everything": False, "trainer": CONFIG["trainer"]}
     settings |= {"hardware": {"selected_devices": ["cpu", "cpu"]}}
     model = {"class_path": "tests.lightning.trainings.Probe", "init_args": {"fail_in_epoch": 1}}
     write_config(tmp_path, model=model, hardware=settings["hardware"])
-    done = execute(NOTEBOOK.replace("SETTINGS", repr(settings)), tmp_path)
-    assert done.returncode == 0, done.stderr
+    environ = cli_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
+    program = NOTEBOOK.replace("SETTINGS", repr(settings))
+    done = start("-", cwd=tmp_path, env=environ, stdin=program, lightning=True)
+    out, err = done.communicate(timeout=110)
+    assert done.returncode == 0, err
     assert (tmp_path / "executed").read_text() == "once\n"
     assert [predicted(tmp_path, rank) for rank in (0, 1)] == [[[[0, 1], [0, 1]], [[3], [3]]], [[[2], [2]], [[4], [4]]]]
-    assert "custom batch sampler" not in done.stderr
+    assert "custom batch sampler" not in err
     assert not (tmp_path / "runs").exists(), "only a fit has a run folder"
     assert RunDir.open(tmp_path / "out").read().status == "completed"
 
-    assert "RankFailed: rank" in done.stdout
-    assert "the probe broke, as it was told to" in done.stdout
+    assert "RankFailed: rank" in out
+    assert "the probe broke, as it was told to" in out
     record = RunDir.open(tmp_path / "failed").read()
     assert record.status == "failed"
     assert "as it was told to" in (record.error or "")
@@ -316,7 +312,7 @@ def test_other_loggers_work_offline(run_cli: RunCli, tmp_path: Path, package: st
     (tmp_path / "out-logs").mkdir()
     config = write_config(tmp_path, trainer={**CONFIG["trainer"], "logger": own})
     env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "MLFLOW_ALLOW_FILE_STORE": "true", "WANDB_SILENT": "true"}
-    result = run_cli("lightning", "fit", "-c", config, "--run_dir", "out", env=env)
+    result = run_cli("lightning", "fit", "-c", config, "--run_dir", "out", env=env, lightning=True)
     assert result.code == 0, result.err
     kept = {"wandb": "out-logs/wandb/offline-run-*/run-*.wandb", "mlflow": "out-logs/*/*/metrics/val_loss"}[package]
     assert len(list(tmp_path.glob(kept))) == 1

@@ -25,6 +25,7 @@ from lockstep.launch.api import evaluate, resume
 from lockstep.launch.finished.export import export
 from lockstep.lightning import fit
 from lockstep.telemetry.rundir import RunDir
+from tests import commands
 from tests.e2e.test_train import finish, start, wait_for_step, weights
 from tests.engine.test_fit import interval_means
 from tests.gloo import ROOT, clean_environment
@@ -91,7 +92,7 @@ def test_a_named_module_stopped_on_two_ranks_goes_on_with_one_and_three(tmp_path
     model += ("--set", "distributed.find_unused_parameters=true")
     common = ("--set", "task.data.samples=253", "--epochs", "2", "--log-interval", "1")
     command = ("train", MODULE, "--devices", "cpu,cpu", "--save-dir", "run", *DATA, *model, *common)
-    process = start(*command, cwd=tmp_path)
+    process = start(*command, cwd=tmp_path, lightning=True)
     wait_for_step(tmp_path / "run", 2, process)
     process.send_signal(signal.SIGTERM)
     finish(process, code=143)
@@ -104,7 +105,8 @@ def test_a_named_module_stopped_on_two_ranks_goes_on_with_one_and_three(tmp_path
     resume(run, devices="cpu", overrides={"training": {"max_steps": 20}})
     assert run.progress().step == 20
     assert run.plan()["batch"]["accumulate"] == 2, "the global batch of 16 stays, in two micro-batches of one rank"
-    finish(start("resume", "run", "--devices", "cpu,cpu,cpu", "--set", "training.max_steps=null", cwd=tmp_path))
+    again = ("resume", "run", "--devices", "cpu,cpu,cpu", "--set", "training.max_steps=null")
+    finish(start(*again, cwd=tmp_path, lightning=True))
     assert run.read().status == "completed"
     used = own.seen(tmp_path / "seen")
     assert sorted(used[0]) == sorted(used[1]), "the module's random split is the same in every attempt"
@@ -219,18 +221,9 @@ print("val_number", results[0].best_metric["val_number"])
 
 def test_a_program_on_standard_input_trains_a_class_of_its_own_on_two_ranks_from_a_thread(tmp_path: Path) -> None:
     """No main guard, no file to run again; a module that optimizes manually, with BatchNorm, in mixed precision."""
-    done = subprocess.run(
-        [sys.executable, "-"],
-        cwd=tmp_path,
-        env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"),
-        input=SCRIPT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "val_number 1.0" in done.stdout, "3 validation samples on two ranks count once each"
+    env = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
+    printed = finish(commands.start("-", cwd=tmp_path, env=env, stdin=SCRIPT, merged=True, lightning=True))
+    assert "val_number 1.0" in printed, "3 validation samples on two ranks count once each"
 
 
 def test_a_named_module_starts_from_the_seed_of_the_run(tmp_path: Path) -> None:

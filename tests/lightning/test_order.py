@@ -128,7 +128,7 @@ def test_ddp_from_the_command_line_shares_the_order_of_one_process(run_cli: RunC
     config["trainer"] |= {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
     path.write_text(yaml.safe_dump({**config, "hardware": {}}))
     env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    result = run_cli("lightning", "fit", "-c", path, "--run_dir", "out", env=env)
+    result = run_cli("lightning", "fit", "-c", path, "--run_dir", "out", env=env, lightning=True)
     assert result.code == 0, result.err
     ranks = [seen(tmp_path, rank=rank) for rank in (0, 1)]
     for epoch in (0, 1):

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from threadpoolctl import threadpool_info
 
+from lockstep.launch.local import fork_server
 from lockstep.launch.local.fork_server import LAUNCHER, launch
 from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.local.worker import Rank
@@ -21,10 +22,9 @@ from tests.launch.conftest import FORK_HERE, STUB, Caller, wait_for
 
 
 def server() -> psutil.Process:
-    """The newest one that runs; process numbers start again at some point."""
-    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    found = [child for child in living if any("fork_server" in word for word in child.cmdline())]
-    return max(found, key=psutil.Process.create_time)
+    """This process's own; the tests' commands have others."""
+    assert fork_server._server is not None
+    return psutil.Process(fork_server._server.pid)
 
 
 def see(rank: Rank, name: str) -> tuple[str, str, int, set[int], int]:

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import IO, Any
@@ -47,6 +47,8 @@ _LATER = ("PYTHONPATH", "OMP_NUM_THREADS")
 #: The process name of a launcher.
 LAUNCHER = "lockstep-launch"
 _MAIN = "lockstep.launch.local.launcher:main"
+#: What takes seconds to import: where the caller has it, its ranks share one import of it.
+_SHARED = ("lightning.pytorch",)
 _MAX_BYTES = 4096
 #: How long the launcher may take to end after it has been asked to kill all ranks.
 _KILL_S = 10.0
@@ -138,8 +140,8 @@ def _run_launcher(folder: str, settings: Mapping[str, Any], environ: Mapping[str
         # A launcher that has ended already has an exit code.
         with contextlib.suppress(BrokenPipeError), open(writing, "wb") as request:
             try:
-                rank_module = settings["rank_main"].partition(":")[0]
-                process = _server_for(variables).launch(_MAIN, rank_module, (reading, *relay.files))
+                modules = [settings["rank_main"].partition(":")[0], *(name for name in _SHARED if name in sys.modules)]
+                process = _server_for(variables).launch(_MAIN, modules, (reading, *relay.files))
             finally:
                 os.close(reading)
                 relay.close_files()
@@ -252,12 +254,12 @@ class ForkServer:
         """Whether it runs, for this process, and was started with the variables of ``environ`` that matter then."""
         return self._runs() and self._at_start == _at_start(environ)
 
-    def launch(self, function: str, module: str, files: tuple[int, int, int]) -> RemoteChild:
+    def launch(self, function: str, modules: Sequence[str], files: tuple[int, int, int]) -> RemoteChild:
         """Fork a launcher.
 
         Args:
             function: of the launcher, as ``module:function``; returns its exit code.
-            module: what its ranks need; imported in the server.
+            modules: what its ranks need; imported in the server.
             files: standard input, output and error of the launcher.
 
         Raises:
@@ -265,7 +267,7 @@ class ForkServer:
         """
         answers, other = _pair()
         with other, contextlib.suppress(OSError):
-            socket.send_fds(self._control, [f"{function} {module}".encode()], [*files, other.fileno()])
+            socket.send_fds(self._control, [" ".join([function, *modules]).encode()], [*files, other.fileno()])
         return RemoteChild(answers)
 
     def close(self) -> None:
@@ -387,10 +389,11 @@ def serve(control: socket.socket) -> int:
                 names, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 4)
                 if not names:
                     return 0
-                function, module = names.decode().split()
+                function, *modules = names.decode().split()
                 answers = socket.socket(fileno=fds.pop())
-                with contextlib.suppress(Exception):  # the ranks report it
-                    import_module(module)
+                for module in modules:
+                    with contextlib.suppress(Exception):  # the ranks report it
+                        import_module(module)
                 child = fork(partial(_be_launcher, fds, function), name=LAUNCHER, kept=fds)
                 for fd in fds:
                     os.close(fd)
