@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from lockstep.engine.process.runtime import rank_device
 from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous
+from lockstep.launch.run_claim import warn
 from lockstep.telemetry.records import versions
 from lockstep.telemetry.scalars import flattened
 
@@ -38,6 +40,8 @@ T = TypeVar("T")
 #: Settings that may differ between nodes: where its files are, and its devices.
 OWN_SETTINGS = ("save_dir", "runs_dir", "init_from", "hardware.selected_devices", "data.data_dir", "launch.rdzv")
 _COMPARED_VERSIONS = ("lockstep", "torch", "python")
+#: How long a process waits for others before it says so, in seconds.
+WAITS_S = 10.0
 #: Numbers this process's trainings: every rank of a script runs the same ones.
 _trainings = count()
 
@@ -119,8 +123,9 @@ def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | Non
     os.environ.update(rendezvous(os.environ))
     if world.nodes > 1:
         choose_interface(os.environ, os.environ["MASTER_ADDR"])
-    store = _open_store(world, timeout_s)
-    members = _exchange(store, me, world.size)
+    with _said(world, timeout_s):
+        store = _open_store(world, timeout_s)
+        members = _exchange(store, me, world.size)
     _refuse_differences(members, prints=me.local_rank == 0 or world.launcher == "--nodes")
     join(store, "gloo", world, timeout_s)
     failed = True
@@ -145,6 +150,23 @@ def join(store: Store, backend: str, world: World, timeout_s: float, devices: Se
         timeout=timedelta(seconds=timeout_s),
         device_id=rank_device(devices, world) if devices else None,
     )
+
+
+@contextmanager
+def _said(world: World, timeout_s: float) -> Iterator[None]:
+    """Says that this process waits for others, where it has to for longer than ranks take to start."""
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    text = f"rank {world.rank} waits at {where} for all {world.size} ranks, up to {timeout_s:g} s. "
+    text += "To train without others, unset RANK and WORLD_SIZE"
+    says = world.launcher == "torchrun" and ("LOCAL_RANK" not in os.environ or not world.local_rank)
+    timer = threading.Timer(WAITS_S, warn, [text])
+    timer.daemon = True
+    if says:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _open_store(world: World, timeout_s: float) -> Store:
