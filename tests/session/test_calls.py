@@ -153,6 +153,38 @@ def test_a_run_that_max_steps_ends_within_an_epoch_resumes_there(tmp_path: Path)
     assert len(seen) == 33 + 3 * 8
 
 
+def test_a_resume_into_which_the_checkpoint_does_not_fit_has_failed(tmp_path: Path) -> None:
+    def train(steps: int, outputs: int) -> None:
+        given = QUIET | {"training.max_steps": steps}
+        with lockstep.Session(given, resume=True, global_batch_size=8, save_dir=tmp_path / "run") as session:
+            model = nn.Linear(4, outputs)
+            model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for x, _ in batches(session):
+                session.backward(model(x).square().sum(), len(x))
+                session.step(optimizer)
+
+    train(1, outputs=1)
+    run = RunDir(tmp_path / "run")
+    run.update(status="running")  # as one that was killed
+    with pytest.raises(LockstepError):
+        train(2, outputs=3)
+    assert run.read().status == "failed"
+
+
+def test_a_frame_is_the_same_rows_in_every_epoch(tmp_path: Path) -> None:
+    import pandas
+
+    frame, seen = pandas.DataFrame({"x": [0.5] * 9, "y": range(9)}, index=[5] * 9), list[float]()
+    with lockstep.Session(QUIET, global_batch_size=3, save_dir=tmp_path / "run") as session:
+        model, optimizer = prepared(session)
+        for _ in session.epochs(2):
+            for batch in session.batches(frame):
+                seen += batch["y"].tolist()
+                session.backward(model(batch["x"][:, None].float().expand(-1, 4)).square().sum(), len(batch["x"]))
+                session.step(optimizer)
+    assert sorted(seen) == sorted([*range(9)] * 2)
+
+
 def test_bf16_true_casts_the_prepared_model(tmp_path: Path) -> None:
     with lockstep.Session(QUIET, precision="bf16-true", global_batch_size=8, save_dir=tmp_path / "run") as session:
         model, optimizer = prepared(session)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep.config import RunConfig, resolve
+from lockstep.data.arrays import by_row
 from lockstep.engine.attempt import record_failure
 from lockstep.engine.optim.precision import autocast
 from lockstep.engine.run_log import as_numbers
@@ -54,6 +55,7 @@ class Loop:
         self._resumed = Resumed()
         #: By their number in the epoch: the batches of a loop, and what they were asked for with.
         self._feeds: dict[int, tuple[DataFeed, list[Any]]] = {}
+        self._frames: list[tuple[Any, Any]] = []
         self._number = 0
         self._in_epochs = False
         #: Whether the loop over epochs has ended.
@@ -147,6 +149,7 @@ class Loop:
         training.checkpoints.save(best=training.end_epoch(self._row("val")))
 
     def batches(self, dataset: Any, accumulate: int | None, collate: Callable[[Any], Any] | None) -> Iterator[Any]:
+        dataset = self._by_row(dataset)
         first = self._number == 0 and (self._begun is None or dataset is self._begun.dataset)
         check_data(dataset, "batches", streams=first)
         if not self._in_epochs:
@@ -159,6 +162,15 @@ class Loop:
             self._start(dataset, collate, accumulate)
         number, self._number = self._number, self._number + 1
         return self._walk(number, dataset, accumulate, collate)
+
+    def _by_row(self, dataset: Any) -> Any:
+        """Of a frame, always the same rows: a loop gives it in every epoch."""
+        for given, rows in self._frames:
+            if given is dataset:
+                return rows
+        rows = by_row(dataset)
+        self._frames += [(dataset, rows)] if rows is not dataset else []
+        return rows
 
     def _walk(self, number: int, dataset: Any, accumulate: int | None, collate: Any) -> Iterator[Any]:
         training = self.running("batches()")
@@ -250,6 +262,7 @@ class Loop:
     def evaluate(
         self, dataset: Any, predict: Callable[[Any], Any], batch_size: int | None, collate: Callable[[Any], Any] | None
     ) -> Iterator[tuple[Any, ...]]:
+        dataset = self._by_row(dataset)
         check_data(dataset, "evaluate")
         config, training = self.config, self.training
         plan = None if training is None else training.rank.plan
@@ -274,9 +287,9 @@ class Loop:
     def finish(self, error: BaseException | None) -> None:
         """Save, and record how the run ended. Collective without ``error``."""
         if self._begun is None:
-            if self.joined.keeps and not self.joined.found:
-                status = "completed" if error is None else "failed"
-                self.joined.run_dir.update(status=status, error=error and str(error))
+            run = self.joined.run_dir
+            if self.joined.keeps and (run.read().status != "completed" if error else not self.joined.found):
+                run.update(status="failed" if error else "completed", error=error and str(error))
             return
         training = self._begun.training
         try:
