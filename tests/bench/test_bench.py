@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import lockstep
 from lockstep.bench import BenchReport, PerformanceProfiler, print_report, write_report
 from lockstep.bench.batch_size import bench_batch_size
 from lockstep.bench.comm import bench_comm
@@ -280,3 +282,31 @@ def test_ranks_from_outside_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="starts its own ranks"):
         Subject(Toy, ONE)
+
+
+class Torn(Toy):
+    """The toy, a sample of which cannot be read."""
+
+    def datasets(self) -> lockstep.Datasets:
+        given = super().datasets()
+        return lockstep.Datasets(TornItems(given.train), given.val)
+
+
+class TornItems(torch.utils.data.Dataset[Any]):
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 2:
+            raise ValueError(f"row {index} is torn")
+        return self.items[index]
+
+
+def test_samples_that_cannot_be_read_are_left_out_where_a_run_leaves_them_out() -> None:
+    settings = {**ONE, "data": {"on_bad_row": "skip"}}
+    rows = bench_step(Subject(Torn, settings), steps=2, warm_up=1, max_batch=1).rows
+    assert [row["status"] for row in rows] == ["ok"]
+    assert bench_loader(Subject(Torn, settings), seconds=0.2).rows

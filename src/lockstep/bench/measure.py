@@ -15,6 +15,7 @@ from lockstep.bench.rank import PeakMemory, Rank, Utilisation, limit_memory
 from lockstep.bench.summary import summarise
 from lockstep.bench.timing import Site, Stopwatch, counted_steps, on_site, training
 from lockstep.bench.trials import Case
+from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Request
 from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.process.runtime import rank_device
@@ -119,7 +120,8 @@ def count_flops(site: Site, plan: Plan) -> tuple[float | None, str]:
         return None, "torch does not count what its recurrent kernels compute"
     source = training_source(site.task, site.datasets, plan)
     size = min(COUNTED, plan.batch.batch_size)
-    batch = to_device(source.batch(Request(0, 0, 0, size, window=(0, plan.batch.global_batch))), site.device)
+    batch = source.batch(Request(0, 0, 0, size, window=(0, plan.batch.global_batch)))
+    batch = to_device(batch.stand_in if isinstance(batch, Unreadable) else batch, site.device)
     counter = FlopCounterMode(display=False)
     try:
         with counter:

@@ -37,9 +37,8 @@ def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot 
     # Compiled code would be compiled again for the hooks that time a rank's own work; the gradient of a divided model
     # is complete only when all ranks have done theirs.
     untimed = rank.config.training.compile or strategy.is_sharded
-    source = training_source(task, datasets, rank.plan)
-    if rank.config.data.on_bad_row == "skip":
-        source = replace(source, skipped=rank.run_dir.path / f"skipped-rank{rank.world.rank}.jsonl")
+    skipped = rank.run_dir.path / f"skipped-rank{rank.world.rank}.jsonl"
+    source = training_source(task, datasets, rank.plan, skipped)
     share, remarks = None, list[str | None]()
     if rank.device.type == "cuda":
         share, text = peak_share(task, source, rank.plan)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -64,6 +66,11 @@ def open_datasets(task: Task, config: RunConfig) -> Datasets:
         train = as_stream(train, epoch_samples=config.data.epoch_samples, max_steps=config.training.max_steps)
     if not hasattr(train, "__len__"):
         return given
+    try:
+        len(train)
+    except Exception as error:  # whatever a data set of the user's raises
+        what, why = f"the length of {type(train).__name__} is not known", f"{type(error).__name__}: {error}"
+        raise DataError(what, why=why, fix="let its __len__() return the number of its samples") from error
     data = DataConfig() if hasattr(task, "loader_facts") else config.data  # a module's loaders decide
     sampling = resolve_sampling(train, weights, data)
     return Datasets(getattr(train, "joined", train), val, test, sampling, named)
@@ -91,15 +98,15 @@ def data_settings(config: RunConfig) -> DataSettings:
     return DataSettings(config.data.data_dir, config.data.download, config.training.seed, config.data.on_bad_row)
 
 
-def training_source(task: Task, datasets: Datasets, plan: Plan) -> Source:
-    """Batches of the training data in the order of the run.
+def training_source(task: Task, datasets: Datasets, plan: Plan, skipped: Path = Path(os.devnull)) -> Source:
+    """Batches of the training data in the order of the run; what is skipped is recorded where ``skipped`` says.
 
     Raises:
         DataError: the weights or the lengths of the samples are not those that the plan was made with.
     """
-    order = _order(task, datasets.weights, plan)
-    least = plan.batch.least_part
-    return Source(datasets.train, collate_of(task), plan.seed, order, plan.order.lanes, least=least)
+    order, skips = _order(task, datasets.weights, plan), task.data.on_bad_row == "skip"
+    given = (datasets.train, collate_of(task), plan.seed, order, plan.order.lanes, skipped if skips else None)
+    return Source(*given, least=plan.batch.least_part)
 
 
 def begin_stream(datasets: Datasets, *where: Any) -> Stream | None:

@@ -7,15 +7,12 @@ Between ranks, tensors of any shape and kind pass from one stage to the next.
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -212,8 +209,6 @@ def measure(whole: Undivided, stages: Sequence[nn.Module]) -> list[float]:
     """
     plan, device = whole.plan, whole.device
     source, size = training_source(whole.task, whole.datasets, plan), min(plan.batch.batch_size, plan.batch.samples)
-    if whole.config.data.on_bad_row == "skip":
-        source = replace(source, skipped=Path(os.devnull))  # they are recorded when they are trained on
     batch = source.batch(Request(0, 0, 0, size, window=(0, size)))
     batch = batch.stand_in if isinstance(batch, Unreadable) else batch
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
