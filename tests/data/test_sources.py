@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import pickle
 import tarfile
@@ -23,6 +26,7 @@ from torch.utils.data import default_collate
 import lockstep
 from lockstep.config.sections import DataConfig
 from lockstep.data import files as files_module
+from lockstep.data.columns import ArrowFiles, ParquetFiles
 from lockstep.data.files import local
 from lockstep.data.mixture import Mixture
 from lockstep.data.order import Order
@@ -185,7 +189,7 @@ def test_folders_are_classes(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_files_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no \.jsonl file"):
+    with pytest.raises(DataError, match=r"no \.jsonl or \.ndjson file"):
         JsonLines(tmp_path)
     with pytest.raises(DataError, match=r"gone\.jsonl is missing"):
         JsonLines(tmp_path / "gone.jsonl")
@@ -579,3 +583,96 @@ def test_long_names_and_folders_in_shards(tmp_path: Path) -> None:
                 member.size = 1 if "." in member.name else 0
                 tar.addfile(member, io.BytesIO(b"7"))
     assert list(TarShards(tmp_path)) == [{"__key__": name, "txt": "7", "cls": 7}] * 2
+
+
+def shard(path: Path, *members: tuple[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+A, B = (("1.txt", b"a"), ("1.cls", b"3")), (("2.txt", b"b"), ("2.cls", b"4"))
+
+
+def test_shards_that_would_give_a_part_of_their_samples_are_refused(tmp_path: Path) -> None:
+    whole = shard(tmp_path / "whole.tar", *A, ("README", b""), ("._1.txt", b"of a Mac"), *B)
+    assert [sample["__key__"] for sample in TarShards(whole)] == ["1", "2"]
+    content = whole.read_bytes()
+    for size, where in ((1024, 1024), (1300, 1024), (2048, 2048)):  # tarfile takes each for the end
+        (tmp_path / "cut.tar").write_bytes(content[:size])
+        with pytest.raises(DataError, match=rf"byte {where} should be its end or another member: it is cut short"):
+            TarShards(tmp_path / "cut.tar")
+    for wrong in (content + content, content[:1024] + b"?" * 512 + content[1536:]):
+        (tmp_path / "more.tar").write_bytes(wrong)
+        with pytest.raises(DataError, match="damaged there, or several archives were joined"):
+            TarShards(tmp_path / "more.tar")
+    with pytest.raises(DataError, match="members of 1 are not neighbours; make it with tar --sort=name"):
+        TarShards(shard(tmp_path / "apart.tar", A[0], B[0], A[1], B[1]))
+    with pytest.raises(DataError, match=r"1\.txt is in it twice"):
+        TarShards(shard(tmp_path / "twice.tar", A[0], *A))
+    again = TarShards(shard(tmp_path / "again.tar", *A, *B, *A))
+    assert [sample["cls"] for sample in again] == [3, 4, 3], "a whole sample may come again"
+
+
+def test_names_of_shards_are_expanded_as_a_shell_does(tmp_path: Path) -> None:
+    for number in (8, 9, 10):
+        shard(tmp_path / f"part-{number:03}.tar", *A)
+    assert len(TarShards(f"{tmp_path}/part-{{008..010}}.tar")) == 3
+    with pytest.raises(DataError, match=r"part-011\.tar is missing"):
+        TarShards(f"{tmp_path}/part-{{008..011}}.tar")
+
+
+@pytest.mark.parametrize("kind", [JsonLines, CsvFiles, TarShards])
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_files_are_named(kind: Any, compress: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(compress(b'{"a": 1}\n'))
+    with pytest.raises(DataError, match=r"file is compressed\nwhy: .*\nfix: unpack it"):
+        kind(tmp_path / "file")
+
+
+def test_lines_of_spaces_long_fields_and_what_is_left_open(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'  \n {"a": 1} \r\n\t\n \r\n{"a": "\xe2\x80\xa8"}\n')
+    assert list(JsonLines(tmp_path / "a.jsonl")) == [{"a": 1}, {"a": "\u2028"}]
+    (tmp_path / "a.csv").write_text("a,b\n1," + "x" * 200_000 + "\n")
+    assert len(CsvFiles(tmp_path / "a.csv")[0]["b"]) == 200_000
+    (tmp_path / "b.csv").write_text('a,b\n1,2\n3,"4\n5,6\n')
+    with pytest.raises(DataError, match=r"record 2 of .*b.csv(.|\n)*a quote is not closed"):
+        CsvFiles(tmp_path / "b.csv")[1]
+    (tmp_path / "c.csv").write_text("a,b,a\n1,2,3\n")
+    with pytest.raises(DataError, match="two columns 'a'"):
+        CsvFiles(tmp_path / "c.csv")
+
+
+def test_what_are_no_tokens_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
+    (tmp_path / "odd.bin").write_bytes(b"x" * 101)
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "good.bin")
+    for file, how, words in (
+        ("a.npy", {"window": 4}, "NumPy file"),
+        ("odd.bin", {"window": 4}, "50 and a part of one"),
+        ("good.bin", {"window": 0}, "windows of 0 tokens"),
+        ("good.bin", {"window": 4, "dtype": "float16"}, "tokens of dtype 'float16'"),
+        ("good.bin", {"window": 4, "dtype": "u99"}, "tokens of dtype 'u99'"),
+    ):
+        with pytest.raises(DataError, match=words):
+            TokenFile(tmp_path / file, **how)
+
+
+def test_columns_that_are_not_there_streams_and_empty_windows_are_named(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    table = pa.table({"x": [1, 2]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    with pytest.raises(DataError, match=r"no column 'y'\nwhy: .*a.parquet has x"):
+        ParquetFiles(tmp_path / "a.parquet", columns=["y"])
+    with pytest.raises(DataError, match="a window of 0 row groups"):
+        ParquetFiles(tmp_path / "a.parquet", window=0)
+    with pytest.raises(DataError, match="is an Arrow stream"):
+        ArrowFiles(tmp_path / "a.arrow")
+    assert ParquetFiles(tmp_path / "a.parquet", columns="x")[1] == {"x": 2}

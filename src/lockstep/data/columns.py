@@ -43,7 +43,9 @@ class ColumnFiles(FileSamples):
         transform: Callable[[dict[str, Any]], Any] | None = None,
         window: int = 8,
     ) -> None:
-        self.columns = None if columns is None else list(columns)
+        self.columns = None if columns is None else [columns] if isinstance(columns, str) else list(columns)
+        if window < 1:
+            raise DataError(f"a window of {window} row groups", fix="give a number from 1")
         self.shuffle_window, self._plain, self._types = window, True, dict[str, str]()
         super().__init__(files, transform)
         #: Rows of each row group, in order.
@@ -53,6 +55,9 @@ class ColumnFiles(FileSamples):
     def _sizes(self, number: int) -> list[int]:
         rows, schema = self._footer(number)
         name, own = self.files[number], {field.name: str(field.type) for field in schema}
+        if not self._types and not own.keys() >= set(self.columns or ()):
+            column = next(column for column in self.columns or () if column not in own)
+            raise DataError(f"there is no column {column!r}", why=f"{name} has {', '.join(own)}", fix="check columns=")
         self._types = self._types or own
         for column in self.columns or {**self._types, **own}:
             if own.get(column) != self._types.get(column) or column not in own:
@@ -86,7 +91,7 @@ class ColumnFiles(FileSamples):
             what = f"rows {self._ends[chunk] - self.chunks[chunk]} to {self._ends[chunk] - 1} cannot be read"
             why = f"row group {group} of {self.files[number]}: {error}"
             raise DataError(what, why=why, fix="replace the file, or leave it out") from error
-        return {name: _values(column) for name, column in zip(table.column_names, table.columns, strict=True)}
+        return as_arrays(table)
 
     def _record(self, part: int, place: int) -> Any:
         row = self._groups.row(part) + place
@@ -122,9 +127,15 @@ class ArrowFiles(ColumnFiles):
 
     def _open(self, number: int) -> Any:
         # Not memory-mapped: a file that is cut short meanwhile would end the process.
-        return _arrow().ipc.open_file(_arrow().OSFile(str(self.path(number))))
+        file = _arrow().OSFile(str(self.path(number)))
+        if file.read(4) == b"\xff\xff\xff\xff":
+            what, why = f"{self.files[number]} is an Arrow stream", "its batches cannot be read by number"
+            fix = "write a file (pyarrow.ipc.new_file); datasets.load_from_disk opens what Hugging Face has saved"
+            raise DataError(what, why=why, fix=fix)
+        return _arrow().ipc.open_file(file)
 
     def _footer(self, number: int) -> tuple[list[int], Any]:
+        self._opened(number)
         file = _arrow().ipc.open_file(_arrow().memory_map(str(self.path(number))))  # without reading the batches
         return [file.get_batch(number).num_rows for number in range(file.num_record_batches)], file.schema
 
@@ -190,6 +201,11 @@ def _is_plain(kind: Any) -> bool:
 
 
 _NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "halffloat", "float", "double")
+
+
+def as_arrays(table: Any) -> dict[str, Array]:
+    """The columns of an Arrow table."""
+    return {name: _values(column) for name, column in zip(table.column_names, table.columns, strict=True)}
 
 
 def _values(column: Any) -> Array:

@@ -6,10 +6,12 @@ import contextlib
 import glob
 import hashlib
 import os
+import re
 import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,7 @@ class FileSamples:
             raise
         except Exception as error:  # each library has its own
             what = f"{self.files[number]} cannot be read as {self.suffixes[0]}"
-            raise DataError(what, why=str(error), fix="replace it, or leave it out: it may be cut short") from error
+            raise DataError(what, why=str(error), fix="write it again, or leave it out") from error
 
     def _sizes(self, number: int) -> list[int]:
         """Samples of each part of a file."""
@@ -138,8 +140,7 @@ def found(files: Files, suffixes: tuple[str, ...]) -> list[str]:
         DataError: there is none.
     """
     names: list[str] = []
-    for file in [files] if isinstance(files, str | Path) else files:
-        name = str(file)
+    for name in chain.from_iterable(map(_expanded, [files] if isinstance(files, str | Path) else files)):
         if "://" in name:
             names += _remote(name, suffixes)
         elif Path(name).is_dir():
@@ -153,6 +154,17 @@ def found(files: Files, suffixes: tuple[str, ...]) -> list[str]:
         what = f"{missing[0]} is missing" if missing else f"there is no {' or '.join(suffixes)} file in {files}"
         raise DataError(what, why=f"{len(names)} files were named", fix="check the path, or data.data_dir")
     return names
+
+
+def _expanded(file: str | Path) -> list[str]:
+    """What a shell makes of ``{00..19}``, as WebDataset's users write it."""
+    name = str(file)
+    numbers = re.search(r"\{(\d+)\.\.(\d+)\}", name)
+    if numbers is None or Path(name).exists():
+        return [name]
+    (first, last), (start, end) = numbers.groups(), numbers.span()
+    each = (f"{name[:start]}{number:0{len(first)}}{name[end:]}" for number in range(int(first), int(last) + 1))
+    return list(chain.from_iterable(map(_expanded, each)))
 
 
 def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -237,10 +249,11 @@ def _make_room(folder: Path, size: int) -> None:
 def indexed(path: Path, kind: str, build: Callable[[Path], Ints]) -> Ints:
     """The index of a file, made once: a read-only memory map, kept beside the file or else in the cache folder.
 
-    Its name has the file's size and time of change, so that another file gets another index.
+    Its name has the file's size and time of change, and a number for how indices are made, so that another file gets
+    another index.
     """
     about = path.stat()
-    key = hashlib.sha256(f"{kind} {path.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{kind} 2 {path.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
     beside, elsewhere = path.parent / ".lockstep", cache_folder() / "indices"
     for folder in (beside, elsewhere):
         with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged
@@ -279,8 +292,9 @@ class OpenFile:
         self._spans: Any = () if spans is None else spans.data  # a fifth of the time of the array itself
 
     def record(self, place: int) -> bytes:
-        start = self._spans[2 * place]
-        return self.read(start, self._spans[2 * place + 1] - start)
+        start, end = self._spans[2 * place], self._spans[2 * place + 1]
+        content = os.pread(self._number, end - start, start)
+        return content if len(content) == end - start else self.read(start, end - start)
 
     def read(self, start: int, size: int) -> bytes:
         """``size`` bytes from ``start`` on; ``EOFError``: the file has become shorter."""

@@ -6,6 +6,7 @@ import codecs
 import csv
 import io
 import json
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from lockstep.data.files import Files, FileSamples, Ints, OpenFile, indexed, ins
 from lockstep.errors import DataError
 
 _BLOCK = 2**24
+#: How gzip, bzip2, xz and zstd files begin.
+_COMPRESSED = re.compile(rb"\x1f\x8b|BZh\d1AY|\xfd7zXZ|\x28\xb5\x2f\xfd")
 
 
 class _Records(FileSamples):
@@ -30,8 +33,15 @@ class _Records(FileSamples):
         super().__init__(files, transform)
 
     def _sizes(self, number: int) -> list[int]:
-        self._indices.append(indexed(self.path(number), type(self).__name__, self._build))
+        self._indices.append(indexed(self.path(number), type(self).__name__, self._index))
         return [len(self._indices[-1]) // 2]
+
+    def _index(self, path: Path) -> Ints:
+        with path.open("rb") as file:
+            if _COMPRESSED.match(file.read(8)):
+                why = "one would have to read all of it for one record"
+                raise DataError(f"{path} is compressed", why=why, fix="unpack it, with gunzip, unxz, bunzip2 or unzstd")
+        return self._build(path)
 
     def _build(self, path: Path) -> Ints:
         raise NotImplementedError
@@ -45,14 +55,14 @@ class _Records(FileSamples):
 
 
 class JsonLines(_Records):
-    """One JSON value a line; empty lines are left out.
+    """One JSON value a line; lines without one are left out.
 
     Args:
         files: a file, folder, pattern, fsspec URL, or several of them.
         transform: makes a sample of a value.
     """
 
-    suffixes = (".jsonl",)
+    suffixes = (".jsonl", ".ndjson")
 
     def _build(self, path: Path) -> Ints:
         return _lines(path, quoted=False)
@@ -62,7 +72,9 @@ class JsonLines(_Records):
 
     def _records(self, parts: list[int], places: list[int]) -> list[Any]:
         # As one text, with a character between records that no JSON value may have.
-        text = b"\0".join([*map(self._bytes, parts, places), b""]).decode()
+        opened = self._opened
+        found = [opened(part).record(place) for part, place in zip(parts, places, strict=True)]
+        text = b"\0".join([*found, b""]).decode()
         values, end = [], -1
         for _ in parts:
             value, end = _decode(text, end + 1)
@@ -79,7 +91,7 @@ class CsvFiles(_Records):
     """Rows of CSV files with a header, as dictionaries of texts; a quoted field may have line breaks.
 
     Raises:
-        DataError: a file whose header differs from that of the first.
+        DataError: a file whose header differs from that of the first, or has a name twice.
     """
 
     suffixes = (".csv",)
@@ -92,6 +104,9 @@ class CsvFiles(_Records):
         header = self._row(number, 0) if lines else []
         if not number:
             self.columns = header
+            if len(set(header)) < len(header):
+                twice = next(name for name in header if header.count(name) > 1)
+                raise DataError(f"{self.files[0]} has two columns {twice!r}", fix="give each its own name in line 1")
         elif header != self.columns:
             why = f"{self.files[0]} has {', '.join(self.columns)}; {self.files[number]} has {', '.join(header)}"
             what = f"the columns of {self.files[number]} differ"
@@ -99,9 +114,12 @@ class CsvFiles(_Records):
         return [max(0, lines - 1)]
 
     def _row(self, number: int, line: int) -> list[str]:
-        rows = list(csv.reader(io.StringIO(self._bytes(number, line).decode(), newline="")))
-        if len(rows) > 1:
-            raise ValueError("a quote is not closed")
+        content = self._bytes(number, line)
+        if len(content) > csv.field_size_limit():
+            csv.field_size_limit(len(content))  # 128 KiB by default: less than a long text
+        rows = list(csv.reader(io.StringIO(content.decode(), newline="")))
+        if len(rows) > 1 or content.count(b'"') % 2:
+            raise ValueError("a quote is not closed, or lines end in CR alone")
         return rows[0]
 
     def _record(self, part: int, place: int) -> Any:
@@ -112,7 +130,10 @@ class CsvFiles(_Records):
 
 
 def _lines(path: Path, *, quoted: bool) -> Ints:
-    """Start and end of every line that is not empty, as one array; a line break within quotes ends no line."""
+    """Start and end of every line that is not empty, as one array.
+
+    ``quoted``: a line break within quotes ends no line, and a line of spaces is one.
+    """
     ends: list[Ints] = []
     offset, odd = 0, 0
     with path.open("rb") as file:
@@ -133,6 +154,10 @@ def _lines(path: Path, *, quoted: bool) -> Ints:
             starts[0] = 3
         found -= (found > starts) & (content[np.maximum(found - 1, 0)] == 13)  # of a line that ends in CR LF
     keep = found - starts > 0
+    if not quoted and keep.any():
+        first = content[np.minimum(starts, len(content) - 1)]
+        for line in np.flatnonzero(keep & np.isin(first, (9, 13, 32))).tolist():
+            keep[line] = bool(content[starts[line] : found[line]].tobytes().strip())
     return np.stack([starts[keep], found[keep]], axis=1).reshape(-1).astype(np.int64)
 
 
@@ -140,31 +165,48 @@ class TarShards(_Records):
     """Samples of tar files in WebDataset's layout: neighbouring members whose names differ in their extension only.
 
     A sample is a dictionary of bytes by extension, and ``__key__``. Texts, numbers (``.cls``) and JSON are decoded.
+    Members without a stem or an extension belong to no sample.
+
+    Raises:
+        DataError: a shard that is damaged or cut short, or in which the members of a sample are not neighbours.
     """
 
     suffixes = (".tar",)
 
     def _build(self, path: Path) -> Ints:
         """For each sample, where its first member's header begins, and the end of its last member."""
-        starts, ends, before = [], [], None
+        starts, ends, before, known = [], [], None, dict[str, set[str]]()
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                if not member.isfile():
+                key, extension = _key(member.name)
+                if not member.isfile() or not extension:
                     continue
-                key = _key(member.name)[0]
+                if member.issparse():
+                    raise ValueError(f"{member.name} is a sparse file; make it with tar without --sparse")
+                if key != before and extension not in known.get(key, ()) and key in known:
+                    raise ValueError(f"the members of {key} are not neighbours; make it with tar --sort=name")
+                if key == before and extension in known[key]:
+                    raise ValueError(f"{member.name} is in it twice")
                 if key != before:
                     starts.append(member.offset)
                     ends.append(0)
+                    known[key] = set()
+                known[key].add(extension)
                 ends[-1], before = member.offset_data + -(-member.size // 512) * 512, key
-        if ends and ends[-1] > path.stat().st_size:
-            raise EOFError("its last member is not whole")
+        with path.open("rb") as file:  # tarfile takes anything for the end
+            file.seek(tar.offset)
+            rest = file.read(_BLOCK)
+        if len(rest) < 512 or rest.strip(b"\0"):
+            why = "cut short" if len(rest) < 512 else "damaged there, or several archives were joined"
+            raise EOFError(f"byte {tar.offset} should be its end or another member: it is {why}")
         return np.stack([starts, ends], axis=1).reshape(-1).astype(np.int64)
 
     def _record(self, part: int, place: int) -> Any:
         sample: dict[str, Any] = {}
         for name, content in _members(self._bytes(part, place)):
-            sample["__key__"], extension = _key(name)
-            sample[extension] = _decoded(extension, content)
+            key, extension = _key(name)
+            if extension:
+                sample["__key__"], sample[extension] = key, _decoded(extension, content)
         return sample
 
 
@@ -185,7 +227,7 @@ def _members(data: bytes) -> list[tuple[str, bytes]]:
 def _key(name: str) -> tuple[str, str]:
     folder, _, base = name.rpartition("/")
     stem, _, extension = base.partition(".")
-    return (f"{folder}/{stem}" if folder else stem), extension.lower()
+    return (f"{folder}/{stem}" if folder else stem), extension.lower() if stem else ""
 
 
 def _decoded(extension: str, content: bytes) -> Any:
@@ -206,7 +248,7 @@ class TokenFile(FileSamples):
         window: tokens of a sample; ``targets`` adds one, so that input and target are ``[:-1]`` and ``[1:]``.
 
     Raises:
-        DataError: a file that is missing, or too small for one sample.
+        DataError: a file that is missing, too small for one sample, or of other tokens.
     """
 
     suffixes = (".bin",)
@@ -214,11 +256,17 @@ class TokenFile(FileSamples):
     is_plain = True
 
     def __init__(self, files: Files, window: int, *, dtype: str = "uint16", targets: bool = True) -> None:
-        self.window, self._size, self._dtype = window, window + targets, np.dtype(dtype)
+        self.window, self._size, self._dtype = window, window + targets, _integer(dtype)
+        if window < 1:
+            raise DataError(f"windows of {window} tokens", fix="give a number from 1")
         super().__init__(files, None)
 
     def _sizes(self, number: int) -> list[int]:
-        tokens = self.path(number).stat().st_size // self._dtype.itemsize
+        tokens, more = divmod(self.path(number).stat().st_size, self._dtype.itemsize)
+        if more or OpenFile(self.path(number)).read(0, min(6, tokens)) == b"\x93NUMPY":
+            why = f"it has {tokens} and a part of one" if more else "it is a NumPy file, with a header"
+            fix = "give its dtype=; of a NumPy file, write the array with array.tofile()"
+            raise DataError(f"{self.files[number]} does not have {self._dtype} tokens", why=why, fix=fix)
         if tokens < self._size:
             why = f"it has {tokens} tokens, a sample has {self._size}"
             raise DataError(f"{self.files[number]} is too small", why=why, fix="give a smaller window, or check dtype")
@@ -241,6 +289,16 @@ class TokenFile(FileSamples):
         content = b"".join(map(self._bytes, parts.tolist(), (indices - self._start_of[parts]).tolist()))
         tokens = np.frombuffer(content, self._dtype).astype(np.int64)
         return torch.from_numpy(tokens.reshape(len(indices), self._size))
+
+
+def _integer(name: str) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        dtype = np.dtype("V")
+    if dtype.kind not in "iu":
+        raise DataError(f"tokens of dtype {name!r}", fix="give a type of integers, such as 'uint16' or 'uint32'")
+    return dtype
 
 
 class ClassFolders:
