@@ -10,13 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
+import lockstep
 from lockstep import Datasets, Loss
 from lockstep.data.arrays import ArrayDataset, by_row
 from lockstep.data.reader import Reader
 from lockstep.data.sampling import balanced_weights, labels_of
-from lockstep.errors import DataError
+from lockstep.errors import DataError, SampleError, TaskError
 from tests.attempts import attempt
 from tests.toys import FEATURES, Toy, arrays
 
@@ -142,3 +143,69 @@ def test_a_pandas_frame_is_its_rows_and_is_gathered_where_it_has_numbers() -> No
     assert batch["text"] == ["i", "a", "d"]
     assert balanced_weights(labels_of(rows)).tolist() == [1 / 3] * 9
     assert len(list(rows)) == 9
+
+
+def test_frames_of_other_libraries_and_series_are_rows() -> None:
+    import pandas
+
+    arrow = pytest.importorskip("pyarrow").table({"x": [1.5, 2.5], "text": ["a", "b"]})
+    assert list(by_row(arrow)) == [{"x": 1.5, "text": "a"}, {"x": 2.5, "text": "b"}]
+    assert by_row(pandas.Series([4, 5], index=[7, 7])).tolist() == [4, 5]
+
+    class DataFrame:  # of polars
+        def get_columns(self) -> list[Any]:
+            return [pandas.Series([3, 4], name="x")]
+
+        def __len__(self) -> int:
+            return 2
+
+    DataFrame.__module__ = "polars.dataframe.frame"
+    assert list(by_row(DataFrame())) == [{"x": 3}, {"x": 4}]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ((np.zeros((9, 2)), torch.zeros(9)), r"tuple of 2 array\(s\) of 9 rows"),
+        ({"x": np.zeros((9, 2))}, r"dict of 1 array\(s\) of 9 rows"),
+        ("data/train.csv", r"is a text: 'data/train.csv'"),
+        (DataLoader([1, 2]), "is a DataLoader"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_data_set_is_refused(wrong: Any, words: str) -> None:
+    with pytest.raises((DataError, TaskError), match=words):
+        by_row(wrong)
+    samples = (torch.zeros(3), torch.zeros(3), torch.zeros(3))
+    assert by_row(samples) is samples, "three samples of three numbers"
+
+
+def test_an_array_that_torch_cannot_take_is_read_row_by_row() -> None:
+    backwards, foreign = np.arange(8).reshape(4, 2)[::-1], np.arange(8).reshape(4, 2).astype(">i8")
+    reader = Reader(backwards, default_collate, 1)
+    assert reader.batch(0, np.array([0, 3]), 0).tolist() == [[6, 7], [0, 1]]
+    with pytest.raises(SampleError, match="byte order"):
+        Reader(foreign, default_collate, 1).batch(0, np.array([0, 3]), 0)
+    for array in (backwards, foreign):
+        with pytest.raises(DataError, match="cannot be a tensor"):
+            ArrayDataset(array)
+
+
+def test_a_sample_that_is_none_is_named() -> None:
+    with pytest.raises(SampleError, match="sample 2 of list is None"):
+        Reader([1, 2, None, 3], default_collate, 1).batch(0, np.array([3, 2, 0]), 0)
+
+
+def test_a_length_that_is_none_is_told() -> None:
+    class Gone(Toy):
+        def datasets(self) -> Datasets:
+            class Rows:
+                def __len__(self) -> int:
+                    raise OSError("the database is gone")
+
+                def __getitem__(self, index: int) -> int:
+                    return index
+
+            return Datasets(Rows())
+
+    with pytest.raises(DataError, match=r"length of Rows is not known\nwhy: OSError: the database is gone"):
+        lockstep.plan(Gone())

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
 from lockstep.data.stream import EVERY, LAG, Stream, as_stream
-from lockstep.errors import ConfigError, DataError, LockstepError, SampleError, UnsupportedError
+from lockstep.errors import ConfigError, DataError, LockstepError, SampleError, TaskError
 from lockstep.hardware.world import World
 from lockstep.telemetry.files import read_jsonl
 from lockstep.telemetry.rundir import RunDir
@@ -94,8 +94,12 @@ def test_wrong_streams_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="length of Broken is not known"):
         as_stream(Broken(), epoch_samples=None, max_steps=None)
-    with pytest.raises(UnsupportedError, match="train data set is iterable"):
+    with pytest.raises(TaskError, match=r"the data set is a DataLoader(.|\n)*give loader\.dataset"):
         lockstep.plan(Loading())
+    once = Stream((number for number in range(3)), 10)
+    assert once.__getitems__([0, 1, 2]) == [0, 1, 2]
+    with pytest.raises(DataError, match=r"generator gives no item when it is iterated over again\nwhy: .* once"):
+        once[3]
     with pytest.raises(SampleError, match="item 1 of Broken could not be read"):
         Stream(Broken(), 10)[1]
     with pytest.raises(DataError, match="Numbers gives no item"):
@@ -243,3 +247,20 @@ def test_three_ranks_and_then_one_see_every_item_once(tmp_path: Path) -> None:
     )
     for name in whole:
         assert torch.allclose(whole[name], resumed[name], atol=1e-5)
+
+
+def test_a_shuffle_buffer_that_a_cursor_leaves_out_is_told() -> None:
+    """As Hugging Face's streams have it, whose state_dict() says so only when it is loaded."""
+
+    class Part:
+        def __init__(self, inner: Any) -> None:
+            self.ex_iterable = inner
+
+    class BufferShuffledExamplesIterable(Part):
+        pass
+
+    class Cursor(Numbers):
+        _ex_iterable = Part(BufferShuffledExamplesIterable(Part(None)))
+
+    assert "leaves out its shuffle buffer" in Stream(Cursor(9), 9).remark
+    assert "a resume continues" in Stream(Numbers(9), 9).remark

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
-from lockstep.errors import DataError
+from lockstep.errors import DataError, TaskError
 
 #: The label, or target, of what does not count in a loss: ``ignore_index`` of torch's.
 NO_LABEL = -100
@@ -90,16 +90,15 @@ class ArrayDataset:
 
 
 class FrameRows:
-    """A pandas frame; sample ``i`` is a dictionary of the values in its row ``i``, counted from 0, whatever its index.
+    """The rows of a frame; sample ``i`` is a dictionary of the values in row ``i``, counted from 0, whatever its index.
 
     ``targets`` is the column ``targets``, ``labels`` or ``label``.
     """
 
-    def __init__(self, frame: Any) -> None:
-        self._columns = {name: frame.iloc[:, place].to_numpy() for place, name in enumerate(frame.columns)}
-        self._samples = len(frame)
+    def __init__(self, columns: dict[Any, npt.NDArray[Any]], samples: int) -> None:
+        self._columns, self._samples = columns, samples
         self.targets = next((self._columns[name] for name in LABELS if name in self._columns), None)
-        numbers = all(column.dtype.kind in "biuf" for column in self._columns.values())
+        numbers = all(column.dtype.kind in "biuf" and min(column.strides) >= 0 for column in self._columns.values())
         self._tensors = {name: as_tensor(column) for name, column in self._columns.items()} if numbers else {}
         #: For :meth:`gathered`.
         self.is_plain = bool(self._tensors) and all(map(_is_plain, self._tensors.values()))
@@ -119,10 +118,39 @@ class FrameRows:
 
 
 def by_row(dataset: Any) -> Any:
-    """``dataset``; of a pandas frame, whose ``[i]`` is a column, its rows."""
-    kind = type(dataset)
-    is_frame = kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "DataFrame"
-    return FrameRows(dataset) if is_frame else dataset
+    """``dataset``; of a frame of pandas, polars or pyarrow, whose ``[i]`` is a column, its rows.
+
+    Raises:
+        DataError: something else with a length and items: a text, or a group of arrays. TaskError: a loader.
+    """
+    package, name = type(dataset).__module__.partition(".")[0], type(dataset).__name__
+    if package in ("pandas", "polars") and name == "Series":
+        return dataset.to_numpy()
+    if package == "pandas" and name == "DataFrame":
+        return FrameRows({n: dataset.iloc[:, i].to_numpy() for i, n in enumerate(dataset.columns)}, len(dataset))
+    if package == "polars" and name == "DataFrame":
+        return FrameRows({column.name: column.to_numpy() for column in dataset.get_columns()}, len(dataset))
+    if package == "pyarrow" and name == "Table":
+        from lockstep.data.columns import as_arrays
+
+        return FrameRows(as_arrays(dataset), len(dataset))
+    if isinstance(dataset, DataLoader):
+        what, why = (
+            f"the data set is a {name}",
+            "Lockstep makes the batches: their order must not depend on the devices",
+        )
+        raise TaskError(what, why=why, fix="give loader.dataset; training.batch_size and Task.collate do the rest")
+    if isinstance(dataset, str | bytes):
+        what, fix = f"the data set is a text: {dataset[:60]!r}", "open it, for example with lockstep.data.JsonLines"
+        raise DataError(what, why="its samples would be characters", fix=fix)
+    if type(dataset) in (tuple, dict) and dataset:
+        arrays = list(dataset.values()) if type(dataset) is dict else list(dataset)
+        rows = {len(a) if isinstance(a, (Tensor, np.ndarray)) and a.ndim else 0 for a in arrays}
+        if 0 not in rows and len(rows) == 1 and len(arrays) < max(rows):
+            what = f"the data set is a {type(dataset).__name__} of {len(arrays)} array(s) of {max(rows)} rows"
+            fix = "give TensorDataset(x, y), or StackDataset(x=…, y=…) for dictionaries, of torch.utils.data"
+            raise DataError(what, why=f"its samples would be those {len(arrays)} arrays", fix=fix)
+    return dataset
 
 
 def _is_mapped(array: Any) -> bool:
@@ -140,11 +168,11 @@ def as_tensor(array: Tensor | npt.NDArray[Any]) -> Tensor:
             # torch warns that it would let us write into a read-only array: we never do.
             warnings.filterwarnings("ignore", message=".*not writable.*", category=UserWarning)
             return torch.from_numpy(np.asarray(array))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # a type, a byte order or strides that torch lacks
         raise DataError(
             f"an array of dtype {np.asarray(array).dtype} cannot be a tensor",
             why=str(error)[:200],
-            fix="convert it to numbers, for example with .astype(numpy.float32)",
+            fix="convert it, for example with .astype(numpy.float32)",
         ) from None
 
 
@@ -211,6 +239,8 @@ def _rows(leaf: Any) -> tuple[Tensor, ...] | None:
     if type(leaf) in (TensorDataset, ArrayDataset):
         tensors: tuple[Tensor, ...] = leaf.tensors
     elif type(leaf) in (np.ndarray, np.memmap) and leaf.ndim > 1 and leaf.dtype.kind in "biufc":
+        if not leaf.dtype.isnative or min(leaf.strides) < 0:
+            return None
         tensors = (as_tensor(leaf),)
     elif type(leaf) is Tensor and leaf.dim() > 0:
         tensors = (leaf,)

@@ -433,6 +433,10 @@ class Reader:
         except LockstepError:
             raise
         except Exception as error:
+            none = [index for index, item in zip(indices.tolist(), items or (), strict=False) if item is None]
+            if none:
+                what, fix = f"sample {none[0]} of {type(self._dataset).__name__} is None", "leave it out with select()"
+                raise SampleError(what, why=_told(error), fix=fix) from error
             few = ", ".join(map(str, indices[:8].tolist())) + (", …" if len(indices) > 8 else "")
             what = f"samples {few} of {type(self._dataset).__name__} could not be made into a batch"
             fix = "make their shapes equal and return no None in the data set, or write Task.collate (collate= of fit)"
@@ -444,6 +448,9 @@ def collated(samples: Sequence[Any]) -> Any:
     first = samples[0]
     if type(first) is dict and list in set(map(type, first.values())):
         return {key: collated([sample[key] for sample in samples]) for key in first}
+    if type(first) in (int, float) and set(map(type, samples)) == {type(first)}:
+        with contextlib.suppress(OverflowError):
+            return torch.from_numpy(np.fromiter(samples, type(first), len(samples)))
     if type(first) is list and set(map(type, samples)) == {list}:
         kinds = set(map(type, chain.from_iterable(samples)))
         if len(kinds) == 1 and kinds <= {float, int, bool} and len(set(map(len, samples))) == 1:

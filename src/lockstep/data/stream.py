@@ -100,6 +100,11 @@ class Stream:
 
     @property
     def remark(self) -> str:
+        if self.has_cursor and _has_buffer(self.dataset):
+            return (
+                "The training data are a stream: read once on each node. Hugging Face's state_dict() leaves out its "
+                "shuffle buffer: a resume fills it again, and leaves out the samples that were in it."
+            )
         if self.has_cursor:
             return "The training data are a stream: read once on each node; a resume continues at its state_dict()."
         return (
@@ -197,7 +202,12 @@ class Stream:
 
     def _again(self) -> None:
         if not self._given:
-            raise DataError(f"{type(self.dataset).__name__} gives no item", fix="check its files and filters")
+            what, name = "gives no item", type(self.dataset).__name__
+            if self._passes:
+                why = "a generator, or another iterator, can be iterated over once"
+                fix = "give an object whose __iter__() begins again, or train for the items that there are"
+                raise DataError(f"{name} {what} when it is iterated over again", why=why, fix=fix)
+            raise DataError(f"{name} {what}", fix="check its files and filters")
         self._passes, self._given, self._iterator = self._passes + 1, 0, None
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(self._passes)
@@ -284,6 +294,14 @@ class Stream:
                         Client(address, "AF_UNIX").close()
             self._listener.close()
             self._listener, self._threads = None, []
+
+
+def _has_buffer(dataset: Any) -> bool:
+    """Whether it is Hugging Face's, and shuffled in a buffer."""
+    part = getattr(dataset, "_ex_iterable", None)
+    while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
+        part = getattr(part, "ex_iterable", None)
+    return part is not None
 
 
 def _connected(address: str, key: bytes) -> Connection:
