@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep._compat.datasets import has_shuffle_buffer
 from lockstep.data.order import check_slice
 from lockstep.data.reader import StreamEnded
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
@@ -100,7 +101,7 @@ class Stream:
 
     @property
     def remark(self) -> str:
-        if self.has_cursor and _has_buffer(self.dataset):
+        if self.has_cursor and has_shuffle_buffer(self.dataset):
             return (
                 "The training data are a stream: read once on each node. Hugging Face's state_dict() leaves out its "
                 "shuffle buffer: a resume fills it again, and leaves out the samples that were in it."
@@ -294,14 +295,6 @@ class Stream:
                         Client(address, "AF_UNIX").close()
             self._listener.close()
             self._listener, self._threads = None, []
-
-
-def _has_buffer(dataset: Any) -> bool:
-    """Whether it is Hugging Face's, and shuffled in a buffer."""
-    part = getattr(dataset, "_ex_iterable", None)
-    while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
-        part = getattr(part, "ex_iterable", None)
-    return part is not None
 
 
 def _connected(address: str, key: bytes) -> Connection:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lockstep.data.arrays import by_row
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order
 from lockstep.data.requests import Source, Window, windows
@@ -22,6 +23,21 @@ from lockstep.engine.training_data import collate_of, training_source
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.planning import BatchPlan
 from lockstep.telemetry.files import JsonLines
+
+
+class ByRow:
+    """Data sets, frames by row; of a frame always the same rows, since a loop gives it in every epoch."""
+
+    def __init__(self) -> None:
+        self._frames: list[tuple[Any, Any]] = []
+
+    def __call__(self, dataset: Any) -> Any:
+        for given, rows in self._frames:
+            if given is dataset:
+                return rows
+        rows = dataset if isinstance(dataset, DataLoader) else by_row(dataset)  # check_data says more of it
+        self._frames += [(dataset, rows)] if rows is not dataset else []
+        return rows
 
 
 def check_data(dataset: Any, call: str, *, streams: bool | None = None) -> None:

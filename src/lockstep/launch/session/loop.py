@@ -11,11 +11,10 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep.config import RunConfig, resolve
-from lockstep.data.arrays import by_row
 from lockstep.engine.attempt import record_failure
 from lockstep.engine.optim.precision import autocast
 from lockstep.engine.run_log import as_numbers
-from lockstep.engine.session.batches import DataFeed, check_alike, check_data, fingerprint, length
+from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_data, fingerprint, length
 from lockstep.engine.session.current import Stopped, close_open_session
 from lockstep.engine.session.evaluation import evaluator_of, predicted_rows
 from lockstep.engine.session.prepared import Prepared
@@ -55,7 +54,7 @@ class Loop:
         self._resumed = Resumed()
         #: By their number in the epoch: the batches of a loop, and what they were asked for with.
         self._feeds: dict[int, tuple[DataFeed, list[Any]]] = {}
-        self._frames: list[tuple[Any, Any]] = []
+        self._by_row = ByRow()
         self._number = 0
         self._in_epochs = False
         #: Whether the loop over epochs has ended.
@@ -162,15 +161,6 @@ class Loop:
             self._start(dataset, collate, accumulate)
         number, self._number = self._number, self._number + 1
         return self._walk(number, dataset, accumulate, collate)
-
-    def _by_row(self, dataset: Any) -> Any:
-        """Of a frame, always the same rows: a loop gives it in every epoch."""
-        for given, rows in self._frames:
-            if given is dataset:
-                return rows
-        rows = by_row(dataset)
-        self._frames += [(dataset, rows)] if rows is not dataset else []
-        return rows
 
     def _walk(self, number: int, dataset: Any, accumulate: int | None, collate: Any) -> Iterator[Any]:
         training = self.running("batches()")
