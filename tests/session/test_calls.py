@@ -357,9 +357,26 @@ def scheduler_stepped_twice(session: lockstep.Session) -> None:
         scheduler.step()
 
 
+def closure(session: lockstep.Session) -> None:
+    session.prepare(torch.optim.LBFGS(nn.Linear(4, 1).parameters()))
+
+
+class Warmed:
+    """An optimizer in a class that sets its rate, as of many a Transformer's repository."""
+
+    def __init__(self) -> None:
+        self.inner = torch.optim.Adam(nn.Linear(4, 1).parameters())
+
+
+def an_optimizer_in_another_object(session: lockstep.Session) -> None:
+    session.prepare(Warmed())
+
+
 @pytest.mark.parametrize(
     ("loop", "kind", "words"),
     [
+        (closure, UnsupportedError, "LBFGS needs a closure"),
+        (an_optimizer_in_another_object, TaskError, r"was given a Warmed[\s\S]* its \.inner, and call session\.step"),
         (without_backward, TaskError, "without a backward"),
         (foreign_parameters, TaskError, "no prepared model"),
         (unprepared_optimizer, TaskError, "was not prepared"),
@@ -388,6 +405,29 @@ def test_what_goes_wrong_is_one_error(
         loop(session)
     assert caught.value.fix
     session.close(caught.value)
+
+
+@pytest.mark.parametrize("kept", ["prepared", "registered", "not at all"])
+def test_a_scheduler_is_shown_in_the_plan_or_missed(
+    kept: str, session: lockstep.Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, optimizer = prepared(session)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    if kept == "prepared":
+        session.prepare(scheduler)
+    elif kept == "registered":
+        session.checkpoint(scheduler=scheduler)
+    next(batches(session))
+    reason = RunDir.open(session.folder).plan()["decisions"]["schedule"]["reason"]
+    assert ("steps StepLR, after every optimizer step" in reason) == (kept == "prepared")
+    assert ("a scheduler of optimizer is in no checkpoint" in capsys.readouterr().err) == (kept == "not at all")
+
+
+def test_an_evaluation_takes_a_micro_batch_of_one_device_at_once(session: lockstep.Session) -> None:
+    prepared(session)
+    assert [len(rows) for (rows,) in session.evaluate(data(20), lambda batch: batch[0])] == [8, 8, 4]
+    next(batches(session, accumulate=2))
+    assert [len(rows) for (rows,) in session.evaluate(data(9), lambda batch: batch[0])] == [4, 4, 1]
 
 
 def test_many_ranks_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,21 @@ def test_what_a_loop_draws_outside_its_bodies_is_alike_on_any_ranks(tmp_path: Pa
     assert found[2] == pytest.approx(found[0], abs=1e-5)
 
 
+WITHOUT = """
+import torch
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+for _ in range(2):
+    optimizer.step()
+"""
+
+
+def test_a_script_without_a_session_is_told_at_its_first_step(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WITHOUT)
+    said = run(*LOCKSTEP, "run", "script.py", "--devices", "cpu,cpu", cwd=tmp_path, code=2)
+    assert said.count("warning: an optimizer takes a step, and the script has made no lockstep.Session") == 1
+    assert said.index("warning: an optimizer") < said.index("error: no lockstep.Session was made")
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "words"),
     [

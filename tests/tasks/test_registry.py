@@ -109,6 +109,27 @@ def test_a_file_alone_is_answered_with_its_tasks(here: Path, capsys: pytest.Capt
     assert "lockstep train mine.py:Detached" in said
 
 
+@pytest.mark.parametrize(
+    ("required", "asked"), [("", ""), (", required=True", "importing mine.py ended with sys.exit(2)")]
+)
+def test_a_script_that_parses_arguments_when_imported_gets_none_of_ours(
+    required: str, asked: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = "import argparse\nparser = argparse.ArgumentParser()\n"
+    (here / "mine.py").write_text(
+        f"{parser}parser.add_argument('--width', default=4{required})\nWIDTH = parser.parse_args().width\n{FILE}"
+    )
+    code = main(["train", "mine.py:First", "--devices", "cpu", "--epochs", "1", "--save-dir", "run"])
+    said = capsys.readouterr().err
+    assert (code == 2 and asked in said and "__main__" in said) if asked else (code == 0)
+
+
+def test_a_model_is_no_task(here: Path) -> None:
+    (here / "mine.py").write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")
+    with pytest.raises(TaskError, match=r"Net is not a task[\s\S]*it is a model[\s\S]*Net\(\.\.\.\)"):
+        find_task("mine.py:Net")
+
+
 def test_a_package_that_cannot_be_imported_is_named_with_the_line_of_the_file(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

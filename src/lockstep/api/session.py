@@ -328,8 +328,8 @@ class Session:
 
         Args:
             predict: returns a tensor with a row for each sample, or a tuple of such tensors or of lists.
-            batch_size: samples of a batch; ``None``: ``validation.batch_size``, else the run's. The batches are the
-                same on any number of ranks.
+            batch_size: samples of a batch; ``None``: ``validation.batch_size``, else a micro-batch of one device: the
+                global batch divided by ``accumulate``. The batches are the same on any number of ranks.
 
         Returns:
             An iterator over the rows of a batch, each a tuple, in host memory.

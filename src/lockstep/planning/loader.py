@@ -202,14 +202,18 @@ def training_of_loader(config: RunConfig, loader: LoaderFacts, *, held: int | No
     return t.model_copy(update={"batch_size": batch_size, "tail": tail})
 
 
-def of_session(plan: Plan) -> Plan:
-    """``plan`` with the decisions that the loop takes itself, and without notes on settings that it does not use."""
+def of_session(plan: Plan, schedule: str) -> Plan:
+    """``plan`` with the decisions that the loop takes itself, and without notes on settings that it does not use.
+
+    Args:
+        schedule: what sets the learning rates.
+    """
 
     def own(decision: Decision) -> Decision:
         if decision.key == "lr":
             return replace(decision, reason="the loop's own optimizer (its first parameter group)")
         if decision.key == "schedule":
-            return replace(decision, value="loop", shown="loop", reason="prepared schedulers, or the loop itself")
+            return replace(decision, value="loop", shown="loop", reason=schedule)
         return decision
 
     unused = ("warmup", "monitor", "weight_decay", *MEASURED)

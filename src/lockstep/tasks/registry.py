@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
 from traceback import extract_tb
@@ -103,12 +104,13 @@ def _task_names(module: Any) -> list[str]:
 
 def check_task_class(found: type) -> None:
     """Raises :class:`TaskError` when ``found`` lacks what a task must have."""
-    lacking = [m for m in ("datasets", "model", "loss", "evaluate", "metrics") if not callable(getattr(found, m, None))]
-    if lacking or not issubclass(found, Task):
+    if not issubclass(found, Task):
+        is_model = any(base.__module__.startswith("torch.nn.") for base in found.__mro__)
         raise TaskError(
             f"{found.__name__} is not a task",
-            why=f"it lacks {', '.join(lacking)}" if lacking else "it does not inherit from lockstep.Task",
-            fix="subclass lockstep.Task and define datasets, model, loss, evaluate and metrics",
+            why="it is a model" if is_model else "it does not inherit from lockstep.Task",
+            fix="write a subclass of lockstep.Task whose methods datasets, model and loss return the data, "
+            f"{f'{found.__name__}(...)' if is_model else 'the model'} and the loss, and name that class",
         )
 
 
@@ -169,7 +171,8 @@ def _import_file(path: Path) -> Any:
         # As when the file is run as a script: its neighbours can be imported, now and later.
         sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        with _without_arguments(path):
+            spec.loader.exec_module(module)
     except LockstepError:
         raise
     except Exception as error:
@@ -183,9 +186,31 @@ def _import_file(path: Path) -> Any:
     return module
 
 
+@contextlib.contextmanager
+def _without_arguments(place: Path | str) -> Iterator[None]:
+    """Import a script as if it were called without arguments: those of this process are Lockstep's.
+
+    Raises:
+        TaskError: it exits.
+    """
+    given, sys.argv = sys.argv, [str(place)]
+    try:
+        yield
+    except SystemExit as end:
+        raise TaskError(
+            f"importing {place} ended with sys.exit({'' if end.code is None else repr(end.code)})",
+            why="what a script does when it is called was done by the import, without arguments of a command line",
+            fix="put its argument parser and its training under `if __name__ == '__main__':`, or train it with a "
+            "session: lockstep run",
+        ) from end
+    finally:
+        sys.argv = given
+
+
 def _import_module(name: str) -> Any:
     try:
-        return importlib.import_module(name)
+        with _without_arguments(name):
+            return importlib.import_module(name)
     except ImportError as error:
         raise TaskError(
             f"cannot import {name}",

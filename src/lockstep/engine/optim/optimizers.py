@@ -51,13 +51,13 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             why="the run's schedule would overwrite the learning rates that it sets, and its state would not be saved",
             fix="return it from Task.scheduler(optimizer)",
         )
-    closure = signature(type(optimizer).step).parameters.get("closure")
-    if (closure is not None and closure.default is Parameter.empty) or hasattr(optimizer, "second_step"):
+    refuse_closure(optimizer)
+    if hasattr(optimizer, "second_step"):
         raise UnsupportedError(
             f"{kind} evaluates the loss several times in a step",
-            why="a step here has one forward and one backward pass for each micro-batch",
-            fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW, or your own loop with "
-            "lockstep.Session (docs/own-loop.md)",
+            why="a step of a task has one forward and one backward pass for each micro-batch",
+            fix="use an optimizer with one step(), such as torch.optim.AdamW, or your own loop with lockstep.Session "
+            "(docs/own-loop.md), whose reduce() and again() are for a second pass",
         )
     sparse = sparse_layers(model)
     if sparse and isinstance(optimizer, Adam):
@@ -65,6 +65,18 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"{kind} does not support the sparse gradients of {sparse[0]}",
             why="its moments are dense",
             fix="leave sparse=True out, or return torch.optim.SGD or SparseAdam from Task.optimizer()",
+        )
+
+
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Raise :class:`UnsupportedError` for an optimizer like L-BFGS, whose step itself calls the loss."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise UnsupportedError(
+            f"the step() of {type(optimizer).__name__} needs a closure",
+            why="it evaluates the loss as often as it likes, and Lockstep sums the gradients of one forward and one "
+            "backward pass for each micro-batch",
+            fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW",
         )
 
 

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lockstep._compat.torch import note_step
+from lockstep._compat.torch import has_scheduler, note_step
+from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import cast
 from lockstep.engine.trained import Trained
 from lockstep.errors import TaskError
@@ -89,6 +90,7 @@ class Prepared:
             thing = cast(thing.to(self._device), self._precision)
             self._container = None
         elif kind == "optimizer":
+            refuse_closure(thing)
             note_step(thing)
         known[self._name(kind, name)] = thing
         return thing if kind == "model" else None
@@ -151,6 +153,16 @@ class Prepared:
                         fix="use one optimizer with several parameter groups",
                     )
 
+    def schedule(self) -> str:
+        """What sets the learning rates."""
+        kinds = ", ".join(sorted({type(scheduler).__name__ for scheduler in self.schedulers.values()}))
+        return f"session.step() steps {kinds}, after every optimizer step" if kinds else "the loop's own"
+
+    def unkept_schedules(self, registered: Iterable[Any]) -> list[str]:
+        """The optimizers with a scheduler that is neither prepared nor among what is ``registered``."""
+        kept = {id(getattr(thing, "optimizer", None)) for thing in (*self.schedulers.values(), *registered)}
+        return [name for name, one in self.optimizers.items() if has_scheduler(one) and id(one) not in kept]
+
     def optimizer_name(self, optimizer: Any, call: str) -> str:
         """Raises :class:`TaskError` where it was not prepared; ``call``: what was called with it."""
         for name, known in self.optimizers.items():
@@ -199,8 +211,11 @@ def _refuse(thing: Any) -> NoReturn:
             fix="leave it out, and write `for batch in session.batches(loader.dataset)`, with "
             "collate=loader.collate_fn if it has its own",
         )
+    inner = next((name for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, Optimizer)), None)
     raise TaskError(
         f"prepare() was given a {kind}",
         why="it takes modules, optimizers and schedulers of torch",
-        fix="give anything else with a state_dict to session.checkpoint(name=...)",
+        fix="give anything else with a state_dict to session.checkpoint(name=...)"
+        if inner is None
+        else f"give it the torch optimizer inside, its .{inner}, and call session.step() with that one",
     )

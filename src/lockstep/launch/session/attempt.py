@@ -58,12 +58,15 @@ def begin_attempt(
     build: Callable[[RankContext], Training],
     snapshot: Snapshot | None,
     ending: ExitStack,
+    *,
+    schedule: str,
 ) -> Begun:
     """Make the plan and join the ranks. Collective.
 
     Args:
         snapshot: what the run resumes; its weights are restored already.
         ending: ends the attempt.
+        schedule: what sets the learning rates, for the plan.
     """
     run, datasets = joined.run_dir, open_datasets(task, config)
     several = joined.world.size > 1 and length(task.dataset) is not None
@@ -73,7 +76,7 @@ def begin_attempt(
         run,
         Planned(task, config, joined.placement, datasets),
         partial(record_attempt, run, config),
-        of_session,
+        partial(of_session, schedule=schedule),
         found=joined.found,
         keeps=joined.keeps,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ class Started:
         given: settings of the command line, which override those of the script.
         resumes: whether the run has an attempt already.
         has_session: whether a session has joined it.
+        on_session: called when one joins.
     """
 
     run: RunDir
@@ -48,6 +49,7 @@ class Started:
     given: Mapping[str, Any]
     resumes: bool
     has_session: bool = False
+    on_session: Callable[[], None] = lambda: None
 
 
 #: Of this process; see :func:`started_as`.
@@ -142,6 +144,7 @@ def _folder(config: RunConfig, resume: bool, ending: ExitStack) -> tuple[RunDir,
     """The run's folder, and whether it was found."""
     if _started:
         _started[0].has_session = True
+        _started[0].on_session()
         return _started[0].run, _started[0].resumes
     existing = existing_run(config, resume)
     if existing is None:

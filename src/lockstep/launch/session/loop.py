@@ -225,6 +225,13 @@ class Loop:
         config = sized(self.config, has_batch_size=has_size, ranks=self.joined.world.size, accumulate=accumulate, lr=lr)
         config = resolve(config.model_dump(mode="json"), {"training": {"epochs": self._epochs}})
         task = LoopTask(self.prepared.container(), dataset, collate)
+        for name in self.prepared.unkept_schedules(self._resumed.registered.values()):
+            self.joined.note(
+                "scheduler",
+                f"a scheduler of {name} is in no checkpoint: a resume would begin its schedule again. Give it to "
+                "session.checkpoint(scheduler=...), or to prepare() if it steps after every optimizer step",
+                level="warning",
+            )
         self._begun = begin_attempt(
             self.joined,
             config,
@@ -232,6 +239,7 @@ class Loop:
             lambda rank: Training(rank, self.prepared, self._resumed.registered, self.state),
             self._resumed.snapshot,
             self._ending,
+            schedule=self.prepared.schedule(),
         )
         self.training = self._begun.training
         self.training.log.start()
@@ -256,12 +264,20 @@ class Loop:
         check_data(dataset, "evaluate")
         config, training = self.config, self.training
         plan = None if training is None else training.rank.plan
-        size = batch_size or config.validation.batch_size or config.training.batch_size
+        size = batch_size or config.validation.batch_size or self._evaluated_together()
         place: dict[str, Any] = {"seed": config.training.seed, "step": self.state.step, "batch_size": size}
         evaluator = evaluator_of(plan, self.joined.collectives, self.device, **place)
         with contextlib.nullcontext() if training is None else training.paused():
             model, collate = self.prepared.container(), collate or cast(Any, default_collate)
             yield from predicted_rows(evaluator, dataset, collate, predict, model, self.autocast)
+
+    def _evaluated_together(self) -> int:
+        """Samples of a batch of an evaluation: those of a micro-batch on one device, on any number of ranks."""
+        training = self.config.training
+        if training.global_batch_size is None or "batch_size" in self._given.get("training", {}):
+            return training.batch_size
+        parts = max((asked[2] or 1 for _, asked in self._feeds.values()), default=training.accumulate)
+        return -(-training.global_batch_size // parts)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return autocast(self.joined.placement.precision, self.device)

@@ -18,7 +18,7 @@ from lockstep.hardware import World, detect_devices, resolve_placement
 from lockstep.launch.failure.report import keep_failure
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
-from lockstep.launch.run_claim import claimed, create_folder, existing_run
+from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
 from lockstep.launch.session.join import Script, Started, script_of, started_as
 from lockstep.telemetry.rundir import RunDir
 
@@ -138,6 +138,7 @@ def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[s
     function, arguments, given, found = call
     started = Started(rank.folder, rank.world, rank.stop, given, found)
     started_as(started)
+    _watch_for_steps(started)
     try:
         result = function(*arguments)
     except Stopped:
@@ -153,6 +154,22 @@ def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[s
             fix="make one: session = lockstep.Session(global_batch_size=64); see docs/own-loop.md",
         )
     return result
+
+
+def _watch_for_steps(started: Started) -> None:
+    """Warn at the first step of an optimizer where there is no session yet: the whole script may train in vain."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def warn_once(*_: Any) -> None:
+        watch.remove()
+        if started.world.is_main:
+            warn(
+                "an optimizer takes a step, and the script has made no lockstep.Session: each rank trains on all "
+                "samples, alone. See docs/own-loop.md"
+            )
+
+    watch = register_optimizer_step_pre_hook(warn_once)
+    started.on_session = watch.remove  # a hook would slow down every step
 
 
 def _run_script(path: str, arguments: tuple[str, ...]) -> None:
