@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from websockets.sync.client import ClientConnection
 
 from lockstep.config import resolve
 from lockstep.studio.columns import FULL_ROWS
+from lockstep.studio.index import RunIndex
 from lockstep.telemetry.rundir import RunDir
 from tests.hardware.machines import machine
 from tests.studio.serving import WAIT_S, Address, studio
@@ -227,6 +229,36 @@ def test_the_list_of_runs_is_kept_up_to_date(address: Address, run: RunDir, tmp_
         page.until(lambda: page.messages[-1].get("removed") == ["run-0000000b"])
         (problem,) = page.messages[-1]["problems"]
         assert "run-0000000b/run.json is damaged" in problem
+
+
+def test_a_late_list_does_not_bring_back_a_run_that_has_ended(
+    tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine a list is sent later than what the feed of a run has read since."""
+    look, slow = RunIndex.versions, Event()
+
+    def versions(index: RunIndex) -> Any:
+        found = look(index)
+        if slow.is_set():
+            time.sleep(1)
+        return found
+
+    monkeypatch.setattr(RunIndex, "versions", versions)
+    with studio(tmp_path, machine(0)) as address, address.live() as tab:
+        page = Page(tab)
+        page.ask(type="watch", runs=True)
+        page.ask(type="subscribe", run="run-0000000a")
+        page.until(lambda: {"runs", "run"} <= {message["type"] for message in page.messages})
+        slow.set()
+        for name in ("one", "two"):
+            run.update(name=name)
+            time.sleep(0.7)
+        run.update(status="completed")
+        page.until(lambda: page.messages[-1].get("summary", {}).get("status") == "completed")
+        RunDir.create(tmp_path / "runs" / "run-0000000b", resolve(), run_id="run-0000000b", command=["lockstep"])
+        told = len(page.messages)
+        page.until(lambda: "run-0000000b" in str(page.messages[-1]))
+        assert "running" not in str(page.messages[told:])
 
 
 def test_a_tab_hears_why_something_is_refused(address: Address, run: RunDir) -> None:

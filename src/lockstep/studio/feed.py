@@ -122,14 +122,12 @@ class Feed:
                 self.tails[name] = Tail(path, x)
                 self._begin(name)
         try:
-            summary = self._index.summary(self.name)
+            version, summary = self._index.version(self.name)
         except LockstepError as error:
             gone, self.gone = self.gone, error.code == "RUN_NOT_FOUND"
             return gone != self.gone
-        changed = summary != self.summary
-        if changed:
-            self.summary = summary
-            self.summary_version += 1
+        changed = version != self.summary_version
+        self.summary, self.summary_version = summary, version
         stamp = (modified_ns(self._run.metrics_file), self._attempts_stamp)
         if stamp != self._epochs_stamp:
             self._epochs_stamp = stamp

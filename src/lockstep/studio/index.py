@@ -108,13 +108,17 @@ class RunIndex:
 
     def summary(self, ref: str) -> dict[str, Any]:
         """The summary of one run. Raises :class:`ApiError` when there is none."""
+        return self.version(ref)[1]
+
+    def version(self, ref: str) -> tuple[int, dict[str, Any]]:
+        """Of one run, as :meth:`versions`. Raises :class:`ApiError` when there is none."""
         with self._lock:
             reap()
             name = self.locate(ref)
             entry = self._refresh(name)
             if entry is None or not entry.summary:
                 raise run_not_found(ref) if entry is None else RunFolderError(entry.problem)
-            return entry.summary
+            return entry.version, entry.summary
 
     def run(self, ref: str) -> RunDir:
         """The folder of a run that can be read. Raises :class:`LockstepError`."""

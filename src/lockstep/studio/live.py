@@ -274,7 +274,7 @@ class Hub:
             yield from self._news_of_list(tab)
         for name, subscription in list(tab.subscriptions.items()):
             try:
-                news = _news_of_run(name, subscription)
+                news = _news_of_run(name, subscription, tab)
             except Exception:
                 _log.exception("run %s cannot be sent", name)
                 self._give_up(subscription.feed)
@@ -284,11 +284,13 @@ class Hub:
     def _news_of_list(self, tab: Tab) -> list[dict[str, Any] | bytes]:
         versions, problems = self._versions, self._problems
         known, sent = tab.known_runs, tab.known_problems
-        tab.known_runs = {name: version for name, (version, _) in versions.items()}
+        # The feed of a run may have sent a newer summary than this list has.
+        before = known or {}
+        tab.known_runs = {name: max(version, before.get(name, 0)) for name, (version, _) in versions.items()}
         tab.known_problems = problems
         if known is None:
             return [{"type": "runs", "runs": [summary for _, summary in versions.values()], "problems": problems}]
-        changed = [summary for name, (version, summary) in versions.items() if known.get(name) != version]
+        changed = [summary for name, (version, summary) in versions.items() if known.get(name, 0) < version]
         removed = [name for name in known if name not in versions]
         if not changed and not removed and problems == sent:
             return []
@@ -307,7 +309,7 @@ def _poll(feeds: list[Feed]) -> tuple[bool, list[Feed]]:
     return changed, failed
 
 
-def _news_of_run(name: str, sent: Subscription) -> list[dict[str, Any] | bytes]:
+def _news_of_run(name: str, sent: Subscription, tab: Tab) -> list[dict[str, Any] | bytes]:
     feed = sent.feed
     news: list[dict[str, Any] | bytes] = []
     if feed.gone:
@@ -320,6 +322,8 @@ def _news_of_run(name: str, sent: Subscription) -> list[dict[str, Any] | bytes]:
     try:
         if feed.summary_version != sent.summary_version:
             sent.summary_version = feed.summary_version
+            if tab.known_runs is not None:
+                tab.known_runs[feed.summary["id"]] = feed.summary_version
             news.append({"type": "run", "run": name, "summary": feed.summary})
         if feed.epochs_version != sent.epochs_version:
             sent.epochs_version = feed.epochs_version
