@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import make_dataclass
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -215,19 +216,22 @@ def numbers(flag: str, text: str, example: str, *, what: str = "numbers", fix: s
     return [int(name) for name in names]
 
 
-def fork_ranks_from_here(given: Mapping[str, Any] | str | None) -> None:
+def fork_ranks_from_here(given: Mapping[str, Any] | str | None, task: str = "") -> None:
     """Let the ranks share what this process has imported; call it once that is torch, before it computes.
 
     Args:
         given: the settings or the devices of the command: several devices need ranks.
+        task: its name, or a script: the libraries that its file imports are shared, too.
     """
     from lockstep.config import resolve
     from lockstep.hardware.world import read_world
     from lockstep.launch.local.fork_server import fork_server_here
+    from lockstep.launch.local.preload import import_libraries, source_of
 
     devices = given.split(",") if isinstance(given, str) else resolve(given or {}).hardware.selected_devices or ()
     if (len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
-        fork_server_here()
+        file = source_of(task)
+        fork_server_here(None if file is None else partial(import_libraries, file))
 
 
 def _contradiction(one: str, other: str, why: str) -> UsageError:

@@ -111,7 +111,7 @@ def train(
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch.api import train as start
 
-    fork_ranks_from_here(mapping)
+    fork_ranks_from_here(mapping, name)
     return start(name, mapping, resume=resume, accept_data=accept_data).exit_code
 
 
@@ -225,7 +225,7 @@ def run(
     settings = load(sets=sets, overrides=nested(given))
     from lockstep.launch.session.script import run_script
 
-    fork_ranks_from_here(settings)
+    fork_ranks_from_here(settings, str(Path(script).expanduser()))
     return run_script(Path(script).expanduser(), own, settings, resume=resume)[1]
 
 

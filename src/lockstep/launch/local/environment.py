@@ -85,8 +85,8 @@ def restore_sys_path(environ: Mapping[str, str]) -> None:
 
 
 def set_threads(environ: Mapping[str, str]) -> None:
-    """Let torch and NumPy use OMP_NUM_THREADS threads, which they read when imported: in a fork, that was before."""
+    """Let libraries use OMP_NUM_THREADS threads, which they read when imported: in a fork, that was before."""
     torch, threads = sys.modules.get("torch"), environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if torch is not None and threads.isdecimal() and int(threads):
         torch.set_num_threads(int(threads))
-        threadpool_limits(int(threads), user_api="blas")
+        threadpool_limits(int(threads))

@@ -25,9 +25,10 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import IO, Any
 
 from lockstep.errors import RunError, RunFolderError, StorageError
@@ -63,19 +64,36 @@ def _end_server() -> None:
         _server.close()
 
 
-def fork_server_here() -> None:
+def fork_server_here(prepare: Callable[[], None] | None = None) -> None:
     """Make the fork server of this process a fork of it: what is imported by now is not imported again.
 
     Only for a process with one thread that has computed nothing with torch, such as the command line's.
+
+    Args:
+        prepare: imports more, which the server has unless that has started threads or asked a GPU.
     """
     global _server
     if asked_gpu():
         return
-    with _lock, held_back():
-        control, other = _pair()
-        with other:
-            process = fork(lambda: serve(other), name="lockstep-forks", kept=(other.fileno(),))
-        _server = ForkServer(control, process, os.environ)
+    with _lock:
+        _server = ForkServer.fork()
+        if prepare is None:
+            return
+        before = set(sys.modules)
+        prepare()
+        if not before.issuperset(sys.modules) and not asked_gpu() and not _has_gpu_files():
+            other = ForkServer.fork()
+            threads = len(list(Path("/proc/self/task").iterdir()))  # those of BLAS end before a fork
+            unused, _server = (_server, other) if threads == 1 else (other, _server)
+            unused.close()
+
+
+def _has_gpu_files() -> bool:
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing is closed
+            if str(link.readlink()).startswith("/dev/nvidia"):
+                return True
+    return False
 
 
 def launch(
@@ -249,6 +267,15 @@ class ForkServer:
                 start_new_session=True,
             )
         return cls(control, process, environ)
+
+    @classmethod
+    def fork(cls) -> ForkServer:
+        """A fork of this process."""
+        with held_back():
+            control, other = _pair()
+            with other:
+                process = fork(lambda: serve(other), name="lockstep-forks", kept=(other.fileno(),))
+            return cls(control, process, os.environ)
 
     def serves(self, environ: Mapping[str, str]) -> bool:
         """Whether it runs, for this process, and was started with the variables of ``environ`` that matter then."""
