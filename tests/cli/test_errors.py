@@ -137,12 +137,29 @@ def test_an_error_is_coloured_on_a_terminal_only(tmp_path: Path) -> None:
     assert output.startswith("\x1b[1;31merror:\x1b[0m there is no run 'nothing'")
 
 
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["version", "--json"]])
+def test_a_full_disk_under_the_output_is_one_error(arguments: list[str], tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lockstep", *arguments],
+            env=cli_environment(),
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr.splitlines()[0]) == (1, "error: cannot write standard output")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "fix"),
     [
         (["train", "har", "--devices", "2"], "cpu,cpu two CPU ranks"),
         (["train", "har", "--set", "training.gradient_clip_val=1"], "did you mean training.max_grad_norm"),
         (["train", "har", "--set", "trainer.max_epochs=1"], "did you mean training"),
+        (["train", "har", "--set", "logging.wandb=true"], "did you mean telemetry"),
         (["train", "har", "--compile"], "use --set training.compile=true"),
         (["train", "har", "--gradient-accumulation-steps", "2"], "use --set training.accumulate=VALUE"),
         (["train", "har", "--gpu-ids", "0", "1"], "write a list with commas: --gpu-ids 0,1"),

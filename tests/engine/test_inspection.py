@@ -281,7 +281,7 @@ class Undecided(Toy):
 def test_the_rate_of_a_tasks_own_optimizer_is_known_before_it_trains(kind: type[Toy], lr: float | None) -> None:
     task = kind()
     before = torch.random.get_rng_state()
-    assert optimizer_facts(task, blueprint(task)) == (lr, False)
+    assert optimizer_facts(task, blueprint(task), task) == (lr, False)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -319,6 +319,49 @@ def test_what_a_task_keeps_of_its_model_has_memory() -> None:
     assert blueprint(task)[0].weight.is_meta
     assert task.net is None and task.layers == []
     assert not task.model()[0].weight.is_meta and len(task.layers) == 1
+
+
+class Lock:
+    """Is held until it is deleted."""
+
+    held = False
+
+    def __init__(self) -> None:
+        if Lock.held:
+            raise BlockingIOError("it is locked")
+        self.mine = Lock.held = True
+
+    def __del__(self) -> None:
+        Lock.held = Lock.held and not hasattr(self, "mine")
+
+
+class NeedsValues(Toy):
+    """Makes its model under a lock, keeps a layer in a list; ``reader`` reads values, which the meta device lacks."""
+
+    reader = "model"
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.layers: list[Any] = []
+
+    def model(self) -> torch.nn.Module:
+        lock, net = Lock(), super().model()
+        self.layers.append(net[4])
+        assert lock.mine and (self.reader != "model" or net[4].weight.sum().item() < 100)
+        return net
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        [head] = self.layers
+        assert self.reader != "optimizer" or head.weight.sum().item() < 100
+        return torch.optim.SGD(head.parameters(), lr=0.25)
+
+
+@pytest.mark.parametrize("reader", ["model", "optimizer"])
+def test_nothing_of_a_first_try_without_values_reaches_the_second(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NeedsValues, "reader", reader)
+    task = NeedsValues()
+    assert inspect_task(task, task.datasets(), "needs values").optimizer_lr == 0.25
+    assert task.layers == []
 
 
 def test_a_model_without_memory_is_refused() -> None:

@@ -143,7 +143,12 @@ class Silent(Wrong):
     evaluate, predict = Task.evaluate, Task.predict
 
 
-def test_a_column_of_another_length_and_none_are_refused(tmp_path: Path) -> None:
+class Empty(Silent):
+    def evaluate(self, model: Any, batch: Any) -> tuple[Any, ...]:
+        return ()
+
+
+def test_a_column_of_another_length_and_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {
         "save_dir": str(tmp_path / "run"),
         "training": {"max_steps": 1, "threads": 1},
@@ -153,4 +158,7 @@ def test_a_column_of_another_length_and_none_are_refused(tmp_path: Path) -> None
     with pytest.raises(TaskError, match="one entry per sample"):
         predict(run, "val", tmp_path / "a.csv", task=Wrong)
     with pytest.raises(TaskError, match=r"(?s)the task has no predictions.*define predict"):
-        predict(run, "val", tmp_path / "a.csv", task=Silent)
+        predict(run, "val", tmp_path / "a.csv", task=Empty)
+    monkeypatch.delattr("lockstep.launch.finished.predict.compute")
+    with pytest.raises(TaskError, match=r"(?s)the task has no predictions.*define predict"):
+        predict(run, "val", tmp_path / "a.csv", task=Silent, devices="cpu,cpu")

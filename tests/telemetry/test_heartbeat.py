@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from lockstep.config import RunConfig
+from lockstep.telemetry import heartbeat as heartbeat_module
 from lockstep.telemetry.heartbeat import announce, read_beat
 from lockstep.telemetry.rundir import Beat, Heartbeat, RunDir
 
@@ -65,6 +67,27 @@ def test_progress_is_written_by_the_thread(run: RunDir) -> None:
     heartbeat.stop()
     last = run.progress()
     assert last is not None and last.step == 50 and last.ended
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count_for_what_is_left(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, naps = [0.0], iter([(60.0, False), (1.0, False), (3600.0, False), (1.0, False), (0.0, True)])
+    monkeypatch.setattr(heartbeat_module, "_paused_s", 0.0)
+    monkeypatch.setattr(heartbeat_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 1e9 + now[0]))
+    heartbeat = Heartbeat(interval_s=60.0)
+
+    def wait(_: float) -> bool:
+        slept, ended = next(naps)
+        now[0] += slept
+        heartbeat.beat(10 if now[0] > 60 else 0, 40)
+        return ended
+
+    monkeypatch.setattr(heartbeat._stop, "wait", wait)
+    heartbeat._run(run.heartbeat_file)
+    beat = run.progress()
+    assert beat is not None and beat.updated - 1e9 == 3662.0
+    assert beat.seconds_left() == 3 * (3662.0 - 60.0 - 3540.0)
 
 
 def test_a_run_whose_heart_was_stopped_is_not_on_although_its_process_is(run: RunDir) -> None:

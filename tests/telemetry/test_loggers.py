@@ -30,7 +30,7 @@ from lockstep.events import (
     StepLogged,
 )
 from lockstep.telemetry import loggers as the_loggers
-from lockstep.telemetry.loggers import BackgroundSink, CsvSink, MlflowSink, loggers
+from lockstep.telemetry.loggers import BackgroundSink, CsvSink, MlflowSink, loggers, wandb_mode
 from lockstep.telemetry.scalars import as_row
 from tests.fakes import RecordingSink
 from tests.gloo import ROOT, clean_environment
@@ -138,12 +138,12 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 
 def test_wandb_offline(tmp_path: Path) -> None:
-    telemetry = {"wandb": True, "wandb_mode": "offline", "wandb_project": "rehearsal", "tensorboard": "off"}
+    telemetry = {"wandb": True, "wandb_project": "rehearsal", "tensorboard": "off"}
     run = make_run(tmp_path / "run", telemetry=telemetry, training={"epochs": 3})
     # In a process of its own: W&B leaves a service and threads behind until the process ends.
     done = subprocess.run(
         [sys.executable, "-c", WANDB, str(run.path)],
-        env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"),
+        env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}", WANDB_MODE="offline"),
         capture_output=True,
         text=True,
         timeout=100,
@@ -168,6 +168,19 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert (rows[3]["drawn/width"], rows[3]["drawn/height"]) == (6, 4)
     assert rows[4]["test/accuracy"] == 0.25
     assert records["exit"][0].exit.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "environment", "mode"),
+    [("auto", None, "online"), ("auto", "disabled", "disabled"), ("offline", "online", "offline")],
+)
+def test_the_mode_of_wandb_is_the_setting_else_that_of_the_environment(
+    setting: str, environment: str | None, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("WANDB_MODE", environment)
+    assert wandb_mode(resolve({"telemetry": {"wandb_mode": setting}})) == mode
 
 
 def mlflow_run(store: Path) -> Any:

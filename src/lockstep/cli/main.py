@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from lockstep.cli.output import print_error
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, StorageError, UsageError
 
 INTERRUPTED = 130
 
@@ -119,9 +119,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough. The interpreter flushes again when it ends: give it nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is None and not _can_print():
+            _discard_output()
+            return _fail(StorageError("cannot write standard output", why=error.strerror or "", fix="free space there"))
         from lockstep.launch.failure.report import task_failure
 
         report = task_failure(error)
@@ -129,6 +132,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(report)
     return result if isinstance(result, int) else 0
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _can_print() -> bool:
+    try:
+        print(flush=True)  # what failed before may have left the buffer empty
+    except OSError:
+        return False
+    return True
 
 
 def _fail(error: LockstepError) -> int:

@@ -48,6 +48,8 @@ PEER_NAMES = {
     **{"deterministic": "training.reproducibility", "mixed_precision": "hardware.precision"},
     **{"warmup_ratio": "scheduler.warmup_epochs", "output_dir": "save_dir", "default_root_dir": "save_dir"},
 }
+#: Sections that others call otherwise, and which are less like them than the name of another section.
+_PEER_SECTIONS = {**dict.fromkeys(("logging", "logger", "loggers"), "telemetry"), "trainer": "training"}
 
 
 def resolve(*layers: Mapping[str, Any]) -> RunConfig:
@@ -318,8 +320,8 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
 def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
     """The known key most like the unknown one, looked for in its section first, then everywhere."""
     *parents, wrong = (str(part) for part in location)
-    if model is RunConfig and wrong in PEER_NAMES:
-        return PEER_NAMES[wrong]
+    if model is RunConfig and (peer := PEER_NAMES.get(wrong) or _PEER_SECTIONS.get(wrong)):
+        return peer
     here: type[BaseModel] | None = model
     for parent in parents:
         field = here.model_fields.get(parent) if here else None

@@ -524,9 +524,10 @@ class TelemetryConfig(Section):
         default=False, description="also log to Weights & Biases (`pip install 'lockstep-train[wandb]'`)"
     )
     wandb_project: str = Field(default="lockstep", min_length=1, description="the W&B project")
-    wandb_mode: Literal["online", "offline"] = Field(
-        default="online",
-        description="offline: only to logs/wandb, for a later `wandb sync`; online needs `wandb login`",
+    wandb_mode: Literal["auto", "online", "offline"] = Field(
+        default="auto",
+        description="offline: only to logs/wandb, for a later `wandb sync`; online needs `wandb login`; "
+        "auto: WANDB_MODE, else online",
     )
     mlflow: bool = Field(default=False, description="also log to MLflow (`pip install 'lockstep-train[mlflow]'`)")
     mlflow_uri: str | None = Field(

@@ -56,7 +56,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         check_dataset(dataset, f"val {split}")
     trial, given = trial_of(task), task.lengths()
     model = on_meta(trial)
-    lr, scheduled = optimizer_facts(trial, model)
+    lr, scheduled = optimizer_facts(trial, model, task)
     lengths = None if given is None else hash_lengths(check_lengths(given, len(datasets.train)))
     before = _open_files()
     text, unstable = examined(datasets.train, skips=task.data.on_bad_row == "skip")
@@ -133,11 +133,13 @@ def trial_of(task: Task) -> Task:
 
 
 def on_meta(task: Task) -> nn.Module:
+    before, model = dict(vars(trial_of(task))), None
     with generators_kept():
-        try:
-            with torch.device("meta"):
-                model = build_model(task)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        with contextlib.suppress(Exception), torch.device("meta"):  # it may need values; if not, it fails again
+            model = build_model(task)
+        if model is None:  # only now, when what the first try has opened or locked is closed with its frames
+            vars(task).clear()
+            vars(task).update(before)
             model = build_model(task)
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -159,13 +161,14 @@ def check_configured_optimizer(task: Task, config: RunConfig) -> None:
             build_optimizer(settings, blueprint(task), settings.lr, task)
 
 
-def optimizer_facts(task: Task, model: nn.Module) -> tuple[float | None, bool]:
+def optimizer_facts(task: Task, model: nn.Module, untried: Task) -> tuple[float | None, bool]:
     """The learning rate of the task's own optimizer, of the first group that has one; whether it has a scheduler.
 
     ``None``: it makes no optimizer.
 
     Args:
-        model: may be without its memory.
+        model: of ``task``; may be without its memory.
+        untried: the task whose ``model()`` has not been called.
 
     Raises:
         TaskError, UnsupportedError: its optimizer cannot train its model.
@@ -177,6 +180,7 @@ def optimizer_facts(task: Task, model: nn.Module) -> tuple[float | None, bool]:
         try:
             optimizer = task.optimizer(bare(model))
         except Exception:  # it may need values, or a real device; if not, it fails again
+            task = trial_of(untried)
             model = build_model(task)
             optimizer = task.optimizer(bare(model))
         if optimizer is not None:

@@ -60,14 +60,24 @@ def predictions(
             yield [chunk for chunk in evaluator.collectives.gather(rows) or () if chunk]
 
 
+def refuse_without_predictions(task: Task) -> None:
+    """Raise :class:`TaskError` for a task with neither ``predict`` nor ``evaluate``."""
+    if type(task).predict is Task.predict and type(task).evaluate is Task.evaluate:
+        raise _nothing()
+
+
+def _nothing() -> TaskError:
+    return TaskError(
+        "the task has no predictions",
+        why="without predict(), the columns are what evaluate() returns, and that is nothing",
+        fix='define predict(self, model, batch) in the task: return for example {"class": …, "probability": …}',
+    )
+
+
 def _rows(columns: Any, request: Request) -> list[Row]:
     """A row for each sample, with its index."""
     if isinstance(columns, Mapping) and not columns:
-        raise TaskError(
-            "the task has no predictions",
-            why="without predict(), the columns are what evaluate() returns, and that is nothing",
-            fix='define predict(self, model, batch) in the task: return for example {"class": …, "probability": …}',
-        )
+        raise _nothing()
     sized = isinstance(columns, Mapping) and all(_has_rows(column, request.size) for column in columns.values())
     if not sized:
         raise TaskError(

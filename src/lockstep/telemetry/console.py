@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -22,7 +21,7 @@ from lockstep.events import (
     RunStarted,
     StepLogged,
 )
-from lockstep.telemetry.heartbeat import seconds_left
+from lockstep.telemetry.heartbeat import running_s, seconds_left
 from lockstep.telemetry.tables import is_terminal, print_styled, print_table, rich_console, say
 
 if TYPE_CHECKING:
@@ -41,9 +40,7 @@ class ConsoleSink:
         clock: seconds from any fixed point, for the remaining time.
     """
 
-    def __init__(
-        self, stream: TextIO, mode: ProgressMode = "auto", *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, stream: TextIO, mode: ProgressMode = "auto", *, clock: Callable[[], float] = running_s) -> None:
         self._stream = stream
         self._mode = resolve_mode(mode, stream)
         self._clock = clock

@@ -22,6 +22,8 @@ from lockstep.errors import RunFolderError, StorageError
 from lockstep.telemetry.files import FileContent, read_json, write_json
 
 INTERVAL_S = 1.0
+#: A thread that sleeps so much longer than it wanted to was stopped with its process.
+_PAUSE_S = 10.0
 
 #: How long a run on another host may be silent. Generous: clocks differ, and NFS caches for up to a minute.
 REMOTE_SILENCE_S = 180.0
@@ -37,7 +39,8 @@ class Beat(FileContent):
 
     ``ended``: this was the last beat, although the process (a notebook's, for example) may still exist.
     ``handing_over``: another process is about to take over the run.
-    ``began``: when this process began to train, at step ``began_at``; older versions did not record it.
+    ``began``: when this process began to train, at step ``began_at``, had it never been paused (suspended, SIGSTOP);
+    older versions did not record it.
     """
 
     step: int = 0
@@ -65,6 +68,17 @@ def seconds_left(done: int, elapsed_s: float, remaining: int) -> float | None:
     ``None`` before the first step. Progress bar, ``lockstep top`` and the page all show this estimate.
     """
     return elapsed_s / done * max(0, remaining) if done > 0 and elapsed_s >= 0 else None
+
+
+_paused_s = 0.0
+
+
+def running_s() -> float:
+    """Seconds from a fixed point, without those in which the machine was suspended or this process stopped.
+
+    The latter are known while it has a :class:`Heartbeat`.
+    """
+    return time.monotonic() - _paused_s
 
 
 def read_beat(path: Path) -> Beat | None:
@@ -154,7 +168,7 @@ class Heartbeat:
     def beat(self, step: int, total: int | None) -> None:
         """Report the progress: optimizer steps done, and their number in total. The first call begins the training."""
         if self._began[0] is None:
-            self._began = (time.time(), step)
+            self._began = (running_s(), step)
         self._progress = (step, total)
 
     def stop(self) -> None:
@@ -167,11 +181,18 @@ class Heartbeat:
             self._folder = None
 
     def _run(self, path: Path) -> None:
+        global _paused_s
+        asleep = time.monotonic()
         while not self._stop.wait(self._interval_s):
+            late = time.monotonic() - asleep - self._interval_s
+            if late > _PAUSE_S:
+                _paused_s += late
             self._beat(path)
+            asleep = time.monotonic()
         self._beat(path, ended=True)
 
     def _beat(self, path: Path, ended: bool = False) -> None:
         with contextlib.suppress(StorageError):
             began, began_at = self._began
-            announce(path, *self._progress, ended=ended, began=began, began_at=began_at)
+            since = None if began is None else time.time() - (running_s() - began)
+            announce(path, *self._progress, ended=ended, began=since, began_at=began_at)

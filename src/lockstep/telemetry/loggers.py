@@ -195,6 +195,12 @@ class TensorBoardSink:
             self._writer = None
 
 
+def wandb_mode(config: RunConfig) -> str:
+    """The setting; ``auto`` means what W&B's own variable says."""
+    wanted = config.telemetry.wandb_mode
+    return os.environ.get("WANDB_MODE") or "online" if wanted == "auto" else wanted
+
+
 class WandbSink:
     """Scalars over ``step``; settings and the plan's decisions as the run's config; results in its summary.
 
@@ -236,7 +242,7 @@ class WandbSink:
     def _start(self, event: RunStarted) -> None:
         import wandb
 
-        mode = self._config.telemetry.wandb_mode
+        mode: Any = wandb_mode(self._config)
         # Silent: else a terminal would be asked for an API key in mid-run. Its own patience outlasts a short run.
         quiet = wandb.Settings(silent=True, console="off", init_timeout=CLOSE_TIMEOUT_S)
         wandb.setup(quiet)

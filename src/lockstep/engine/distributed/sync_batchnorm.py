@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from lockstep._compat.torch import BatchNorm, check_input_dim
 from lockstep.engine.distributed.staging import Group, all_gather_rows, all_reduce, world_size
-from lockstep.errors import UnsupportedError
+from lockstep.errors import RunError, UnsupportedError
 
 
 def has_batchnorm(model: nn.Module) -> bool:
@@ -95,9 +95,12 @@ class SyncedBatchNorm(BatchNorm):
         """Whether there are two values. It waits for the device, so only a rank that has fewer itself asks."""
         values = float(batch.values)
         if values == 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {input.size()} "
-                f"and one value on {world_size(self.group)} ranks together"
+            ranks = world_size(self.group)
+            raise RunError(
+                f"BatchNorm cannot train on one value: {ranks} ranks have one for each channel together",
+                why=f"the variance of one value is 0 (the input of this rank has the size {tuple(input.shape)}); where "
+                "unreadable samples are left out, a step may have one readable sample",
+                fix="repair the samples that skipped-rank*.jsonl of the run folder names, or raise the batch size",
             )
         return values > 1
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.engine.lightning.module_task import ModuleTask
-from lockstep.engine.predict import Row, predictions
+from lockstep.engine.predict import Row, predictions, refuse_without_predictions
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, RunFolderError, UnsupportedError
 from lockstep.launch.finished.evaluation import compute, wanted_on
@@ -63,6 +63,7 @@ def predict(
             why="its predict_step belongs to Lightning's Trainer",
             fix="`lockstep lightning predict`, or Trainer.predict",
         )
+    refuse_without_predictions(built)
     split, step = "test" if path else str(data), find_step(run, checkpoint)
     wanted = replace(wanted_on(run, devices, split, step, path, whole=True), out=out)
     plan = wanted.plan
