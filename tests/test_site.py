@@ -75,7 +75,7 @@ def test_readers_see_what_the_first_pages_show(pages: list[str], tmp_path: Path)
     for page in pages:
         follow(page, tmp_path)
     written = {"run", "heartbeat", "config", "plan", "metrics", "steps", "ranks", "system", "manifest"}
-    checked = [check_folder(run.parent) for run in tmp_path.glob("*/run.json")]
+    checked = [check_folder(run.parent) for run in tmp_path.glob("runs/*/run.json")]
     assert checked and all(seen >= {"run", "config", "plan", "metrics", "manifest"} for seen in checked)
     assert set.union(*checked) >= written
 

@@ -25,6 +25,7 @@ from tests.conftest import RunCli, cli_environment
 
 TASK = """
 import os
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -76,6 +77,37 @@ class Masked(Tiny):
     def evaluate(self, model, batch):
         x, y = batch
         return model(x, mask=x > 0), y
+
+
+class Output(OrderedDict):
+    # As transformers' ModelOutput: a type of a library, whose name would go into the program.
+    pass
+
+
+torch.utils._pytree.register_pytree_node(
+    Output,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, names: Output(zip(names, values)),
+    serialized_type_name="tiny.Output",
+)
+
+
+class Naming(nn.Linear):
+    def forward(self, x):
+        return Output(logits=super().forward(x), hidden=None)
+
+
+class Named(Tiny):
+    def model(self):
+        return Naming(8, 2)
+
+    def loss(self, model, batch):
+        x, y = batch
+        return Loss(nn.functional.cross_entropy(model(x)["logits"], y, reduction="sum"), len(y))
+
+    def evaluate(self, model, batch):
+        x, y = batch
+        return model(x)["logits"], y
 
 
 class Broken(Tiny):
@@ -186,6 +218,14 @@ def test_export_writes_weights(here: Path, capsys: pytest.CaptureFixture[str]) -
     assert done.stdout.startswith("2 tensors, 18 values\nLinear("), done.stderr
     assert main(["export", "run", "--out", "weights"]) == 2, "an export never overwrites"
     assert "fix: " in capsys.readouterr().err
+
+
+def test_a_program_needs_no_library_but_torch(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert main(["train", "tiny.py:Named", *PLAIN, "--max-steps", "2", "--save-dir", str(folder)]) == 0
+    assert main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
+    done = subprocess.run([sys.executable, str(tmp_path / "out" / "load_example.py")], capture_output=True, text=True)
+    assert done.stdout == "output: {'logits': (2, 2)}\n", done.stderr
 
 
 def test_the_program_of_a_model_with_keyword_arguments_takes_any_batch(

@@ -304,5 +304,14 @@ def test_a_single_metric_has_the_name_of_its_class() -> None:
     assert run(0, 1, 5, 4, Nameless()).keys() == {"loss", "BinaryAUROC"}
 
 
+class Named(Scores):
+    def metrics(self) -> Any:
+        return {"one": BinaryAUROC(), "two": BinaryF1Score()}
+
+
+def test_a_dict_of_metrics_is_a_collection() -> None:
+    assert run(0, 1, 5, 4, Named()).keys() == {"loss", "one", "two"}
+
+
 def test_a_task_without_metrics_is_evaluated_by_its_loss() -> None:
     assert run(0, 1, 7, 3, Bare()) == {"loss": run(0, 1, 7, 3, Scores())["loss"]}

@@ -224,6 +224,19 @@ def test_predictions_are_in_the_run_folder_of_the_checkpoint(
     assert torch.load(file) == [[0, 10], [20, 30], [40]]
 
 
+def test_a_run_by_class_is_predicted_with_its_arguments(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoint has no class beside the arguments: LightningCLI did not make the module."""
+    made = ["tests.lightning.trainings:Kept", "--set", "task.model.samples=9", "--max-steps", "2"]
+    assert main(["train", *made, "--devices", "cpu", "--save-dir", "out"]) == 0
+    assert main(["predict", "out"]) == 2
+    said = capsys.readouterr().err
+    command = said[said.index("lockstep lightning predict") :].split("`")[0]
+    words = command.replace("--data DATAMODULE ", "").replace("MODULE", "tests.lightning.trainings.Kept").split()
+    words += ["--seed_everything", "false"]
+    assert run(words[2:]) == 0
+    assert torch.load(config.parent / "out" / "predictions.pt") == [[0, 10], [20, 30], [40]]
+
+
 def predicted(folder: Path, rank: int) -> list[Any]:
     """Of each batch, the indices of its samples, and its predictions."""
     return [json.loads(line) for line in (folder / f"predicted-{rank}.jsonl").read_text().splitlines()]

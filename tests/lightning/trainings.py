@@ -102,6 +102,14 @@ class Numbers(LightningModule):
         return (10 * batch).tolist()
 
 
+class Kept(Numbers):
+    """Its checkpoints have the arguments."""
+
+    def __init__(self, *, samples: int = 21) -> None:
+        super().__init__(samples=samples)
+        self.save_hyperparameters()
+
+
 class Unequal(Numbers):
     """Five validation samples, 0 to 4, one by one, logged as they are; its buffers are DDP's to hand out."""
 

@@ -214,9 +214,11 @@ def train_mode(model: nn.Module) -> None:
 def _own_metrics(task: Task) -> Metrics:
     """The task's metrics; torchmetrics' with their own synchronisation off: rank 0 alone has seen rows, and all."""
     metrics = task.metrics()
-    if isinstance(metrics, nn.Module):
+    if isinstance(metrics, nn.Module | dict):
         from lockstep._compat import torchmetrics  # takes longer than many first steps, and the task has imported it
 
+        if isinstance(metrics, dict):
+            metrics = torchmetrics.MetricCollection(metrics)
         for module in metrics.modules():
             if isinstance(module, torchmetrics.Metric):
                 torchmetrics.switch_off_sync(module)

@@ -207,7 +207,7 @@ class Task:
         return ()
 
     def metrics(self) -> Metrics:
-        """New metrics for one evaluation: a torchmetrics ``MetricCollection``, or one metric, named after its class."""
+        """New metrics for one evaluation: torchmetrics by name (a dict), or one of them, named after its class."""
         return _LossOnly()
 
     def evaluation_data(self, path: Path) -> Any:

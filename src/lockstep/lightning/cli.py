@@ -99,7 +99,8 @@ class LockstepCLI(HardwareCLI):
             return
         if self._stored is not None:
             folder = self._open.enter_context(TemporaryDirectory(prefix="lockstep-checkpoint-"))
-            settings.ckpt_path = str(self._stored.as_file(Path(folder, "module.ckpt")))
+            named = settings.get("model.class_path") if self.subclass_mode_model else None
+            settings.ckpt_path = str(self._stored.as_file(Path(folder, "module.ckpt"), named))
         path = settings.get("ckpt_path")
         check_is_file(path)
         if settings.get("weights_only") is False:

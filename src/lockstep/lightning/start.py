@@ -34,9 +34,16 @@ class Stored(NamedTuple):
     run: RunDir
     name: str
 
-    def as_file(self, file: Path) -> Path:
-        """Write it as Lightning reads one; returns ``file``. Raises :class:`CheckpointError`."""
-        torch.save(as_file(find_checkpoint(self.run, self.name)), file)
+    def as_file(self, file: Path, class_path: str | None) -> Path:
+        """Write it as Lightning reads one; returns ``file``. Raises :class:`CheckpointError`.
+
+        Args:
+            class_path: the module's class, if the command line names it: LightningCLI needs it beside the arguments.
+        """
+        content = as_file(find_checkpoint(self.run, self.name))
+        if class_path and content.get("hyper_parameters"):
+            content["hyper_parameters"] = {"_class_path": class_path, **content["hyper_parameters"]}
+        torch.save(content, file)
         return file
 
 

@@ -79,5 +79,5 @@ def find_run(ref: str, runs_dir: Path) -> RunDir:
     raise RunFolderError(
         f"there is no run {ref!r}",
         why=why,
-        fix=f"did you mean {close[0]}?" if close else "`lockstep runs` lists the runs",
+        fix=f"did you mean {close[0]}?" if close else f"`lockstep runs` lists the runs of {runs_dir}; name one elsewhere (--save-dir) by its folder",
     )

@@ -33,7 +33,8 @@ PROGRAM_BODY = """program = torch.export.load(here / "model.pt2").module()
 inputs = torch.load(here / "example_inputs.pt", weights_only=True)
 with torch.no_grad():
     output = program(*inputs["args"], **inputs["kwargs"])
-print("output:", tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__)
+shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+print("output:", {name: tuple(value.shape) for name, value in output.items()} if isinstance(output, dict) else shape)
 """
 
 WEIGHTS_BODY = """weights = load_file(here / "weights.safetensors")
@@ -130,6 +131,14 @@ def _write_program(run: RunDir, task: Task, snapshot: Snapshot, folder: Path, *,
         return False
     restore(task, whole, snapshot, run.path)
     args, kwargs = _model_inputs(task, model.eval(), as_restored(task, config, open_data(task, config)))
+    # A program that returned a library's own type (transformers' ModelOutput) could be loaded only beside that library.
+    model.register_forward_hook(
+        lambda _model, _args, output: (
+            {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}
+            if isinstance(output, dict) and type(output) is not dict
+            else None
+        )
+    )
     try:
         shapes = _dynamic_shapes(model, args, kwargs)
         exported = torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)

@@ -61,7 +61,7 @@ def predict(
         raise UnsupportedError(
             "lockstep predict is not available for a LightningModule",
             why="its predict_step belongs to Lightning's Trainer",
-            fix="`lockstep lightning predict`, or Trainer.predict",
+            fix=f"`lockstep lightning predict --model MODULE --data DATAMODULE --ckpt_path {run.path}`, or Trainer.predict",
         )
     refuse_without_predictions(built)
     split, step = "test" if path else str(data), find_step(run, checkpoint)

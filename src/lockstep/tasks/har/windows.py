@@ -183,6 +183,7 @@ class AugmentedWindows:
     def __init__(self, windows: Windows, standardiser: Standardiser, *, rotate_deg: float, gain: float) -> None:
         self._windows, self._standardiser = windows, standardiser
         self._angle, self._gain = math.radians(rotate_deg), gain
+        self.labels = windows.labels  # for data.sampling=balanced
 
     def __len__(self) -> int:
         return len(self._windows)
