@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config import RunConfig
+from lockstep.errors import RunFolderError
+from lockstep.launch.session.script import run_script
 from lockstep.telemetry.rundir import RunDir
 from tests.session.scripts import CLASSIFIER, numbers, run, start
 
@@ -59,6 +62,15 @@ def test_its_run_folder_is_that_of_any_run(folder: Path, on_two: str) -> None:
     assert "script.py" in run(*LOCKSTEP, "runs", "--runs-dir", ".", cwd=folder)
     assert "Nothing is left to train" in run(*LOCKSTEP, "resume", "two", "--devices", "cpu", cwd=folder)
     assert RunDir.open(folder / "two").read().status == "completed"
+
+
+def test_a_run_of_a_task_is_not_resumed_by_a_script(folder: Path) -> None:
+    made = RunDir.create(folder / "task", RunConfig(), run_id="run-task", command=[])
+    made.update(status="completed")
+    files = sorted(made.path.iterdir())
+    with pytest.raises(RunFolderError, match="is a run of har, not of a script"):
+        run_script(folder / "script.py", [], {"save_dir": str(made.path)}, resume=True)
+    assert sorted(made.path.iterdir()) == files
 
 
 def test_torchrun_on_two_ranks(folder: Path, alone: str) -> None:

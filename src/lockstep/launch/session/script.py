@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.config import resolve
 from lockstep.config.load import merge
 from lockstep.engine.session.current import Stopped, close_open_session
-from lockstep.errors import ConfigError, LockstepError, TaskError, UsageError
+from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
 from lockstep.hardware import World, detect_devices, resolve_placement
 from lockstep.launch.failure.report import keep_failure
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
@@ -107,6 +107,11 @@ def _start(
     with contextlib.ExitStack() as claim:
         run = existing_run(config, resume)
         if run is not None:
+            if script is not None and script_of(run) is None:
+                raise RunFolderError(
+                    f"{run.path} is a run of {run.read().task}, not of a script",
+                    fix=f"choose another --save-dir, or `lockstep resume {run.path}`",
+                )
             claim.enter_context(claimed(run))
         found, run = run is not None, run or create_folder(config)
         if script is not None:
