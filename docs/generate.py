@@ -313,7 +313,7 @@ _ROWS = {
     "metrics": "One row per epoch. Names that start with `train_` or `val_` are losses and the task's metrics.",
     "evaluations": "A line for each evaluation within an epoch (`validation.every_steps`), with the metrics by name.",
     "system": "A line per second and node. Memory in 1e9 bytes, shares from 0 to 1; `null`: not reported.",
-    "samples": "With `debug.record_samples`: what each rank trained on, a line before each step.",
+    "samples": "With `telemetry.record_samples`: what each rank trained on, a line before each step.",
 }
 
 

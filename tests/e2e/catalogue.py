@@ -726,7 +726,7 @@ class ArcFace(Classifier):
         return Loss(self.head(model(batch[0]), batch[1]), len(batch[1]))
 
 
-@entry("optimizer with a parameter of nobody's (learnt temperature)", "losses", refused={"": "modules"},
+@entry("optimizer with a parameter outside the model (learned temperature)", "losses", refused={"": "modules"},
        remark="return it from Task.modules()")  # fmt: skip
 class Stray(Classifier):
     def model(self) -> nn.Module:
@@ -1065,7 +1065,7 @@ class Graph:
         return Graph(self.inputs.pin_memory(), self.labels.pin_memory())
 
 
-@entry("a batch class of one's own", "data sets")
+@entry("a custom batch class", "data sets")
 class CustomBatch(Classifier):
     def collate(self, samples: Sequence[Any]) -> Any:
         return Graph(*(torch.stack(column) for column in zip(*samples, strict=True)))
@@ -1177,7 +1177,12 @@ class Stopping(Classifier):
         return Datasets(train=self.Data())
 
 
-@entry("IterableDataset", "data sets", refused={"": "iterable"})
+@entry(
+    "IterableDataset without a length",
+    "data sets",
+    refused={"": "iterable"},
+    remark="set data.epoch_samples or training.max_steps",
+)
 class Streamed(Classifier):
     class Data(IterableDataset[Any]):
         def __iter__(self) -> Any:

@@ -30,7 +30,7 @@ def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> No
             columns.remove("folder")
         print_table(columns, [_row(run)[: len(columns)] for run in found], sys.stdout)
     else:
-        say(f"no runs in {runs_dir}; `lockstep train har` makes one, --runs-dir lists those of another folder", sys.stdout)
+        say(f"no runs in {runs_dir} (--runs-dir names another folder); `lockstep train har` makes one", sys.stdout)
 
 
 def _row(run: dict[str, Any]) -> tuple[str, ...]:

@@ -439,7 +439,7 @@ class Reader:
                 raise SampleError(what, why=_told(error), fix=fix) from error
             few = ", ".join(map(str, indices[:8].tolist())) + (", …" if len(indices) > 8 else "")
             what = f"samples {few} of {type(self._dataset).__name__} could not be made into a batch"
-            fix = "make their shapes equal and return no None in the data set, or write Task.collate (collate= of fit and of a session's calls)"
+            fix = "make their shapes equal and return no None in the data set, or write Task.collate (or pass collate=)"
             raise SampleError(what, why=_told(error), fix=fix if items is not None else _FIX) from error
 
 

@@ -206,7 +206,7 @@ class Task:
         """
         return ()
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> Metrics | dict[str, Any]:
         """New metrics for one evaluation: torchmetrics by name (a dict), or one of them, named after its class."""
         return _LossOnly()
 

@@ -76,8 +76,9 @@ def find_run(ref: str, runs_dir: Path) -> RunDir:
     ids = [record.id for _, record in runs]
     close = difflib.get_close_matches(ref, ids, n=1)
     why = f"{runs_dir} holds {len(runs)} runs" if runs else f"{runs_dir} holds no runs"
+    listed = f"`lockstep runs` lists the runs of {runs_dir}; name one elsewhere (--save-dir) by its folder"
     raise RunFolderError(
         f"there is no run {ref!r}",
         why=why,
-        fix=f"did you mean {close[0]}?" if close else f"`lockstep runs` lists the runs of {runs_dir}; name one elsewhere (--save-dir) by its folder",
+        fix=f"did you mean {close[0]}?" if close else listed,
     )

@@ -58,10 +58,11 @@ def predict(
     kind = _format_of(out)
     built = task_again(run, run.config(), task)
     if isinstance(built, ModuleTask):
+        command = f"lockstep lightning predict --model MODULE --data DATAMODULE --ckpt_path {run.path}"
         raise UnsupportedError(
             "lockstep predict is not available for a LightningModule",
             why="its predict_step belongs to Lightning's Trainer",
-            fix=f"`lockstep lightning predict --model MODULE --data DATAMODULE --ckpt_path {run.path}`, or Trainer.predict",
+            fix=f"`{command}`, or Trainer.predict",
         )
     refuse_without_predictions(built)
     split, step = "test" if path else str(data), find_step(run, checkpoint)
