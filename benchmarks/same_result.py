@@ -9,6 +9,7 @@ On one and two ranks of the CPU, over gloo:
 
 validation     5 samples: how many are counted, and their mean
 accumulation   10 micro-batches of 2 at accumulate 4, the last full or of one sample: each sample's weight
+tokens         10 micro-batches of 2 sequences of 1 to 8 tokens, padded, at accumulate 1 and 4: each token's weight
 resume         24 shuffled samples, a failure after the 3rd of 6 steps or in the second epoch: repeats and losses
 1 against 2    96 shuffled samples, global batch 8: the samples and loss of each step, and the final weights
 
@@ -48,30 +49,35 @@ SIDES = {
     "transformers": ("transformers", "accelerate"),
 }
 SEEDABLE, STATEFUL = "use_seedable_sampler=True", "use_stateful_dataloader=True"
+COUNTED = "num_items_in_batch"
 #: What each trainer is run with, by question.
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "lockstep": {
         "validation": ("default",),
         "accumulation": ("default",),
+        "tokens": ("default",),
         "resume": ("default",),
         "equal": ("default", "reproducibility=exact"),
     },
-    "session": dict.fromkeys(("validation", "accumulation", "resume", "equal"), ("default",)),
+    "session": dict.fromkeys(("validation", "accumulation", "tokens", "resume", "equal"), ("default",)),
     "lightning": {
         "validation": ("default", "use_distributed_sampler=False"),
         "accumulation": ("default",),
+        "tokens": ("default",),
         "resume": ("default", "StatefulDataLoader", "StatefulDataLoader, StatefulDistributedSampler"),
         "equal": ("default",),
     },
     "accelerate": {
         "validation": ("default", "gather"),
         "accumulation": ("default", "variable-size guide", "variable-size guide, even_batches=False"),
+        "tokens": ("default", "variable-size guide"),
         "resume": ("default", SEEDABLE, STATEFUL, f"{STATEFUL}, {SEEDABLE}"),
         "equal": ("default", f"split_batches=True, {SEEDABLE}"),
     },
     "transformers": {
         "validation": ("default",),
-        "accumulation": ("default", "num_items_in_batch"),
+        "accumulation": ("default", COUNTED),
+        "tokens": ("default", COUNTED, f"{COUNTED}, average_tokens_across_devices=False"),
         "resume": ("default",),
         "equal": ("default",),
     },
@@ -108,6 +114,10 @@ def _jobs(kind: str, variant: str, ranks: int, folder: Path) -> Iterator[Job]:
         for samples in (full, full - 1):
             what = "full" if samples == full else "ragged"
             yield _job(folder, kind, variant, ranks, what, samples=samples, batch=BATCH, accumulate=ACCUMULATE)
+    elif kind == "tokens":
+        for accumulate in (1, ACCUMULATE):
+            sizes = {"samples": MICRO_BATCHES * BATCH * ranks, "batch": BATCH, "accumulate": accumulate}
+            yield _job(folder, kind, variant, ranks, str(accumulate), **sizes)
     elif kind == "resume":
         for stop in RESUME_STOPS:
             yield from _interrupted(variant, ranks, ranks, stop, folder)
@@ -194,6 +204,8 @@ def judge(side: str, results: dict[str, Any]) -> list[dict[str, Any]]:
             add("validation", ranks, variant, verdict.validation(result))
         elif kind == "accumulation":
             add(f"accumulation, last micro-batch {more[0]}", ranks, variant, verdict.accumulation(result))
+        elif kind == "tokens":
+            add(f"tokens, accumulate {more[0]}", ranks, variant, verdict.accumulation(result, "token"))
         elif kind == "resume" and more[1] == "first":
             second, stop = results[name.replace("/first", "/second")], int(more[0])
             question = f"resume in epoch {-(-stop * RESUME_BATCH // RESUME_SAMPLES)}"

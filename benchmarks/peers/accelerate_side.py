@@ -16,7 +16,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
-from peers.probe import LR, SEED, VALIDATION_BATCH, Diary, Job, Probe, Samples, Values
+from peers.probe import LR, SEED, VALIDATION_BATCH, Diary, Job, Values, count, subject
 
 SETTINGS = ("even_batches", "split_batches", "use_seedable_sampler", "use_stateful_dataloader")
 
@@ -31,10 +31,10 @@ def run(job: Job) -> dict[str, Any]:
     )
     if job.kind == "validation":
         return _validate(accelerator, job)
-    model = Probe(job.samples)
+    model, samples = subject(job.kind, job.samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     batch = job.batch * job.ranks if "split_batches" in chosen else job.batch
-    loader = DataLoader(Samples(job.samples), batch_size=batch, shuffle=job.shuffle)
+    loader = DataLoader(samples, batch_size=batch, shuffle=job.shuffle)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     train = _train_variable if job.variant.startswith("variable-size guide") else _train
     diary = Diary()
@@ -83,9 +83,9 @@ def _rest_of_epoch(accelerator: Any, job: Job, loader: Any, epoch: int, step: in
 
 
 def _train_variable(accelerator: Any, job: Job, model: Any, optimizer: Any, loader: Any, diary: Diary) -> None:
-    """Counts the samples of a whole window before its first backward, on all ranks."""
+    """Counts the samples, or tokens, of a whole window before its first backward, on all ranks."""
     for step, window in enumerate(_windows(loader, job.accumulate), start=1):
-        items = torch.tensor(sum(len(batch[0]) for batch in window))
+        items = torch.tensor(sum(map(count, window)))
         items = accelerator.gather(items).sum().item()
         for place, batch in enumerate(window):
             waits = place < len(window) - 1 and accelerator.num_processes > 1

@@ -19,20 +19,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
-from peers.probe import LR, SEED, VALIDATION_BATCH, Diary, Job, Probe, Samples, Stopped, Values
+from peers.probe import LR, SEED, VALIDATION_BATCH, Diary, Job, Probe, Stopped, Values, count, subject
 
 STATEFUL = "StatefulDataLoader"
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, samples: int) -> None:
+    def __init__(self, probe: Probe) -> None:
         super().__init__()
-        self.probe = Probe(samples)
+        self.probe = probe
         self.count = SumMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.probe(batch).mean()
-        self.log("loss", loss, sync_dist=True)
+        self.log("loss", loss, batch_size=count(batch), sync_dist=True)
         return loss
 
     def validation_step(self, values: Tensor, batch_idx: int) -> None:
@@ -87,17 +87,17 @@ def run(job: Job) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Module(job.samples)
+    probe, samples = subject(job.kind, job.samples)
+    module = Module(probe)
     if job.kind == "validation":
         (metrics,) = trainer.validate(module, DataLoader(Values(), batch_size=VALIDATION_BATCH), verbose=False)
         return {"count": metrics["count"], "mean": metrics["mean"]}
     with contextlib.suppress(Stopped):
-        trainer.fit(module, _loader(job), ckpt_path=_checkpoint(job.folder) if job.resume else None)
+        trainer.fit(module, _loader(job, samples), ckpt_path=_checkpoint(job.folder) if job.resume else None)
     return keeper.diary.result(module.probe)
 
 
-def _loader(job: Job) -> Any:
-    samples = Samples(job.samples)
+def _loader(job: Job, samples: Any) -> Any:
     if not job.variant.startswith(STATEFUL):
         return DataLoader(samples, batch_size=job.batch, shuffle=job.shuffle)
     from torchdata.stateful_dataloader import StatefulDataLoader

@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 import lockstep
 from lockstep import Datasets, LockstepError, Loss, Task, TaskConfig
-from peers.probe import LR, SEED, VALIDATION_SAMPLES, Diary, Job, Probe, Samples, Stopped, flat_weights
+from peers.probe import LR, SEED, VALIDATION_SAMPLES, Diary, Job, Samples, Stopped, flat_weights, subject
 
 TASK = "peers.lockstep_side:ProbeTask"
 #: In the job's folder: what came of each step, and the step after which the job is to fail.
@@ -24,13 +24,15 @@ DIARY, STOP = "diary.jsonl", "stop"
 class ProbeTask(Task):
     class Config(TaskConfig):
         samples: int = 1
+        kind: str = ""
         folder: str = ""
 
     def datasets(self) -> Datasets:
-        return Datasets(Samples(self.config.samples), Samples(VALIDATION_SAMPLES))
+        val = None if self.config.kind == "tokens" else Samples(VALIDATION_SAMPLES)
+        return Datasets(subject(self.config.kind, self.config.samples)[1], val)
 
     def model(self) -> nn.Module:
-        return Probe(self.config.samples)
+        return subject(self.config.kind, self.config.samples)[0]
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         losses = model(batch)
@@ -85,7 +87,7 @@ def run(job: Job) -> dict[str, Any]:
 def _config(job: Job) -> dict[str, Any]:
     return {
         "save_dir": str(Path(job.folder) / "run"),
-        "task": {"samples": job.samples, "folder": job.folder},
+        "task": {"samples": job.samples, "kind": job.kind, "folder": job.folder},
         "hardware": {"selected_devices": ["cpu"] * job.ranks},
         "training": {
             "epochs": job.epochs,

@@ -5,6 +5,8 @@ Beside a small network, the model has one weight for every sample, the *ledger*.
 Under plain SGD an optimizer step takes ``lr`` times the *share* of sample i in that step from entry i,
 whatever a trainer does with means, ranks and accumulation in between. A step over n samples is right when
 the share of each is 1/n: when it is the gradient of Σ loss / Σ count.
+
+With sequences of tokens the ledger has one weight for every token, and each token of a step is to have the same share.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 FEATURES, LR, SEED = 8, 0.1, 42
+#: Tokens of the sequences, in turn; targets are padded to the longest with what cross-entropy ignores.
+LENGTHS, TOKENS, PADDING = (8, 1, 3, 1, 7, 2, 2, 1, 5, 8, 1), 5, -100
 #: Validation samples are worth 0, 1, 2, …: five of them have a mean of 2.
 VALIDATION_SAMPLES, VALIDATION_BATCH = 5, 2
 
@@ -70,6 +75,18 @@ class Samples(Dataset[Any]):
         return tuple(column[index] for column in self._columns)
 
 
+class Texts(Samples):
+    """Sequences: numbers of their tokens, inputs, and targets; the numbers count through all sequences."""
+
+    def __init__(self, samples: int) -> None:
+        lengths = torch.tensor([LENGTHS[index % len(LENGTHS)] for index in range(samples)])
+        real = torch.arange(max(LENGTHS)) < lengths[:, None]
+        numbers, inputs, targets = columns(int(lengths.sum()))
+        places = torch.zeros_like(real, dtype=torch.int64).masked_scatter(real, numbers)
+        labels = (targets[:, 0] * TOKENS).abs().long()
+        self._columns = places, inputs[places], labels[places].masked_fill(~real, PADDING)
+
+
 class Values(Dataset[Any]):
     """The validation set: sample i is the number i."""
 
@@ -81,18 +98,45 @@ class Values(Dataset[Any]):
 
 
 class Probe(nn.Module):
-    def __init__(self, samples: int) -> None:
+    outputs = 1
+
+    def __init__(self, items: int) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.ledger = nn.Parameter(torch.zeros(samples))
+            self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, self.outputs))
+        self.ledger = nn.Parameter(torch.zeros(items))
 
     def forward(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """The loss of every sample of a batch, [n]."""
         index, inputs, targets = batch
         mine = self.ledger[index]
         return (self.net(inputs) - targets).square().mean(1) + mine - mine.detach()
+
+
+class TokenProbe(Probe):
+    outputs = TOKENS
+
+    def forward(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """The loss of every token of a batch, [n]: padding has none."""
+        places, inputs, labels = batch
+        real = labels != PADDING
+        mine = self.ledger[places[real]]
+        return cross_entropy(self.net(inputs)[real], labels[real], reduction="none") + mine - mine.detach()
+
+
+def subject(kind: str, samples: int) -> tuple[Probe, Samples]:
+    """The model and the training data of a job of this kind."""
+    if kind != "tokens":
+        return Probe(samples), Samples(samples)
+    texts = Texts(samples)
+    return TokenProbe(count(texts[:])), texts
+
+
+def count(batch: tuple[Tensor, ...]) -> int:
+    """Samples, or tokens, that a batch is the loss of."""
+    labels = batch[2]
+    return int((labels != PADDING).sum()) if labels.dtype == torch.int64 else len(labels)
 
 
 class Diary:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 import lockstep
-from peers.probe import LR, SEED, VALIDATION_BATCH, Diary, Job, Probe, Samples, Stopped, Values
+from peers.probe import LR, SEED, VALIDATION_BATCH, Diary, Job, Probe, Samples, Stopped, Values, subject
 
 
 def run(job: Job) -> dict[str, Any]:
     settings = {"checkpoint.every_steps": job.stop_after, "telemetry.progress": "silent", "training.threads": 1}
-    diary, model = Diary(), Probe(job.samples)
+    diary, (model, samples) = Diary(), subject(job.kind, job.samples)
     with (
         contextlib.suppress(Stopped),
         lockstep.Session(
@@ -31,14 +31,14 @@ def run(job: Job) -> dict[str, Any]:
             values = torch.cat([row for (row,) in rows])
             return {"count": len(values), "mean": values.mean().item()}
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
-        _train(session, job, model, optimizer, diary)
+        _train(session, job, model, samples, optimizer, diary)
     return diary.result(model)
 
 
-def _train(session: lockstep.Session, job: Job, model: Probe, optimizer: Any, diary: Diary) -> None:
+def _train(session: lockstep.Session, job: Job, model: Probe, samples: Samples, optimizer: Any, diary: Diary) -> None:
     total, count = 0.0, 0
     for epoch in session.epochs(job.epochs):
-        for batch in session.batches(Samples(job.samples)):
+        for batch in session.batches(samples):
             if job.stop_after == session.step_count and not job.resume:
                 raise Stopped
             losses = model(batch)

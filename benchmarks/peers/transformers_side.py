@@ -1,7 +1,7 @@
 """The experiment with the Trainer of Hugging Face's transformers.
 
 Variants: ``default``: the model returns the mean over its batch; ``num_items_in_batch``: it takes that argument and
-returns its sum divided by it, as the library's own models do.
+returns its sum divided by it, as the library's own models do; the same with ``average_tokens_across_devices=False``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from peers.probe import LR, SEED, VALIDATION_BATCH, Diary, Job, Probe, Samples, Stopped, Values
+from peers.probe import LR, SEED, VALIDATION_BATCH, Diary, Job, Probe, Stopped, Values, subject
 
 
 class Named(Dataset[Any]):
@@ -95,13 +95,14 @@ def run(job: Job) -> dict[str, Any]:
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,
+        average_tokens_across_devices="average_tokens_across_devices=False" not in job.variant,
     )
     if job.kind == "validation":
         found = Trainer(Echo(), arguments).predict(Named(Values(), ("value",))).predictions
         return {"count": len(found), "mean": float(found.mean())}
-    probe = Probe(job.samples)
-    model = (Counted if job.variant == "num_items_in_batch" else Mean)(probe)
-    data, diary = Named(Samples(job.samples), ("number", "inputs", "labels")), Diary()
+    probe, samples = subject(job.kind, job.samples)
+    model = (Mean if job.variant == "default" else Counted)(probe)
+    data, diary = Named(samples, ("number", "inputs", "labels")), Diary()
     kind = Trainer if job.shuffle else InOrder
     trainer = kind(model, arguments, train_dataset=data, callbacks=[Notes(job, diary, probe)])
     with contextlib.suppress(Stopped):

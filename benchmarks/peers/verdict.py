@@ -48,17 +48,17 @@ def validation(result: dict[str, Any]) -> Verdict:
     )
 
 
-def accumulation(result: dict[str, Any]) -> Verdict:
-    """The gradient of each window against Σ loss / Σ count of its samples, where all shares are 1 / n."""
+def accumulation(result: dict[str, Any], item: str = "sample") -> Verdict:
+    """The gradient of each window against Σ loss / Σ count of its items, where all shares are 1 / n."""
     windows = shares(result["steps"])
     sums = [sum(window) for window in windows]
     weights = [value * len(taken(window)) for window in windows for value in window if value > TOLERANCE]
     seen = [index for window in windows for index in taken(window)]
     twice, missed = len(seen) - len(set(seen)), len(windows[0]) - len(set(seen))
-    observed = f"gradients × {', '.join(f'{value:.3g}' for value in sums)}; a sample weighs {_span(weights)}"
+    observed = f"gradients × {', '.join(f'{value:.3g}' for value in sums)}; a {item} weighs {_span(weights)}"
     observed += f"; {twice} counted twice" if twice else ""
     observed += f"; {missed} left out" if missed else ""
-    figures = {"window_sums": sums, "sample_weight": [min(weights), max(weights)], "twice": twice, "missed": missed}
+    figures = {"window_sums": sums, f"{item}_weight": [min(weights), max(weights)], "twice": twice, "missed": missed}
     right = max(abs(weight - 1) for weight in weights) < 10 * TOLERANCE and not twice and not missed
     return Verdict(observed, figures, right)
 

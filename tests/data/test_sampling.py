@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,9 +18,12 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRando
 
 import lockstep
 from lockstep.config.sections import DataConfig
+from lockstep.data.bucketed import BucketedOrder
 from lockstep.data.mixture import Mixture
-from lockstep.data.requests import Request, Source, windows
+from lockstep.data.order import Order
+from lockstep.data.requests import Request, Source, Window, windows
 from lockstep.data.sampling import SampleOrder, logarithm, resolve_sampling, select
+from lockstep.data.stream import Stream, StreamOrder
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.telemetry.rundir import RunDir
@@ -145,60 +149,153 @@ def test_a_predicate_chooses_samples() -> None:
 
 # --- The same samples on any number of ranks -------------------------------------------------------------------------
 
-KINDS = ["uniform", "cycled", "weighted", "without", "curriculum", "mixture"]
+KINDS = ["uniform", "cycled", "weighted", "without", "curriculum", "balanced", "row groups", "mixture", "stages"]
+
+
+class RowGroups:
+    """Neighbouring samples that are read together."""
+
+    shuffle_window = 3
+
+    def __init__(self, samples: int) -> None:
+        self.chunks = np.diff([0, *range(samples % 5, samples, 5), samples])  # the first one may be empty
+
+    def __len__(self) -> int:
+        return int(self.chunks.sum())
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 def some_order(kind: str, samples: int, positions: int, seed: int) -> SampleOrder:
     weights = np.arange(1, samples + 1) % 7 + 0.5
-    if kind == "mixture":
-        mixture = Mixture({"a": range(samples), "b": range(2)}, {"a": 0.6, "b": 0.4})
+    if kind in ("mixture", "stages"):
+        stages = {40: {"a": 0.1, "b": 0.9}, 55: {"a": 1, "b": 0}} if kind == "stages" else None
+        inner: Any = Mixture({"c": RowGroups(samples), "d": range(3)}, {"c": 1, "d": 2}) if stages else range(samples)
+        mixture = Mixture({"a": inner, "b": range(2)}, {"a": 0.6, "b": 0.4}, stages)
         return mixture.sampling().order(positions, seed)
+    if kind in ("row groups", "balanced"):
+        data: Any = RowGroups(samples) if kind == "row groups" else TensorDataset(torch.arange(samples) % 3)
+        sampling = resolve_sampling(data, None, DataConfig(sampling="balanced" if kind == "balanced" else "auto"))
+        assert sampling is not None
+        return sampling.order(positions, seed)
     given: Any = {"weighted": weights, "without": weights, "curriculum": lambda epoch: weights + epoch}.get(kind)
     positions = samples if kind == "uniform" else min(samples, positions) if kind == "without" else positions
     return order_of(given, samples, seed, positions, replacement=kind != "without")
 
 
-def batch_of(samples: int, ranks: int, global_batch: int) -> BatchPlan:
-    plan, _ = resolve_batch(
-        samples=samples, ranks=ranks, devices_per_rank=1, batch_size=4, accumulate=1, global_batch_size=global_batch,
-        tail="spread", lanes=None, has_batchnorm=False, sync_batchnorm=False,
-    )  # fmt: skip
-    return plan
+def order_by(length: bool, kind: str, samples: int, positions: int, seed: int) -> SampleOrder:
+    order = some_order(kind, samples, positions, seed)
+    return BucketedOrder(order, np.arange(samples + 5) % 4, 12, 4) if length and type(order) is not Order else order
 
 
-def attempts(order: SampleOrder, stops: list[tuple[int, int]], global_batch: int) -> Iterator[tuple[int, list[int]]]:
-    """(epoch, samples) of each step of attempts on ``ranks`` that are killed after ``steps``, over all ranks."""
+class Killed(NamedTuple):
+    """An attempt that is killed after ``steps``."""
+
+    ranks: int
+    steps: int
+    batch_size: int
+
+
+ATTEMPTS = st.lists(st.builds(Killed, st.integers(1, 6), st.integers(0, 9), st.integers(1, 12)), min_size=1, max_size=4)
+
+
+def batches(
+    order: SampleOrder, attempts: list[Killed], epochs: int, *, ghosts: bool, **sizes: Any
+) -> Iterator[tuple[Window, ...]]:
+    """The windows of all ranks, step by step: each attempt resumes where the one before was killed; the last one ends.
+
+    What a configuration does not allow on these ranks is left out.
+    """
     epoch = position = 0
-    source = Source(range(10**6), None, 3, order)  # type: ignore[arg-type]
-    for ranks, steps in stops:
-        batch = batch_of(order.samples, ranks, global_batch)
+    for killed in [*attempts, attempts[0]._replace(steps=10**9)]:
+        ranks = killed.ranks if sizes["lanes"] is None else 2 ** (killed.ranks // 2)
+        synced = sizes["has_batchnorm"] and ranks > 1 and sizes["lanes"] is None
+        try:
+            batch, _ = resolve_batch(
+                samples=order.samples, ranks=ranks, devices_per_rank=1, batch_size=killed.batch_size,
+                sync_batchnorm=synced, **sizes,
+            )  # fmt: skip
+        except (ConfigError, DataError):
+            continue
         walks = [
-            windows(batch, rank=rank, epoch=epoch, position=position, epochs=3, ghosts=False) for rank in range(ranks)
+            windows(batch, rank=rank, epoch=epoch, position=position, epochs=epochs, ghosts=ghosts or synced)
+            for rank in range(ranks)
         ]
-        for _, of_ranks in zip(range(steps), zip(*walks, strict=True), strict=False):
-            requests = [request for window in of_ranks for request in window.requests]
-            yield of_ranks[0].epoch, [int(i) for request in requests for i in source.indices(request)]
+        left = batch.steps_left(position) + (epochs - epoch - 1) * batch.steps_per_epoch
+        done = 0
+        for done, of_ranks in enumerate(zip(*walks, strict=True), start=1):
+            yield of_ranks
             epoch, position = of_ranks[0].epoch, of_ranks[0].stop
+            if done >= killed.steps:
+                break
+        else:
+            assert done == left, "the plan counts the steps that there are"
 
 
 @given(
     kind=st.sampled_from(KINDS),
+    by_length=st.booleans(),
     samples=st.integers(3, 60),
     positions=st.integers(3, 90),
-    global_batch=st.integers(3, 12),
-    steps=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    dealt=st.sampled_from([None, 1, 8]),
+    attempts=ATTEMPTS,
     seed=st.integers(0, 2**40),
+    global_batch_size=st.integers(1, 40),
+    accumulate=st.integers(1, 4),
+    tail=st.sampled_from(["spread", "merge", "drop"]),
+    lanes=st.sampled_from([None, 8]),
+    has_batchnorm=st.booleans(),
 )
-def test_no_sample_is_lost_or_repeated_over_1_3_and_2_ranks(
-    kind: str, samples: int, positions: int, global_batch: int, steps: tuple[int, int], seed: int
-) -> None:
-    order = some_order(kind, samples, positions, seed)
-    again = some_order(kind, samples, positions, seed)
-    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for epoch, indices in attempts(order, [(1, steps[0]), (3, steps[1]), (2, 1000)], global_batch):
-        found[epoch] += indices
-    for epoch, indices in found.items():
-        assert indices == again.slice(epoch, 0, order.samples).tolist()
+def test_no_sample_is_lost_or_repeated_however_often_the_number_of_ranks_changes(
+    kind: str, by_length: bool, samples: int, positions: int, dealt: int | None, attempts: list[Killed], seed: int,
+    **sizes: Any,
+) -> None:  # fmt: skip
+    order, again = (order_by(by_length, kind, samples, positions, seed) for _ in range(2))
+    source = Source(range(10**6), None, 3, order, dealt)  # type: ignore[arg-type]
+    alone = {"tail": sizes["tail"], "global_batch": sizes["global_batch_size"], "samples": order.samples}
+    one = BatchPlan(batch_size=1, accumulate=1, ranks=1, least_window=1 + sizes["has_batchnorm"], **alone)
+    whole = windows(one, rank=0, epoch=0, position=0, epochs=3, ghosts=False)
+    for of_ranks, expected in zip(batches(order, attempts, 3, ghosts=True, **sizes), whole, strict=False):
+        assert {window[:3] for window in of_ranks} == {expected[:3]}
+        requests = [request for window in of_ranks for request in window.requests if request.size and not request.ghost]
+        places = [place for request in requests for place in source.places(request).tolist()]
+        indices = [index for request in requests for index in source.indices(request).tolist()]
+        ordered = again.slice(expected.epoch, 0, order.samples)
+        assert sorted(places) == [*range(expected.start, expected.stop)]
+        assert indices == ordered[places].tolist()
+
+
+@given(
+    items=st.integers(1, 60),
+    attempts=ATTEMPTS,
+    global_batch_size=st.integers(1, 40),
+    accumulate=st.integers(1, 4),
+    has_batchnorm=st.booleans(),
+    turns=st.randoms(use_true_random=False),
+)
+def test_ranks_read_a_stream_in_any_turn(items: int, attempts: list[Killed], turns: Random, **sizes: Any) -> None:
+    """Also the samples that a rank without any replays."""
+    stream, order = Stream(ItemNumbers(items), 50), StreamOrder(50, 0)
+    for of_ranks in batches(order, attempts, 3, ghosts=True, tail="spread", lanes=None, **sizes):
+        if len(of_ranks) != len(stream._asked):
+            begin = of_ranks[0].epoch * order.samples + of_ranks[0].start
+            stream._asked, stream._window = [begin] * len(of_ranks), sizes["global_batch_size"]
+        waiting = {rank: [*window.requests] for rank, window in enumerate(of_ranks) if window.requests}
+        while waiting:
+            rank = turns.choice([*waiting])
+            request = waiting[rank].pop(0)
+            numbers = order.slice(request.epoch, request.start, request.stop).tolist()
+            assert stream._read(numbers, rank) == [number % items for number in numbers]
+            waiting = {rank: left for rank, left in waiting.items() if left}
+
+
+class ItemNumbers:
+    def __init__(self, items: int) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.items))
 
 
 class Drawing:

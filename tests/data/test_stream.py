@@ -69,6 +69,34 @@ def test_attempts_go_through_the_stream_without_gaps(items: int, batch: int, att
     assert found == [number % items for number in range(done)]
 
 
+def test_items_of_a_step_may_be_asked_for_in_any_order() -> None:
+    """``verify`` reads batches backwards."""
+    stream = Stream(Numbers(100), 10**6)
+    stream.begin(Path("run"), 1, World(), 0, 8, None)
+    assert [stream[number] for number in (7, 3, 0, 15, 8, 23, 16)] == [7, 3, 0, 15, 8, 23, 16]
+    with pytest.raises(DataError, match="item 0 of the training stream was asked for after later ones"):
+        stream[0]
+
+
+class Noisy(Numbers):
+    def item(self, number: int) -> Any:
+        return torch.randn(8), number % 3
+
+
+class Drawing(Toy):
+    def datasets(self) -> lockstep.Datasets:
+        return lockstep.Datasets(Noisy(200), super().datasets().val)
+
+
+def test_a_stream_that_draws_from_the_global_generators_is_told_and_refused_by_exact_mode() -> None:
+    """The process that reads for all ranks of a node trains meanwhile, and draws, too."""
+    settings: Any = {"data": {"epoch_samples": 200}}
+    assert any("differ with the number of ranks" in note.text for note in lockstep.plan(Drawing(), settings).notes)
+    assert all("differ with" not in note.text for note in lockstep.plan(Streaming(), settings).notes)
+    with pytest.raises(LockstepError, match="exact cannot train on this stream"):
+        lockstep.plan(Drawing(), {**settings, "training": {"reproducibility": "exact"}})
+
+
 class Loading(Toy):
     def datasets(self) -> lockstep.Datasets:
         return lockstep.Datasets(DataLoader(super().datasets().train))
@@ -226,6 +254,33 @@ def test_items_that_cannot_be_read_are_left_out_alike_on_one_and_three_ranks(tmp
         attempt(Tearing, tmp_path / "stops", training=TORN["training"])
     with pytest.raises(DataError, match=r"stream ended with an error: item 7 (.|\n)*no more items after"):
         attempt(Ending, tmp_path / "ends", **TORN)
+
+
+class Torn(Items):
+    """With a cursor; an iterator that goes on after an error."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.at += 1
+        if self.at in (31, 32):
+            raise ValueError("torn")
+        return self.item((self.at - 1) % 200)
+
+
+class TearingLater(Toy):
+    def datasets(self) -> lockstep.Datasets:
+        return lockstep.Datasets(Torn(200), super().datasets().val)
+
+
+def test_a_resume_may_begin_with_items_that_cannot_be_read(tmp_path: Path) -> None:
+    sections: Any = {"scheduler": CONSTANT, "data": {"on_bad_row": "skip", "epoch_samples": 20}}
+    sections["training"] = {"max_steps": 30, "global_batch_size": 1}
+    attempt(TearingLater, tmp_path, **sections)
+    sections["training"]["max_steps"] = 34
+    attempt(TearingLater, tmp_path, resume=True, **sections)
+    assert [row["index"] for row in read_jsonl(tmp_path / "skipped-rank0.jsonl")] == [30, 31]
 
 
 def runs(rank: int, size: int, folder: Path) -> int:

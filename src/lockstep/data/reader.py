@@ -401,14 +401,15 @@ class Reader:
         with self._skipped.open("a", encoding="utf-8") as file:  # one write: worker processes append to it, too
             file.write(line + "\n")
 
-    def _readable_sample(self) -> list[Any]:
-        """One sample that can be read."""
-        for index in () if self._readable else range(min(TRIED, len(self._dataset))):
+    def _readable_sample(self, after: int = -1) -> list[Any]:
+        """One sample that can be read; a stream has only those ``after`` what was asked for."""
+        first, later = range(min(TRIED, len(self._dataset))), range(after + 1, after + 1 + TRIED)
+        for index in () if self._readable else chain(first, later):
             with contextlib.suppress(Exception):
                 self._readable = [self._item(0, index, index)]
                 break
         if not self._readable:
-            what = f"none of the first {TRIED:,} training samples could be read"
+            what = f"none of {TRIED:,} training samples could be read"
             raise SampleError(what, why=f"some are listed in {self._skipped}", fix="check the data and Task.datasets()")
         return self._readable
 
@@ -427,7 +428,7 @@ class Reader:
 
     def _collated(self, items: list[Any] | None, indices: Indices) -> Any:
         if items is not None and not items and len(indices):
-            return Unreadable(self._collate(self._readable_sample() * len(indices)))
+            return Unreadable(self._collate(self._readable_sample(int(indices[-1])) * len(indices)))
         try:
             return self._dataset.__getitems__(indices) if items is None else self._collate(items)
         except LockstepError:

@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 
 from lockstep._compat.datasets import has_shuffle_buffer
 from lockstep.data.order import check_slice
-from lockstep.data.reader import StreamEnded
+from lockstep.data.reader import StreamEnded, generators
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
 from lockstep.hardware.world import World
-from lockstep.planning.order import SamplingFacts
+from lockstep.planning.order import DRAWS, OWN, SamplingFacts
 
 #: Steps for which items are kept for a rank that has asked for none since, as one without samples does. Ranks that take
 #: part in the same collectives are less apart.
@@ -65,7 +65,7 @@ class StreamOrder:
 
 
 class Stream:
-    """An iterable data set, by item number; numbers may be asked for in rising order, batch by batch.
+    """An iterable data set, by item number; numbers may be asked for in rising order, step by step.
 
     Args:
         samples: of an epoch.
@@ -78,6 +78,8 @@ class Stream:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._asked, self._window = [0], EVERY
+        #: Whether the first items drew from the global generators.
+        self._draws: bool | None = None
         self._begin_at(0)
 
     def _begin_at(self, position: int) -> None:
@@ -101,6 +103,10 @@ class Stream:
 
     @property
     def remark(self) -> str:
+        return self._cursor_remark + (f" {DRAWS[0].upper()}{DRAWS[1:]}; {OWN}." if self._draws else "")
+
+    @property
+    def _cursor_remark(self) -> str:
         if self.has_cursor and has_shuffle_buffer(self.dataset):
             return (
                 "The training data are a stream: read once on each node. Hugging Face's state_dict() leaves out its "
@@ -121,7 +127,13 @@ class Stream:
 
     @property
     def facts(self) -> SamplingFacts:
-        return SamplingFacts(kind="in the order of the stream", digest="stream", positions=self._samples, stream=True)
+        return SamplingFacts(
+            kind="in the order of the stream",
+            digest="stream",
+            positions=self._samples,
+            stream=True,
+            draws=bool(self._draws),
+        )
 
     def order(self, positions: int, seed: int) -> StreamOrder:
         return StreamOrder(positions, seed)
@@ -154,7 +166,8 @@ class Stream:
                 if isinstance(item, LockstepError):
                     raise item
             self._asked[rank] = max(self._asked[rank], first)
-            self._forget(max(min(self._asked), max(self._asked) - LAG * self._window))
+            # Items of one step, which may be two batches long, come in any order: a rank without any replays the first.
+            self._forget(max(min(self._asked) - 2 * self._window, max(self._asked) - LAG * self._window))
             return found
 
     def _forget(self, before: int) -> None:
@@ -167,6 +180,7 @@ class Stream:
 
     def _fill(self, stop: int) -> None:
         """Read until there is item ``stop - 1``."""
+        marks = [generator.mark() for generator in generators()] if self._draws is None else []
         every = max(EVERY, self._window)
         while self._next < stop:
             if self._ended is not None:
@@ -188,6 +202,8 @@ class Stream:
             self._given += self._next - before
             if ended:
                 self._again()
+        if self._draws is None:
+            self._draws = [generator.mark() for generator in generators()] != marks
 
     def _failed(self, error: LockstepError) -> None:
         if isgenerator(self._iterator):

@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.events import Note
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import BatchPlan
+from lockstep.planning.order import DRAWS, OWN
 from lockstep.planning.plan import ResumePoint, TaskFacts
 from lockstep.strategies import strategies
 
@@ -141,7 +142,7 @@ def _unused(names: list[str], why: str, where: str = "") -> Iterator[Note]:
 def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFacts) -> None:
     """Raises :class:`ConfigError` or :class:`UnsupportedError` when settings are incompatible with the strategy."""
     if config.training.reproducibility == "exact":
-        _check_exact(config, placement)
+        _check_exact(config, placement, facts)
     if config.scheduler.name == "plateau" and not facts.val_samples and not facts.loader and not facts.own_schedule:
         raise ConfigError(
             "scheduler.name=plateau needs validation data",
@@ -199,7 +200,7 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
         )
 
 
-def _check_exact(config: RunConfig, placement: Placement) -> None:
+def _check_exact(config: RunConfig, placement: Placement, facts: TaskFacts) -> None:
     lanes, ranks = config.training.lanes, placement.world_size
     why = "its sums or kernels depend on how the work is divided"
     _refuse(
@@ -211,6 +212,8 @@ def _check_exact(config: RunConfig, placement: Placement) -> None:
         },
         fix="use strategy single or ddp, or reproducibility: fast",
     )
+    if facts.sampling is not None and facts.sampling.draws:
+        raise UnsupportedError("reproducibility: exact cannot train on this stream", why=DRAWS, fix=OWN)
     if lanes % ranks:
         raise ConfigError(
             f"{ranks} ranks do not divide {lanes} lanes",

@@ -18,13 +18,16 @@ WINDOW = 4096
 MIN_WINDOWS = 4
 MIN_WINDOW_SAMPLES = 512
 BLOCKS = 8
+#: Of a stream whose items draw from generators that training draws from, too.
+DRAWS = "items of the stream draw from the global generators: they differ with the number of ranks"
+OWN = "let the data set draw from a random.Random, numpy or torch generator that it seeds itself"
 
 
 class SamplingFacts(Frozen):
     """How the task's samples are chosen, where that is not each of them once an epoch.
 
     ``kind``: for people. ``digest``: a hash of the weights. ``positions``: of an epoch; ``most``: that it can have.
-    ``stream``: they are read in order, by one process.
+    ``stream``: they are read in order, by one process. ``draws``: that stream draws from the global generators.
     """
 
     kind: str
@@ -32,6 +35,7 @@ class SamplingFacts(Frozen):
     positions: int
     most: int | None = None
     stream: bool = False
+    draws: bool = False
 
 
 class OrderPlan(Frozen):

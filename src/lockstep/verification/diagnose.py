@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep.errors import LockstepError
 from lockstep.planning import Plan
+from lockstep.planning.order import OWN
 from lockstep.verification.experiments import Lab, Variant
 from lockstep.verification.trajectory import BUFFER, Floor, Gap, Trajectory, gap_between
 
@@ -63,6 +64,8 @@ def other_samples(lab: Lab, one: Trajectory, many: Trajectory) -> Cause | None:
         "draw from `random`, `numpy.random` or torch's global generator, which Lockstep seeds for each sample, or in "
         "`sample(index, rng)` from the generator that is passed in"
     )
+    if lab.plan.task.sampling is not None and lab.plan.task.sampling.stream:
+        keyed = OWN
     if one.first_other_samples(lab.run(Variant("one", repeat=1))) is not None:
         return Cause(
             "unseeded-data",
