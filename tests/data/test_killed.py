@@ -28,16 +28,17 @@ from lockstep.config.sections import DataConfig
 from lockstep.data.mixture import Mixture
 from lockstep.data.packing import Packed
 from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
-from lockstep.data.sampling import resolve_sampling
+from lockstep.data.sampling import balanced_weights, resolve_sampling
 from lockstep.telemetry.files import read_jsonl
 from lockstep.telemetry.rundir import RunDir
+from lockstep.verification import verify
 from tests.attempts import attempt
 from tests.gloo import run_ranks
 from tests.samples import used_samples
 from tests.toys import CLASSES, FEATURES, Toy, arrays
 
 ROWS, SHARDS = 30, 2
-KINDS = ["uniform", "weighted", "mixed", "packed", "stream"]
+KINDS = ["uniform", "weighted", "balanced", "mixed", "packed", "stream"]
 
 
 def write(folder: Path) -> None:
@@ -137,6 +138,8 @@ def training_set(kind: str, folder: str) -> tuple[Any, Any]:
         return Mixture(texts, {"a": 0.7, "b": 0.3}), None
     if kind == "stream":
         return Lines(whole), None
+    if kind == "balanced":
+        return whole, balanced_weights(np.array([whole[index][1] for index in range(len(whole))]))
     return whole, None if kind == "uniform" else np.arange(len(whole)) % 5
 
 
@@ -234,6 +237,42 @@ def test_many_kills(kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.Mo
     chance = random.Random(seed)
     worlds = [(ranks, [chance.randrange(ranks), chance.randint(4, 8)]) for ranks in (1, 3, 2, 4)]
     check({kind: worlds}, tmp_path, monkeypatch)
+
+
+def trains_exactly(rank: int, size: int, folder: Path) -> dict[str, dict[str, Tensor]]:
+    found, settings = (
+        {},
+        {**SETTINGS, "training": {**SETTINGS["training"], "max_steps": 12, "reproducibility": "exact"}},
+    )
+    for kind in KINDS:
+        os.environ["KIND"] = kind
+        found[kind] = attempt(OfFiles, folder / f"{kind}-{size}", rank, size, **settings)[0]
+    return found
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data")
+    monkeypatch.setenv("FOLDER", str(tmp_path / "data"))
+    monkeypatch.setenv("KIND", "")
+    return str(tmp_path / "data")
+
+
+def test_exact_mode_has_equal_bits_on_one_and_two_ranks(files: str, tmp_path: Path) -> None:
+    two = run_ranks(trains_exactly, 2, tmp_path, env={"FOLDER": files}, timeout_s=120)[0]
+    one = trains_exactly(0, 1, tmp_path)
+    for kind, weights in one.items():
+        assert all(torch.equal(weights[name], two[kind][name]) for name in weights), kind
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_on_three_ranks(kind: str, files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIND", kind)
+    settings = {**SETTINGS, "runs_dir": str(tmp_path), "hardware": {"selected_devices": ["cpu"] * 3}}
+    assert verify(OfFiles, settings, steps=12).outcome in ("identical", "equal")
 
 
 # --- More data than memory -------------------------------------------------------------------------------------------
