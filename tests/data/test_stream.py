@@ -69,6 +69,22 @@ def test_attempts_go_through_the_stream_without_gaps(items: int, batch: int, att
     assert found == [number % items for number in range(done)]
 
 
+@pytest.mark.parametrize("looked", [0, 2])
+def test_a_stream_that_begins_later_gives_its_first_item_whatever_the_plan_has_looked_at(looked: int) -> None:
+    """Ranks do not look, and ``verify`` begins near the end of an epoch."""
+    for stream in (Stream(Numbers(9), 10), Stream((number for number in range(9)), 10)):
+        for number in range(looked):
+            assert stream[number] == number
+        stream.begin(Path("run"), 1, World(), 7, 4, None)
+        assert stream.__getitems__(range(7, 11)) == [0, 1, 2, 3]
+    resumed = Stream(Numbers(9), 10)
+    first = Stream(Numbers(9), 10)
+    first.begin(Path("run"), 1, World(), 7, 4, None)
+    first.__getitems__(range(7, 11))
+    resumed.begin(Path("run"), 2, World(), 11, 4, first.state_dict(11))
+    assert resumed[11] == 4
+
+
 def test_items_of_a_step_may_be_asked_for_in_any_order() -> None:
     """``verify`` reads batches backwards."""
     stream = Stream(Numbers(100), 10**6)

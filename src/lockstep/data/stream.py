@@ -249,9 +249,11 @@ class Stream:
             self._connection = _connected(address, key)
             self._connection.send(world.local_rank)
             return
-        if position or saved is not None or self._first:
+        if saved is not None or self._first:
             self._begin_at(position)
-        # Else it is at its beginning: what the plan has looked at stays.
+        elif position:
+            self._first, self._states = position, {position + item: state for item, state in self._states.items()}
+        # It is at its beginning: what the plan has looked at stays.
         self._asked, self._window = [position] * world.local_size, window
         if saved is not None:
             self._first, self._passes, self._given = saved["item"], saved["passes"], saved["given"]
