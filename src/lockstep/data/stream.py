@@ -78,8 +78,7 @@ class Stream:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._asked, self._window = [0], EVERY
-        #: Whether the first items drew from the global generators.
-        self._draws: bool | None = None
+        self._draws: bool | None = None  # whether the first items did, from the global generators
         self._begin_at(0)
 
     def _begin_at(self, position: int) -> None:
@@ -103,21 +102,20 @@ class Stream:
 
     @property
     def remark(self) -> str:
-        return self._cursor_remark + (f" {DRAWS[0].upper()}{DRAWS[1:]}; {OWN}." if self._draws else "")
-
-    @property
-    def _cursor_remark(self) -> str:
+        text = "The training data are a stream"
         if self.has_cursor and has_shuffle_buffer(self.dataset):
-            return (
-                "The training data are a stream: read once on each node. Hugging Face's state_dict() leaves out its "
-                "shuffle buffer: a resume fills it again, and leaves out the samples that were in it."
+            text += (
+                ": read once on each node. Hugging Face's state_dict() leaves out its shuffle buffer: a resume fills "
+                "it again, and leaves out the samples that were in it."
             )
-        if self.has_cursor:
-            return "The training data are a stream: read once on each node; a resume continues at its state_dict()."
-        return (
-            "The training data are a stream without state_dict() and load_state_dict(): a resume would begin it again, "
-            "repeat samples and leave others out."
-        )
+        elif self.has_cursor:
+            text += ": read once on each node; a resume continues at its state_dict()."
+        else:
+            text += (
+                " without state_dict() and load_state_dict(): a resume would begin it again, repeat samples and leave "
+                "others out."
+            )
+        return f"{text} Its {DRAWS}; {OWN}." if self._draws else text
 
     def fingerprint(self) -> str:
         return f"stream of {type(self.dataset).__name__}"

@@ -19,7 +19,7 @@ MIN_WINDOWS = 4
 MIN_WINDOW_SAMPLES = 512
 BLOCKS = 8
 #: Of a stream whose items draw from generators that training draws from, too.
-DRAWS = "items of the stream draw from the global generators: they differ with the number of ranks"
+DRAWS = "items draw from the global generators: they differ with the number of ranks"
 OWN = "let the data set draw from a random.Random, numpy or torch generator that it seeds itself"
 
 
