@@ -162,7 +162,7 @@ def loading_rate(
     first, samples, loaded, transfers = 0.0, 0, 0, list[float]()
     started = now = time.perf_counter()
     with contextlib.closing(loader):
-        for batch, request in zip(iter(loader), next(walks), strict=False):
+        for batch, request in zip(loader, next(walks), strict=False):
             check()
             now = time.perf_counter()
             if not first:

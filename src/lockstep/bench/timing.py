@@ -146,7 +146,7 @@ def training(
             time_update(parts, watch)
             steps = training_steps(
                 walk(plan, world),
-                timed_batches(iter(loader), watch),
+                timed_batches(loader, watch),
                 parts.strategy,
                 parts.update,
                 parts.state,

@@ -1,1 +1,1 @@
-"""Checkpoints: atomic folders with hashes, saved beside training. Only ``host`` and ``content`` import torch."""
+"""Checkpoints: atomic folders with hashes, saved beside training. Only ``writer`` and ``content`` import torch."""

@@ -152,29 +152,22 @@ class BackgroundWriter:
             StorageError: the save before failed. This one has not begun.
         """
         self.wait()
-        done: list[Path | BaseException] = []
-        work = (snapshot, best, keep, self.copied, done)
-        thread = threading.Thread(target=self._write, args=work, name=f"lockstep-save-{snapshot.step}", daemon=False)
+        done, copied = list[Path | BaseException](), self.copied
+
+        def write() -> None:
+            try:
+                if copied is not None:
+                    copied.synchronize()
+                done.append(self.store.save(snapshot, best))
+                if keep is not None:
+                    self.store.retain({*keep, snapshot.step})
+            except BaseException as error:  # raised again in the caller's thread
+                done.append(error)
+
+        thread = threading.Thread(target=write, name=f"lockstep-save-{snapshot.step}", daemon=False)
         self._save = _Save(snapshot.step, best, thread, done)
         thread.start()
         pulse.writes_in(thread.native_id or 0)
-
-    def _write(
-        self,
-        snapshot: Snapshot,
-        best: bool,
-        keep: Collection[int] | None,
-        copied: torch.cuda.Event | None,
-        done: list[Path | BaseException],
-    ) -> None:
-        try:
-            if copied is not None:
-                copied.synchronize()
-            done.append(self.store.save(snapshot, best))
-            if keep is not None:
-                self.store.retain({*keep, snapshot.step})
-        except BaseException as error:  # raised again in the caller's thread
-            done.append(error)
 
     def poll(self) -> None:
         """Report a save that is done, without waiting. Raises :class:`StorageError` when it failed."""

@@ -135,11 +135,9 @@ def by_row(dataset: Any) -> Any:
 
         return FrameRows(as_arrays(dataset), len(dataset))
     if isinstance(dataset, DataLoader):
-        what, why = (
-            f"the data set is a {name}",
-            "Lockstep makes the batches: their order must not depend on the devices",
-        )
-        raise TaskError(what, why=why, fix="give loader.dataset; training.batch_size and Task.collate do the rest")
+        why = "Lockstep makes the batches: their order must not depend on the devices"
+        fix = "give loader.dataset; training.batch_size and Task.collate do the rest"
+        raise TaskError(f"the data set is a {name}", why=why, fix=fix)
     if isinstance(dataset, str | bytes):
         what, fix = f"the data set is a text: {dataset[:60]!r}", "open it, for example with lockstep.data.JsonLines"
         raise DataError(what, why="its samples would be characters", fix=fix)

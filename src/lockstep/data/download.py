@@ -167,7 +167,7 @@ def _try_once(url: str, part: Path, timeout_s: float) -> None:
         length = response.headers.get("Content-Length")
         expected = (start if resumes else 0) + int(length) if length else None
         with part.open("ab" if resumes else "wb") as file:
-            for block in _blocks(response):
+            while block := _read(response):
                 file.write(block)
     if expected is not None and _size(part) < expected:
         raise _Interrupted(f"the connection closed at byte {_size(part)} of {expected}")
@@ -189,16 +189,12 @@ def _refused(url: str, error: urllib.error.HTTPError, part: Path) -> None:
     )
 
 
-def _blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
+def _read(response: http.client.HTTPResponse) -> bytes:
     # Only the reading is guarded: a full disk is another error than a broken line.
-    while True:
-        try:
-            block = response.read(CHUNK_BYTES)
-        except (OSError, http.client.HTTPException) as error:
-            raise _Interrupted(error) from None
-        if not block:
-            return
-        yield block
+    try:
+        return response.read(CHUNK_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise _Interrupted(error) from None
 
 
 def hash_file(path: Path) -> str:

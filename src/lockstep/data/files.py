@@ -11,6 +11,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class FileSamples:
         #: For the plan.
         self.remark = _searched(files, self.files)
         self._paths: dict[int, Path] = {}
-        self._opened = Kept(self._open, OPEN_FILES)
+        self._opened = lru_cache(OPEN_FILES)(self._open)
         sizes = [self._checked_sizes(number) for number in progress(range(len(self.files)), "indexing")]
         #: The file of each part, and the number of its first part.
         self._file_of = np.repeat(np.arange(len(sizes)), [len(parts) for parts in sizes]).tolist()
@@ -72,6 +73,13 @@ class FileSamples:
         if not len(self):
             what = f"the {len(self.files)} files have no sample"
             raise DataError(what, why=self.files[0], fix="check what wrote them")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_opened"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._opened = lru_cache(OPEN_FILES)(self._open)
 
     def _checked_sizes(self, number: int) -> list[int]:
         try:
@@ -306,22 +314,3 @@ class OpenFile:
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if hasattr(self, "_number"):
             close(self._number)
-
-
-class Kept:
-    """The values of a function for its latest arguments: at most ``most`` of them."""
-
-    def __init__(self, make: Callable[[int], Any], most: int) -> None:
-        self._make, self._most, self._values = make, most, dict[int, Any]()
-
-    def __call__(self, key: int) -> Any:
-        try:
-            return self._values[key]
-        except KeyError:
-            while len(self._values) >= self._most:
-                del self._values[next(iter(self._values))]
-            self._values[key] = value = self._make(key)
-            return value
-
-    def __reduce__(self) -> Any:
-        return Kept, (self._make, self._most)

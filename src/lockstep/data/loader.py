@@ -11,9 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,7 @@ class _Pace:
         return self.loading / self.batches
 
 
+@dataclass(frozen=True)
 class _Adaptive:
     """Batches whose first ones are timed, and by up to ``plan.most_workers`` processes if these shorten a step.
 
@@ -70,18 +72,18 @@ class _Adaptive:
     that shortens a step. The best number is kept; if a step is not shorter with any, or if they fail, they are ended.
     """
 
-    def __init__(
-        self, source: Source, plan: LoaderPlan, rank: int, finish: Callable[[Any], Any], settled: Settled
-    ) -> None:
-        self._source, self._plan, self._rank, self._finish = source, plan, rank, finish
-        self._settled = settled
+    source: Source
+    plan: LoaderPlan
+    rank: int
+    finish: Callable[[Any], Any]
+    settled: Settled
 
     def batches(self, requests: Iterator[Request]) -> Generator[Any, None, None]:
         pace, size = _Pace(WARM_UP), 0
         before = time.perf_counter()
         for request in requests:
             started = time.perf_counter()
-            batch = self._finish(self._source.batch(request))
+            batch = self.finish(self.source.batch(request))
             loaded = time.perf_counter()
             size = size or _bytes(batch)
             yield batch
@@ -92,18 +94,18 @@ class _Adaptive:
                 break
         else:
             return
-        workers = worth_trying(pace.load_s, pace.step_s, size, self._plan.most_workers)
+        workers = worth_trying(pace.load_s, pace.step_s, size, self.plan.most_workers)
         if workers:
             requests = yield from self._tried(workers, pace, requests)
         for request in requests:
-            yield self._finish(self._source.batch(request))
+            yield self.finish(self.source.batch(request))
 
     def _tried(
         self, workers: int, alone: _Pace, requests: Iterator[Request]
     ) -> Generator[Any, None, Iterator[Request]]:
         """Batches by ``workers`` processes, or twice as many while that helps; returns what is left when none help."""
         times, best = {0: alone.step_s}, 0
-        most, compute_s = self._plan.most_workers, alone.step_s - alone.load_s
+        most, compute_s = self.plan.most_workers, alone.step_s - alone.load_s
 
         def stays(step_s: float) -> bool:
             """Whether the present number of processes is the best; called once it is timed."""
@@ -121,12 +123,12 @@ class _Adaptive:
 
         while workers:
             left, error = yield from self._by(workers, requests, stays)
-            requests = iter(()) if left is None else left
             if left is None:
-                break
+                return iter(())
+            requests = left
             if error is not None:  # they were not asked for: without them, the run is slower at most
                 why = (str(error) or type(error).__name__).splitlines()[0]
-                self._settled(0, f"Data are loaded in the training process: {_several(workers)} failed ({why}).")
+                self.settled(0, f"Data are loaded in the training process: {_several(workers)} failed ({why}).")
                 return requests
             if best != workers:
                 self._settle(best, times, alone)
@@ -139,10 +141,10 @@ class _Adaptive:
         self, workers: int, requests: Iterator[Request], stays: Callable[[float], bool]
     ) -> Generator[Any, None, tuple[Iterator[Request] | None, Exception | None]]:
         """Batches by ``workers`` processes until these fail or do not stay; returns the requests left and the error."""
-        plan = self._plan.model_copy(update={"num_workers": workers})
+        plan = self.plan.model_copy(update={"num_workers": workers})
         asked: deque[Request] = deque()
         pace, enough = _Pace(workers * plan.prefetch_factor + WARM_UP), False
-        with contextlib.closing(worker_batches(self._source, _noted(requests, asked), plan, self._rank)) as batches:
+        with contextlib.closing(worker_batches(self.source, _noted(requests, asked), plan, self.rank)) as batches:
             before = time.perf_counter()
             while True:
                 try:
@@ -166,7 +168,7 @@ class _Adaptive:
         where = f"by {_several(best)}" if best else "in the training process"
         found = ", ".join(f"{_ms(step_s)} with {_several(workers)}" for workers, step_s in times.items() if workers)
         loading = f"{_ms(alone.step_s)} with {_ms(alone.load_s)} of loading in the training process"
-        self._settled(best, f"Data are loaded {where}: a step takes {loading}, {found}.")
+        self.settled(best, f"Data are loaded {where}: a step takes {loading}, {found}.")
 
 
 def _several(workers: int) -> str:
@@ -194,14 +196,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 
-class Batches(Protocol):
-    """Yields the batch of every request, in order; :meth:`close` may be called at any time."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def close(self) -> None: ...
-
-
 def make_loader(
     source: Source,
     requests: Iterable[Request],
@@ -210,8 +204,8 @@ def make_loader(
     *,
     largest: int,
     settled: Settled = lambda workers, text: None,
-) -> Batches:
-    """The loader that the plan asks for.
+) -> Generator[Any, None, None]:
+    """The batch of every request, in order, loaded as the plan asks; it may be closed at any time.
 
     Args:
         largest: samples of the largest request that is to be expected.
@@ -227,7 +221,7 @@ def make_loader(
     small = source.is_at_hand and largest * source.row_bytes <= IN_PLACE_BYTES
     # For a GPU, which computes meanwhile, a thread gathers other tensors ahead, too. On a CPU it would take its cores.
     if (source.gathers and not small) or (pin and source.reader.gathers_tensors):
-        return _Ahead(source, requests, plan.prefetch_factor, finish)
+        return _ahead(source, requests, plan.prefetch_factor, finish)
     if plan.most_workers and not source.gathers and not source.reader.gathers:
         return _Adaptive(source, plan, rank, finish, settled).batches(iter(requests))
     return _in_place(source, requests, finish)
@@ -258,48 +252,41 @@ def _in_place(source: Source, requests: Iterable[Request], finish: Callable[[Any
         yield from source.batches(group, finish)
 
 
-class _Ahead:
+def _ahead(
+    source: Source, requests: Iterable[Request], depth: int, finish: Callable[[Any], Any]
+) -> Generator[Any, None, None]:
     """Gathers rows of arrays in one thread, ``depth`` gathers ahead: a gather releases the GIL.
 
     Waking another thread costs more than gathering a small batch, so arrays are gathered several at a time.
     """
+    ready: SimpleQueue[list[Any] | BaseException] = SimpleQueue()
+    # SimpleQueue is implemented in C: a semaphore of tokens costs a fifth of threading.Semaphore.
+    tokens: SimpleQueue[bool] = SimpleQueue()
 
-    def __init__(self, source: Source, requests: Iterable[Request], depth: int, finish: Callable[[Any], Any]) -> None:
-        self._source, self._requests, self._finish = source, requests, finish
-        self._ready: SimpleQueue[list[Any] | BaseException] = SimpleQueue()
-        # SimpleQueue is implemented in C: a semaphore of tokens costs a fifth of threading.Semaphore.
-        self._tokens: SimpleQueue[bool] = SimpleQueue()
-        for _ in range(max(1, depth)):
-            self._tokens.put(True)
-        self._thread = threading.Thread(target=self._work, name="lockstep-loader", daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
+    def work() -> None:
         try:
-            for group in _groups(self._source, self._requests):
-                if not self._tokens.get():
+            for group in _groups(source, requests):
+                if not tokens.get():
                     return
-                self._ready.put(self._source.batches(group, self._finish))
-            self._ready.put(StopIteration())
+                ready.put(source.batches(group, finish))
+            ready.put(StopIteration())
         except BaseException as error:  # handed to the training thread, which raises it
-            self._ready.put(error)
+            ready.put(error)
 
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            batches = self._ready.get()
-            if isinstance(batches, StopIteration):
-                return
-            if isinstance(batches, BaseException):
-                raise batches
+    for _ in range(max(1, depth)):
+        tokens.put(True)
+    thread = threading.Thread(target=work, name="lockstep-loader", daemon=True)
+    thread.start()
+    try:
+        while not isinstance(batches := ready.get(), BaseException):
             yield from batches
-            self._tokens.put(True)
-
-    def close(self) -> None:
-        self._tokens.put(False)
-        while self._thread.is_alive():
-            # The thread may hold real tokens before it meets the closing one.
-            self._tokens.put(False)
-            self._thread.join(timeout=0.05)
+            tokens.put(True)
+        if not isinstance(batches, StopIteration):
+            raise batches
+    finally:
+        while thread.is_alive():  # it may hold real tokens before it meets the closing one
+            tokens.put(False)
+            thread.join(timeout=0.05)
 
 
 def _pinned(batch: Any) -> Any:

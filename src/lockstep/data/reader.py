@@ -18,12 +18,12 @@ import json
 import random
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,23 +41,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 #: A seed for each of :func:`generators`, in [0, 2**32).
 Words = tuple[int, int, int]
-
-
-class Generator(Protocol):
-    """A global generator of this process."""
-
-    def mark(self) -> Any:
-        """A value that a draw changes."""
-
-    def reset(self, mark: Any) -> None:
-        """Undo the draws since ``mark``."""
-
-    def enter(self) -> Any:
-        """What :meth:`leave` takes; in between, this may be seeded and drawn from, and nothing comes of it."""
-
-    def leave(self, state: Any) -> None: ...
-
-    def seed(self, word: int) -> None: ...
+#: Some of them, by their place there.
+Places = frozenset[int]
+_ALL: Places = frozenset({0, 1, 2})
 
 
 class _Memory:
@@ -184,9 +170,24 @@ class _Torch:
         self._generator.manual_seed(word)
 
 
+#: A global generator of this process. A draw changes what ``mark`` returns, and ``reset`` undoes the draws since then.
+#: Between ``enter`` and ``leave`` it may be seeded and drawn from without an effect on the caller.
+Generator = _Python | _Numpy | _Torch
+
+
 @lru_cache(maxsize=1)
-def generators() -> tuple[Generator, Generator, Generator]:
+def generators() -> tuple[Generator, ...]:
     return _Python(), _Numpy(), _Torch()
+
+
+@contextlib.contextmanager
+def _entered(places: Places) -> Iterator[None]:
+    kept = [(generator, generator.enter()) for generator in map(generators().__getitem__, places)]
+    try:
+        yield
+    finally:
+        for generator, state in kept:
+            generator.leave(state)
 
 
 def sample_words(seed: int, epoch: int, indices: NDArray[np.int64]) -> list[Words]:
@@ -205,11 +206,6 @@ def batch_words(seed: int, epoch: int, position: int) -> Words:
 
 Indices = NDArray[np.int64]
 Collate = Callable[[Sequence[Any]], Any]
-#: Generators by their place in :func:`lockstep.data.reader.generators`.
-Places = frozenset[int]
-
-_ALL: Places = frozenset({0, 1, 2})
-
 
 #: Samples that are tried before a data set is taken to have none that can be read.
 TRIED = 1000
@@ -251,6 +247,7 @@ class Reader:
         self._readable: list[Any] = []  # the latest sample that was; only where others may be left out
         self._gives_list: bool | None = None  # what __getitems__ returns; not known yet
         self._drawn: tuple[Places, Places] | None = None  # from which samples draw, and batches
+        self._unsown: list[Generator] = []  # the others, which must not be drawn from
 
     @property
     def gathers(self) -> bool:
@@ -284,62 +281,47 @@ class Reader:
                 return self._gather(indices)
             except Exception:  # one by one, they show which of them it is
                 self._gather = None
-        samples, batches = self._drawn or (_ALL, _ALL)
-        if samples or batches:
-            return self._seeded(epoch, indices, keys, position, samples, batches, notes=self._drawn is None)
-        every = generators()
-        before = [generator.mark() for generator in every]
-        batch = self._collated(self._samples(epoch, indices, keys), indices)
-        if [generator.mark() for generator in every] == before:
+        if self._drawn is None:
+            return self._noted(epoch, indices, position, keys)
+        marks = [generator.mark() for generator in self._unsown]
+        keyed = self._keyed(epoch, indices, position, keys, *self._drawn) if len(marks) < len(_ALL) else None
+        batch, missed = keyed or (self._collated(self._samples(epoch, indices, keys), indices), False)
+        if not missed and [generator.mark() for generator in self._unsown] == marks:
             return batch
-        for generator, mark in zip(every, before, strict=True):
+        for generator, mark in zip(self._unsown, marks, strict=True):
             generator.reset(mark)
-        return self._seeded(epoch, indices, keys, position, _ALL, _ALL, notes=True)
+        return self._noted(epoch, indices, position, keys)
 
-    def _seeded(
-        self,
-        epoch: int,
-        indices: Indices,
-        keys: Indices | None,
-        position: int,
-        samples: Places,
-        batches: Places,
-        *,
-        notes: bool,
-    ) -> Any:
-        """The batch with ``samples`` seeded before each sample, and ``batches`` too before it is collated.
+    def _keyed(
+        self, epoch: int, indices: Indices, position: int, keys: Indices | None, samples: Places, batches: Places
+    ) -> tuple[Any, bool]:
+        """The batch, seeded as it draws; and whether samples drew from a generator that only the batch did before."""
+        every = generators()
+        with _entered(samples | batches):
+            between = [(every[place], every[place].mark()) for place in batches - samples]
+            items = self._samples(epoch, indices, keys, samples)
+            missed = any(generator.mark() != mark for generator, mark in between)
+            self._seed_batch(samples | batches, epoch, position)
+            return self._collated(items, indices), missed
 
-        ``notes``: remember from which of them was drawn.
-        """
-        every, both = generators(), samples | batches
-        # Those that nothing is seeded for must not be drawn from: by samples, and by the batch.
-        unsown = [every[place] for place in _ALL - samples], [every[place] for place in _ALL - both]
-        by_samples: set[int] = set()
-        kept = [(every[place], every[place].enter()) for place in both]
-        try:
-            marks = [generator.mark() for generator in unsown[0]]
-            outside = [(generator, generator.mark()) for generator in unsown[1]]
-            items = self._samples(epoch, indices, keys, samples, by_samples if notes else None)
-            missed = [generator.mark() for generator in unsown[0]] != marks
-            words = batch_words(self._seed, epoch, position)
-            for place in both:
-                every[place].seed(words[place])
-            sown = [(place, every[place].mark()) for place in both] if notes else []
+    def _noted(self, epoch: int, indices: Indices, position: int, keys: Indices | None) -> Any:
+        """The batch with all generators seeded; notes which of them samples draw from, and which the batch does."""
+        every, by_samples = generators(), set[int]()
+        with _entered(_ALL):
+            items = self._samples(epoch, indices, keys, _ALL, by_samples)
+            self._seed_batch(_ALL, epoch, position)
+            sown = [generator.mark() for generator in every]
             batch = self._collated(items, indices)
-            missed = missed or any(generator.mark() != mark for generator, mark in outside)
-            if notes:
-                by_batch = {place for place, mark in sown if every[place].mark() != mark}
-        finally:
-            for generator, state in kept:
-                generator.leave(state)
-        if notes:
-            known = self._drawn or (frozenset(), frozenset())
-            self._drawn = known[0] | by_samples, known[1] | by_batch
-        elif missed:
-            for generator, mark in outside:
-                generator.reset(mark)
-            return self._seeded(epoch, indices, keys, position, _ALL, _ALL, notes=True)
+            by_batch = {place for place, mark in enumerate(sown) if every[place].mark() != mark}
+        known = self._drawn or (frozenset(), frozenset())
+        self._drawn = known[0] | by_samples, known[1] | by_batch
+        self._unsown = [every[place] for place in _ALL - self._drawn[0] - self._drawn[1]]
         return batch
+
+    def _seed_batch(self, places: Places, epoch: int, position: int) -> None:
+        words = batch_words(self._seed, epoch, position)
+        for place in places:
+            generators()[place].seed(words[place])
 
     def _samples(
         self,
@@ -357,46 +339,44 @@ class Reader:
         if self._gives_list is False:
             return None
         if self._gives_list and not seeded:
-            try:
+            with contextlib.suppress(Exception):  # one by one, they show which of them it is
                 return list(self._dataset.__getitems__(numbers))
-            except Exception:
-                pass
-        items: list[Any] = []
-        kept: list[int] = []
-        words = sample_words(self._seed, epoch, indices if keys is None else keys) if seeded else []
+        keyed: list[int] = numbers if keys is None else keys.tolist()
+        given = indices if keys is None else keys
+        sown: Iterable[Words] = sample_words(self._seed, epoch, given) if seeded else repeat((0, 0, 0))
         pairs = [(place, generators()[place]) for place in seeded]
-        for number, index in enumerate(numbers):
+        items, readable = list[Any](), list[int]()
+        for index, key, words in zip(numbers, keyed, sown, strict=False):
             for place, generator in pairs:
-                generator.seed(words[number][place])
-            sown = [generator.mark() for _, generator in pairs] if drawn is not None else []
+                generator.seed(words[place])
+            marks = [] if drawn is None else [generator.mark() for _, generator in pairs]
             try:
-                items.append(self._item(epoch, index, index if keys is None else int(keys[number])))
+                items.append(self._item(epoch, index, key))
             except Exception as error:
-                if self._skipped is not None and not isinstance(error, StreamEnded):
-                    self._leave_out(index, error)
-                    continue
-                if isinstance(error, LockstepError):
-                    raise
-                raise sample_error(self._dataset, index, error) from error
-            kept.append(index)
+                self._leave_out(index, error)
+                continue
+            readable.append(index)
             if drawn is not None:
-                after = zip(pairs, sown, strict=True)
+                after = zip(pairs, marks, strict=True)
                 drawn.update(place for (place, generator), mark in after if generator.mark() != mark)
             if self._has_items and not self._gives_list:  # as has just been seen
                 return None
-        if self._skipped is not None:
-            self._readable = items[-1:] or self._readable
-            if 0 < len(items) < min(self._least, len(numbers)):
-                few = DataError(
-                    f"left out: the model has BatchNorm, which needs {self._least} samples in a micro-batch"
-                )
-                for index in kept:
-                    self._leave_out(index, few)
-                return []
-        return items
+        if self._skipped is None:
+            return items
+        self._readable = items[-1:] or self._readable
+        if not 0 < len(items) < min(self._least, len(numbers)):
+            return items
+        few = DataError(f"left out: the model has BatchNorm, which needs {self._least} samples in a micro-batch")
+        for index in readable:
+            self._leave_out(index, few)
+        return []
 
     def _leave_out(self, index: int, error: Exception) -> None:
-        assert self._skipped is not None
+        """Record that a sample is left out because of ``error``; raise it where none may be."""
+        if self._skipped is None or isinstance(error, StreamEnded):
+            if isinstance(error, LockstepError):
+                raise error
+            raise sample_error(self._dataset, index, error) from error
         line = json.dumps({"index": index, "error": f"{type(error).__name__}: {error}"})
         with self._skipped.open("a", encoding="utf-8") as file:  # one write: worker processes append to it, too
             file.write(line + "\n")

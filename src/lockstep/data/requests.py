@@ -198,14 +198,12 @@ def mapped(batch: Any, change: Callable[[Any], Any], method: str) -> Any:
     else is passed on.
     """
     kind = type(batch)
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor) or (kind not in (list, tuple, dict) and callable(getattr(kind, method, None))):
         return change(batch)
     if kind is list or kind is tuple:
         return kind([mapped(value, change, method) for value in batch])
     if kind is dict:
         return {key: mapped(value, change, method) for key, value in batch.items()}
-    if callable(getattr(kind, method, None)):
-        return change(batch)
     if isinstance(batch, Mapping):
         parts = {key: mapped(value, change, method) for key, value in batch.items()}
         try:

@@ -287,9 +287,7 @@ def _weighted(given: Weights, samples: int, positions: int | None, replacement: 
         positions = samples if replacement else int(np.count_nonzero(weights(0)))
     kind += ", with replacement" if replacement else ", without replacement"
     return Weighted(
-        weights,
-        replacement,
-        SamplingFacts(kind=kind, digest=digest.hexdigest()[:16], positions=positions, most=most),
+        weights, replacement, SamplingFacts(kind=kind, digest=digest.hexdigest()[:16], positions=positions, most=most)
     )
 
 
