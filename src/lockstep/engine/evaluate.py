@@ -10,6 +10,7 @@ fail on a rank that has seen no sample.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +35,9 @@ from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError
 from lockstep.planning import LoaderPlan, Plan
 from lockstep.telemetry.progress_board import Activity, pulse
+
+#: Sum of the loss over a chunk, its count, and its rows, or states in their place.
+_Chunk = tuple[float, float, Any]
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,24 @@ class Evaluator:
             Request(0, 0, start, min(start + size, samples)) if start < number * size else nothing for start in starts
         ]
 
-    def batches(
-        self, chunks: Sequence[Request], source: Source, *others: torch.device
+    @contextlib.contextmanager
+    def walk(
+        self, model: nn.Module, dataset: Any, collate: Callable[[Any], Any], *, first: int = 0, most: int | None = None
+    ) -> Iterator[Iterator[tuple[Request, Any]]]:
+        """This rank's chunks of ``dataset`` and their batches, on its device; inside, ``model`` is in evaluation mode.
+
+        Generators and the training flag of every module are afterwards as they were. See :meth:`chunks`.
+        """
+        source = Source(dataset, collate, self.seed, InOrder())
+        devices = list(dict.fromkeys((self.device, *(parameter.device for parameter in model.parameters()))))
+        batches = self._batches(self.chunks(len(dataset), first=first, most=most), source, devices)
+        with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING), contextlib.closing(batches):
+            yield batches
+
+    def _batches(
+        self, chunks: Sequence[Request], source: Source, devices: Sequence[torch.device]
     ) -> Generator[tuple[Request, Any], None, None]:
-        """``chunks`` and their batches, on this rank's device; ``others`` draw random numbers too."""
-        loader, devices = self.loader, list(dict.fromkeys((self.device, *others)))
+        loader = self.loader
         if source.is_at_hand or source.reader.gathers:  # to start processes for it takes longer than its rows
             loader = loader.model_copy(update={"num_workers": 0, "most_workers": 0, "persistent_workers": False})
         draw = SeededDraws(self.seed, devices, everything=True, purpose="evaluation")
@@ -118,54 +135,54 @@ def evaluate(
         report: called with the number of samples before each chunk.
     """
     collectives = evaluator.collectives
-    with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING):
-        metrics = _own_metrics(task) if collectives.is_main else None
-        total = count = 0.0
+    with evaluator.walk(model, dataset, collate_of(task), most=chunks) as batches:
+        metrics: Any = _own_metrics(task) if collectives.is_main else None
         merges, merged = getattr(task.merge, "__func__", None) is not Task.merge, list[Any]()
         states = None
         if collectives.broadcast(not merges and _States.are_those_of(metrics)):
             states = _States(_own_metrics(task) if metrics is None else metrics)
-        found = list[tuple[float, float, Any] | None]()
-
-        def flush() -> None:
-            """Send results to rank 0, which takes them in index order."""
-            nonlocal total, count
-            for chunk in chain.from_iterable(zip(*collectives.gather(found) or (), strict=True)):
-                if chunk is None or metrics is None:
-                    continue
-                total, count = total + chunk[0], count + chunk[1]
-                if states is not None:
-                    states.add(chunk[2])
-                elif merges:
-                    merged.append(chunk[2])
-                else:
-                    metrics.update(*chunk[2])
-            found.clear()
-
-        source = Source(dataset, collate_of(task), evaluator.seed, InOrder())
-        others = [parameter.device for parameter in model.parameters()]
-        batches = evaluator.batches(evaluator.chunks(len(dataset), most=chunks), source, *others)
+        rows = states.add if states else merged.append if merges else lambda found: metrics.update(*found)
+        results = _Results(collectives, rows)
         # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.
-        with contextlib.closing(batches), torch.no_grad():
+        with torch.no_grad():
             for request, batch in batches:
                 report(request.start)
                 mine = _chunk(task, forward or bare(model), batch, request, evaluator.precision, checked=not merges)
-                if states is not None:
-                    mine = states.update(mine, collectives)
-                found.append(mine)
+                results.add(mine if states is None else states.update(mine, collectives))
                 if states is None or not states.add_up:
-                    flush()
+                    results.send()
         if states is not None:
-            found.append(None if states.add_up is False else (0.0, 0.0, states.take()))
-            flush()
+            results.add(None if states.add_up is False else (0.0, 0.0, states.take()))
+            results.send()
             states.put()
         if merges and metrics is not None:
             metrics.update(*task.merge(merged))
         result = None
         pulse.at(Activity.COMPUTING_METRICS)  # the others wait for rank 0, maybe on another node
         if metrics is not None:
-            result = {"loss": total / count if count else float("nan"), **_computed(metrics)}
+            result = {"loss": results.total / results.count if results.count else math.nan, **_computed(metrics)}
         return collectives.broadcast(result) or {}
+
+
+class _Results:
+    """Sum and count of the loss over all chunks, which rank 0 gets in index order; ``rows`` takes their rows."""
+
+    def __init__(self, collectives: Collectives, rows: Callable[[Any], None]) -> None:
+        self._collectives, self._rows = collectives, rows
+        self._waiting = list[_Chunk | None]()
+        self.total = self.count = 0.0
+
+    def add(self, chunk: _Chunk | None) -> None:
+        """This rank's chunk of the next round; ``None`` where it counts nothing."""
+        self._waiting.append(chunk)
+
+    def send(self) -> None:
+        """Send what was added to rank 0. Collective."""
+        for chunk in chain.from_iterable(zip(*self._collectives.gather(self._waiting) or (), strict=True)):
+            if chunk is not None:
+                self.total, self.count = self.total + chunk[0], self.count + chunk[1]
+                self._rows(chunk[2])
+        self._waiting = []
 
 
 @contextlib.contextmanager
@@ -256,7 +273,7 @@ class _States:
             for metric in metrics.values(copy_state=False)
         )
 
-    def update(self, chunk: tuple[float, float, Any] | None, collectives: Collectives) -> Any:
+    def update(self, chunk: _Chunk | None, collectives: Collectives) -> Any:
         """``chunk`` with its states, unless these are taken at the end, in place of its rows. Collective at first."""
         is_first = self.add_up is None
         if not is_first or collectives.is_main:
@@ -272,7 +289,7 @@ class _States:
                 self._add(chunk)
         return chunk and (*chunk[:2], None if self.add_up else self.take())
 
-    def _add(self, chunk: tuple[float, float, Any] | None) -> None:
+    def _add(self, chunk: _Chunk | None) -> None:
         if chunk is not None:
             if not self.add_up:
                 self._metrics.reset()
@@ -314,7 +331,7 @@ def _merging() -> dict[Any, Callable[[Tensor, Tensor], Tensor]]:
 
 def _chunk(
     task: Task, model: nn.Module, batch: Any, request: Request, precision: Precision, *, checked: bool
-) -> tuple[float, float, Any] | None:
+) -> _Chunk | None:
     """Sum of the loss, its count, and the rows; ``None`` when the chunk counts nothing."""
     if request.size == 0:
         return None

@@ -7,28 +7,25 @@ gets its rows in index order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.requests import InOrder, Request, Source
+from lockstep.data.requests import Request
 from lockstep.engine.distributed.staging import to_host
-from lockstep.engine.evaluate import Evaluator, evaluating
-from lockstep.engine.process.runtime import generators_kept
+from lockstep.engine.evaluate import Evaluator
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError
-from lockstep.telemetry.progress_board import Activity, pulse
 
 Row = dict[str, Any]
 
 
 def predictions(
-    evaluator: Evaluator, task: Task, model: nn.Module, dataset: Any, *, first: int = 0
+    evaluator: Evaluator, task: Task, model: nn.Module, dataset: Any, *, first: int
 ) -> Iterator[list[list[Row]]]:
     """The rows of as many chunks as there are ranks, on rank 0; the others get empty lists. Collective.
 
@@ -40,15 +37,7 @@ def predictions(
         TaskError: the task's ``predict`` does not return a value for each sample.
     """
     names = getattr(dataset, "names", None)
-    source = Source(dataset, collate_of(task), evaluator.seed, InOrder())
-    batches = evaluator.batches(evaluator.chunks(len(dataset), first=first), source)
-    with (
-        generators_kept(),
-        evaluating(model),
-        pulse.during(Activity.EVALUATING),
-        closing(batches),
-        torch.no_grad(),
-    ):
+    with evaluator.walk(model, dataset, collate_of(task), first=first) as batches, torch.no_grad():
         for request, batch in batches:
             rows: list[Row] = []
             if request.size:

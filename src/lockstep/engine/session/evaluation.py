@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from lockstep.data.reader import Collate
-from lockstep.data.requests import InOrder, Source
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import to_host
-from lockstep.engine.evaluate import Evaluator, check_rows, evaluating
+from lockstep.engine.evaluate import Evaluator, check_rows
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.runtime import generators_kept
 from lockstep.planning import LoaderPlan, Plan
 from lockstep.telemetry.progress_board import Activity, pulse
 
@@ -41,9 +39,7 @@ def predicted_rows(
     The batches are the same for any number of ranks. Modules are in evaluation mode, and random generators, gradients
     and modes are afterwards as they were.
     """
-    source = Source(dataset, collate, evaluator.seed, InOrder())
-    batches = evaluator.batches(evaluator.chunks(len(dataset)), source)
-    with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING), contextlib.closing(batches):
+    with evaluator.walk(model, dataset, collate) as batches:
         for request, batch in batches:
             found = None
             if request.size:
