@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lockstep.verification import diagnose
 from lockstep.verification.diagnose import Cause
 from lockstep.verification.experiments import Comparison, Lab, Variant
 from lockstep.verification.report import BLIND, Outcome, VerifyReport
-from lockstep.verification.trajectory import BUFFER, FACTOR, ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
+from lockstep.verification.trajectory import FACTOR, ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -179,7 +179,6 @@ def _conclude(
         reproducibility=plan.reproducibility,
         global_batch=plan.batch.global_batch,
         outcome=outcome,
-        verdict=_verdict(outcome, causes, comparison, floor, as_configured, lab.devices),
         causes=tuple(causes),
         notes=tuple(lab.notes),
         comparison=comparison,
@@ -191,54 +190,3 @@ def _conclude(
 def _identical(one: Trajectory, many: Trajectory) -> bool:
     same_weights = one.fingerprint == many.fingerprint and np.array_equal(one.loss, many.loss, equal_nan=True)
     return same_weights and not gap_between(one, many)["validation loss"].max(initial=0) > ROUNDING
-
-
-def _verdict(
-    outcome: Outcome,
-    causes: Sequence[Cause],
-    comparison: Comparison,
-    floor: Floor,
-    as_configured: Gap,
-    devices: int,
-) -> str:
-    gap, steps = comparison.gap, len(comparison.gap["loss"])
-    apart = (
-        f"over {steps} steps the losses of {devices} devices and one differ by at most "
-        f"{gap['loss'].max(initial=0):.1e} (noise floor {floor['loss'].max(initial=0):.1e})"
-    )
-    if outcome == "identical":
-        return (
-            f"IDENTICAL: after {steps} steps the weights of {devices} devices and one are equal bit for bit "
-            f"(sha256 {comparison.one.fingerprint[:12]}…)"
-        )
-    if outcome == "equal":
-        return f"EQUAL to rounding: {apart}"
-    if outcome == "equal without dropout":
-        return (
-            f"EQUAL to rounding without dropout: {apart}; with dropout by {as_configured['loss'].max():.1e}, since in "
-            "fast mode each rank draws its own masks (--reproducibility exact draws the same on any devices)"
-        )
-    if outcome == "equal in float32":
-        return (
-            f"EQUAL to rounding in float32: {apart}; in the configured precision by {as_configured['loss'].max():.1e}, "
-            "whose rounding depends on how a batch is split"
-        )
-    if outcome == "not finite":
-        return "NOT COMPARABLE: the loss is not finite, on one device and on several"
-    other = comparison.one.first_other_samples(comparison.many)
-    if other is not None:
-        return f"DIFFERENT: from step {other} on the samples of {devices} devices are not those of one"
-    if comparison.many.divergence is not None:
-        return f"DIFFERENT: the {devices} ranks do not have the same weights and buffers"
-    if causes[0].code == "resume":
-        return f"DIFFERENT: {devices} devices and one agree, but a resumed run and a whole one do not"
-    quantity, place = floor.parting(gap) or ("weights", steps - 1)
-    since = f"from step {place + 1} on"
-    if quantity == "validation loss":
-        since = f"in validation {place + 1}"
-    elif quantity.startswith(BUFFER):
-        since = f"after step {comparison.one.merged[place + 1]}"
-    return (
-        f"DIFFERENT: {since} the {quantity} of {devices} devices and one differs by {gap[quantity][place]:.1e} "
-        f"(noise floor {floor[quantity][place]:.1e})"
-    )

@@ -15,7 +15,7 @@ from lockstep.telemetry.pictures import save_figure
 from lockstep.telemetry.tables import aligned, print_table, say
 from lockstep.verification.diagnose import Cause
 from lockstep.verification.experiments import Comparison
-from lockstep.verification.trajectory import FACTOR, Floor, Gap
+from lockstep.verification.trajectory import BUFFER, FACTOR, Floor, Gap
 
 Outcome = Literal["identical", "equal", "equal without dropout", "equal in float32", "not finite", "different"]
 #: From here on rounding has grown so much that a difference in meaning could hide in it.
@@ -32,7 +32,6 @@ class VerifyReport:
     reproducibility: str
     global_batch: int
     outcome: Outcome
-    verdict: str
     causes: tuple[Cause, ...]
     notes: tuple[str, ...]
     comparison: Comparison
@@ -47,6 +46,46 @@ class VerifyReport:
     @property
     def exit_code(self) -> int:
         return 0 if self.same else 1
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a sentence, with the numbers that decide."""
+        gap, devices, configured = self.comparison.gap, len(self.devices), self.as_configured["loss"].max(initial=0)
+        apart = (
+            f"over {len(gap['loss'])} steps the losses of {devices} devices and one differ by at most "
+            f"{gap['loss'].max(initial=0):.1e} (noise floor {self.floor['loss'].max(initial=0):.1e})"
+        )
+        sentences: dict[Outcome, str] = {
+            "identical": f"IDENTICAL: after {len(gap['loss'])} steps the weights of {devices} devices and one are "
+            f"equal bit for bit (sha256 {self.comparison.one.fingerprint[:12]}…)",
+            "equal": f"EQUAL to rounding: {apart}",
+            "equal without dropout": f"EQUAL to rounding without dropout: {apart}; with dropout by {configured:.1e}, "
+            "since in fast mode each rank draws its own masks (--reproducibility exact draws the same on any devices)",
+            "equal in float32": f"EQUAL to rounding in float32: {apart}; in the configured precision by "
+            f"{configured:.1e}, whose rounding depends on how a batch is split",
+            "not finite": "NOT COMPARABLE: the loss is not finite, on one device and on several",
+        }
+        return sentences.get(self.outcome) or f"DIFFERENT: {self._difference()}"
+
+    def _difference(self) -> str:
+        one, many, gap, devices = self.comparison.one, self.comparison.many, self.comparison.gap, len(self.devices)
+        other = one.first_other_samples(many)
+        if other is not None:
+            return f"from step {other} on the samples of {devices} devices are not those of one"
+        if many.divergence is not None:
+            return f"the {devices} ranks do not have the same weights and buffers"
+        if self.causes[0].code == "resume":
+            return f"{devices} devices and one agree, but a resumed run and a whole one do not"
+        quantity, place = self.floor.parting(gap) or ("weights", len(gap["loss"]) - 1)
+        since = f"from step {place + 1} on"
+        if quantity == "validation loss":
+            since = f"in validation {place + 1}"
+        elif quantity.startswith(BUFFER):
+            since = f"after step {one.merged[place + 1]}"
+        return (
+            f"{since} the {quantity} of {devices} devices and one differs by {gap[quantity][place]:.1e} "
+            f"(noise floor {self.floor[quantity][place]:.1e})"
+        )
 
     def raise_if_different(self) -> None:
         """Raise :class:`~lockstep.errors.ResultsDifferError`, with the likeliest cause, unless the devices agree."""
