@@ -168,7 +168,7 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
     optimizer = build_optimizer(OptimizerConfig(name=case.optimizer, lr=0.05), model, 0.05)  # type: ignore[arg-type]
     update = Update(model, optimizer, schedule, precision, case.max_norm, sharded)
     replica = Replica(task, model, precision, CPU, 0, rank)
-    strategy = Strategy(replica) if sharded is None else FsdpStrategy(replica, sharded, world_size=ranks)
+    strategy = Strategy(replica) if sharded is None else FsdpStrategy(replica, sharded)
     source = Source(data_of(case), Weighted().collate, 0, InOrder())
     found: list[float] = []
     norms: list[float] = []
@@ -362,7 +362,7 @@ def refusals(world: World) -> list[str]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     sharded = ShardedModel(Weighted(), model, FsdpConfig(), "32", CPU, world)
     replica = Replica(Weighted(), model, Precision("32", CPU, 1.0), CPU, 0, world.rank)
-    strategy = FsdpStrategy(replica, sharded, world_size=world.size)
+    strategy = FsdpStrategy(replica, sharded)
     model[1].requires_grad_(False)
     with pytest.raises(UnsupportedError) as caught:
         strategy.gradients(Window(0, 0, 0, (), irregular=False), iter(()), 0, Flags())

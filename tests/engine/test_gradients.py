@@ -66,7 +66,7 @@ def gradients(
     elif flat:
         strategy = FlatStrategy(replica)
     else:
-        strategy = DdpStrategy(replica, world_size=ranks)
+        strategy = DdpStrategy(replica)
     source = Source(dataset, Weighted().collate, 0, InOrder())
     found = []
     for step, window in enumerate(windows(plan, rank=rank, epoch=0, position=0, epochs=1, ghosts=batchnorm)):

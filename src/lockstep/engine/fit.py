@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -115,18 +114,12 @@ class Fit:
         requests = chain.from_iterable(window.requests for window in walk(plan, rank.world, **start))
         settled, largest = self.validation.settle_loader, plan.batch.batch_size
         loader = make_loader(self.source, requests, plan.loader, rank.world.rank, largest=largest, settled=settled)
-        batches = TimedBatches(iter(loader) if trace is None else trace.batches(iter(loader)))
+        batches = TimedBatches(loader if trace is None else trace.batches(loader))
         train_mode(self.parts.strategy.module)
         self.task.context.is_training = True
-        telemetry, folder = rank.config.telemetry, rank.run_dir.profile
-        place: dict[str, Any] = {
-            "rank": rank.world.rank,
-            "device": rank.device,
-            "remark": partial(rank.note, "profile"),
-        }
         log.unpause()
         pulse.at(Activity.FIRST_STEP, state.step)
-        with contextlib.closing(loader), memory_snapshot(telemetry, folder, **place):
+        with contextlib.closing(loader), memory_snapshot(rank):
             steps = training_steps(
                 _announced(walk(plan, rank.world, **start), before),
                 batches,
@@ -135,9 +128,9 @@ class Fit:
                 state,
                 epoch_over=lambda stop: plan.batch.window(stop) is None,
                 requested=lambda: log.requests(state.step + 1),
-                norm_every=telemetry.log_interval,
+                norm_every=rank.config.telemetry.log_interval,
             )
-            with profiled(steps, telemetry, folder, ranks=rank.world.size, step=state.step, **place) as watched:
+            with profiled(rank, steps, state.step) as watched:
                 for step in watched:
                     log.step(step.window.size, batches.waited_s())
                     Hook.call(after, step)

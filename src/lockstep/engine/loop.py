@@ -50,11 +50,7 @@ def training_steps(
     for window in windows:
         reduced = strategy.gradients(window, batches, state.step, requested())
         update.apply(state.step, reduced.count, reduced.divisor, want_norm=(state.step + 1) % norm_every == 0)
-        state.step += 1
-        state.micro_step += len(window.requests)
-        state.samples_seen += window.size
-        state.position = window.stop
-        state.epoch = window.epoch
+        state.advance(len(window.requests), window.size, window.epoch, window.stop)
         yield StepResult(
             state.step, window, update.lr, reduced.total, reduced.count, epoch_over(window.stop), reduced.flags
         )

@@ -22,7 +22,7 @@ from lockstep._compat.torch import buffers_of
 from lockstep.data.loader import make_loader
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Source
-from lockstep.engine.distributed.staging import SideStream, finish, to_device
+from lockstep.engine.distributed.staging import arrival, finish
 from lockstep.engine.evaluate import evaluating, train_mode
 from lockstep.engine.inspection import trial_of
 from lockstep.engine.optim.precision import autocast
@@ -71,8 +71,7 @@ class _Trial:
         self._source = training_source(task, datasets, rank.plan)
         windows = islice(walk(rank.plan, rank.world), MOST_STEPS)
         self._requests = [each for window in windows for each in window.requests if each.size and not each.ghost]
-        side = SideStream(rank.device) if rank.device.type == "cuda" else None
-        self._arrived: Callable[[Any], Any] = side or (lambda batch: to_device(batch, rank.device))
+        self._arrived = arrival(rank.device)
 
     @contextlib.contextmanager
     def without_trace(self) -> Iterator[None]:
@@ -144,17 +143,13 @@ class _Trial:
 
     def _loaded(self, source: Source, ending: contextlib.ExitStack) -> Steps:
         """Steps with batches of ``source`` as the run loads them."""
-        begun = list[Iterator[Any]]()
+        plan, rank = self._plan, self._rank.world.rank
+        loader = make_loader(source, cycle(self._requests), plan.loader, rank, largest=plan.batch.batch_size)
+        ending.callback(loader.close)
 
         def steps(number: int) -> None:
-            if not begun:
-                requests, world = cycle(self._requests), self._rank.world
-                largest = self._plan.batch.batch_size
-                loader = make_loader(source, requests, self._plan.loader, world.rank, largest=largest)
-                ending.callback(loader.close)
-                begun.append(iter(loader))
             for _ in range(number):
-                self._step(self._arrived(next(begun[0])))
+                self._step(self._arrived(next(loader)))
 
         return steps
 

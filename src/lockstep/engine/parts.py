@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from functools import partial
 from typing import NamedTuple
 
 from lockstep.checkpoint.store import Snapshot
@@ -66,7 +65,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
         before, (model, rank) = plan, on_device(model, rank, task, datasets)
         plan, new = rank.plan, [rank.plan.decisions[key] for key in before.to_measure]
         notes += [f"The {each.title}: {each.shown} ({each.reason})." for each in new]
-    update = build_update(task, model, config, plan, device, divided, validates=datasets.val is not None)
+    update = build_update(rank, task, model, divided, validates=datasets.val is not None)
     notes += [] if divided is None else divided.remarks
     if snapshot is not None:
         notes += restore(rank, snapshot, state, task, model, update)
@@ -74,10 +73,8 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     if divided is None and debug.trace == "off":  # a trace compares them itself
         warning = check_start(model, rank.collectives, exact=plan.reproducibility == "exact")
     watched = Watched(task, model, debug.switch_off) if debug.trace != "off" or debug.switch_off else None
-    note, update.records = partial(rank.note, "cuda_graphs"), bool(plan.value("cuda_graphs"))
-    strategy = build_strategy(
-        watched or task, model, config, plan, update.precision, device, rank.world, divided, note=note
-    )
+    update.records = bool(plan.value("cuda_graphs"))
+    strategy = build_strategy(rank, watched or task, model, update.precision, divided)
     strategy.draws.everything |= state.draws_seeded
     callbacks = Callbacks(task)
     update.after_backward = callbacks.caller("on_after_backward", task.context, strategy.module)

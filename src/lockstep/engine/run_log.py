@@ -140,10 +140,7 @@ class RunLog:
         self._interval = self._epoch = self._speed.mark()
         self._interval_sums = self.losses.read()
         self._skipped_before = state.step, state.skipped_steps
-        emit, attempt = rank.sink.emit, rank.attempt
-        self._ranks = RankWatch(
-            rank.collectives, rank.device, timed, self._speed, emit, attempt=attempt, step=state.step
-        )
+        self._ranks = RankWatch(rank, timed, self._speed, state.step)
         self.pause()
 
     @property

@@ -38,6 +38,13 @@ class TrainState:
     frozen: list[str] | None = None
     draws_seeded: bool = False
 
+    def advance(self, micro_batches: int, samples: int, epoch: int, position: int) -> None:
+        """A step has been taken, up to ``position`` of ``epoch``."""
+        self.step += 1
+        self.micro_step += micro_batches
+        self.samples_seen += samples
+        self.epoch, self.position = epoch, position
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -176,13 +176,15 @@ class _Subset:
 
 
 def _order(task: Task, sampling: Sampling | None, plan: Plan) -> SampleOrder:
-    whole = _sampled(sampling, plan)
-    if plan.overfit_samples is None:
-        return _bucketed(whole, _lengths(task, plan), plan) if plan.order.bucketed else whole
-    subset, order = whole.slice(0, 0, plan.overfit_samples), Order(plan.overfit_samples, plan.seed)
+    order, subset = _sampled(sampling, plan), None
+    if plan.overfit_samples is not None:
+        subset, order = order.slice(0, 0, plan.overfit_samples), Order(plan.overfit_samples, plan.seed)
     if plan.order.bucketed:
-        return _Subset(subset, _bucketed(order, _lengths(task, plan)[subset], plan))
-    return _Subset(subset, order)
+        window, block = plan.order.window, plan.order.block
+        assert window is not None and block is not None, "a bucketed order has both"
+        lengths = _lengths(task, plan)
+        order = BucketedOrder(order, lengths if subset is None else lengths[subset], window, block)
+    return order if subset is None else _Subset(subset, order)
 
 
 def _sampled(sampling: Sampling | None, plan: Plan) -> SampleOrder:
@@ -198,13 +200,6 @@ def _sampled(sampling: Sampling | None, plan: Plan) -> SampleOrder:
             fix="let the weights of Task.datasets() depend on the data and the epoch alone",
         )
     return sampling.order(planned.positions or sampling.facts.positions, plan.seed)
-
-
-def _bucketed(order: SampleOrder, lengths: NDArray[Any], plan: Plan) -> BucketedOrder:
-    window, block = plan.order.window, plan.order.block
-    assert window is not None
-    assert block is not None
-    return BucketedOrder(order, lengths, window, block)
 
 
 def _lengths(task: Task, plan: Plan) -> NDArray[Any]:

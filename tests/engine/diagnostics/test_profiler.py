@@ -14,8 +14,15 @@ import torch
 import lockstep
 from lockstep.config import resolve
 from lockstep.engine.diagnostics.profiler import memory_snapshot
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.rank_context import RankContext
 from lockstep.errors import ConfigError
+from lockstep.events import Note
+from lockstep.hardware.world import World
+from lockstep.planning import Plan
+from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import train as train_by_command
+from tests.fakes import RecordingSink
 from tests.toys import Toy
 
 
@@ -87,22 +94,24 @@ def test_ranks_are_numbers_or_a_list_of_them() -> None:
     assert found == [(0, 2), (1,), (0, 1)]
 
 
+def rank_on(folder: Path, device: torch.device, sink: RecordingSink) -> RankContext:
+    config, plan = resolve({"telemetry": {"memory_snapshot": True}}), Plan.model_construct()
+    return RankContext(RunDir(folder), World(), config, plan, device, Collectives(World()), sink=sink)
+
+
 def test_a_memory_snapshot_on_a_cpu_has_no_effect_and_says_so(tmp_path: Path) -> None:
-    said: list[str] = []
-    settings = resolve({"telemetry": {"memory_snapshot": True}}).telemetry
-    with memory_snapshot(settings, tmp_path / "profile", rank=0, device=torch.device("cpu"), remark=said.append):
+    heard = RecordingSink()
+    with memory_snapshot(rank_on(tmp_path, torch.device("cpu"), heard)):
         pass
-    assert "no effect" in said[0]
+    [said] = heard.events
+    assert isinstance(said, Note) and "no effect" in said.text
     assert not (tmp_path / "profile").exists()
 
 
 @pytest.mark.gpu
 def test_a_memory_snapshot_when_the_gpu_is_full(tmp_path: Path) -> None:
-    settings = resolve({"telemetry": {"memory_snapshot": True}}).telemetry
     device = torch.device("cuda", 0)
-    with (
-        pytest.raises(torch.cuda.OutOfMemoryError),
-        memory_snapshot(settings, tmp_path / "profile", rank=3, device=device, remark=print),
-    ):
+    rank = rank_on(tmp_path, device, RecordingSink())
+    with pytest.raises(torch.cuda.OutOfMemoryError), memory_snapshot(rank):
         torch.empty(1 << 50, device=device)
-    assert (tmp_path / "profile" / "rank-3-memory.pickle").stat().st_size > 0
+    assert (tmp_path / "profile" / "rank-0-memory.pickle").stat().st_size > 0

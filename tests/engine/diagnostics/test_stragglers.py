@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lockstep
+from lockstep.config import RunConfig
 from lockstep.engine.diagnostics.stragglers import (
     JUDGED_ROWS,
     OwnTime,
@@ -23,8 +24,10 @@ from lockstep.engine.diagnostics.stragglers import (
     slow_rank,
 )
 from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.rank_context import RankContext
 from lockstep.events import Note, RanksLogged, RankState
 from lockstep.hardware.world import World
+from lockstep.planning import Plan
 from lockstep.telemetry.rundir import RunDir
 from tests.attempts import attempt
 from tests.fakes import RecordingSink
@@ -92,7 +95,8 @@ def test_own_time_ends_with_the_last_gradient_and_leaves_no_hook() -> None:
 def test_a_step_takes_the_time_since_the_last_row_also_after_an_epochs_end() -> None:
     now, heard = 0.0, RecordingSink()
     speed = Throughput(clock=lambda: now)
-    watch = RankWatch(Collectives(World()), torch.device("cpu"), tuple, speed, heard.emit, attempt=1, step=0)
+    place = RunDir(Path()), World(), RunConfig(), Plan.model_construct(), torch.device("cpu"), Collectives(World())
+    watch = RankWatch(RankContext(*place, sink=heard), tuple, speed, step=0)
     for step in range(1, 101):
         now += 2.0
         speed.add(32, waited_s=0.5)

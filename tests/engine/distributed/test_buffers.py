@@ -20,6 +20,7 @@ from lockstep.engine.strategies.ddp import DdpStrategy, FlatStrategy
 from lockstep.engine.strategies.exact import ExactStrategy
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import UnsupportedError
+from lockstep.hardware.world import World
 from lockstep.planning.batch import resolve_batch
 from tests.gloo import run_ranks
 
@@ -123,11 +124,11 @@ def train(
     replica = Replica(Sum(), model, precision, CPU, 0, rank)
     strategy: Strategy
     if kind == "exact":
-        strategy = ExactStrategy(replica, world_size=ranks)
+        strategy = ExactStrategy(replica, World(rank=rank, size=ranks))
     elif ranks == 1:
         strategy = Strategy(replica)
     else:
-        strategy = FlatStrategy(replica) if kind == "flat" else DdpStrategy(replica, world_size=ranks)
+        strategy = FlatStrategy(replica) if kind == "flat" else DdpStrategy(replica)
     data = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
     source = Source(ArrayDataset(data), Sum().collate, 0, InOrder())
     for step, window in enumerate(windows(plan, rank=rank, epoch=0, position=0, epochs=1, ghosts=bool(sync))):

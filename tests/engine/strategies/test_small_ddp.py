@@ -16,6 +16,7 @@ from lockstep.data.requests import Request, Window
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Flags, Replica
 from lockstep.engine.strategies.build import build_strategy
 from lockstep.engine.strategies.ddp import FlatStrategy, joint_bytes, pack, unpack
@@ -90,9 +91,9 @@ def three_steps(rank: int, ranks: int) -> list[Tensor]:
         decisions={"reproducibility": Decision("reproducibility", "", "fast", "")},
         placement={"strategy": "ddp" if ranks > 1 else "single", "world_size": ranks},
     )
-    trained = build_strategy(
-        *(Squares(), model, RunConfig(), plan, precision, CPU, World(rank, ranks, rank, ranks)), None
-    )
+    nothing: Any = None
+    context = RankContext(nothing, World(rank, ranks, rank, ranks), RunConfig(), plan, CPU, nothing)
+    trained = build_strategy(context, Squares(), model, precision, None)
     schedule = Schedule(name="constant", lr=0.01, total_steps=3, steps_per_epoch=3)
     update = Update(model, build_optimizer(OptimizerConfig(), model, 0.01), schedule, precision, None)
     inputs = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))

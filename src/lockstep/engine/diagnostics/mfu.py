@@ -27,9 +27,8 @@ def peak_share(task: Task, source: Source, plan: Plan) -> tuple[float | None, st
     if peak is None or flops is None:
         return None, f"MFU is not shown: {counted}."
     devices = len(set(placement["devices"])) * placement["nodes"]
-    return flops / (
-        peak * devices
-    ), f"MFU: {flops / 1e9:.4g} GFLOP a sample, {peak / 1e12:.4g} TFLOP/s a GPU ({origin})."
+    text = f"MFU: {flops / 1e9:.4g} GFLOP a sample, {peak / 1e12:.4g} TFLOP/s a GPU ({origin})."
+    return flops / (peak * devices), text
 
 
 def flops_of_sample(task: Task, source: Source, plan: Plan) -> tuple[float | None, str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lockstep._compat.torch import dump_memory, record_memory
-from lockstep.config.sections import TelemetryConfig
 from lockstep.engine.distributed.staging import finish
 from lockstep.engine.loop import StepResult
+from lockstep.engine.rank_context import RankContext
 from lockstep.errors import StorageError
 from lockstep.telemetry.files import write_json, write_text
 from lockstep.telemetry.progress_board import Activity, pulse
@@ -28,27 +28,17 @@ _HISTORY = 100_000
 
 
 @contextmanager
-def profiled(
-    steps: Iterator[StepResult],
-    settings: TelemetryConfig,
-    folder: Path,
-    *,
-    rank: int,
-    ranks: int,
-    step: int,
-    device: torch.device,
-    remark: Callable[[str], None],
-) -> Iterator[Iterator[StepResult]]:
+def profiled(rank: RankContext, steps: Iterator[StepResult], step: int) -> Iterator[Iterator[StepResult]]:
     """``steps``, of which those of ``telemetry.profile`` are recorded; without that, ``steps`` itself.
 
     Writes ``rank-<r>.trace.json.gz`` (for Perfetto or chrome://tracing), ``rank-<r>.txt`` and ``rank-<r>.json`` into
-    ``folder`` after the last of them, or where the run ends before. What runs between these steps (logging, an
-    evaluation) is in the trace too.
+    ``profile/`` of the run after the last of them, or where the run ends before. What runs between these steps
+    (logging, an evaluation) is in the trace too.
 
     Args:
         step: optimizer steps done so far.
-        remark: called with a text that says where the profile is, or why there is none.
     """
+    settings, ranks, remark = rank.config.telemetry, rank.world.size, partial(rank.note, "profile")
     if settings.profile is None:
         yield steps
         return
@@ -58,40 +48,35 @@ def profiled(
         remark(f"telemetry.profile_ranks names {', '.join(absent)}, but the run has {ranks} rank(s), counted from 0.")
     if step >= last:
         remark(f"Steps {first} to {last} are not profiled: the run resumes at step {step}.")
-    if rank not in settings.profile_ranks or step >= last:
+    if rank.world.rank not in settings.profile_ranks or step >= last:
         yield steps
         return
-    with contextlib.closing(_recorded(steps, max(first, step + 1), last, step, folder, rank, device, remark)) as found:
+    with contextlib.closing(_recorded(rank, steps, max(first, step + 1), last, step)) as found:
         yield found
 
 
 def _recorded(
-    steps: Iterator[StepResult],
-    first: int,
-    last: int,
-    step: int,
-    folder: Path,
-    rank: int,
-    device: torch.device,
-    remark: Callable[[str], None],
+    rank: RankContext, steps: Iterator[StepResult], first: int, last: int, step: int
 ) -> Generator[StepResult, None, None]:
     profiler: profile | None = None
+    remark = partial(rank.note, "profile")
     try:
         while step < last:
             step += 1
-            profiler = _started(device) if step == first else profiler
+            profiler = _started(rank.device) if step == first else profiler
             with record_function(f"step {step}") if profiler else contextlib.nullcontext():
                 result = next(steps, None)
             if result is None:
                 return
             yield result
         ended, profiler = profiler, None
-        remark(f"The profile of steps {first} to {last} {_written(ended, folder, rank, device)}.")
+        remark(f"The profile of steps {first} to {last} {_written(ended, rank)}.")
         yield from steps
     finally:
         if profiler is not None:
-            written = _written(profiler, folder, rank, device)
-            remark(f"The run ended before step {last}: the profile until then {written}.")
+            rank.note(
+                "profile", f"The run ended before step {last}: the profile until then {_written(profiler, rank)}."
+            )
         elif step < first:
             remark(f"The run ended before step {first}: there is no profile.")
 
@@ -105,10 +90,11 @@ def _started(device: torch.device) -> profile:
     return profiler
 
 
-def _written(profiler: profile | None, folder: Path, rank: int, device: torch.device) -> str:
+def _written(profiler: profile | None, rank: RankContext) -> str:
     """Where the files are, or why there are none. A failed profile does not end a run."""
     assert profiler is not None
-    name, order = f"rank-{rank}", "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    number, device, folder = rank.world.rank, rank.device, rank.run_dir.profile
+    name, order = f"rank-{number}", "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     with pulse.during(Activity.WRITING_PROFILE):
         finish(device)
         profiler.stop()
@@ -117,7 +103,7 @@ def _written(profiler: profile | None, folder: Path, rank: int, device: torch.de
             profiler.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
             averages = profiler.key_averages()
             write_text(folder / f"{name}.txt", averages.table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
-            write_json(folder / f"{name}.json", {"rank": rank, "operators": operators(averages, order)})
+            write_json(folder / f"{name}.json", {"rank": number, "operators": operators(averages, order)})
         except (OSError, StorageError) as error:
             return f"could not be written: {error}"
     return f"is in {folder}"
@@ -155,18 +141,16 @@ def operators(averages: EventList, order: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def memory_snapshot(
-    settings: TelemetryConfig, folder: Path, *, rank: int, device: torch.device, remark: Callable[[str], None]
-) -> Iterator[None]:
+def memory_snapshot(rank: RankContext) -> Iterator[None]:
     """With ``telemetry.memory_snapshot``, write ``rank-<r>-memory.pickle`` when the GPU's memory runs out inside.
 
     For https://docs.pytorch.org/memory_viz. The error is raised again.
     """
-    if not settings.memory_snapshot:
+    if not rank.config.telemetry.memory_snapshot:
         yield
         return
-    if device.type != "cuda":
-        remark("telemetry.memory_snapshot has no effect: it records the memory of GPUs.")
+    if rank.device.type != "cuda":
+        rank.note("profile", "telemetry.memory_snapshot has no effect: it records the memory of GPUs.")
         yield
         return
     record_memory(_HISTORY)
@@ -174,10 +158,10 @@ def memory_snapshot(
         yield
     except torch.cuda.OutOfMemoryError:
         try:
-            folder.mkdir(exist_ok=True)
-            dump_memory(str(folder / f"rank-{rank}-memory.pickle"))
+            rank.run_dir.profile.mkdir(exist_ok=True)
+            dump_memory(str(rank.run_dir.profile / f"rank-{rank.world.rank}-memory.pickle"))
         except OSError as error:  # the error that ended the run is reported anyway
-            remark(f"The memory snapshot could not be written: {error}")
+            rank.note("profile", f"The memory snapshot could not be written: {error}")
         raise
     finally:
         record_memory(None)

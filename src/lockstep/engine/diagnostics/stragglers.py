@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import between, moment
-from lockstep.events import Event, Note, RanksLogged, RankState
+from lockstep.engine.rank_context import RankContext
+from lockstep.events import RanksLogged, RankState
 
 
 class Mark(NamedTuple):
@@ -146,18 +146,10 @@ class RankWatch:
     """
 
     def __init__(
-        self,
-        collectives: Collectives,
-        device: torch.device,
-        parameters: Callable[[], Iterable[nn.Parameter]],
-        speed: Throughput,
-        emit: Callable[[Event], None],
-        *,
-        attempt: int,
-        step: int,
+        self, rank: RankContext, parameters: Callable[[], Iterable[nn.Parameter]], speed: Throughput, step: int
     ) -> None:
-        self._collectives, self._device, self._emit, self._attempt = collectives, device, emit, attempt
-        self._own = OwnTime(parameters, device) if collectives.size > 1 else None
+        self._rank, self._collectives, self._device = rank, rank.collectives, rank.device
+        self._own = OwnTime(parameters, rank.device) if rank.collectives.size > 1 else None
         self._pending: tuple[int, int, list[Tensor], dist.Work | None] | None = None
         self._history: deque[tuple[RankState, ...]] = deque(maxlen=JUDGED_ROWS)
         self._named: set[int] = set()
@@ -206,10 +198,10 @@ class RankWatch:
         if all(state.own_s is not None for state in ranks):
             self._history.append(ranks)
         slow, message = slow_rank(self._history) or (None, "")
-        self._emit(RanksLogged(self._attempt, step, epoch, ranks, slow))
+        self._rank.sink.emit(RanksLogged(self._rank.attempt, step, epoch, ranks, slow))
         if slow is not None and slow not in self._named:
             self._named.add(slow)
-            self._emit(Note("slow_rank", message, "warning"))
+            self._rank.note("slow_rank", message, "warning")
 
 
 def memory(device: torch.device) -> tuple[float, float, float]:

@@ -351,16 +351,14 @@ def _has_bits(value: Any) -> bool:
 
 def moments_of(optimizer: Optimizer) -> dict[str, Tensor]:
     """What ``optimizer`` keeps of its parameters."""
-
-    def named() -> Iterator[tuple[str, Any]]:
-        number = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                for name, value in optimizer.state.get(parameter, {}).items():
-                    yield f"the optimizer's {name} of parameter {number}", value
-                number += 1
-
-    return {name: value for name, value in named() if _has_bits(value)}
+    return {
+        f"the optimizer's {name} of parameter {number}": value
+        for number, parameter in enumerate(
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        )
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if _has_bits(value)
+    }
 
 
 def check_start(model: nn.Module, collectives: Collectives, *, exact: bool) -> str | None:

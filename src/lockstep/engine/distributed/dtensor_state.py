@@ -5,13 +5,12 @@ A divided tensor is a ``DTensor``: this rank's rows of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lockstep.checkpoint.content import Pieces, mark
+from lockstep.checkpoint.content import Pieces, Place, mark, walked
 from lockstep.telemetry.progress_board import pulse
 
 
@@ -20,14 +19,14 @@ def gathered(state: Any, *, keep: bool) -> Any:
 
     One tensor at a time is whole on the device; on a rank that does not ``keep`` them, none stays.
     """
-    if isinstance(state, DTensor):
-        whole = _whole(state)
+
+    def leaf(value: Any, _: Place) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        whole = _whole(value)
         return whole.cpu() if keep else None
-    if isinstance(state, Mapping):
-        return {key: gathered(value, keep=keep) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(gathered(value, keep=keep) for value in state)
-    return state
+
+    return walked(state, leaf)
 
 
 def _whole(divided: DTensor) -> Tensor:
@@ -46,27 +45,22 @@ def own_part(state: dict[str, Any], *, is_main: bool) -> dict[str, Any]:
     """
     model = {name: _rows(value) for name, value in state["model"].items()}
     rows: dict[str, Tensor] = {}
+
+    def marked(value: Any, place: Place) -> Any:
+        """A mark for a tensor that is divided by rows, whose rows here go to ``rows``."""
+        if not _by_rows(value):
+            return _rows(value)
+        name = ".".join(map(str, place))
+        rows[name] = _rows(value)
+        return mark(name)
+
     # The task's own state is its affair, and small.
-    trainer = {key: _marked(value, key, rows) for key, value in state["trainer"].items() if key != "task"}
+    trainer = walked({key: value for key, value in state["trainer"].items() if key != "task"}, marked)
     trainer["task"] = gathered(state["trainer"]["task"], keep=is_main)
     if is_main:
         return {"model": model, "trainer": trainer, "rows": rows}
     divided = {name: own for name, own in model.items() if _by_rows(state["model"][name])}
     return {"model": divided, "trainer": {}, "rows": rows}
-
-
-def _marked(state: Any, place: str, rows: dict[str, Tensor]) -> Any:
-    """``state`` with a mark for each tensor that is divided by rows, whose rows here go to ``rows``."""
-    if isinstance(state, DTensor):
-        if not _by_rows(state):
-            return _rows(state)
-        rows[place] = _rows(state)
-        return mark(place)
-    if isinstance(state, Mapping):
-        return {key: _marked(value, f"{place}.{key}", rows) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_marked(value, f"{place}.{index}", rows) for index, value in enumerate(state))
-    return state
 
 
 def _by_rows(value: Any) -> bool:

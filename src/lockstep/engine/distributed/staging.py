@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from functools import cache
 from inspect import Parameter, signature
 from typing import Any
@@ -74,6 +75,13 @@ class SideStream:
             leaf.record_stream(current)
             return leaf
         return _moved(leaf, self._device)  # what tensors it holds is its own affair
+
+
+def arrival(device: torch.device) -> Callable[[Any], Any]:
+    """A function that brings batches of training to ``device``."""
+    if device.type == "cuda":
+        return SideStream(device)
+    return (lambda batch: batch) if device.type == "cpu" else (lambda batch: to_device(batch, device))
 
 
 def finish(device: torch.device) -> None:

@@ -296,10 +296,7 @@ class RunLogCallback(Checkpoint):
 
     def _finish_step(self, trainer: pl.Trainer, step: Step) -> None:
         state, over = self._state, self._batch.window(step.stop) is None
-        state.step += 1
-        state.micro_step += len(step.mine)
-        state.samples_seen += step.stop - step.start
-        state.position = step.stop
+        state.advance(len(step.mine), step.stop - step.start, state.epoch, step.stop)
         assert self.averages is not None
         self.averages.update(state.step)
         self._log.step(step.stop - step.start, self._waited_s)

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from inspect import Parameter, signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -148,30 +149,25 @@ def fitted(
     """
     if names is None:
         everything = [name for name, p in named.items() if p.is_floating_point() or p.is_complex()]
-        trained = [name for name in everything if named[name].requires_grad]
-        if names_of(optimizer, named) != [everything] or len(saved["param_groups"][0]["params"]) != len(trained):
+        names = [[name for name in everything if named[name].requires_grad]]
+        if names_of(optimizer, named) != [everything] or len(saved["param_groups"][0]["params"]) != len(names[0]):
             return saved
-        names = [trained]
     own = names_of(optimizer, named)
-    taken = {name for group in own for name in group}
+    taken = set(chain.from_iterable(own))
     for added, group in list(zip(names, saved["param_groups"], strict=True))[len(own) :]:
-        if not taken & set(added):
+        if taken.isdisjoint(added):
             optimizer.add_param_group({**group, "params": [named[name] for name in added]})
             own.append(added)
     if own == names or len(own) != len(names) or any(set(a) - set(b) for a, b in zip(names, own, strict=True)):
         return saved
-    states = {
-        name: saved["state"][number]
-        for group, numbers in zip(names, saved["param_groups"], strict=True)
-        for name, number in zip(group, numbers["params"], strict=True)
-        if number in saved["state"]
+    numbers = {name: number for number, name in enumerate(chain.from_iterable(own))}
+    before = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    moved = {old: numbers[name] for old, name in zip(before, chain.from_iterable(names), strict=True)}
+    groups = zip(saved["param_groups"], own, strict=True)
+    return {
+        "state": {moved[old]: state for old, state in saved["state"].items() if old in moved},
+        "param_groups": [{**group, "params": [numbers[name] for name in ours]} for group, ours in groups],
     }
-    numbers = {name: number for number, name in enumerate(name for group in own for name in group)}
-    groups = [
-        {**group, "params": [numbers[name] for name in ours]}
-        for group, ours in zip(saved["param_groups"], own, strict=True)
-    ]
-    return {"state": {numbers[name]: state for name, state in states.items()}, "param_groups": groups}
 
 
 def restore_changed(optimizer: Optimizer, now: Settings, then: Settings | None, *, keep: Sequence[str] = ()) -> None:
@@ -218,19 +214,13 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, task: 
         rates = _rates(config.layer_decay, model, blocks_of(task, bare(model)))
     if config.name == "muon":
         return _muon(config, model, parameters, lr, rates, fused=fused)
-    make: Callable[..., Optimizer]
-    settings: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
     if config.name == "sgd":
         # A parameter that is divided among ranks is a DTensor, for which torch has no such kernel.
         fused = fused and not any(hasattr(p, "device_mesh") for p in parameters)
-        make, settings = SGD, {**settings, "momentum": config.momentum, "nesterov": config.nesterov, "fused": fused}
-    elif config.name in ("adam", "adamw"):
-        make = AdamW if config.name == "adamw" else Adam
-        settings |= {"betas": config.betas, "eps": config.eps, "fused": fused}
-    elif config.name == "lion":
-        make, settings = Lion, {**settings, "betas": config.betas}
-    else:
-        make = Adafactor if config.name == "adafactor" else _find(config.name)
+    known = config.model_dump() | {"lr": lr, "fused": fused}
+    make, names = _KINDS.get(config.name) or (_find(config.name), ())
+    settings = {name: known[name] for name in ("lr", "weight_decay", *names)}
+    if not names:
         taken = signature(make).parameters
         settings = {name: value for name, value in settings.items() if name in taken or "kwargs" in taken}
     return _made(config, make, _grouped(config, parameters, lr, rates), settings, model)
@@ -361,6 +351,16 @@ class Several(Optimizer):
         """Take a step of each."""
         for part in self._parts:
             take_step(part)
+
+
+#: Optimizers by name, and the settings that each takes besides the learning rate and the weight decay.
+_KINDS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
+    "adamw": (AdamW, ("betas", "eps", "fused")),
+    "adam": (Adam, ("betas", "eps", "fused")),
+    "sgd": (SGD, ("momentum", "nesterov", "fused")),
+    "lion": (Lion, ("betas",)),
+    "adafactor": (Adafactor, ()),
+}
 
 
 def _muon(

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep._compat.torch import (
-    amp_unscale_,
-    compiler_not_imported,
-    foreach_mul_,
-    foreach_norm,
-    takes_found_inf,
-)
+from lockstep._compat.torch import amp_unscale_, compiler_not_imported, foreach_mul_, foreach_norm, takes_found_inf
 from lockstep.config import AveragingConfig, RunConfig
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.fused_adam import Stepper
@@ -36,6 +30,7 @@ from lockstep.engine.optim.optimizers import (
 )
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.recording import Recording
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
@@ -261,10 +256,8 @@ class Update:
 
     def _record(self, gradients: list[Tensor], divisor: float, baked: Any) -> _Recorded:
         device = gradients[0].device
-        rates, count = (
-            [torch.zeros((), device=device) for _ in self.optimizer.param_groups],
-            torch.ones((), device=device),
-        )
+        rates = [torch.zeros((), device=device) for _ in self.optimizer.param_groups]
+        count = torch.ones((), device=device)
 
         def body() -> list[Tensor]:
             self._apply_on_device(gradients, count, divisor, True, count != 0, rates)
@@ -419,14 +412,7 @@ class Update:
 
 
 def build_update(
-    task: Task,
-    model: nn.Module,
-    config: RunConfig,
-    plan: Plan,
-    device: torch.device,
-    divided: Divided | None,
-    *,
-    validates: bool,
+    rank: RankContext, task: Task, model: nn.Module, divided: Divided | None, *, validates: bool
 ) -> Update:
     """The update of ``model``, which is on its device.
 
@@ -434,6 +420,7 @@ def build_update(
         TaskError, UnsupportedError: the task's optimizer cannot train the model, or its scheduler needs evaluations
             and the run has none (``validates``).
     """
+    config, plan = rank.config, rank.plan
     optimizer, scheduler = _optimizer(task, model, config, plan)
     if scheduler is not None and scheduler.interval == "metric" and not validates:
         raise TaskError(
@@ -443,7 +430,7 @@ def build_update(
         )
     if divided is not None:
         divided.adopt(optimizer)
-    precision = Precision(plan.placement["precision"], device, plan.pre_scale)
+    precision = Precision(plan.placement["precision"], rank.device, plan.pre_scale)
     max_norm = config.training.max_grad_norm
     averages = Averages(config.averaging, model, plan.total_steps, optimizer)
     return Update(model, optimizer, plan.schedule, precision, max_norm, divided, scheduler, plan.mode, averages)

@@ -210,10 +210,8 @@ def _group(backend: str | None, device: torch.device, world: World, timeout_s: f
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """Deterministic kernels alone, and an error for an operator that has none."""
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = {name: os.environ.get(name) for name in _EXACT}
     os.environ.update(_EXACT)
     use_deterministic_algorithms(True)

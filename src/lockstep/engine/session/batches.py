@@ -15,7 +15,7 @@ from lockstep.data.requests import Source, Window, windows
 from lockstep.data.stream import is_stream
 from lockstep.engine.dataset_checks import check_dataset, examined, same_data
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import SideStream, to_device
+from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.fit import TimedBatches
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
@@ -100,10 +100,10 @@ class DataFeed:
         self._loader: Any = None
         self._batches: TimedBatches | None = None
         self._next = (-1, -1)
-        rank, device = training.rank, training.rank.device
+        rank = training.rank
         records = rank.config.telemetry.record_samples
         self._samples = JsonLines(rank.run_dir.samples_file(rank.world.rank)) if records else None
-        self._side = SideStream(device) if device.type == "cuda" else None
+        self._moved = arrival(training.rank.device)
 
     @classmethod
     def of(
@@ -162,12 +162,6 @@ class DataFeed:
                 training.is_cut = not over
                 return
 
-    def _moved(self, batch: Any) -> Any:
-        if self._side is not None:
-            return self._side(batch)
-        device = self._training.rank.device
-        return batch if device.type == "cpu" else to_device(batch, device)
-
     def again(self) -> Iterator[Any]:
         """The micro-batches of the current window once more. Raises :class:`LockstepError`."""
         training = self._training
@@ -197,7 +191,7 @@ class DataFeed:
             self._loader = make_loader(
                 self.source, requests, plan.loader, rank.world.rank, largest=self.batch.batch_size
             )
-            self._batches = TimedBatches(iter(self._loader))
+            self._batches = TimedBatches(self._loader)
         self._next = (-1, -1)
         return self._batches
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lockstep.engine.distributed.staging import all_gather_rows, wire_device
+from lockstep.engine.distributed.staging import all_gather_rows, all_reduce
 from lockstep.errors import CollectiveError
 
 #: Bytes of a number of rows in a message; a multiple of the size of every type.
@@ -45,7 +45,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        total = _summed(gradient.contiguous().clone())
+        total = all_reduce(gradient.contiguous().clone(), None)
         own = gradient.new_zeros(ctx.shape)
         own[: ctx.size] = total[ctx.start : ctx.start + ctx.size]
         return own, None, None
@@ -76,18 +76,12 @@ def _gathered(own: Tensor, most: dict[Any, int]) -> tuple[list[int], list[Tensor
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return _summed(tensor.detach().clone())
+        return all_reduce(tensor.detach().clone(), None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _summed(gradient.contiguous().clone())
-
-
-def _summed(tensor: Tensor) -> Tensor:
-    sent = tensor.to(wire_device(tensor.device, None))
-    dist.all_reduce(sent)
-    return sent.to(tensor.device)
+        return all_reduce(gradient.contiguous().clone(), None)
 
 
 def reduce_tensor(tensor: Tensor, operation: Literal["sum", "mean", "min", "max"]) -> Tensor:
@@ -97,6 +91,4 @@ def reduce_tensor(tensor: Tensor, operation: Literal["sum", "mean", "min", "max"
     if operation in ("sum", "mean"):
         total: Tensor = cast(Any, _Sum.apply)(tensor)
         return total / dist.get_world_size() if operation == "mean" else total
-    found = tensor.detach().to(wire_device(tensor.device, None), copy=True)
-    dist.all_reduce(found, op=getattr(dist.ReduceOp, operation.upper()))
-    return found.to(tensor.device)
+    return all_reduce(tensor.detach().clone(), None, getattr(dist.ReduceOp, operation.upper()))

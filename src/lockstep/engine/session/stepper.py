@@ -19,9 +19,9 @@ from lockstep.engine.optim.optimizers import check_sparse
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.session.buckets import BUCKET_BYTES, GradientBuckets
 from lockstep.engine.session.prepared import Owned, Prepared, parameters_of
 from lockstep.engine.strategies.base import Flags
+from lockstep.engine.strategies.buckets import BUCKET_BYTES, GradientBuckets
 from lockstep.engine.strategies.ddp import pack, unpack
 from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.strategies.partition import Divided
@@ -144,12 +144,12 @@ class Stepper:
         self._requires_grad = [p.requires_grad for p in self._parameters]
         self._trained = [p for p in self._parameters if p.requires_grad]
         if self._rank.plan.reproducibility == "exact":
-            self._lanes = lane_sums(self._rank, self._trained, buffers=None)
+            self._lanes = lane_sums(self._rank, self._trained)
         if self._group is not None:
             cap = self._rank.config.distributed.bucket_cap_mb
             cap_bytes = 0 if self._rank.plan.one_message else int(cap * 2**20) if cap else BUCKET_BYTES
-            how: dict[str, Any] = {"numbers": NUMBERS, "device": self._device, "cap_bytes": cap_bytes}
-            self._buckets = GradientBuckets(self._trained, self._group, left=self._left, **how)
+            how: dict[str, Any] = {"numbers": NUMBERS, "cap_bytes": cap_bytes, "left": self._left}
+            self._buckets = GradientBuckets(self._trained, self._device, self._group, **how)
             if self._buckets.overlaps:
                 self._hooks = [p.register_post_accumulate_grad_hook(self._buckets.ready) for p in self._trained]
 
@@ -308,12 +308,14 @@ class Stepper:
             dist.all_reduce(sent)
             return self._read(sent, reads=reads)
         if self._buckets is None:
-            total, count = self._local()
-            return Sums(total, count, flags)
-        if not self._buckets.is_launched:
-            self._buckets.launch(self._numbers(flags))
+            return Sums(*self._local(), flags)
+        return self._reduce_buckets(self._buckets, flags, reads=reads)
+
+    def _reduce_buckets(self, buckets: GradientBuckets, flags: Flags, *, reads: bool) -> Sums:
+        if not buckets.is_launched:
+            buckets.launch(self._numbers(flags))
         used = [p.grad is not None for p in self._trained]
-        tail = self._buckets.wait()
+        tail = buckets.wait()
         if not (reads or self._reads or self._device.type == "cpu"):
             # Zeros stand in for a gradient that no rank has, until numbers are read again.
             total, count, _ = unpack(tail[:-3].double())
@@ -321,7 +323,7 @@ class Stepper:
         *numbers, touched, squares, unused = tail.tolist()
         if unused:
             self._reads = True
-            self._leave_out(used)
+            buckets.leave_out(used)
         total, count, agreed = unpack(numbers)
         if self._rank.collectives.size * squares != touched**2:
             count = self._count_anywhere()
@@ -350,12 +352,6 @@ class Stepper:
         everyone = self._rank.collectives.all_gather([(float(call.count), call.touched) for call in self._calls])
         calls = zip(*everyone, strict=True)
         return sum(sum(c for c, _ in ranks) for ranks in calls if any(touched for _, touched in ranks))
-
-    def _leave_out(self, used: Sequence[bool]) -> None:
-        """Remove zeros of parameters without a gradient on any rank: an optimizer leaves those alone."""
-        assert self._buckets is not None
-        for parameter, one in zip(self._trained, self._buckets.used_anywhere(used), strict=True):
-            parameter.grad = parameter.grad if one else None
 
     def apply(self, sums: Sums, step: int, max_norm: float | None, *, want_norm: bool) -> None:
         """Divide, clip, and step optimizer and scheduler, unless the gradient is not finite; then clear it."""
@@ -393,10 +389,9 @@ class Stepper:
         self._forget()
 
 
-def lane_sums(rank: RankContext, parameters: Sequence[nn.Parameter], buffers: Buffers | None) -> LaneSums:
-    """The sums over lanes of ``reproducibility: exact``: of loss, count and flags besides."""
-    place: dict[str, Any] = {"device": rank.device, "rank": rank.world.rank, "world_size": rank.world.size}
-    return LaneSums(parameters, buffers, 2 + len(Flags._fields), **place)
+def lane_sums(rank: RankContext, parameters: Sequence[nn.Parameter], buffers: Buffers | None = None) -> LaneSums:
+    """The sums over lanes of ``reproducibility: exact``."""
+    return LaneSums(parameters, buffers, rank.device, rank.world)
 
 
 def build_steppers(

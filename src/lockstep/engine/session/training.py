@@ -159,10 +159,7 @@ class Training:
     def end_window(self, window: Window, waited_s: float, *, epoch_over: bool) -> None:
         """Count the window, log, and save where that is due; sets ``log.ended_by`` where ranks agreed to stop."""
         state, log = self.state, self.log
-        state.step += 1
-        state.micro_step += len(window.requests)
-        state.samples_seen += window.size
-        state.position, state.epoch = window.stop, window.epoch
+        state.advance(len(window.requests), window.size, window.epoch, window.stop)
         self.precision.settle()
         self._checked += 1
         if self._lanes is not None:

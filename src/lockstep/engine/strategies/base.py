@@ -10,7 +10,7 @@ import pickle
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from lockstep.data.requests import Window
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import SideStream, to_device, wait
+from lockstep.engine.distributed.staging import arrival, wait
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.losses import CheckedLoss, without_count
@@ -198,6 +198,8 @@ class Strategy:
     """
 
     is_sharded = False
+    #: The mode of :class:`Buffers`.
+    _merges: Literal["alone", "ranks", "exact"] = "alone"
 
     def __init__(self, replica: Replica) -> None:
         self.module, device = replica.module, replica.device
@@ -210,12 +212,12 @@ class Strategy:
         self._follow()
         self._precision = replica.precision
         self._device = device
-        self._moves = device.type != "cpu"
-        self._side = SideStream(device) if device.type == "cuda" else None
-        self._graphs = replica.compiled and self._side is not None
+        #: ``self._arrived(batch)``: on the device.
+        self._arrived = arrival(device)
+        self._graphs = replica.compiled and device.type == "cuda"
         self.draws = SeededDraws(replica.seed, [device], everything=False)
         self._rank = replica.rank
-        self._buffers = Buffers(self.module, device)
+        self._buffers = Buffers(self.module, device, self._merges)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         """Compute and reduce the gradients of ``window``; ``batches``: of its requests, in order."""
@@ -293,12 +295,6 @@ class Strategy:
             for parameter in self._trained:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 
-    def _arrived(self, batch: Any) -> Any:
-        """``batch`` on the device."""
-        if self._side is not None:
-            return self._side(batch)
-        return to_device(batch, self._device) if self._moves else batch
-
     def _forward_pass(self, batch: Any, step: int, part: int) -> tuple[Tensor, Tensor | int]:
         if isinstance(batch, Unreadable):
             with ghost(self.module), self._buffers.untouched():
@@ -332,9 +328,11 @@ class Strategy:
 class RanksStrategy(Strategy):
     """One process a rank: what there is to do besides reducing gradients."""
 
+    _merges = "ranks"
+
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
-        self._buffers = Buffers(replica.module, replica.device, "ranks")
+        self._world_size = dist.get_world_size()
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._begin()
@@ -344,20 +342,6 @@ class RanksStrategy(Strategy):
 
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         raise NotImplementedError
-
-    def _leave_out(self, used: Sequence[bool]) -> None:
-        """Remove zeros that were filled in for parameters without a gradient on any rank. Collective.
-
-        An optimizer leaves parameters without a gradient alone; it would decay those whose gradient is zero.
-
-        Args:
-            used: whether each trained parameter has a gradient of this rank.
-        """
-        anywhere = torch.tensor(used, dtype=torch.float32, device=self._device)
-        wait(dist.all_reduce(anywhere, async_op=True))
-        if not all(used):
-            for parameter, number in zip(self._trained, anywhere.tolist(), strict=True):
-                parameter.grad = parameter.grad if number else None
 
     def _ghost(self, batch: Any) -> None:
         """Join the collective forward of ranks that have samples; leave no trace in gradients and buffers."""

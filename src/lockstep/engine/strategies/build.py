@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -18,7 +18,6 @@ from lockstep.engine.strategies.graphed import GraphedStrategy
 from lockstep.engine.strategies.partition import Divided, Undivided, blocks_of, checkpoint_activations, compiled
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, refuse_modules
-from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.strategies import auto_strategy, find_strategy
 
@@ -53,16 +52,7 @@ def divide(undivided: Undivided) -> Divided:
 
 
 def build_strategy(
-    task: Task,
-    model: nn.Module,
-    config: RunConfig,
-    plan: Plan,
-    precision: Precision,
-    device: torch.device,
-    world: World,
-    divided: Divided | None,
-    *,
-    note: Callable[[str], object] = lambda text: None,
+    rank: RankContext, task: Task, model: nn.Module, precision: Precision, divided: Divided | None
 ) -> Strategy:
     """The plan's strategy for ``model``, which is on its device. Collective.
 
@@ -70,17 +60,17 @@ def build_strategy(
 
     Args:
         divided: the parts of a divided model.
-        note: is called with a text for the user.
     """
+    config, plan, world = rank.config, rank.plan, rank.world
     if divided is not None:
         return divided.strategy(task, precision, plan, world)
-    replica = Replica(task, model, precision, device, plan.seed, world.rank)
+    replica = Replica(task, model, precision, rank.device, plan.seed, world.rank)
     if config.training.activation_checkpointing:
         checkpoint_activations(bare(model), blocks_of(task, bare(model)))
     if plan.reproducibility == "exact":
         from lockstep.engine.strategies.exact import ExactStrategy
 
-        return ExactStrategy(replica, world_size=world.size)
+        return ExactStrategy(replica, world)
     spec = plan.strategy if plan.strategy.one_process or world.size > 1 else find_strategy(auto_strategy(1))
     if config.training.compile and not spec.scatters:
         mode = config.training.compile_mode
@@ -88,6 +78,6 @@ def build_strategy(
         if config.training.compile_loss:
             replica = replica._replace(loss_mode=mode)
     if plan.value("cuda_graphs"):
-        return GraphedStrategy(replica, note)
+        return GraphedStrategy(replica, partial(rank.note, "cuda_graphs"))
     strategy: Strategy = import_module(spec.module).build(replica, config, plan)
     return strategy

@@ -14,15 +14,14 @@ from inspect import signature
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep._compat.torch import broadcast_module, check_shapes, foreach_copy_
+from lockstep._compat.torch import broadcast_module, check_shapes
 from lockstep.config import RunConfig
 from lockstep.data.requests import Window
-from lockstep.engine.distributed.staging import wait
 from lockstep.engine.strategies.base import Flags, RanksStrategy, Reduced, Replica, StepSums, Strategy, check_change
+from lockstep.engine.strategies.buckets import GradientBuckets
 from lockstep.engine.strategies.losses import CheckedLoss
 from lockstep.planning import Plan
 
@@ -48,17 +47,13 @@ class FlatStrategy(RanksStrategy):
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
-        self._world_size = dist.get_world_size()
         self._lay_out()
         broadcast_module(replica.module)
 
     def _lay_out(self) -> None:
         check_shapes(list(self._trained))
-        sizes = [p.numel() for p in self._trained]
-        length = len(pack(0.0, 0.0, Flags())) + 1  # and the number of ranks with unused parameters
-        self._flat = torch.zeros(sum(sizes) + length, dtype=self._parameters[0].dtype)
-        *pieces, self._numbers = self._flat.split([*sizes, length])
-        self._reduced = [piece.view_as(p) for piece, p in zip(pieces, self._trained, strict=True)]
+        numbers = len(pack(0.0, 0.0, Flags())) + 1  # and the number of ranks with unused parameters
+        self._buckets = GradientBuckets(self._trained, self._device, numbers=numbers)
 
     def _adapt(self) -> None:
         flags = self._all_reduce(pack(0.0, 0.0, Flags(changed=1.0)), ran=False)[2]
@@ -84,23 +79,11 @@ class FlatStrategy(RanksStrategy):
 
     def _all_reduce(self, numbers: Sequence[float], *, ran: bool) -> tuple[float, float, Flags]:
         """Sums over ranks: of gradients, where they belong, and of ``numbers``; ``ran``: there are gradients here."""
-        gradients = [p.grad for p in self._trained if p.grad is not None]
-        complete = len(gradients) == len(self._trained)
-        used = [] if complete else [p.grad is not None for p in self._trained]
-        if complete:
-            foreach_copy_(self._reduced, gradients)
-        else:
-            self._flat.zero_()
-            for piece, parameter in zip(self._reduced, self._trained, strict=True):
-                if parameter.grad is not None:
-                    piece.copy_(parameter.grad)
-        self._numbers.copy_(torch.tensor([*numbers, float(ran and not complete)], dtype=self._flat.dtype))
-        wait(dist.all_reduce(self._flat, async_op=True))
-        for parameter, gradient in zip(self._trained, self._reduced, strict=True):
-            parameter.grad = gradient
-        *sums, unused = self._numbers.tolist()
+        used = [p.grad is not None for p in self._trained]
+        self._buckets.launch([*numbers, float(ran and not all(used))])
+        *sums, unused = self._buckets.wait().tolist()
         if unused:
-            self._leave_out(used or [True] * len(self._trained))
+            self._buckets.leave_out(used)
         return unpack(sums)
 
 
@@ -131,13 +114,8 @@ def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
     """The strategy of one rank, as the plan chose: gradients in one message, or in DDP's buckets. Collective."""
     if plan.one_message:
         return FlatStrategy(replica)
-    settings = config.distributed
-    return DdpStrategy(
-        replica,
-        world_size=plan.world_size,
-        find_unused_parameters=settings.find_unused_parameters,
-        bucket_cap_mb=settings.bucket_cap_mb,
-    )
+    unused, cap_mb = config.distributed.find_unused_parameters, config.distributed.bucket_cap_mb
+    return DdpStrategy(replica, find_unused_parameters=unused, bucket_cap_mb=cap_mb)
 
 
 class LossModule(nn.Module):
@@ -166,12 +144,7 @@ class DdpStrategy(RanksStrategy):
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        *,
-        world_size: int,
-        find_unused_parameters: bool = False,
-        bucket_cap_mb: float | None = None,
+        self, replica: Replica, *, find_unused_parameters: bool = False, bucket_cap_mb: float | None = None
     ) -> None:
         super().__init__(replica)
         self._settings: dict[str, Any] = {
@@ -181,7 +154,6 @@ class DdpStrategy(RanksStrategy):
             "bucket_cap_mb": bucket_cap_mb,
         }
         self._ddp = DistributedDataParallel(self._loss_module(), **self._settings)
-        self._world_size = world_size
         self._sums = StepSums(replica.device)
         self._by_hand = False
 
@@ -225,15 +197,8 @@ class DdpStrategy(RanksStrategy):
         return loss
 
     def _reduce_by_hand(self) -> None:
-        parameters = self._trained
-        used = [p.grad is not None for p in parameters]
-        for p in parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        for dtype in {p.dtype for p in parameters}:
-            gradients = [p.grad for p in parameters if p.dtype == dtype and p.grad is not None]
-            flat = torch.cat([g.reshape(-1) for g in gradients])
-            wait(dist.all_reduce(flat, async_op=True))
-            pieces = flat.split([g.numel() for g in gradients])
-            foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)])
-        self._leave_out(used)
+        used = [p.grad is not None for p in self._trained]
+        buckets = GradientBuckets(self._trained, self._device)
+        buckets.launch()
+        buckets.wait()
+        buckets.leave_out(used)

@@ -27,15 +27,8 @@ from lockstep._compat.torch import foreach_add_, foreach_copy_
 from lockstep.data.requests import Request, Window
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import Group, wire_device
-from lockstep.engine.strategies.base import (
-    FLAG_INTERVAL,
-    Flags,
-    Reduced,
-    Replica,
-    SeededDraws,
-    Strategy,
-    check_change,
-)
+from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica, SeededDraws, Strategy, check_change
+from lockstep.hardware.world import World
 
 Leaf = list[Tensor]
 
@@ -149,22 +142,14 @@ class LaneSums:
 
     Args:
         parameters: their gradients are summed; each lane leaves them without one.
-        numbers: how many numbers are summed besides, in float64.
-        device: of the numbers.
+        device: of the numbers that are summed besides, in float64: loss, count and flags.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        buffers: Buffers | None,
-        numbers: int,
-        *,
-        device: torch.device,
-        rank: int,
-        world_size: int,
+        self, parameters: Sequence[nn.Parameter], buffers: Buffers | None, device: torch.device, world: World
     ) -> None:
-        self._parameters, self._numbers, self._device = list(parameters), numbers, device
-        self._all_reduce = TreeAllReduce(rank, world_size)
+        self._parameters, self._numbers, self._device = list(parameters), 2 + len(Flags._fields), device
+        self._all_reduce = TreeAllReduce(world.rank, world.size)
         self._statistics = buffers.tensors("mean") if buffers else []
         self._counters = buffers.tensors("max", "once") if buffers else []
         self.begin()
@@ -237,19 +222,16 @@ class LaneSums:
         return torch.zeros(self._numbers + len(self._parameters) + 1, dtype=torch.float64, device=self._device)
 
 
-#: Of a lane: loss, count, flags.
-_NUMBERS = 2 + len(Flags._fields)
-
-
 class ExactStrategy(Strategy):
     """One or more ranks; a window's requests are this rank's lanes, empty ones included."""
 
-    def __init__(self, replica: Replica, *, world_size: int) -> None:
+    _merges = "exact"
+
+    def __init__(self, replica: Replica, world: World) -> None:
         super().__init__(replica)
-        self._world_size = world_size
+        self._world = world
         self.draws = SeededDraws(replica.seed, [replica.device], everything=True)
-        self._buffers = Buffers(replica.module, replica.device, "exact")
-        self._lanes = self._lane_sums()
+        self._lanes = LaneSums(self._trained, self._buffers, self._device, world)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._begin()
@@ -266,20 +248,16 @@ class ExactStrategy(Strategy):
         if self._buffers.checks_left:
             self._buffers.check()
         agreed: Flags | None = flags
-        if self._world_size > 1:
+        if self._world.size > 1:
             read = self._device.type == "cpu" or step % FLAG_INTERVAL == 0
-            agreed = check_change(Flags(*sums[2:].tolist()), self._world_size) if read else None
+            agreed = check_change(Flags(*sums[2:].tolist()), self._world.size) if read else None
         return Reduced(sums[0], sums[1], 1.0, agreed)
 
     def _adapt(self) -> None:
-        if self._world_size > 1:
+        if self._world.size > 1:
             self._lanes.begin()
             self._lanes.end(Request(0, 0, 0, 0))
-            flags = self._lanes.total(*Flags(changed=1.0))[-1][2:_NUMBERS]
-            check_change(Flags(*flags.tolist()), self._world_size, announced=True)
+            flags = self._lanes.total(*Flags(changed=1.0))[-1].tolist()
+            check_change(Flags(*flags[2 : 2 + len(Flags._fields)]), self._world.size, announced=True)
         super()._adapt()
-        self._lanes = self._lane_sums()
-
-    def _lane_sums(self) -> LaneSums:
-        place: dict[str, Any] = {"device": self._device, "rank": self._rank, "world_size": self._world_size}
-        return LaneSums(self._trained, self._buffers, _NUMBERS, **place)
+        self._lanes = LaneSums(self._trained, self._buffers, self._device, self._world)

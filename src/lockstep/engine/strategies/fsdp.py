@@ -158,7 +158,7 @@ class ShardedModel(Divided):
 
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> FsdpStrategy:
         replica = Replica(task, self.module, precision, self._device, plan.seed, world.rank)
-        return FsdpStrategy(replica, self, world_size=world.size)
+        return FsdpStrategy(replica, self)
 
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
         """This rank's parts of ``tensors``, sharing their memory."""
@@ -188,10 +188,9 @@ class FsdpStrategy(RanksStrategy):
 
     is_sharded = True
 
-    def __init__(self, replica: Replica, sharded: ShardedModel, *, world_size: int) -> None:
+    def __init__(self, replica: Replica, sharded: ShardedModel) -> None:
         super().__init__(replica)
         self._sharded = sharded
-        self._world_size = world_size
         self._sums = StepSums(replica.device)
 
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:

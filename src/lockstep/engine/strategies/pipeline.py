@@ -189,6 +189,8 @@ class PipelineStrategy(Strategy):
         self._down, self._up = (Line(replica.device, config.distributed.timeout_s) for _ in range(2))
         self._generators = generators_of(replica.device)
         self._sums = StepSums(replica.device)
+        if not (model.is_first or model.is_last):  # which do not look at the batch
+            self._arrived = lambda batch: batch
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._begin()
@@ -249,10 +251,6 @@ class PipelineStrategy(Strategy):
         inputs, output = self._passed
         del self._passed  # the activations are kept until their backward, and no longer
         return inputs, total if self._pipeline.is_last else output
-
-    def _arrived(self, batch: Any) -> Any:
-        looks = self._pipeline.is_first or self._pipeline.is_last
-        return super()._arrived(batch) if looks else batch
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         self._passed = self.through(self._ask, batch)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import is_not
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep._compat.torch import foreach_copy_
-from lockstep.engine.distributed.staging import AdaptiveSpin, wire_device
+from lockstep.engine.distributed.staging import AdaptiveSpin, Group, all_reduce, wait, wire_device
 
 #: Bytes of a bucket; the first one is smaller, so that it can be sent early (both as in DistributedDataParallel).
 BUCKET_BYTES, FIRST_BYTES = 25 << 20, 1 << 20
@@ -51,6 +53,8 @@ class GradientBuckets:
 
     Args:
         parameters: the same on all ranks, in the same order.
+        device: of this rank.
+        group: ``None``: all ranks.
         numbers: how many numbers travel with the gradients.
         cap_bytes: of a bucket; 0: one for all gradients of a type.
         left: called now and then while this rank waits; raises when another rank will not come.
@@ -59,12 +63,12 @@ class GradientBuckets:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        group: dist.ProcessGroup,
-        *,
-        numbers: int,
         device: torch.device,
-        cap_bytes: int,
-        left: Callable[[], None],
+        group: Group = None,
+        *,
+        numbers: int = 0,
+        cap_bytes: int = 0,
+        left: Callable[[], None] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self._group, self._left, self._spin = group, left, AdaptiveSpin()
@@ -75,7 +79,7 @@ class GradientBuckets:
             _Bucket(part, part[0].dtype, part[0].device, numbers * (own and number == len(split) - 1))
             for number, part in enumerate(split)
         ]
-        if not own:
+        if numbers and not own:
             self._buckets.append(_Bucket([], torch.float64, device, numbers))
         self._tail = self._buckets[-1].tail
         self._of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
@@ -108,20 +112,22 @@ class GradientBuckets:
         while self._launched < len(self._buckets) - 1 and not self._buckets[self._launched].waiting:
             self._launch(self._buckets[self._launched])
 
-    def launch(self, numbers: Sequence[float | Tensor]) -> None:
+    def launch(self, numbers: Sequence[float | Tensor] = ()) -> None:
         """Send all that has not been sent, and ``numbers`` with it."""
         self._armed = False
-        known = [0.0 if isinstance(number, Tensor) else number for number in numbers]
+        unread = {}
+        if self._tail.device.type != "cpu":  # where reading a tensor would wait
+            unread = {place: number for place, number in enumerate(numbers) if isinstance(number, Tensor)}
+        known = [0.0 if place in unread else number for place, number in enumerate(numbers)] if unread else numbers
         self._tail.copy_(torch.tensor(known, dtype=self._tail.dtype))
-        for place, number in enumerate(numbers):
-            if isinstance(number, Tensor):  # on a GPU, where reading it would wait
-                self._tail[place].copy_(number)
+        for place, number in unread.items():
+            self._tail[place].copy_(number)
         while not self.is_launched:
             self._launch(self._buckets[self._launched])
 
     def _launch(self, bucket: _Bucket) -> None:
         gradients = [p.grad for p in bucket.parameters]
-        if all(g is not None for g in gradients):
+        if all(map(is_not, gradients, repeat(None))):
             foreach_copy_(bucket.pieces, gradients)
         else:
             for piece, gradient in zip(bucket.pieces, gradients, strict=True):
@@ -152,6 +158,9 @@ class GradientBuckets:
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
+        if self._left is None:
+            wait(work, self._group)
+            return
         if self._staged or self._tail.device.type == "cpu":
             done = self._spin.spin(work)
             began, looked = time.monotonic(), 0.0
@@ -163,11 +172,17 @@ class GradientBuckets:
                 time.sleep(min(0.05, max(5e-5, waited / 50)))
         work.wait()
 
-    def used_anywhere(self, used: Sequence[bool]) -> list[bool]:
-        """Whether each parameter has a gradient on some rank. Collective."""
-        anywhere = torch.tensor(used, dtype=torch.float32, device="cpu" if self._staged else self._tail.device)
-        dist.all_reduce(anywhere, group=self._group)
-        return [number > 0 for number in anywhere.tolist()]
+    def leave_out(self, used: Sequence[bool]) -> None:
+        """Remove zeros that were sent for parameters without a gradient on any rank. Collective.
+
+        An optimizer leaves parameters without a gradient alone; it would decay those whose gradient is zero.
+
+        Args:
+            used: whether each parameter had a gradient of this rank.
+        """
+        anywhere = all_reduce(torch.tensor(used, dtype=torch.float32, device=self._tail.device), self._group)
+        for parameter, number in zip(self.parameters, anywhere.tolist(), strict=True):
+            parameter.grad = parameter.grad if number else None
 
 
 def _split(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[list[nn.Parameter]]:
