@@ -142,7 +142,6 @@ class ShardedModel(Divided):
         return squares.sqrt().to(norm)
 
     def agree(self, flag: Tensor) -> None:
-        """Make a flag, shape (), the highest of all ranks'. Collective."""
         sent = flag.to(self._device)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
         flag.copy_(sent)
@@ -161,15 +160,12 @@ class ShardedModel(Divided):
         return FsdpStrategy(replica, self)
 
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
-        """This rank's parts of ``tensors``, sharing their memory."""
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        """As :func:`lockstep.engine.strategies.base.pick`, of whole parameters. Collective."""
         return pick((gathered(parameter, keep=True) for parameter in parameters), places)
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's whole state dict, as that of ``optimizer``, whose parameters are divided."""
         numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         divided = dict(state["state"])

@@ -135,7 +135,6 @@ class PipelineModel(Divided):
         flag.copy_(all_reduce(flag, None, dist.ReduceOp.MAX))
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        """As :func:`lockstep.engine.strategies.base.pick`; of what other ranks hold, theirs. Collective."""
         held = (*self.mine.parameters(), *self.mine.buffers())
         own, nothing = {id(tensor) for tensor in held}, torch.zeros(())
         mine = [p if id(p) in own else nothing.expand(p.numel()) for p in parameters]
