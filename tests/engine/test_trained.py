@@ -297,6 +297,41 @@ def test_divided_models_refuse_modules_by_name() -> None:
         stages_of(ArcFace(), build_model(ArcFace()), 2)
 
 
+class Lowest(Plateau):
+    monitor = ("val_loss", "min")
+
+
+class NoMode(ArcFace):
+    monitor = "val_loss"  # type: ignore[assignment]
+
+
+class AtEpochs(ArcFace):
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return Scheduler(ReduceLROnPlateau(optimizer), "epoch")
+
+
+class AtMetrics(ArcFace):
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return Scheduler(StepLR(optimizer, 1), "metric")
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Lowest, "mode 'max', and val_loss is best at its min"),
+        (NoMode, "monitor is 'val_loss'"),
+        (AtEpochs, "ReduceLROnPlateau that steps by epoch"),
+        (AtMetrics, "StepLR that steps by metric"),
+    ],
+)
+def test_a_scheduler_that_would_step_by_the_wrong_thing_is_refused(
+    tmp_path: Path, task: type[ArcFace], words: str
+) -> None:
+    with pytest.raises(TaskError, match=words) as caught:
+        attempt(task, tmp_path / "run")
+    assert caught.value.fix
+
+
 class Blind(Plateau):
     def datasets(self) -> Datasets:
         return Datasets(super().datasets().train)

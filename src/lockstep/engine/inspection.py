@@ -191,11 +191,12 @@ def optimizer_facts(task: Task, model: nn.Module, untried: Task) -> tuple[float 
 
 
 def _monitor_of(task: Task) -> tuple[str, Mode]:
-    name, mode = task.monitor
+    given: Any = task.monitor
+    name, mode = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, None)
     if mode not in ("min", "max"):
         raise TaskError(
-            f"the task's monitor has the mode {mode!r}",
-            why="the best value of a metric is its lowest or its highest one",
+            f"the task's monitor is {given!r}",
+            why="it names a metric, and whether its lowest or its highest value is the best",
             fix=f"monitor = ({name!r}, 'min') or ({name!r}, 'max')",
         )
     return name, "min" if mode == "min" else "max"

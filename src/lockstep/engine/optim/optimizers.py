@@ -412,5 +412,11 @@ def scheduler_of(task: Task, optimizer: Optimizer) -> Scheduler | None:
             why=f"it returned {type(made).__name__}, of {type(found.scheduler).__name__} and {found.interval!r}",
             fix="return one of torch.optim.lr_scheduler, or lockstep.Scheduler(one, 'step', 'epoch' or 'metric')",
         )
+    if isinstance(found.scheduler, ReduceLROnPlateau) != (found.interval == "metric"):
+        raise TaskError(
+            f"the task's scheduler() returned a {type(found.scheduler).__name__} that steps by {found.interval}",
+            why="ReduceLROnPlateau steps by a metric, and no other scheduler does",
+            fix="return it without lockstep.Scheduler" if found.interval != "metric" else "use 'step' or 'epoch'",
+        )
     note_step(optimizer)
     return found

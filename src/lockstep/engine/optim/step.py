@@ -428,6 +428,12 @@ def build_update(
             why="the monitored metric is computed at evaluations",
             fix="return validation data from datasets(), or a scheduler that steps by step or epoch",
         )
+    if scheduler is not None and isinstance(one := scheduler.scheduler, ReduceLROnPlateau) and one.mode != plan.mode:
+        raise TaskError(
+            f"the task's scheduler has mode {one.mode!r}, and {plan.monitor} is best at its {plan.mode}",
+            why="it steps by the monitored metric, and would lower the rate while that improves",
+            fix=f"use mode={plan.mode!r}, or monitor the metric that it is for: --set checkpoint.monitor=val_…",
+        )
     if divided is not None:
         divided.adopt(optimizer)
     precision = Precision(plan.placement["precision"], rank.device, plan.pre_scale)
