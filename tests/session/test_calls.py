@@ -250,6 +250,14 @@ def mean_with_its_count(session: lockstep.Session) -> None:
         session.backward(F.mse_loss(model(x).squeeze(1), y), count=len(y))
 
 
+def mean_with_weight_0(session: lockstep.Session) -> None:
+    model, _ = prepared(session)
+    for x, y in batches(session):
+        session.backward(F.mse_loss(model(x).squeeze(1), y), weight=len(y))
+        session.backward(0 * model(x).mean(), weight=0)  # nothing to weigh
+        session.backward(model(x).abs().mean(), weight=0)
+
+
 def left_over_gradients(session: lockstep.Session) -> None:
     model, _ = prepared(session)
     for x, y in batches(session):
@@ -382,6 +390,7 @@ def an_optimizer_in_another_object(session: lockstep.Session) -> None:
         (unprepared_optimizer, TaskError, "was not prepared"),
         (mean_with_count_1, TaskError, "mean of 8 samples, and its count is 1"),
         (mean_with_its_count, TaskError, "the loss is a mean"),
+        (mean_with_weight_0, TaskError, "weight=0"),
         (left_over_gradients, TaskError, "left from an earlier batch"),
         (cleared_gradients, TaskError, "without a backward"),
         (cleared_in_the_middle_of_a_step, TaskError, "cleared in the middle of a step"),

@@ -15,7 +15,7 @@ def checked_loss(total: Any, count: Any, weight: Any, samples: int, *, checks: b
 
     Args:
         samples: of this rank's batch.
-        checks: whether to look at the graph, for a mean in place of a sum.
+        checks: whether to look at the value and its graph: for a mean in place of a sum, or one that weighs nothing.
 
     Raises:
         TaskError: see :meth:`lockstep.Session.backward`.
@@ -37,6 +37,13 @@ def checked_loss(total: Any, count: Any, weight: Any, samples: int, *, checks: b
         )
     items = _number(weight if count is None else count)
     if count is None:
+        if checks and not items and bool(total.detach().abs() > 0):
+            raise TaskError(
+                "backward() was given weight=0",
+                why="a mean is multiplied by its weight, so this one would have no gradient",
+                fix="add the mean to the first one before backward(), or call session.backward(mean * n, count=0) for "
+                "a second mean of the same n samples",
+            )
         return total * items, items
     if checks:
         _refuse_mean(total, float(items), samples)
