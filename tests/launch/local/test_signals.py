@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -107,3 +109,17 @@ def test_accept_lets_held_back_signals_through() -> None:
 
 def test_exit_codes() -> None:
     assert (exit_code(signal.SIGINT), exit_code(signal.SIGTERM)) == (130, 143)
+
+
+def test_what_is_forked_meanwhile_ends_at_sigterm() -> None:
+    """As ``multiprocessing.Pool`` ends its workers, and then waits for them."""
+    with StopRequest() as stop:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(20)
+        ended = child.exitcode
+        child.kill()
+        child.join()
+    assert ended == -signal.SIGTERM
+    assert stop.requested is None

@@ -7,6 +7,8 @@ restored afterwards.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -66,6 +68,7 @@ class StopRequest:
         """Handle SIGINT and SIGTERM. May be called again, after a library has replaced the handlers."""
         if threading.current_thread() is not threading.main_thread():
             return self
+        _end_forks_at_sigterm()
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) is None:
                 continue  # a handler from outside Python: it could not be restored
@@ -101,6 +104,26 @@ class StopRequest:
             if self._interrupts > 1:
                 raise KeyboardInterrupt
         self.request(signum)
+
+
+@functools.cache
+def _end_forks_at_sigterm() -> None:
+    """Let SIGTERM end what is forked, such as a task's ``multiprocessing.Pool``, which is ended so and waited for."""
+
+    masks = threading.local()  # one that is sent at once waits
+
+    def before() -> None:
+        masks.own = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.own)
+
+    def after_in_child() -> None:
+        if _owner(signal.getsignal(signal.SIGTERM)) is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
 
 
 def _owner(handler: Any) -> StopRequest | None:
