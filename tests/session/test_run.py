@@ -103,12 +103,17 @@ def test_verify_compares_one_device_with_two(folder: Path) -> None:
     found = json.loads(run(*LOCKSTEP, *command, "--set", "training.reproducibility=exact", cwd=folder))
     assert (found["steps"], found["verdict"], found["first_step"]) == (6, "equal to rounding", None)
     assert set(found["differences"].values()) == {0.0}, "every lane is computed alone, and sums are made in one order"
+    said = run(*LOCKSTEP, "verify", "script.py", "--devices", "cpu,cpu", "--", "--none", cwd=folder, code=1)
+    assert "could not convert string to float: '--none'" in said, "what follows -- is the script's"
 
 
 def test_bench_scaling_measures_a_script(folder: Path) -> None:
     lengths = ("--steps", "4", "--warm-up", "2", "--repeats", "1", "--strong")
     command = ("bench", "scaling", "script.py", "--devices", "cpu,cpu", *lengths, "--save-dir", "scaling", "--json")
     found = json.loads(run(*LOCKSTEP, *command, cwd=folder))
+    assert "more words" in run(
+        *LOCKSTEP, "bench", "scaling", "har", "--devices", "cpu,cpu", "--", "x", cwd=folder, code=2
+    )
     rows = found["rows"]
     assert [(row["ranks"], row["status"], row["global_batch"]) for row in rows] == [(1, "ok", 16), (2, "ok", 16)]
     assert rows[1]["speed_up"] == pytest.approx(rows[1]["samples_per_s"] / rows[0]["samples_per_s"])

@@ -12,7 +12,17 @@ from cyclopts import Parameter
 
 from lockstep.cli.bench import finish, places
 from lockstep.cli.output import AsJson, deliver, print_json, progress, verb
-from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, fork_ranks_from_here, numbers, to_mapping
+from lockstep.cli.settings import (
+    FILES,
+    NO_SETTINGS,
+    Flags,
+    ScriptArguments,
+    TaskName,
+    fork_ranks_from_here,
+    numbers,
+    refuse_arguments,
+    to_mapping,
+)
 from lockstep.errors import UsageError
 
 
@@ -141,23 +151,24 @@ Examples:
   lockstep verify har --devices cpu,cpu                          # two CPU ranks
   lockstep verify my_task.py:MyTask --devices gpu:0,gpu:1 --steps 50
   lockstep verify har --devices cpu,cpu --reproducibility exact  # equal bit for bit?
-  lockstep verify script.py --devices cpu,cpu                    # a script with a lockstep.Session
+  lockstep verify script.py --devices cpu,cpu -- --lr 0.1        # a script with a lockstep.Session
 
 Exit codes: 0 equal, 1 different or not finite (the likely cause is named), 2 wrong usage.
 The report goes to --save-dir (default: runs/verify-<id>): report.json and, of a task, report.md and, with matplotlib,
 verify.png."""
 
 
-@verb("[TASK] --devices DEVICE,... [OPTIONS]", VERIFY)
+@verb("[TASK] --devices DEVICE,... [OPTIONS] [-- ARGUMENTS]", VERIFY)
 def verify(
     task: TaskName = None,
     /,
-    *,
+    *arguments: ScriptArguments,
     steps: Annotated[int, Parameter(group=FILES, help="Optimizer steps of each run. Default: 24.")] = 24,
     eval_batches: Annotated[int, Parameter(group=FILES, help="Batches of each validation. Default: 8.")] = 8,
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
 ) -> int:
+    refuse_arguments(task, arguments)
     name, mapping = to_mapping(settings, task)
     save_dir, runs_dir = places(mapping)
     folder = save_dir or runs_dir / f"verify-{uuid.uuid4().hex[:8]}"
@@ -169,7 +180,7 @@ def verify(
         from lockstep.verification.script import print_script_report, verify_script, write_script_report
 
         del mapping["task"]
-        found = verify_script(Path(name), (), mapping, steps=steps, say=partial(progress, doing="running"))
+        found = verify_script(Path(name), arguments, mapping, steps=steps, say=partial(progress, doing="running"))
         return deliver(found, folder, write=write_script_report, show=print_script_report, as_json=as_json)
     report = run(name, mapping, steps=steps, eval_batches=eval_batches, say=partial(progress, doing="running"))
     return deliver(report, folder, write=write_report, show=print_report, as_json=as_json)

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Group, Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, deliver, progress
-from lockstep.cli.settings import NO_SETTINGS, Flags, Settings, TaskName, numbers, to_mapping
+from lockstep.cli.settings import (
+    NO_SETTINGS,
+    Flags,
+    ScriptArguments,
+    Settings,
+    TaskName,
+    numbers,
+    refuse_arguments,
+    to_mapping,
+)
 from lockstep.errors import UsageError
 from lockstep.launch.local.signals import held_back
 from lockstep.strategies import strategies as known_strategies
@@ -25,7 +34,7 @@ Examples:
   lockstep bench comm --devices cpu,cpu
   lockstep bench scaling har --devices cpu,cpu
   lockstep bench scaling har --devices gpu:0,gpu:1 --strategies ddp,dp
-  lockstep bench scaling script.py --devices cpu,cpu   # a script with a lockstep.Session
+  lockstep bench scaling script.py --devices cpu,cpu -- --lr 0.1   # a script with a lockstep.Session
   lockstep bench batch-size har --devices gpu:0 --global-batch-size 1024
   lockstep bench lr har --devices cpu
 
@@ -127,7 +136,7 @@ def comm(
 def scaling(
     task: TaskName = None,
     /,
-    *,
+    *arguments: ScriptArguments,
     strategies: Annotated[str, _flag(f"Which to compare: {', '.join(_STRATEGIES)}. Default: ddp.", "NAME,...")] = "ddp",
     weak: Annotated[bool, _flag("Only with the batch of each device held. Default: both.")] = False,
     strong: Annotated[bool, _flag("Only with the global batch held. Default: both.")] = False,
@@ -141,6 +150,7 @@ def scaling(
     """Measure 1, 2, ... all of the chosen devices."""
     from lockstep.bench.scaling import Mode, bench_scaling, bench_script
 
+    refuse_arguments(task, arguments)
     modes: tuple[Mode, ...] = ("weak", "strong")
     if weak != strong:
         modes = ("weak",) if weak else ("strong",)
@@ -149,7 +159,7 @@ def scaling(
         save_dir, runs_dir = places(mapping)
         del mapping["task"]
         lengths = {"steps": steps, "warm_up": warm_up, "repeats": repeats}
-        report = bench_script(Path(task), mapping, modes=modes, **lengths, say=progress)
+        report = bench_script(Path(task), arguments, mapping, modes=modes, **lengths, say=progress)
         return finish(report, save_dir, runs_dir, as_json)
     subject, save_dir, runs_dir = _subject(settings, task)
     names = _names(strategies)

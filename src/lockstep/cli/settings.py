@@ -131,6 +131,17 @@ TaskName = Annotated[
     ),
 ]
 
+ScriptArguments = Annotated[str, Parameter(help="Of a script with a session, after --. Default: none.")]
+
+
+def refuse_arguments(task: str | None, arguments: Sequence[str]) -> None:
+    """Raise :class:`UsageError` where ``arguments`` are for no script."""
+    if arguments and not (task or "").endswith(".py"):
+        raise UsageError(
+            f"more words than the command takes: {' '.join(arguments)}",
+            fix="write a list with commas: --gpu-ids 0,1. A script with a session takes arguments after --",
+        )
+
 
 def flag_table() -> dict[str, str]:
     """Every flag that stands for one setting, and that setting's key: ``{"--epochs": "training.epochs", …}``."""

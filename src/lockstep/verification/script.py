@@ -113,4 +113,8 @@ def print_script_report(report: ScriptReport, stream: TextIO) -> None:
     if report.exit_code:
         hint = "draws random numbers of a sample inside the data set or from session.generator"
         say(f"check that the loop {hint}, that losses are sums with their counts, and that the session", stream)
-        say("is made before the models; dropout differs between ranks: set it to 0 for this check", stream)
+        say(
+            "is made before the models. Dropout and other draws of a model differ between ranks: set dropout to 0 for",
+            stream,
+        )
+        say("this check, or add --reproducibility exact, which gives every rank the draws of one device", stream)
