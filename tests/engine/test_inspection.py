@@ -289,7 +289,7 @@ def test_a_monitor_without_a_direction_is_refused() -> None:
     class Odd(Toy):
         monitor = ("val_accuracy", "highest")
 
-    with pytest.raises(TaskError, match="monitor is .*'highest'"):
+    with pytest.raises(TaskError, match=r"monitor is .*'highest'"):
         inspect_task(Odd(), Odd().datasets(), "odd")
 
 
