@@ -231,7 +231,7 @@ def refusal(task: lockstep.Task) -> str:
     ("made", "words"),
     [
         (lambda model: torch.optim.LBFGS(model.parameters()), ("LBFGS", "closure")),
-        (lambda model: Sam(model.parameters(), 0.1), ("Sam", "closure")),
+        (lambda model: Sam(model.parameters(), 0.1), ("Sam", "lockstep.Session", "again()")),
         (scheduled, ("scheduler", "Task.scheduler(optimizer)")),
         (lambda model: [torch.optim.SGD(model.parameters())], ("a list", "parameter group", "Task.scheduler")),
         (strange, ("(7, 5) in group 0", "Task.modules()")),
