@@ -20,9 +20,11 @@ rendezvous is a file: no port is taken.
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import os
 import pickle
+import subprocess
 import sys
 import tempfile
 import time
@@ -60,6 +62,20 @@ def clean_environment(**changes: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
     token = {TOKEN_VARIABLE: os.environ[TOKEN_VARIABLE]} if TOKEN_VARIABLE in os.environ else {}
     return {**kept, **token, "OMP_NUM_THREADS": "1", **changes}
+
+
+#: Libraries that take long to import.
+HEAVY = ("torch", "torchmetrics", "lightning", "tensorboard", "matplotlib", "pandas", "scipy")
+
+
+def heavy_after(code: str) -> list[str]:
+    """Heavy libraries that a fresh interpreter has loaded after ``code``."""
+    program = f"import json, sys\n{code}\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    environ = clean_environment(PYTHONPATH=str(ROOT / "src"))
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    loaded: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return loaded
 
 
 def run_ranks(

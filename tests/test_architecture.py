@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from tests.gloo import ROOT, clean_environment
+from tests.gloo import ROOT, heavy_after
 
 PACKAGE = ROOT / "src" / "lockstep"
 
@@ -35,7 +33,6 @@ FLOORS = (
 )
 #: Parts that people wait for at a prompt, or that plan and look only.
 LIGHT = ("errors", "events", "config", "hardware", "planning", "cli")
-HEAVY = ("torch", "torchmetrics", "lightning", "tensorboard", "matplotlib", "pandas", "scipy")
 
 #: Modules of the project that one module may import.
 MOST_IMPORTS = 15
@@ -71,24 +68,28 @@ def runtime_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from runtime_imports(node)
 
 
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def test_the_parts_are_the_floors() -> None:
     parts = {part_of(module_name(file)) for file in FILES} - {"", "__main__"}
     assert parts <= set(FLOORS), "a new part needs a floor, here and in docs/architecture.md"
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_name)
-def test_imports_point_down(file: Path) -> None:
-    own = part_of(module_name(file))
-    if own in {"", "__main__"}:
-        return
+def test_imports_point_down() -> None:
     wrong = []
-    for line, module in runtime_imports(ast.parse(file.read_text(encoding="utf-8"))):
-        if module.split(".")[0] != "lockstep":
+    for file in FILES:
+        own = part_of(module_name(file))
+        if own in {"", "__main__"}:
             continue
-        other = part_of(module)
-        if other not in FLOORS or FLOORS.index(other) > FLOORS.index(own):
-            wrong.append(f"{file.relative_to(ROOT)}:{line} imports {module}")
-    assert not wrong, f"`{own}` may import what stands before it in FLOORS:\n" + "\n".join(wrong)
+        for line, module in runtime_imports(tree(file)):
+            other = part_of(module)
+            known = other in FLOORS and FLOORS.index(other) <= FLOORS.index(own)
+            if module.split(".")[0] == "lockstep" and not known:
+                wrong.append(f"{file.relative_to(ROOT)}:{line} imports {module}")
+    assert not wrong, "a part may import what stands before it in FLOORS:\n" + "\n".join(wrong)
 
 
 MODULES = {module_name(file): file for file in FILES}
@@ -97,7 +98,7 @@ MODULES = {module_name(file): file for file in FILES}
 def imported_modules(file: Path) -> set[str]:
     """Modules of the project that a file imports anywhere: in functions and for type checking, too."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
@@ -107,50 +108,43 @@ def imported_modules(file: Path) -> set[str]:
     return found & MODULES.keys() - {module_name(file)}
 
 
-IMPORTS = {name: imported_modules(file) for name, file in MODULES.items()}
+@cache
+def all_imports() -> dict[str, set[str]]:
+    return {name: imported_modules(file) for name, file in MODULES.items()}
 
 
 def test_no_modules_import_each_other() -> None:
     try:
-        tuple(TopologicalSorter(IMPORTS).static_order())
+        tuple(TopologicalSorter(all_imports()).static_order())
     except CycleError as error:
         pytest.fail(f"an import circle: {' → '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_few_others(module: str) -> None:
-    assert len(IMPORTS[module]) <= MOST_IMPORTS, f"{module} imports {', '.join(sorted(IMPORTS[module]))}"
+def test_a_module_imports_few_others() -> None:
+    many = {name: sorted(others) for name, others in all_imports().items() if len(others) > MOST_IMPORTS}
+    assert not many, f"more than {MOST_IMPORTS} modules of the project"
 
 
-def declared_names(file: Path) -> list[str] | None:
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+def declared_names(file: Path) -> list[str]:
+    for node in tree(file).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             names: list[str] = ast.literal_eval(node.value)
             return names
-    return None
+    return []
 
 
-WITH_ALL = [file for file in FILES if declared_names(file) is not None]
+WITH_ALL = [file for file in FILES if "\n__all__ = " in file.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("file", WITH_ALL, ids=module_name)
 def test_all_is_sorted_and_true(file: Path) -> None:
-    names = declared_names(file) or []
+    names = declared_names(file)
+    assert names
     # Constants, then classes, then functions: the order that ruff keeps.
     assert names == sorted(names, key=lambda name: (not name.isupper(), name[:1].islower() or name[:1] == "_", name))
     assert len(set(names)) == len(names)
     module = importlib.import_module(module_name(file))
     assert [name for name in names if not hasattr(module, name)] == []
-
-
-def heavy_after(code: str) -> list[str]:
-    """Heavy libraries that a fresh interpreter has loaded after ``code``."""
-    program = f"import json, sys\n{code}\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
-    environ = clean_environment(PYTHONPATH=str(ROOT / "src"))
-    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    loaded: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return loaded
 
 
 def test_importing_lockstep_is_light() -> None:
@@ -193,7 +187,6 @@ DOCUMENTED = {"_asdict", "_replace", "_fields", "_exit", "_getframe", "_current_
 SHARED = {"_apply", "_buffers", "_groups", "_modules", "_parameters", "_workers"}
 #: Methods that only ``_compat`` overrides.
 OVERRIDES = {"_configure_launcher", "_evaluate_stopping_criteria", "_parse_ckpt_path", "_run_subcommand"}
-TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES if part_of(module_name(file)) != "_compat"}
 
 
 def is_private(name: str) -> bool:
@@ -212,7 +205,14 @@ def own_names(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-OWN = {name for tree in TREES.values() for name in own_names(tree)} - OVERRIDES
+@cache
+def outside_compat() -> dict[Path, ast.Module]:
+    return {file: tree(file) for file in FILES if part_of(module_name(file)) != "_compat"}
+
+
+@cache
+def ours() -> frozenset[str]:
+    return frozenset(name for module in outside_compat().values() for name in own_names(module)) - OVERRIDES
 
 
 def foreign_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -226,16 +226,20 @@ def foreign_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 names = [part for alias in node.names for part in alias.name.split(".")]
             case ast.Attribute(value=value, attr=name):
                 shared = name in SHARED and not (isinstance(value, ast.Name) and value.id in ("self", "cls"))
-                names = [name] if shared or name not in OWN else []
+                names = [name] if shared or name not in ours() else []
             case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(str(name)), *_]):
-                names = [name] if name not in OWN else []
+                names = [name] if name not in ours() else []
             case ast.FunctionDef(name=name) if name in OVERRIDES:
                 names = [name]
         yield from ((node.lineno, name) for name in names if is_private(name))  # type: ignore[attr-defined]
 
 
 def test_private_names_of_libraries_are_in_compat() -> None:
-    found = [f"{file.name}:{line}: {name}" for file, tree in TREES.items() for line, name in foreign_names(tree)]
+    found = [
+        f"{file.name}:{line}: {name}"
+        for file, module in outside_compat().items()
+        for line, name in foreign_names(module)
+    ]
     assert not found, "private names of other libraries belong in lockstep/_compat:\n" + "\n".join(found)
 
 

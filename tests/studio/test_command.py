@@ -13,7 +13,7 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.errors import TaskError
 from lockstep.studio.settings import offered_tasks
-from tests.test_architecture import heavy_after
+from tests.gloo import heavy_after
 
 
 def test_a_port_that_is_taken_and_a_runs_folder_that_is_a_file(run_cli: Any, tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def launch(
     max_restarts: int = 0,
     hang_timeout_s: float = 60.0,
     nodes: Mapping[str, Any] | None = None,
+    shared: Sequence[str] = (),
 ) -> int:
     """Run ``ranks`` ranks of an existing run on this machine and wait until all have ended.
 
@@ -121,6 +122,7 @@ def launch(
         environ: variables for the ranks, in addition to this process's.
         stop_grace_s, max_restarts, hang_timeout_s: as in the section ``launch`` of the configuration.
         nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for a run on several nodes.
+        shared: modules that all ranks import, besides that of ``rank_main``.
 
     Returns:
         0: done; 1: failed; 2: wrong usage; 130 or 143: stopped by SIGINT or SIGTERM after a
@@ -144,11 +146,14 @@ def launch(
     }
     with StopRequest() as stop:
         own = {THREADS: str(threads)} if threads else {}
-        code = _run_launcher(str(run_dir.path.resolve()), settings, {**os.environ, **own, **(environ or {})}, stop)
+        variables = {**os.environ, **own, **(environ or {})}
+        code = _run_launcher(str(run_dir.path.resolve()), settings, variables, stop, shared)
     return code if code >= 0 else _ended_by_signal(run_dir, -code)
 
 
-def _run_launcher(folder: str, settings: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest) -> int:
+def _run_launcher(
+    folder: str, settings: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest, shared: Sequence[str]
+) -> int:
     """The launcher's return code. No process is left, however this ends; the first signal of ``stop`` is passed on."""
     launch_id, relay = uuid.uuid4().hex, Relay()
     variables = for_launcher(environ, launch_id, sys.path, several=settings["nodes"] is not None)
@@ -158,7 +163,8 @@ def _run_launcher(folder: str, settings: Mapping[str, Any], environ: Mapping[str
         # A launcher that has ended already has an exit code.
         with contextlib.suppress(BrokenPipeError), open(writing, "wb") as request:
             try:
-                modules = [settings["rank_main"].partition(":")[0], *(name for name in _SHARED if name in sys.modules)]
+                known = (name for name in _SHARED if name in sys.modules)
+                modules = [settings["rank_main"].partition(":")[0], *shared, *known]
                 process = _server_for(variables).launch(_MAIN, modules, (reading, *relay.files))
             finally:
                 os.close(reading)
