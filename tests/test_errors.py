@@ -18,6 +18,7 @@ from lockstep.errors import (
     RunFolderError,
     StorageError,
     UsageError,
+    many,
 )
 from tests.gloo import run_ranks
 
@@ -71,6 +72,15 @@ def test_json_shape(kind: type[LockstepError]) -> None:
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
     drawn = errors.__doc__ or ""
     assert [kind.__name__ for kind in KINDS if kind.__name__ not in drawn] == []
+
+
+def test_a_number_has_its_noun() -> None:
+    assert [many(count, noun) for count, noun in ((1, "rank"), (2, "process"), (0, "micro-batch"), (1, "process"))] == [
+        "1 rank",
+        "2 processes",
+        "0 micro-batches",
+        "1 process",
+    ]
 
 
 def raise_storage_error(rank: int, size: int) -> None:

@@ -143,3 +143,8 @@ class SampleError(RunError):
 
 class NonFiniteError(RunError):
     code = "NON_FINITE"
+
+
+def many(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``, ``2 processes``."""
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s")

@@ -223,7 +223,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, run_cli: RunCli) -> None
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if "2 device(s)" in line:  # one device is measured by now
+        if "2 devices" in line:  # one device is measured by now
             process.send_signal(signal.SIGINT)
             break
     rest = process.communicate(timeout=90)[0]

@@ -104,7 +104,7 @@ def test_repeats_that_failed_beside_good_ones_are_told() -> None:
     notes: list[str] = []
     (row,) = merged(repeats("weak", 1.0, 0, 3.0), notes)
     assert notes == [
-        "2 device(s), fsdp weak: 1 of 3 repeats ended early, the first one out of memory (rank 1 was killed)"
+        "2 devices, fsdp weak: 1 of 3 repeats ended early, the first one out of memory (rank 1 was killed)"
     ]
     assert (row["repeats"], row["samples_per_s"], row["status"]) == (2, 2.0, "ok")
     notes.clear()

@@ -176,7 +176,7 @@ def test_a_run_is_scored_against_its_own_row() -> None:
     unknown = score(foreseen, plan, "har", [{"samples_per_s": 90.0}])
     assert unknown is not None
     assert "predicted" not in unknown
-    assert "3 device(s)" in in_words(unknown)
+    assert "3 devices" in in_words(unknown)
 
 
 def test_ranks_that_wait_in_mid_step_take_turns_on_cores() -> None:

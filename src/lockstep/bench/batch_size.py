@@ -14,7 +14,7 @@ from lockstep.bench.rank import Rank, limit_memory, memory_share
 from lockstep.bench.report import BenchReport
 from lockstep.bench.timing import on_site
 from lockstep.bench.trials import Case, Subject, new_trials
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, many
 from lockstep.planning import BatchPlan, Plan
 
 STEPS, WARM_UP = 4, 2
@@ -164,7 +164,8 @@ def _conclude(report: BenchReport, subject: Subject, most: int) -> None:
     }
     report.verdict = (
         f"the largest batch per device is {largest}{limit}. For a global batch of {wanted}: batch size "
-        f"{batch.batch_size} × {batch.accumulate} micro-batch(es) on {len(report.settings['devices'])} device(s): "
+        f"{batch.batch_size} × {many(batch.accumulate, 'micro-batch')} on "
+        f"{many(len(report.settings['devices']), 'device')}: "
         f"--global-batch-size {wanted} --batch-size {batch.batch_size}"
     )
 

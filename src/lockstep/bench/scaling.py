@@ -14,7 +14,7 @@ from lockstep.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
 from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.config.load import merge
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, UsageError, many
 from lockstep.launch.session.script import run_script, several_devices
 from lockstep.planning.notes import FILL
 from lockstep.strategies import auto_strategy, find_strategy
@@ -74,7 +74,7 @@ def bench_scaling(
     with report.kept(), new_trials() as trials:
         for repeat, (count, strategy, cases) in itertools.product(range(repeats), points):
             if cases and not trials.stopped:
-                say(f"repeat {repeat + 1} of {repeats}: {count} device(s), {strategy}")
+                say(f"repeat {repeat + 1} of {repeats}: {many(count, 'device')}, {strategy}")
                 found += measure_all(subject, trials, cases)[0]
     report.rows = [*merged(found, report.notes), *refused]
     if claims:
@@ -102,8 +102,8 @@ def _empty_report(
         **lengths,
     }
     report = BenchReport("scaling", subject.name, settings)
-    if on_cpu:
-        report.notes.append(f"each rank computes with {threads} thread(s); the ranks share one machine's memory")
+    if on_cpu and threads:
+        report.notes.append(f"each rank computes with {many(threads, 'thread')}; the ranks share one machine's memory")
     return report
 
 
@@ -156,7 +156,7 @@ def bench_script(
     one = 0
     with report.kept(), tempfile.TemporaryDirectory(prefix="lockstep-scaling-") as folder:
         for repeat, count, mode in itertools.product(range(repeats), device_counts(len(names)), modes):
-            say(f"repeat {repeat + 1} of {repeats}: {count} device(s), {mode}")
+            say(f"repeat {repeat + 1} of {repeats}: {many(count, 'device')}, {mode}")
             changes: dict[str, Any] = {
                 "hardware": {"selected_devices": names[:count]},
                 "training": {"max_steps": warm_up + steps, "threads": 1},
@@ -216,7 +216,7 @@ def merged(found: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, 
         failed = [row for row in repeats if row["status"] != "ok"]
         if 0 < len(failed) < len(repeats):
             notes.append(
-                f"{ranks} device(s), {strategy} {mode}: {len(failed)} of {len(repeats)} repeats ended early, the "
+                f"{many(ranks, 'device')}, {strategy} {mode}: {len(failed)} of {len(repeats)} repeats ended early, the "
                 f"first one {failed[0]['status']} ({failed[0]['reason']})"
             )
     return rows

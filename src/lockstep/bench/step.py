@@ -11,7 +11,7 @@ from lockstep.bench.rank import memory_share
 from lockstep.bench.report import BenchReport
 from lockstep.bench.summary import slow_ranks
 from lockstep.bench.trials import Case, Subject, Trials, new_trials
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, many
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.peaks import peak_flops
 from lockstep.strategies import find_strategy
@@ -72,7 +72,9 @@ def bench_step(
         },
     )
     if batches[0] < base.plan.batch.batch_size or accumulate < base.config.training.accumulate:
-        report.notes.append(f"the data set fills only {accumulate} micro-batch(es) of {batches[0]} for each device")
+        report.notes.append(
+            f"the data set fills only {many(accumulate, 'micro-batch')} of {batches[0]} for each device"
+        )
     cases = _cases(report, subject)
     with report.kept(), new_trials() as trials:
         limit = memory_share(base.placement) if max_batch is not None else None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
-from lockstep.errors import DataError, TaskError
+from lockstep.errors import DataError, TaskError, many
 
 #: The label, or target, of what does not count in a loss: ``ignore_index`` of torch's.
 NO_LABEL = -100
@@ -145,7 +145,7 @@ def by_row(dataset: Any) -> Any:
         arrays = list(dataset.values()) if type(dataset) is dict else list(dataset)
         rows = {len(a) if isinstance(a, (Tensor, np.ndarray)) and a.ndim else 0 for a in arrays}
         if 0 not in rows and len(rows) == 1 and len(arrays) < max(rows):
-            what = f"the data set is a {type(dataset).__name__} of {len(arrays)} array(s) of {max(rows)} rows"
+            what = f"the data set is a {type(dataset).__name__} of {many(len(arrays), 'array')} of {max(rows)} rows"
             fix = "give TensorDataset(x, y), or StackDataset(x=…, y=…) for dictionaries, of torch.utils.data"
             raise DataError(what, why=f"its samples would be those {len(arrays)} arrays", fix=fix)
     return dataset

@@ -23,7 +23,7 @@ from lockstep.doctor.node import examine_node, merged
 from lockstep.doctor.ranks import TIMEOUT_S, TOGETHER, Meeting, check_meeting, joined, measure, meet
 from lockstep.doctor.report import DoctorReport
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.errors import RunError
+from lockstep.errors import RunError, many
 from lockstep.hardware import parent_death
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement
@@ -139,7 +139,7 @@ def training_step(placement: Placement, folder: Path, fix: str) -> Finding:
         return failed("training step", STEP, error, fix)
     if result.exit_code >= 128:
         raise KeyboardInterrupt
-    where = f"{placement.world_size} rank(s) on {', '.join(placement.devices)}"
+    where = f"{many(placement.world_size, 'rank')} on {', '.join(placement.devices)}"
     if result.exit_code == 0 and result.status == "completed" and result.step == 1:
         loss = result.metrics.get("val_loss")
         text = "" if loss is None else f", validation loss {loss:.3f}"
@@ -161,7 +161,7 @@ def examine_as_rank(
     os.environ.update(rendezvous(os.environ))
     parent_death.die_with_parent(os.getppid())
     if world.is_main:
-        say(f"checking {world.nodes} node(s), {world.size} rank(s)")
+        say(f"checking {many(world.nodes, 'node')}, {many(world.size, 'rank')}")
     # Each node's first rank checks it, before any rank has opened its GPU.
     findings = examine_node(placement, world, detect_devices(), runs_dir) if world.local_rank == 0 else []
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from lockstep.doctor.finding import Finding, Status
-from lockstep.errors import StorageError
+from lockstep.errors import StorageError, many
 from lockstep.hardware.device import gigabytes
 from lockstep.planning.loader import automatic_workers
 from lockstep.telemetry.files import absolute, write_text
@@ -116,7 +116,7 @@ def check_cores(visible: int, usable: int, ranks: int, *, gpus: bool) -> Iterato
     """
     why = "each rank needs a core, and each of its loader workers another one; else the devices wait for data"
     workers = automatic_workers(usable, ranks)
-    text = f"{usable} cores for {ranks} rank(s)"
+    text = f"{usable} cores for {many(ranks, 'rank')}"
     if usable < visible:
         threads = max(1, usable // ranks)
         fix = (
@@ -130,7 +130,7 @@ def check_cores(visible: int, usable: int, ranks: int, *, gpus: bool) -> Iterato
         fix = "get more cores, or fewer GPUs; keep the data in memory, so that no worker is needed"
         yield Finding("cores", "warn", f"{text}: none is left for loader workers", why, fix)
     else:
-        yield Finding("cores", "ok", f"{text}, up to {workers} loader worker(s) each", why)
+        yield Finding("cores", "ok", f"{text}, up to {many(workers, 'loader worker')} each", why)
 
 
 PREFIX = ".lockstep-doctor-"

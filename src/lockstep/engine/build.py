@@ -20,6 +20,7 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare
 from lockstep.engine.training_data import begin_stream, kept_on, training_source
 from lockstep.engine.validation import Validation
+from lockstep.errors import many
 from lockstep.telemetry.files import JsonLines, read_jsonl
 
 
@@ -153,7 +154,7 @@ def _skipped(fit: Fit) -> Callable[[StepResult], None]:
         count = len({row["index"] for file in files for row in read_jsonl(file)})
         if count != known:
             known = count
-            text = f"{count} training sample(s) could not be read and were left out: see skipped-rank*.jsonl"
+            text = f"{many(count, 'training sample')} left out, since they could not be read: see skipped-rank*.jsonl"
             fit.rank.note("samples_skipped", text, "warning")
 
     return report

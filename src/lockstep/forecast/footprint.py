@@ -24,7 +24,7 @@ from lockstep.engine.strategies.partition import blocks_of, checkpoint_activatio
 from lockstep.engine.strategies.stages import Answer, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.errors import LockstepError, TaskError, UnsupportedError
+from lockstep.errors import LockstepError, TaskError, UnsupportedError, many
 from lockstep.forecast.allocation_tracker import Kind, Ledger, Work
 from lockstep.hardware.host import usable_memory
 
@@ -155,7 +155,7 @@ def counted(
         raise
     except Exception as error:
         raise TaskError(
-            f"the task {type(task).__name__} cannot make a step on {batch_size} sample(s)",
+            f"the task {type(task).__name__} cannot make a step on {many(batch_size, 'sample')}",
             why=f"{type(error).__name__}: {error}",
             fix="see that it trains: `lockstep train … --fast-dev-run`",
         ) from error

@@ -23,7 +23,7 @@ from lockstep.bench.trials import TIMEOUT_S, Case, Subject, Trials, new_trials
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import Group, all_gather_rows, between
 from lockstep.engine.distributed.sync_batchnorm import convert
-from lockstep.errors import LockstepError, RunError
+from lockstep.errors import LockstepError, RunError, many
 from lockstep.forecast.collectives import Cluster, measured_cluster
 from lockstep.forecast.scaling import Setting, Step, Wish
 from lockstep.hardware.host import usable_cores
@@ -165,7 +165,7 @@ def measured(
     found: list[Sequence[Row]] = []
     with new_trials() as trials:
         for count in counts or [1]:
-            say(f"{wish.repeats} times {wish.steps} steps of {count} device(s), without communication")
+            say(f"{wish.repeats} times {wish.steps} steps of {many(count, 'device')}, without communication")
             found.append(_trial(subject, trials, devices[:count], size, wish))
     gradients, turns = found[0][0], [rows[1:] for rows in found]
     rate, alike = _loader_rate(subject, say), base.plan.order.bucketed

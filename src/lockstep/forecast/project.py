@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lockstep.bench.report import BenchReport
 from lockstep.bench.trials import Subject
 from lockstep.config import RunConfig
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, many
 from lockstep.forecast.allocation_tracker import Work
 from lockstep.forecast.collectives import Cluster, cluster_of
 from lockstep.forecast.estimate import Counting
@@ -157,7 +157,7 @@ def assumptions(step: Step, setting: Setting) -> list[str]:
     elif not setting.sharded:
         sizes = [bucket.size for bucket in step_buckets(step, setting)]
         lines.append(
-            f"ddp sends {sum(sizes) / 1e6:.3g} MB of gradients in {len(sizes)} bucket(s), as they become ready"
+            f"ddp sends {sum(sizes) / 1e6:.3g} MB of gradients in {many(len(sizes), 'bucket')}, as they become ready"
         )
     if setting.blocking:
         lines.append(f"synchronised BatchNorm waits for {setting.blocking} short messages in every micro-batch")

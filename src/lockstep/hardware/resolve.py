@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast
 
 from lockstep.config import DistributedConfig, HardwareConfig
-from lockstep.errors import ConfigError, DeviceError, PrecisionError
+from lockstep.errors import ConfigError, DeviceError, PrecisionError, many
 from lockstep.events import Note
 from lockstep.hardware.device import Device, Selection, choose_default, describe, find, parse, select, usable_gpus
 from lockstep.hardware.world import World
@@ -177,16 +177,16 @@ def _for_ranks(config: HardwareConfig, world: World, detected: Sequence[Device])
         return _share_out(ranks, world, detected)
     selection = select(parse(config.selected_devices), detected)
     if len(selection.devices) == ranks:
-        reason = f"{selection.reason}: one for each of the node's {_count(ranks, 'process')}, in order"
+        reason = f"{selection.reason}: one for each of the node's {many(ranks, 'process')}, in order"
         return Selection(selection.devices, reason, selection.notes)
     if selection.devices == ("cpu",):
-        reason = f"cpu is selected, for each of the node's {_count(ranks, 'process')}"
+        reason = f"cpu is selected, for each of the node's {many(ranks, 'process')}"
         return Selection(("cpu",) * ranks, reason, selection.notes)
     number = len(selection.devices)
     raise DeviceError(
-        f"{_count(number, 'device')} selected, but {world.launcher} started {_count(ranks, 'process')} on this node",
+        f"{many(number, 'device')} selected, but {world.launcher} started {many(ranks, 'process')} on this node",
         why="each process is one rank already, with one device",
-        fix=f"start {_count(number, 'process')} per node, name {_count(ranks, 'device')}, or leave --devices out",
+        fix=f"start {many(number, 'process')} per node, name {many(ranks, 'device')}, or leave --devices out",
     )
 
 
@@ -194,16 +194,16 @@ def _share_out(ranks: int, world: World, detected: Sequence[Device]) -> Selectio
     """Devices for ``ranks`` processes of this node when none were named: the first GPUs, else the CPU."""
     gpus = [gpu.id for gpu in usable_gpus(detected)]
     if len(gpus) >= ranks:
-        return Selection(tuple(gpus[:ranks]), f"one GPU for each of the node's {_count(ranks, 'process')}")
+        return Selection(tuple(gpus[:ranks]), f"one GPU for each of the node's {many(ranks, 'process')}")
     if not gpus:
-        reason = f"no GPU that Lockstep can use, so each of the node's {_count(ranks, 'process')} computes on the CPU"
+        reason = f"no GPU that Lockstep can use, so each of the node's {many(ranks, 'process')} computes on the CPU"
         return Selection(("cpu",) * ranks, reason)
     shared = ",".join(gpus[index % len(gpus)] for index in range(ranks))
-    fix = f"start {_count(len(gpus), 'process')} per node, share with `--devices {shared}`, or use `--devices cpu`"
+    fix = f"start {many(len(gpus), 'process')} per node, share with `--devices {shared}`, or use `--devices cpu`"
     if world.launcher == "slurm":
         fix += "; where srun hides the other GPUs from a task, start it with --gpu-bind=none"
     raise DeviceError(
-        f"{_count(ranks, 'process')} on this node, but {_count(len(gpus), 'GPU')}",
+        f"{many(ranks, 'process')} on this node, but {many(len(gpus), 'GPU')}",
         why=f"{world.launcher} started more processes than there are GPUs, and sharing one is never a silent choice",
         fix=fix,
     )
@@ -238,7 +238,7 @@ def _strategy(
     if spec.note:
         notes.append(Note("strategy_slow", spec.note))
     reason = f"{'as set' if wanted else 'several devices'}: {spec.summary}"
-    return spec, reason if not world else f"{reason}; {world.launcher} started {_count(ranks, 'process')}"
+    return spec, reason if not world else f"{reason}; {world.launcher} started {many(ranks, 'process')}"
 
 
 def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[Note]) -> tuple[Backend | None, str]:
@@ -320,15 +320,10 @@ def _accelerator_reason(accelerator: Accelerator, selection: Selection, detected
 def _world_reason(strategy: StrategySpec, alone: bool, devices: tuple[str, ...], world: World | None) -> str:
     if world:
         nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
-        return f"{world.launcher} started {_count(world.size, 'process')}{nodes}"
+        return f"{world.launcher} started {many(world.size, 'process')}{nodes}"
     if alone and strategy.devices == "many":
         return f"{strategy.name} is one process" + ("" if strategy.one_process else ", as set")
     return "one device" if len(devices) == 1 else "one rank for each selected device, repeats included"
-
-
-def _count(number: int, noun: str) -> str:
-    plural = {"process": "processes"}.get(noun, noun + "s")
-    return f"{number} {noun if number == 1 else plural}"
 
 
 #: Bytes of a GPU that are not for tensors: its context and the workspaces of libraries (an allowance).

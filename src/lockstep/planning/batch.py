@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, many
 from lockstep.planning.decision import Decision, Decisions, Frozen, by_key
 
 Span = tuple[int, int]
@@ -152,7 +152,7 @@ def resolve_batch(
         whole = batch_size * devices * accumulate
         sizes = {"global_batch": whole, "batch_size": batch_size, "accumulate": accumulate}
         reasons = {
-            "global_batch": f"{batch_size} per device × {devices} device(s) × {accumulate} micro-batch(es)",
+            "global_batch": f"{batch_size} per device × {many(devices, 'device')} × {many(accumulate, 'micro-batch')}",
             "batch_size": "as configured",
             "accumulate": "as configured",
         }
@@ -189,8 +189,8 @@ def _shared(global_batch: int, limit: int, devices: int) -> tuple[dict[str, int]
     accumulate = -(-share // limit)
     uneven = "" if global_batch % devices == 0 else f", unevenly ({global_batch // devices} or {share} each)"
     return {"global_batch": global_batch, "batch_size": -(-share // accumulate), "accumulate": accumulate}, {
-        "global_batch": f"held at {global_batch} and shared by {devices} device(s){uneven}",
-        "batch_size": f"a device's share of {share} in {accumulate} micro-batch(es) of at most the configured size",
+        "global_batch": f"held at {global_batch} and shared by {many(devices, 'device')}{uneven}",
+        "batch_size": f"a device's share of {share} in {many(accumulate, 'micro-batch')} of no more than the set size",
         "accumulate": f"the fewest micro-batches that a device's share of {share} fits in",
     }
 
@@ -202,23 +202,23 @@ def _even(plan: BatchPlan, reasons: dict[str, str]) -> BatchPlan:
         raise ConfigError(
             f"a global batch of {plan.global_batch} cannot be shared by {plan.ranks} ranks",
             why=f"a module sees a batch on every rank in every step, and BatchNorm needs {plan.least_part} samples",
-            fix=f"use at most {plan.global_batch // plan.least_part} device(s), "
+            fix=f"use at most {many(plan.global_batch // plan.least_part, 'device')}, "
             f"or a global batch (batch size × devices × accumulation) of at least {plan.ranks * plan.least_part}",
         )
     if fits < plan.accumulate:
         share = -(-plan.global_batch // plan.ranks)
         reasons["accumulate"] = (
             f"{fits} instead of {plan.accumulate}: every micro-batch of every rank must have at least "
-            f"{plan.least_part} sample(s), and of a step's some rank has only {plan.global_batch // plan.ranks}"
+            f"{many(plan.least_part, 'sample')}, and of a step's some rank has only {plan.global_batch // plan.ranks}"
         )
-        reasons["batch_size"] = f"a rank's share of {share} in {fits} micro-batch(es)"
+        reasons["batch_size"] = f"a rank's share of {share} in {many(fits, 'micro-batch')}"
         size = -(-share // (fits * plan.devices_per_rank))
         plan = plan.model_copy(update={"accumulate": fits, "batch_size": size})
     least = max(plan.least_window, plan.ranks * plan.accumulate * plan.least_part)
     if plan.samples < least:
         raise DataError(
-            f"the training set has {plan.samples} sample(s)",
-            why=f"one step of {plan.ranks} rank(s) × {plan.accumulate} micro-batch(es) needs at least {least}",
+            f"the training set has {many(plan.samples, 'sample')}",
+            why=f"one step of {many(plan.ranks, 'rank')} × {many(plan.accumulate, 'micro-batch')} needs {least}",
             fix="use fewer devices or less accumulation",
         )
     rest = plan.samples % plan.global_batch
@@ -236,7 +236,7 @@ def _check_tail(plan: BatchPlan) -> str:
         )
     if plan.samples < plan.least_window:
         raise DataError(
-            f"the training set has {plan.samples} sample(s)",
+            f"the training set has {many(plan.samples, 'sample')}",
             why="BatchNorm needs at least 2 samples in a batch" if plan.samples else "there is nothing to train on",
             fix="check data.data_dir and the split",
         )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lockstep.config import DataConfig, RunConfig
 from lockstep.config.sections import OptimizerConfig, TrainingConfig
-from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.planning.decision import Decision, by_key
 from lockstep.planning.plan import MEASURED, LoaderFacts, LoaderPlan, Plan, TaskFacts
 
@@ -109,7 +109,7 @@ def _workers(data: DataConfig, facts: TaskFacts, cores: int, local_ranks: int) -
     if facts.quick_samples:
         return 0, 0, "a sample is made in less time than another process needs to hand it over"
     workers = automatic_workers(cores, local_ranks)
-    reason = f"reading opens files; {cores} cores shared by {local_ranks} rank(s), one left for the step, 2 to 4 each"
+    reason = f"reading opens files; {cores} cores for {many(local_ranks, 'rank')}, one left for the step, 2 to 4 each"
     return workers, workers, reason
 
 

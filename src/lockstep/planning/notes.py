@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import BaseModel
 
 from lockstep.config import RunConfig
-from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.events import Note
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import BatchPlan
@@ -109,8 +109,8 @@ def data_notes(facts: TaskFacts, resume: ResumePoint | None, workers: int) -> It
     if facts.read_file is not None and workers:
         yield Note(
             "file_shared",
-            f"{workers} loader worker(s) share the position in {facts.read_file}, which the data set has "
-            "open, and may read wrong samples, as in a DataLoader. Open the file in __getitem__, on the first call.",
+            f"With {many(workers, 'loader worker')}, processes share the position in {facts.read_file}, which the data "
+            "set has open, and may read wrong samples, as in a DataLoader: open it in __getitem__, at the first call.",
             "warning",
         )
     if resume is not None and resume.accept_data and resume.fingerprint not in (None, facts.fingerprint):

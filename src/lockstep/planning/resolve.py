@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from lockstep.config import CheckpointConfig, DistributedConfig, OptimizerConfig, RunConfig
-from lockstep.errors import UnsupportedError
+from lockstep.errors import UnsupportedError, many
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.planning.decision import Decision, Decisions, by_key
@@ -291,7 +291,7 @@ def _threads(given: Given, batch: BatchPlan) -> Decision:
         threads, reason = 1, f"a step has {flops / 1e6:.2g} MFLOP: more threads would wait longer than they compute"
     else:
         threads = max(1, given.cores // local_ranks)
-        reason = f"{given.cores} cores shared by {local_ranks} rank(s) of this node"
+        reason = f"{given.cores} cores shared by {many(local_ranks, 'rank')} of this node"
     return Decision("threads", "threads", threads, reason)
 
 

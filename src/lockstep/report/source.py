@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LockstepError, RunFolderError
+from lockstep.errors import LockstepError, RunFolderError, many
 from lockstep.telemetry.files import names_in, read_bytes, read_json, sparse_rows
 from lockstep.telemetry.records import RunRecord, read_forecast
 from lockstep.telemetry.rundir import RunDir
@@ -185,7 +185,7 @@ def score(
         if foreseen is not None and here != foreseen
     ]
     if row is None:
-        return {"measured": measured, "differs": [*differs, f"nothing was forecast for {devices} device(s)"]}
+        return {"measured": measured, "differs": [*differs, f"nothing was forecast for {many(devices, 'device')}"]}
     return {
         "predicted": row["samples_per_s"],
         "low": row["samples_per_s_low"],

@@ -64,7 +64,7 @@ def test_a_rank_that_is_not_there_is_said(tmp_path: Path, capfd: pytest.CaptureF
     folder = train(tmp_path, "1:1")
     assert {file.name for file in folder.iterdir()} == {"rank-0.trace.json.gz", "rank-0.json", "rank-0.txt"}
     assert steps_in(folder / "rank-0.trace.json.gz") == {"step 1"}
-    assert "profile_ranks names 7, but the run has 1 rank(s)" in capfd.readouterr().out
+    assert "profile_ranks names 7, but the run has 1 rank," in capfd.readouterr().out
     assert "KINETO_LOG_LEVEL" not in os.environ
 
 

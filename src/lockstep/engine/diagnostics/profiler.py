@@ -17,7 +17,7 @@ from lockstep._compat.torch import dump_memory, record_memory
 from lockstep.engine.distributed.staging import finish
 from lockstep.engine.loop import StepResult
 from lockstep.engine.rank_context import RankContext
-from lockstep.errors import StorageError
+from lockstep.errors import StorageError, many
 from lockstep.telemetry.files import write_json, write_text
 from lockstep.telemetry.progress_board import Activity, pulse
 
@@ -45,7 +45,9 @@ def profiled(rank: RankContext, steps: Iterator[StepResult], step: int) -> Itera
     first, last = map(int, settings.profile.split(":"))
     absent = [str(number) for number in settings.profile_ranks if number >= ranks]
     if absent:
-        remark(f"telemetry.profile_ranks names {', '.join(absent)}, but the run has {ranks} rank(s), counted from 0.")
+        remark(
+            f"telemetry.profile_ranks names {', '.join(absent)}, but the run has {many(ranks, 'rank')}, counted from 0."
+        )
     if step >= last:
         remark(f"Steps {first} to {last} are not profiled: the run resumes at step {step}.")
     if rank.world.rank not in settings.profile_ranks or step >= last:

@@ -28,7 +28,7 @@ from lockstep.data.requests import InOrder
 from lockstep.data.sampling import SampleOrder, resolve_sampling
 from lockstep.engine.process.runtime import seeded
 from lockstep.engine.state import TrainState
-from lockstep.errors import DataError, UnsupportedError
+from lockstep.errors import DataError, UnsupportedError, many
 from lockstep.hardware.world import World
 from lockstep.planning import BatchPlan
 from lockstep.planning.batch import Span, parts
@@ -56,8 +56,8 @@ def epoch_steps(batch: BatchPlan, rank: int, position: int) -> Iterator[Step]:
         shares = parts(position - start, batch.ranks, batch.least_part)
         if min(stop - first for first, stop in shares) < batch.accumulate * batch.least_part:
             raise DataError(
-                f"the last {position - start} sample(s) of this epoch cannot be shared by {batch.ranks} rank(s), "
-                f"each with {batch.accumulate} micro-batch(es)",
+                f"the last {many(position - start, 'sample')} of this epoch cannot be shared by "
+                f"{many(batch.ranks, 'rank')}, each with {many(batch.accumulate, 'micro-batch')}",
                 why="a module has to see them all in every step, and the run stopped just before these samples",
                 fix="resume on as many devices as before, or on one, until the epoch is over",
             )
@@ -162,7 +162,7 @@ class SharedBatches:
     def __init__(self, samples: int, batch_size: int, world: World) -> None:
         if samples < world.size:
             raise DataError(
-                f"{samples} sample(s) cannot be evaluated on {world.size} ranks",
+                f"{many(samples, 'sample')} cannot be evaluated on {world.size} ranks",
                 why="a rank without a sample logs nothing, and the others would wait for its metrics",
                 fix=f"use at most {samples} devices, or evaluate on more data",
             )

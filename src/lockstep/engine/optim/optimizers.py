@@ -23,7 +23,7 @@ from lockstep.config.sections import OPTIMIZERS
 from lockstep.engine.strategies.partition import blocks_of
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
-from lockstep.errors import ConfigError, TaskError, UnsupportedError
+from lockstep.errors import ConfigError, TaskError, UnsupportedError, many
 
 Names = list[list[str]]
 Settings = list[dict[str, Any]]
@@ -122,7 +122,7 @@ def check_belongs(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> No
     ]
     if strange:
         raise TaskError(
-            f"the optimizer has {len(strange)} parameter(s) that are not the model's: {', '.join(strange[:5])}",
+            f"the optimizer has {many(len(strange), 'parameter')} not of the model: {', '.join(strange[:5])}",
             why="they would be neither reduced over ranks nor saved",
             fix="return the modules that have them from Task.modules()",
         )

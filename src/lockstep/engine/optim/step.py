@@ -34,7 +34,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
-from lockstep.errors import TaskError
+from lockstep.errors import TaskError, many
 from lockstep.planning import Plan, Schedule
 
 
@@ -462,4 +462,4 @@ def untrained_note(update: Update, model: nn.Module, max_norm: float | None) -> 
         return None
     some = ", ".join([*names[:3], *(["…"] if len(names) > 3 else [])])
     clipped = "" if max_norm is None else "; their gradients count in the norm that training.max_grad_norm limits"
-    return f"{len(names)} parameter(s) are in no group of the optimizer and not trained: {some}{clipped}"
+    return f"{many(len(names), 'parameter')} in no group of the optimizer, so not trained: {some}{clipped}"

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep._compat.torch import choose_gpu_again, use_deterministic_algorithms
-from lockstep.errors import CheckpointError, DeviceError, UnsupportedError
+from lockstep.errors import CheckpointError, DeviceError, UnsupportedError, many
 from lockstep.hardware.world import STORE_FD, World
 from lockstep.planning import Plan
 
@@ -159,7 +159,7 @@ def rank_device(devices: Sequence[str], world: World) -> torch.device:
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise DeviceError(
             f"{name} is not available to rank {world.rank}",
-            why=f"torch sees {torch.cuda.device_count()} GPU(s) in this process",
+            why=f"torch sees {many(torch.cuda.device_count(), 'GPU')} in this process",
             fix="check CUDA_VISIBLE_DEVICES and `lockstep devices`",
         )
     return torch.device("cuda", index)

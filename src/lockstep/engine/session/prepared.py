@@ -16,7 +16,7 @@ from lockstep._compat.torch import has_scheduler, note_step
 from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import cast
 from lockstep.engine.trained import Trained
-from lockstep.errors import TaskError
+from lockstep.errors import TaskError, many
 
 if TYPE_CHECKING:
     from lockstep.engine.rank_context import RankContext
@@ -139,7 +139,7 @@ class Prepared:
             strange = [tuple(p.shape) for p in parameters_of(optimizer) if id(p) not in known]
             if strange:
                 raise TaskError(
-                    f"{name} has {len(strange)} parameter(s) of no prepared model: shapes "
+                    f"{name} has {many(len(strange), 'parameter')} of no prepared model: shapes "
                     + ", ".join(map(str, strange[:3])),
                     why="they would be neither reduced over ranks nor saved",
                     fix="give prepare() the modules that have them too, and make the optimizer from their parameters "

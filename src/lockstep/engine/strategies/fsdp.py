@@ -41,7 +41,7 @@ from lockstep.engine.strategies.partition import (
     pick,
 )
 from lockstep.engine.task import Task
-from lockstep.errors import TaskError, UnsupportedError
+from lockstep.errors import TaskError, UnsupportedError, many
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 
@@ -111,7 +111,7 @@ class ShardedModel(Divided):
         self._device = device
         _refuse_indivisible(model)
         blocks = blocks_of(task, model)
-        self.remarks: tuple[str, ...] = (f"fsdp: {len(blocks)} block(s) of the model are gathered one at a time",)
+        self.remarks: tuple[str, ...] = (f"fsdp: {many(len(blocks), 'block')} of the model, gathered one at a time",)
         for block in blocks if mode is not None else []:
             block.forward = compiled(block.forward, cast(str, mode))
         if config.activation_checkpointing:

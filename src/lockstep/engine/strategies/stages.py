@@ -28,7 +28,7 @@ from lockstep.engine.strategies.partition import Divided, Through, Undivided
 from lockstep.engine.task import Task
 from lockstep.engine.trained import refuse_modules
 from lockstep.engine.training_data import training_source
-from lockstep.errors import ConfigError, TaskError
+from lockstep.errors import ConfigError, TaskError, many
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 
@@ -77,9 +77,9 @@ def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]
             )
     if len(stages) < devices:
         raise ConfigError(
-            f"{devices} devices, but the model has {len(stages)} stage(s)",
+            f"{devices} devices, but the model has {many(len(stages), 'stage')}",
             why="each device needs a stage",
-            fix=f"select at most {len(stages)} device(s), or cut the model into more stages",
+            fix=f"select at most {many(len(stages), 'device')}, or cut the model into more stages",
         )
     return stages
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 
-from lockstep.errors import LockstepError, RunFolderError, StorageError
+from lockstep.errors import LockstepError, RunFolderError, StorageError, many
 from lockstep.launch.health.hang import HangReport
 from lockstep.launch.health.memory import MachineMemory, RankMemory, own_memory
 from lockstep.launch.local.rank_output import MARK, log_file
@@ -138,7 +138,9 @@ def folded_traceback(error: BaseException) -> str:
         lines = ["Traceback (most recent call last):\n"] if frames else []
         for library, group in itertools.groupby(frames[:-1], lambda frame: _library_of(frame.filename)):
             own = list(group)
-            lines += traceback.format_list(own) if library is None else [f"  … {len(own)} frame(s) of {library}\n"]
+            lines += (
+                traceback.format_list(own) if library is None else [f"  … {many(len(own), 'frame')} of {library}\n"]
+            )
         ends = list(described.format_exception_only())
         if not parts and isinstance(error, LockstepError):
             # A report ends with why and fix.

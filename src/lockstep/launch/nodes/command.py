@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
-from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
+from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError, many
 from lockstep.hardware.world import World
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import read_failure
@@ -93,7 +93,10 @@ def train_on_nodes(task: Task, config: RunConfig, request: Request) -> RunResult
     nodes = Nodes.of(config)
     ranks = len(place(config, World()).devices)
     if config.telemetry.progress != "silent":
-        print(f"meeting {nodes}, with {ranks} rank(s) here; waiting up to {nodes.join_timeout_s:g} s", file=sys.stderr)
+        print(
+            f"meeting {nodes}, with {many(ranks, 'rank')} here; waiting up to {nodes.join_timeout_s:g} s",
+            file=sys.stderr,
+        )
     with TemporaryDirectory(prefix="lockstep-node-") as path:
         folder = RunDir.create(Path(path, "node"), config, run_id=new_run_id(), command=sys.argv)
         write_json(folder.path / _REQUEST, asdict(request))

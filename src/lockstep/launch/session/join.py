@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
-from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
+from lockstep.errors import ConfigError, RunFolderError, UnsupportedError, many
 from lockstep.hardware import Placement, World, parent_death, read_world
 from lockstep.launch.health.watchdog import watched
 from lockstep.launch.local.rank_output import rank_output
@@ -182,7 +182,7 @@ def _refuse_other_number(placement: Placement, world: World) -> None:
     if placement.world_size != world.size:
         devices = ",".join(placement.devices)
         raise ConfigError(
-            f"the session names {placement.world_size} devices ({devices}), and this is {world.size} process(es)",
+            f"the session names {placement.world_size} devices ({devices}), and this is {many(world.size, 'process')}",
             why="a process of a session is one rank with one device; only a launcher can start more",
             fix=f"start it with `lockstep run script.py --devices {devices}`, or torchrun --nproc_per_node="
             f"{placement.world_size}; in a notebook with lockstep.Session.launch(function, devices={devices!r})",

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.files import cache_folder
-from lockstep.errors import DataError, StorageError, UnsupportedError
+from lockstep.errors import DataError, StorageError, UnsupportedError, many
 from lockstep.tasks.autoencoder.digits import load_digits
 from lockstep.telemetry.creation import make_folder
 
@@ -71,7 +71,7 @@ def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
     if len(classes) < 2:
         loose = any(file.suffix.lower() in SUFFIXES for file in roots["train"].iterdir())
         raise DataError(
-            f"{roots['train']} has {len(classes)} class folder(s) with images",
+            f"{roots['train']} has {many(len(classes), 'class folder')} with images",
             why="the images have no labels: a label is the name of the folder that an image is in"
             if loose
             else "a classifier needs at least two classes",

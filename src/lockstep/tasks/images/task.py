@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lockstep.data.arrays import NO_LABEL, filled
 from lockstep.engine.task import Callback, Context, Datasets, Loss, Metrics, Task, TaskConfig
-from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.models.vision import ResNet, Vit
 from lockstep.tasks.har.metrics import ClassScores
 from lockstep.tasks.images.folders import (
@@ -232,7 +232,7 @@ class ImagesTask(Task):
     def remarks(self) -> list[str]:
         """The worst mistakes of the last evaluation by name, and how many broken images were left out."""
         broken, names = self._found[1], self.class_names
-        lines = [f"{len(broken)} broken image(s) left out, such as {broken[0]}"] if broken else []
+        lines = [f"{many(len(broken), 'broken image')} left out, such as {broken[0]}"] if broken else []
         listed = self._found[0]["val"]
         for loss, index, predicted, label in (self._scores.mistakes if self._scores else [])[:3]:
             if index < len(listed.files):
