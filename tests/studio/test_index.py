@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -80,3 +81,31 @@ def test_of_a_thousand_ended_runs_one_that_is_resumed_in_a_terminal_is_seen_at_t
     monkeypatch.undo()
     run.update(status="stopped")
     assert index.versions()[0]["run-0000aaaa"][1]["status"] == "stopped"
+
+
+def test_a_change_that_leaves_the_folders_time_as_it_was_is_seen_soon(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.studio.index._COARSE_S", 0.2)
+    run = make_run(home.runs_dir / "run-0000aaaa", "run-0000aaaa")
+    run.update(status="completed")
+    index = RunIndex(home, Starts(home))
+    assert len(index.versions()[0]) == 1
+    time_of_folder = home.runs_dir.stat().st_mtime_ns
+    shutil.rmtree(run.path)
+    os.utime(home.runs_dir, ns=(time_of_folder, time_of_folder))  # as in one tick of the file system's clock
+    deadline = time.monotonic() + 20
+    while index.versions()[0]:
+        assert time.monotonic() < deadline, "not before the look every half minute"
+        time.sleep(0.05)
+
+
+def test_a_run_whose_files_are_gone_leaves_the_list_at_once(home: Home) -> None:
+    run = make_run(home.runs_dir / "run-0000aaaa", "run-0000aaaa")
+    run.update(status="completed")
+    index = RunIndex(home, Starts(home))
+    assert len(index.versions()[0]) == 1
+    run.run_file.unlink()
+    with pytest.raises(LockstepError):
+        index.summary("run-0000aaaa")  # a tab that shows the run
+    assert index.versions()[0] == {}

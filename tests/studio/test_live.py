@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 
 from lockstep.config import resolve
@@ -306,3 +307,26 @@ def test_a_tab_that_asks_and_never_reads_takes_little_memory_and_is_closed_at_th
         warnings.simplefilter("always")
         gc.collect()
     assert not [str(one.message) for one in left if one.category is ResourceWarning]
+
+
+def test_a_tab_that_cannot_be_sent_to_is_closed_and_connects_again(
+    address: Address, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would stay open and hear nothing more."""
+
+    def fails(*_: object) -> Any:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    with address.live() as tab:
+        assert json.loads(tab.recv(timeout=WAIT_S))["type"] == "hello"
+        with monkeypatch.context() as patch:
+            patch.setattr("lockstep.studio.live.Hub._news_of_list", fails)
+            tab.send(json.dumps({"type": "watch", "runs": True}))
+            with pytest.raises(ConnectionClosed) as closed:
+                while True:
+                    tab.recv(timeout=10)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
+    with address.live() as tab:
+        tab.send(json.dumps({"type": "watch", "runs": True}))
+        while json.loads(tab.recv(timeout=WAIT_S))["type"] != "runs":
+            pass

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import random
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from lockstep.config import resolve
+from lockstep.errors import StorageError
+from lockstep.studio.access import Sessions
 from lockstep.studio.home import Home
 from lockstep.telemetry.rundir import RunDir
 from tests.hardware.machines import machine
@@ -397,3 +401,25 @@ def test_malformed_frames(address: Address, folder: Path, count: int) -> None:
         tab.send("x" * 100_000)
         while True:
             tab.recv(timeout=60)
+
+
+def test_the_token_and_the_sessions_are_there_at_any_moment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tab asks while a session begins; a process may run out of files."""
+    home = Home(folder / "runs")
+    home.make()
+    token = home.token()
+    sessions = Sessions(home, 1234)
+    known = sessions.begin()
+    thread = threading.Thread(target=lambda: [sessions.begin() for _ in range(60)])
+    thread.start()
+    while thread.is_alive():
+        assert sessions.knows(known)
+
+    def no_more_files(*_: object, **__: object) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", no_more_files)
+        with pytest.raises(StorageError):
+            home.token()
+    assert home.token() == token, "every session is still known"

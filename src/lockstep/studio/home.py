@@ -78,8 +78,10 @@ class Home:
                 text = file.read_text(encoding="ascii").strip()
                 if _TOKEN.fullmatch(text):
                     return text
-        except (OSError, ValueError):
+        except (FileNotFoundError, PermissionError, ValueError):
             pass
+        except OSError as error:  # such as too many open files: a new token would end every session
+            raise storage_error(error, file) from error
         text = secrets.token_urlsafe(32)
         write_private(file, text)
         return text
@@ -96,13 +98,14 @@ class Home:
 
 
 def write_private(file: Path, text: str) -> None:
-    """Write what only this user may read. Raises :class:`StorageError`."""
+    """Replace a file that only this user may read: others see its old content or the new. Raises StorageError."""
+    new = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
-        file.unlink(missing_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as stream:
             stream.write(text)
+        new.replace(file)
     except OSError as error:
+        new.unlink(missing_ok=True)
         raise storage_error(error, file) from error
 
 

@@ -25,6 +25,8 @@ from lockstep.telemetry.summary import LIVE, summarize
 #: How often a watched list checks runs that have ended. A new attempt changes the time of the runs folder, and is
 #: seen at once; this finds what was edited or copied.
 _THOROUGH_S = 30.0
+#: Two changes within this time may leave a folder with one time: file systems count in steps of up to two seconds.
+_COARSE_S = 2.0
 
 #: Of a summary, what the list does not need.
 _IN_DETAIL = {"command", "versions", "placement", "format_version"}
@@ -64,7 +66,8 @@ class RunIndex:
         self._stopping: set[str] = set()
         self._lock = threading.RLock()
         self._version = 0
-        self._looked = 0.0
+        #: When runs that have ended are checked next, whether or not a folder has another time.
+        self._due = 0.0
         #: What :meth:`versions` found, and when the folders had been changed and the last change then.
         self._found: dict[str, tuple[int, dict[str, Any]]] = {}
         self._seen = (0, 0, 0)
@@ -81,10 +84,12 @@ class RunIndex:
         now = time.monotonic()
         with self._lock:
             folders = (modified_ns(self._home.runs_dir), modified_ns(self._home.starts))
-            thorough = folders != self._seen[:2] or now - self._looked >= _THOROUGH_S
+            moved = folders != self._seen[:2]
+            thorough = moved or now >= self._due
             restless = any(entry.restless for entry in self._entries.values())
             if thorough or restless or (*folders, self._version) != self._seen:
-                self._looked = now if thorough else self._looked
+                if thorough:  # once more after a change, for those that the time of the folder does not show
+                    self._due = now + (_COARSE_S if moved else _THOROUGH_S)
                 listed = self._listed(thorough=thorough)
                 found = {entry.summary["id"]: (entry.version, entry.summary) for entry in listed}
                 self._found = self._found if found == self._found else found
@@ -195,6 +200,7 @@ class RunIndex:
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._folders.pop(entry.id, None)
+            self._version += 1
 
     def _identify(self, entry: Entry) -> None:
         """Set the id of ``entry``: its record's, or the name of its folder if another folder has this id already."""

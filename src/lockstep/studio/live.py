@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from lockstep.errors import LockstepError
 from lockstep.studio.columns import FULL_ROWS, POINTS
@@ -254,7 +254,7 @@ class Hub:
     # Sending to tabs.
 
     async def _send(self, tab: Tab) -> None:
-        with contextlib.suppress(RuntimeError, OSError):
+        try:
             while True:
                 await tab.wake.wait()
                 tab.wake.clear()
@@ -265,6 +265,11 @@ class Hub:
                         await tab.socket.send_json(message)
                 # A slow tab gets fewer, larger messages; nothing queues up for it.
                 await asyncio.sleep(TICK_S / 2)
+        except Exception as error:
+            if not isinstance(error, WebSocketDisconnect | OSError):
+                _log.exception("a tab cannot be sent to")
+        with contextlib.suppress(RuntimeError, OSError):
+            await tab.socket.close(1011)  # a tab that gets nothing more would wait; this one connects again
 
     def _news(self, tab: Tab) -> Iterator[dict[str, Any] | bytes]:
         """What to send, made while it is sent: the frames of one run at a time."""
